@@ -89,9 +89,10 @@ def _arguments(hints: Hints, op: int) -> list[Any] | None:
 def _is_cudnns(given: list[Any], backward: list[Any] | None) -> bool:
     """Whether it runs on cuDNN, forward and backward: that one makes all three gradients, asked for or not."""
     x, weight, bias, mean, _, training = given[:6]
-    tensors = [None if each is None else tuple(each["t"]) for each in (x, weight, bias, mean)]
-    whole = backward is None or not training or all(backward[-1])
-    return whole and tensors[0] is not None and table.runs_on_cudnn(*tensors, training=bool(training))
+    if backward is not None and training and not all(backward[-1]):
+        return False
+    others = (None if each is None else tuple(each["t"]) for each in (weight, bias, mean))
+    return table.runs_on_cudnn(tuple(x["t"]), *others, training=bool(training))
 
 
 def _readers(step: Step, name: str) -> dict[int, int]:

@@ -56,13 +56,18 @@ def more_memory(hardware: Hardware, n_bytes: int) -> str:
     """What to say where `n_bytes` are needed: a limit above what the GPU has is none."""
     if hardware.device == "cuda" and n_bytes > hardware.memory_bytes:
         return f"a card with {rounded_up(n_bytes)} of memory"
-    return f"--max-memory {rounded_up(n_bytes)} or a card with more memory"
+    most = hardware.memory_bytes if hardware.device == "cuda" else None
+    return f"--max-memory {rounded_up(n_bytes, most)} or a card with more memory"
 
 
-def rounded_up(n_bytes: int) -> str:
-    """A size as `--max-memory` takes it, never below `n_bytes`."""
-    unit, name = (2**30, "GiB") if n_bytes >= 2**30 else (2**20, "MiB")
-    return f"{-(-n_bytes * 10 // unit) / 10:g}{name}"
+def rounded_up(n_bytes: int, most_bytes: int | None = None) -> str:
+    """A short size as `--max-memory` takes it, never below `n_bytes`, nor above `most_bytes` where `n_bytes` is not."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"))[n_bytes < 2**30 :]:
+        tenths = -(-n_bytes * 10 // unit)
+        if most_bytes is None or tenths * unit <= most_bytes * 10:
+            whole, tenth = divmod(tenths, 10)
+            return f"{whole}.{tenth}{name}" if tenth else f"{whole}{name}"
+    return f"{n_bytes}B"
 
 
 def describe(remedy: Remedy) -> str:

@@ -37,7 +37,9 @@ UNCALIBRATED_PEAK = (0.85, 1.15)
 UNCALIBRATED_STEP = (0.4, 2.5)
 
 # On a CPU these are all work of the same cores.
-_ON_CORES = frozenset({Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST})
+_ON_CORES = [Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST]
+_ON_GPU = [Resource.COMPUTE]
+_IS_REPEATED = np.isin(np.arange(len(Phase)), REPEATED)
 
 # PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of their own.
 _SMALL_BYTES = MIB
@@ -379,24 +381,21 @@ def _coarse_time(
     direction, and for what links send over it (`crossing`, as `_on_roots` has it). So are cores that compute shares with others,
     and compute with the part that a link takes of it while it is busy.
     """
-    times = np.where(np.isin(np.arange(len(Phase)), REPEATED), program.accumulate, 1)
+    times = np.where(_IS_REPEATED, program.accumulate, 1)
     by_phase = np.array(live.busy_s) * times
     for copies in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
         by_phase[copies] *= sharing
     busy = by_phase.sum(1)
     through = sharing * (crossing * times[:, None]).sum(0)
-    up, down, links = (
-        busy[Resource.HOST_TO_DEVICE],
-        busy[Resource.DEVICE_TO_HOST],
-        busy[[Resource.INTRA_LINK, Resource.INTER_LINK]],
-    )
-    compute = busy[Resource.COMPUTE] + links.max() * hardware.link_slowdown / (1 + hardware.link_slowdown)
-    on_cores = sorted(_ON_CORES) if hardware.device == "cpu" else [Resource.COMPUTE]
-    low = max(least_s, busy.max(), busy[on_cores].sum(), compute, up + through[0], down + through[1])
-    waits = program.idle * by_phase[Resource.COMPUTE, list(REPEATED)].sum()
+    up, down = busy[Resource.HOST_TO_DEVICE], busy[Resource.DEVICE_TO_HOST]
+    link = max(busy[Resource.INTRA_LINK], busy[Resource.INTER_LINK])
+    compute = busy[Resource.COMPUTE] + link * hardware.link_slowdown / (1 + hardware.link_slowdown)
+    on_cores = _ON_CORES if hardware.device == "cpu" else _ON_GPU
+    waits = program.idle * float(by_phase[Resource.COMPUTE][_IS_REPEATED].sum())
+    low = waits + max(least_s, *map(float, (busy.max(), busy[on_cores].sum(), compute, up + through[0], down + through[1])))
     exposed = np.maximum(busy - busy[Resource.COMPUTE], 0.0)
     exposed[on_cores] = busy[on_cores]
-    return _Time(low + waits, low + waits, busy.sum() + waits, busy.tolist(), exposed.tolist())
+    return _Time(low, low, waits + float(busy.sum()), busy.tolist(), exposed.tolist())
 
 
 def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -> Interval:

@@ -143,16 +143,18 @@ def knob_values(techniques: Iterable[Technique], kind: str) -> dict[str, tuple[A
 
 
 def variants(technique: type[Technique], target: Target) -> tuple[Technique, ...]:
-    """`technique` with every combination of the knob values it calls worth trying on `target`, its defaults first."""
+    """`technique` with every combination of knob values that it calls worth trying on `target`, its defaults first."""
     kind = technique.model_fields["kind"].default
     default = technique(kind=kind)
     choices = default.choices_on(target)
     found = {default: None}
     for values in itertools.product(*choices.values()):
         try:
-            found[technique(kind=kind, **dict(zip(choices, values, strict=True)))] = None
+            made = technique(kind=kind, **dict(zip(choices, values, strict=True)))
         except ValidationError:  # two knobs that exclude each other; each is in the product with another partner
             continue
+        if made.is_tried():
+            found[made] = None
     return tuple(found)
 
 

@@ -207,7 +207,8 @@ class Tracer(WatchingMode):
             resource, group = link_of(func, args) if seam else Resource.INTRA_LINK, group_size(args, kwargs)
         if seam or group:
             one_pass = seam is not None and seam.resource in (Resource.HOST_THREADS, Resource.COMPUTE)
-            traffic = one_pass_bytes(inputs, written) if one_pass else max([t.nbytes for t in inputs + fresh], default=0)
+            moving = inputs[:1] if seam is not None and seam.first_crosses else inputs + fresh
+            traffic = one_pass_bytes(inputs, written) if one_pass else max([t.nbytes for t in moving], default=0)
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))

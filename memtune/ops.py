@@ -6,6 +6,7 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | operator | resource | its output lives on |
 |---|---|---|
 | `to_device(x, device)` | host → device | device |
+| `to_device_beside(x, beside, device)` | host → device | device |
 | `to_host(x)` | device → host | host |
 | `copy_to_host_(host, x)` | device → host | – |
 | `copy_to_device_(x, host)` | host → device | – |
@@ -60,10 +61,13 @@ class SeamOp:
     resource: Resource
     output_tier: TierId = TierId.DEVICE
     collective: bool = False
+    first_crosses: bool = False
+    """Of what it reads and makes, its first argument alone is what crosses the link."""
 
 
 SEAM: dict[str, SeamOp] = {
     "memtune.to_device.default": SeamOp(Resource.HOST_TO_DEVICE),
+    "memtune.to_device_beside.default": SeamOp(Resource.HOST_TO_DEVICE, first_crosses=True),
     "memtune.to_host.default": SeamOp(Resource.DEVICE_TO_HOST, TierId.HOST),
     "memtune.copy_to_host_.default": SeamOp(Resource.DEVICE_TO_HOST),
     "memtune.copy_to_device_.default": SeamOp(Resource.HOST_TO_DEVICE),
@@ -96,6 +100,7 @@ def link_of(func: torch._ops.OpOverload, args: Sequence[object]) -> Resource:
 
 _LIBRARY = torch.library.Library("memtune", "DEF")
 _LIBRARY.define("to_device(Tensor x, Device device) -> Tensor")
+_LIBRARY.define("to_device_beside(Tensor x, Tensor beside, Device device) -> Tensor")
 _LIBRARY.define("to_host(Tensor x) -> Tensor")
 _LIBRARY.define("copy_to_host_(Tensor(a!) host, Tensor x) -> ()")
 _LIBRARY.define("copy_to_device_(Tensor(a!) x, Tensor host) -> ()")
@@ -293,6 +298,10 @@ def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
 
+def _fake_to_device_beside(x: Tensor, beside: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(x.numel() + beside.numel(), dtype=x.dtype, device=device)
+
+
 def _fake_to_ssd(x: Tensor, name: str) -> Tensor:
     return _fake_to_host(x)
 
@@ -321,6 +330,7 @@ def _nothing(*args: object) -> None:
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("to_device", transfer.to_device, _key)
+    _LIBRARY.impl("to_device_beside", transfer.to_device_beside, _key)
     _LIBRARY.impl("to_host", transfer.to_host, _key)
     _LIBRARY.impl("copy_to_host_", transfer.copy_to_host, _key)
     _LIBRARY.impl("copy_to_device_", transfer.copy_to_device, _key)
@@ -340,6 +350,7 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("quantise_", quantised.quantise_, _key)
     _LIBRARY.impl("dequantise_", quantised.dequantise_, _key)
 torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)
+torch.library.register_fake("memtune::to_device_beside", _fake_to_device_beside, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_host", _fake_to_host, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_ssd", _fake_to_ssd, lib=_LIBRARY)
 torch.library.register_fake("memtune::largest_", largest.fake_largest, lib=_LIBRARY)

@@ -231,6 +231,10 @@ class Technique(BaseModel):
         """As `choices`, where the values worth trying follow from the ranks and nodes of `target`."""
         return self.choices()
 
+    def is_tried(self) -> bool:
+        """Whether a search tries these of the values in `choices`: not where they are what another technique does."""
+        return True
+
     def divides_parameters(self, ranks: int, plan: Plan) -> bool:
         """Whether `apply` divides the parameters over some of `ranks`, and can do so before they have values."""
         return False

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.edit import Edit
+from memtune.passes.leaving import Leaving
 from memtune.program import I32, I64, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES, reads
 
@@ -25,7 +26,7 @@ class Lookahead:
 
 
 def come_back(
-    edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, on: npt.NDArray[np.bool_], ssd_ahead: int
+    edit: Edit, step: Step, out: Leaving, first: I32, asked: I32, on: npt.NDArray[np.bool_], ssd_ahead: int
 ) -> tuple[I32, I32]:
     """Insert the copies back, each just before it is asked for and after the reads that it starts; returns both, as asked.
 
@@ -44,56 +45,71 @@ def come_back(
         fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
         is_read = np.asarray([pair[2] for pair in pairs], bool)
     asking = step.op_block[first[fetched]]
-    names = [edit.name_id(f"memtune.{name}.default") for name in ("to_device", "from_ssd")[: 1 + int(on.any())]]
+    names = _names(edit, out)[moving]
+    if is_read.any():
+        names = np.where(is_read, edit.name_id("memtune.from_ssd.default"), names).astype(np.int32)
     ops = edit.add_ops(
-        np.asarray(names, np.int32)[is_read.astype(np.int32)],
+        names,
         before=first[fetched],
         phase=Phase.BACKWARD,
         resource=np.where(is_read, np.uint8(Resource.SSD_READ), np.uint8(Resource.HOST_TO_DEVICE)),
-        traffic_bytes=step.bytes[storage[moving]],
-        call=np.where(asking >= 0, asking, block[fetched]),
+        traffic_bytes=out.n_bytes[moving],
+        call=np.where(asking >= 0, asking, out.block[fetched]),
         stream=np.where(is_read, 0, 1).astype(np.uint8),  # a copy back is complete in stream order
         prefetch=is_read.astype(np.uint8),
     )
-    read = np.full(len(storage), -1, np.int32)
+    read = np.full(len(on), -1, np.int32)
     read[moving[is_read]] = ops[is_read]
     return ops[~is_read], read[asked]
 
 
-def come_together(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32) -> I32:
+def _names(edit: Edit, out: Leaving) -> I32:
+    """The copies back: what is cut is put together again."""
+    whole = np.full(len(out.storage), edit.name_id("memtune.to_device.default"), np.int32)
+    return np.where(out.is_cut, edit.name_id("memtune.to_device_beside.default"), whole) if out.is_cut.any() else whole
+
+
+def come_together(edit: Edit, out: Leaving, first: I32, asked: I32) -> I32:
     """Insert the copies back of each stage before its backward, on a stream of their own."""
     return edit.add_ops(
-        "memtune.to_device.default",
+        _names(edit, out)[asked],
         before=first[asked],
         phase=Phase.BACKWARD,
         resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=step.bytes[storage[asked]],
-        call=block[asked],
+        traffic_bytes=out.n_bytes[asked],
+        call=out.block[asked],
         prefetch=1,
     )
 
 
-def come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, look: Lookahead) -> tuple[I32, I32]:
+def come_ahead(edit: Edit, step: Step, out: Leaving, host: I32, first: I32, asked: I32, look: Lookahead) -> tuple[I32, I32]:
     """As `come_back`, by the rule of `runtime.come_ahead`; also the last copy that each one starts, as asked, -1 for none.
 
-    Copies ahead of their use are on a stream of their own, after what has been computed so far.
+    Copies ahead of their use are on a stream of their own, after what has been computed so far. What they come from stays on the
+    `host` until they are asked for, and the copies that this starts have begun.
     """
-    again = np.unique(step.op_block[step.op_phase == Phase.RECOMPUTE])
+    again, block = np.unique(step.op_block[step.op_phase == Phase.RECOMPUTE]), out.block
     left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
     pairs = reads(left.tolist(), asked.tolist(), look.back)
     fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
     asking, early = step.op_block[first[fetched]], fetched != moving
     ops = edit.add_ops(
-        "memtune.to_device.default",
+        _names(edit, out)[moving],
         before=first[fetched],
         phase=Phase.BACKWARD,
         resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=step.bytes[storage[moving]],
+        traffic_bytes=out.n_bytes[moving],
         call=np.where(asking >= 0, asking, block[fetched]),
         stream=np.where(early, 0, 1).astype(np.uint8),
         prefetch=early.astype(np.uint8),
     )
-    came, at = (np.full(len(storage), -1, np.int32) for _ in range(2))
+    turn = np.empty(len(block), np.int32)
+    turn[asked] = np.arange(len(asked), dtype=np.int32)
+    mine = moving[early]
+    before = np.searchsorted(turn[fetched], turn[mine], side="right") - 1  # the last copy that has been started then
+    same_place = (before >= 0) & (first[fetched[before]] == first[mine])
+    edit.hold_through(host[mine], np.where(same_place, ops[before], first[mine] - 1).astype(np.int32))
+    came, at = (np.full(len(block), -1, np.int32) for _ in range(2))
     came[moving], at[fetched] = ops, ops  # of several copies at one place the last
     return came[asked], at[asked]
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from memtune.early_updates import bucket_ends
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.block_landings import adding
 from memtune.passes.shares import raw_gradients
-from memtune.passes.stream import adding
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 

@@ -2,8 +2,8 @@
 
 What goes on to SSD is written when its copy has landed and read when it, or what left after it, is fetched (`runtime.shelf`).
 
-It runs after `passes.recompute` and mirrors Rules 2 and 6 there: the same tensors are chosen by the same running sums,
-each copy holds its source until the next one starts or the next block ends, and each comes back once.
+It runs after `passes.recompute` and mirrors Rules 2, 6 and 10 there: the same tensors are chosen by the same running sums
+(`passes.leaving`), each copy holds its source until the next one starts or the next block ends, and each comes back once.
 
 On the stages of a pipeline (`Stages`) what a stage's own blocks have made moves, and nothing else: what comes in from outside is
 held by the schedule, or made by each stage. With `in_slots` copies follow `runtime.slots`: all of a stage's copies back stand
@@ -17,27 +17,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
 from memtune.passes.come_back import Lookahead, come_ahead, come_back, come_together, hold_locals, shelve
-from memtune.passes.recompute import calls_of
+from memtune.passes.leaving import Leaving, MoveClaim, forward_end, leaving, stage_of
 from memtune.passes.second_order import read_by_second_order, saved_in_backward
 from memtune.pipeline_order import Stages
-from memtune.program import FOREVER, I32, Phase, Resource, Step, Tier
-
-
-@dataclass(frozen=True)
-class MoveClaim:
-    """What one block gives to the host: a fraction of its claimable bytes, no tensor under `min_bytes`."""
-
-    block: int
-    fraction: float
-    min_bytes: int = 0
-    only: frozenset[Call] | None = None
-    """Calls whose outputs are claimable, `INPUTS` for what the block was called with; None: everything is."""
-    stays_on_host: bool = False
-    """Does not go on where others go on to SSD."""
+from memtune.program import I32, Phase, Resource, Step, Tier
 
 
 def move_activations(
@@ -74,7 +60,7 @@ def ops_of_landing(step: Step, stages: Stages | None = None) -> I32:
 
     That is the end of the call that autograd sees next, or of the call itself where its block is the last, of all or of a stage.
     """
-    end = _forward_end(split_calls(step))
+    end = forward_end(split_calls(step))
     seen = np.sort(end[(step.call_grad == 1) & (end >= 0)])
     following = np.searchsorted(seen, end, side="right")
     lands = np.append(seen, np.int32(step.n_ops))[following]
@@ -82,23 +68,14 @@ def ops_of_landing(step: Step, stages: Stages | None = None) -> I32:
     return np.where(np.isin(step.call_block, last), end, lands).astype(np.int32)
 
 
-def stage_of(step: Step, stages: Stages | None) -> I32:
-    """(blocks + 1,) stage of each block, all one without stages; the last entry is for no block."""
-    of = np.zeros(len(step.blocks), np.int32)
-    if stages is not None:
-        of = (np.searchsorted(np.asarray(stages.starts), np.arange(len(step.blocks)), side="right") - 1).astype(np.int32)
-    return np.append(of, np.int32(-1))
-
-
 def _move_calls(
     step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, look: Lookahead, stages: Stages | None
 ) -> Step:
     """`move_activations`, with blocks that run once."""
-    rows = _chosen_rows(step, claims, stages)
-    if not len(rows):
+    out = leaving(step, claims, stages)
+    storage, block = out.storage, out.block
+    if not len(storage):
         return step
-    storage, block = step.save_storage[rows], step.save_block[rows]
-    n_bytes = step.bytes[storage]
     claimed = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
     claimed[[claim.block for claim in claims if claim.fraction > 0]] = True
     moved = _Moved(storage, block, claimed, stage_of(step, stages))
@@ -107,35 +84,37 @@ def _move_calls(
 
     readers, moved_save = _readers_and_saves(step, moved)
     first, asked = _before_backward(step, moved, moved_save) if in_slots else _first_asked(step, moved_save, len(storage))
-    last = np.full(min(look.out, len(rows)), step.n_ops, np.int32)
-    by_next = np.append(step.save_before[rows][look.out :], last) <= lands_after[block]
+    last = np.full(min(look.out, len(storage)), step.n_ops, np.int32)
+    by_next = np.append(out.before[look.out :], last) <= lands_after[block]
     landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)), look.out)
     stay = [claim.block for claim in claims if claim.stays_on_host]
-    on = ~np.isin(block, stay) if ssd_ahead is not None else np.zeros(len(rows), bool)
-    leave, write = _leave(edit, step, rows, landing, on)
+    on = ~np.isin(block, stay) if ssd_ahead is not None else np.zeros(len(storage), bool)
+    leave, rest, write = _leave(edit, step, out, landing, on)
     edit.add_uses(leave, storage)
-    host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
-    _hold_sources(edit, step, rows, leave, write, moved, landing)
+    host = edit.add_storages(out.n_bytes, producer=leave, tier=Tier.HOST)
+    kept = _keep_the_rest(edit, step, out, rest)
+    _hold_sources(edit, step, out, np.maximum(leave, rest), write, moved, landing)
     if not in_slots:
         _let_go_of_landed(edit, storage, leave, write, landing)
 
     if in_slots:
-        ops = at = come_together(edit, step, storage, block, first, asked)
+        ops = at = come_together(edit, out, first, asked)
         read = leave[:0]
     elif ssd_ahead is None and look.back:
-        ops, at = come_ahead(edit, step, storage, block, first, asked, look)
+        ops, at = come_ahead(edit, step, out, host, first, asked, look)
         read = leave[:0]
     else:
-        ops, read = come_back(edit, step, storage, block, first, asked, on, ssd_ahead or 0)
+        ops, read = come_back(edit, step, out, first, asked, on, ssd_ahead or 0)
         at = ops
     if on.any():
         there, place = on[asked], np.cumsum(on) - 1
-        host[on] = shelve(edit, n_bytes[on], host[on], write[on], place[asked[there]], ops[there], read[there])
+        host[on] = shelve(edit, out.n_bytes[on], host[on], write[on], place[asked[there]], ops[there], read[there])
     edit.add_uses(ops, host[asked])
+    edit.add_uses(ops[out.is_cut[asked]], kept[asked][out.is_cut[asked]])
     if not in_slots:
         hold_locals(edit, step, storage[asked[at >= 0]], at[at >= 0])
     back = np.full(len(storage), -1, np.int32)
-    back[asked] = edit.add_storages(n_bytes[asked], producer=ops)
+    back[asked] = edit.add_storages(step.bytes[storage[asked]], producer=ops)
     edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
     # Some saves are let go without ever being asked for.
     edit.drop_saves((moved_save >= 0) & (step.save_until < first[moved_save]))
@@ -179,80 +158,26 @@ class _Moved:
         return index
 
 
-def claimable_rows(step: Step) -> I32:
-    """Save rows of what may move (Rules 1 and 2 of `runtime.activations`), in the order in which forward saves them."""
-    recomputed = (step.producer >= 0) & (step.op_phase[step.producer] == Phase.RECOMPUTE)
-    claimable = ~recomputed & (step.held_until != FOREVER) & (step.tier == Tier.DEVICE)
-    claimable[step.written_parts] = False
-    rows = np.flatnonzero((step.save_block >= 0) & claimable[step.save_storage] & (step.save_until >= step.save_before))
-    # A block's end comes before the next one's start.
-    found: I32 = rows[np.lexsort((step.save_block[rows], step.save_before[rows]))].astype(np.int32)
-    return found
+def _keep_the_rest(edit: Edit, step: Step, out: Leaving, rest: I32) -> I32:
+    """What stays on the device of storages that are cut, in memory of its own from the ops `rest` on; -1 for all others."""
+    kept = np.full(len(out.storage), -1, np.int32)
+    cut = np.flatnonzero(out.is_cut)
+    edit.add_uses(rest[cut], out.storage[cut])
+    kept[cut] = edit.add_storages(step.bytes[out.storage[cut]] - out.n_bytes[cut], producer=rest[cut])
+    return kept
 
 
-def _chosen_rows(step: Step, claims: list[MoveClaim], stages: Stages | None) -> I32:
-    """First save row of every storage that moves, in the order in which the copies are started."""
-    claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
-    rows = claimable_rows(step)
-    if stages is not None:
-        stage, producer = stage_of(step, stages), step.producer[step.save_storage[rows]]
-        rows = rows[(producer >= 0) & (stage[step.op_block[producer]] == stage[step.save_block[rows]])]
-    least = np.full(len(step.blocks), FOREVER, np.int64)  # (blocks,) bytes of the smallest tensor that moves
-    for block, claim in claim_of.items():
-        least[block] = max(claim.min_bytes, 1)
-    rows = rows[step.bytes[step.save_storage[rows]] >= least[step.save_block[rows]]]
-    rows = rows[_named(step, rows, claims)]
-    columns = (rows, step.save_storage[rows], step.save_block[rows], step.bytes[step.save_storage[rows]])
-    moved: set[int] = set()
-    decided: set[tuple[int, int]] = set()
-    seen: dict[int, int] = {}
-    gone: dict[int, int] = {}
-    chosen: list[int] = []
-    for row, storage, block, n_bytes in zip(*(column.tolist() for column in columns), strict=True):
-        if block not in claim_of or storage in moved or (block, storage) in decided:
-            continue
-        decided.add((block, storage))
-        seen[block] = seen.get(block, 0) + n_bytes
-        if gone.get(block, 0) + n_bytes <= claim_of[block].fraction * seen[block]:
-            gone[block] = gone.get(block, 0) + n_bytes
-            moved.add(storage)
-            chosen.append(row)
-    return np.asarray(chosen, np.int32)
-
-
-def _named(step: Step, rows: I32, claims: list[MoveClaim]) -> npt.NDArray[np.bool_]:
-    """(rows,) whether the claim of each save's block lets its storage move."""
-    only = {claim.block: claim.only for claim in claims if claim.only is not None}
-    if not only:
-        return np.ones(len(rows), bool)
-    forward = (step.op_phase == Phase.FORWARD) & np.isin(step.op_block, list(only))
-    named = np.zeros(step.n_ops + 1, bool)  # the last entry serves what no op made
-    for op, block, call in calls_of(step, np.flatnonzero(forward).astype(np.int32)):
-        named[op] = call in (only[block] or ())
-    inputs = set(zip(step.input_block.tolist(), step.input_storage.tolist(), strict=True))
-    blocks, storages = step.save_block[rows], step.save_storage[rows]
-    made_here = (step.producer[storages] >= 0) & (step.op_block[step.producer[storages]] == blocks)
-    entered = [
-        INPUTS in (only.get(block) or ()) and (block, storage) in inputs
-        for block, storage in zip(blocks.tolist(), storages.tolist(), strict=True)
-    ]
-    free = ~np.isin(blocks, list(only))
-    found: npt.NDArray[np.bool_] = free | (made_here & named[step.producer[storages]]) | (np.asarray(entered, bool) & ~made_here)
-    return found
-
-
-def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, moved: _Moved, landing: _Landing) -> None:
+def _hold_sources(edit: Edit, step: Step, out: Leaving, leave: I32, write: I32, moved: _Moved, landing: _Landing) -> None:
     """An op that saves its own outputs holds all it was given and has made until it has packed the last one."""
-    before = step.save_before[rows]
-    output = step.save_is_output[rows] == 1
+    output = out.is_output
     if output.any():
-        at = before[output] - 1
+        at = out.before[output] - 1
         last_packed = np.full(step.n_ops, -1, np.int32)
         last_packed[at] = leave[output]  # ascending, so the last one stays
         free_after = _end_without(step, moved)
         waits = np.flatnonzero((free_after < step.n_ops) & (last_packed[np.minimum(free_after, step.n_ops - 1)] >= 0))
         edit.hold_through(waits.astype(np.int32), last_packed[free_after[waits]])
-    _hold_over_leavers(edit, step, rows, leave, write, landing)
+    _hold_over_leavers(edit, step, out, leave, write, landing)
 
 
 def _let_go_of_landed(edit: Edit, storage: I32, leave: I32, write: I32, landing: _Landing) -> None:
@@ -262,14 +187,6 @@ def _let_go_of_landed(edit: Edit, storage: I32, leave: I32, write: I32, landing:
     edit.let_go_before(storage[:-n][by_next[:-n]], landed_by[by_next[:-n]])
     late = ~by_next
     edit.hold_through(storage[late], landing.after[late])
-
-
-def _forward_end(step: Step) -> I32:
-    """(blocks,) last forward op of each block, -1 where there is none."""
-    forward = (step.op_phase == Phase.FORWARD) & (step.op_block >= 0)
-    end = np.full(len(step.blocks), -1, np.int32)
-    np.maximum.at(end, step.op_block[forward], np.flatnonzero(forward).astype(np.int32))
-    return end
 
 
 def _end_without(step: Step, moved: _Moved) -> I32:
@@ -282,10 +199,10 @@ def _end_without(step: Step, moved: _Moved) -> I32:
     return end
 
 
-def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, landing: _Landing) -> None:
+def _hold_over_leavers(edit: Edit, step: Step, out: Leaving, leave: I32, write: I32, landing: _Landing) -> None:
     """What a block's callers hold until it returns is there until the last copy that leaves, or is written, at its end starts."""
-    block, end = step.save_block[rows], _forward_end(step)
-    at_end = step.save_before[rows] == end[block] + 1
+    block, end = out.block, forward_end(step)
+    at_end = out.before == end[block] + 1
     last_leave = np.full(step.n_ops, -1, np.int32)
     np.maximum.at(last_leave, end[block[at_end]], leave[at_end])
     at_return = ~landing.by_next & (landing.after < step.n_ops) & (write >= 0)
@@ -345,42 +262,47 @@ def _made_in(step: Step) -> I32:
     return np.where(step.producer >= 0, step.op_block[step.producer], -1).astype(np.int32)
 
 
-def _leave(edit: Edit, step: Step, rows: I32, landing: _Landing, on: npt.NDArray[np.bool_]) -> tuple[I32, I32]:
-    """Insert the copies to the host and, of those that go `on` to SSD, the write where the copy lands; the rows, -1 for none."""
-    n_bytes, block, before = step.bytes[step.save_storage[rows]], step.save_block[rows], step.save_before[rows]
-    write = np.full(len(rows), -1, np.int32)
-    if not on.any():
+def _leave(edit: Edit, step: Step, out: Leaving, landing: _Landing, on: npt.NDArray[np.bool_]) -> tuple[I32, I32, I32]:
+    """Insert the copies to the host, of what is cut that of the rest, of what goes `on` to SSD the write where the copy lands.
+
+    Returns the rows of the three, -1 for none.
+    """
+    block, before, none = out.block, out.before, np.full(len(out.storage), -1, np.int32)
+    if not (on.any() or out.is_cut.any()):
         copies = edit.add_ops(
             "memtune.to_host.default",
             before=before,
             phase=Phase.FORWARD,
             resource=Resource.DEVICE_TO_HOST,
-            traffic_bytes=n_bytes,
+            traffic_bytes=out.n_bytes,
             call=block,
             prefetch=1,  # the side stream waits for the compute stream
         )
-        return copies, write
-    end = _forward_end(step)
+        return copies, none, none
+    end = forward_end(step)
     returns = np.full(step.n_ops + 1, -1, np.int32)  # the call that returns after each op; the last entry: none
     returns[end[end >= 0]] = np.flatnonzero(end >= 0)
     late = np.where(landing.after < step.n_ops, landing.after + 1, landing.first_asked)
     lands_before = np.where(landing.by_next, np.append(before[1:], step.n_ops), late)
     lands_in = np.where(landing.by_next, np.append(block[1:], -1), returns[landing.after])
-    names = [edit.name_id(f"memtune.{name}.default") for name in ("to_host", "to_ssd")]
-    there = np.stack([np.ones(len(rows), bool), on], axis=1).ravel()
-    ops = edit.add_ops(  # a copy, the write of it, the next copy
-        np.tile(np.asarray(names, np.int32), len(rows))[there],
-        before=_in_turn(before, lands_before)[there],
+    names = [edit.name_id(name) for name in ("memtune.to_host.default", "aten.clone.default", "memtune.to_ssd.default")]
+    resources = [Resource.DEVICE_TO_HOST, Resource.COMPUTE, Resource.SSD_WRITE]
+    rest_bytes = 2 * (step.bytes[out.storage] - out.n_bytes)  # read and written
+    there = np.stack([np.ones(len(on), bool), out.is_cut, on], axis=1)
+    place = there.ravel()
+    ops = edit.add_ops(  # a copy, that of the rest, the write, the next copy
+        np.tile(np.asarray(names, np.int32), len(on))[place],
+        before=_in_turn(before, before, lands_before)[place],
         phase=Phase.FORWARD,
-        resource=np.tile(np.asarray([Resource.DEVICE_TO_HOST, Resource.SSD_WRITE], np.uint8), len(rows))[there],
-        traffic_bytes=np.repeat(n_bytes, 2)[there],
-        call=_in_turn(block, lands_in)[there],
-        prefetch=1,
+        resource=np.tile(np.asarray(resources, np.uint8), len(on))[place],
+        traffic_bytes=np.stack([out.n_bytes, rest_bytes, out.n_bytes], axis=1).ravel()[place],
+        call=_in_turn(block, block, lands_in)[place],
+        prefetch=np.tile(np.asarray([1, 0, 1], np.uint8), len(on))[place],
     )
-    is_write = np.tile([False, True], len(rows))[there]
-    write[on] = ops[is_write]
-    return ops[~is_write], write
+    rows = np.full(there.shape, -1, np.int32)
+    rows[there] = ops
+    return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
-def _in_turn(one: I32, other: npt.NDArray[np.integer]) -> I32:
-    return np.stack([one, other], axis=1).ravel().astype(np.int32)
+def _in_turn(*columns: npt.NDArray[np.integer]) -> I32:
+    return np.stack(columns, axis=1).ravel().astype(np.int32)

@@ -11,9 +11,10 @@ from memtune.early_updates import Waiting
 from memtune.packs import Span
 from memtune.parameters import columns_of
 from memtune.passes.beside import waiting_room
+from memtune.passes.block_landings import adding
 from memtune.passes.replay import Mask, NewOp, Replay, Rows
 from memtune.passes.shares import raw_gradients
-from memtune.passes.stream import adding, native_update_bytes, whole_state
+from memtune.passes.stream import native_update_bytes, whole_state
 from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
 
 _ALLOCATE = {phase: NewOp("memtune.allocate", phase, Resource.NOTHING) for phase in (Phase.FORWARD, Phase.BACKWARD)}

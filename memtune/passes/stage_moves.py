@@ -16,7 +16,7 @@ from memtune.passes.unroll import Rows
 from memtune.pipeline_order import Action
 from memtune.program import I32, Phase, Step
 
-_OUT, _BACK = "memtune.to_host.default", "memtune.to_device.default"
+_OUT, _BACK = "memtune.to_host.default", ("memtune.to_device.default", "memtune.to_device_beside.default")
 
 
 class SlotMoves:
@@ -33,7 +33,7 @@ class SlotMoves:
         self._next = dict(pairwise(actions))
         named = {name: row for row, name in enumerate(step.names)}
         self._out = (step.op_name == named.get(_OUT, -1)) & (step.op_phase == Phase.FORWARD)
-        self._back = (step.op_name == named.get(_BACK, -1)) & (step.op_phase == Phase.BACKWARD)
+        self._back = np.isin(step.op_name, [named.get(each, -1) for each in _BACK]) & (step.op_phase == Phase.BACKWARD)
         self._late: deque[tuple[tuple[Hashable, int], int]] = deque()
 
     def begins(self, rows: Rows, action: Action) -> None:

@@ -7,7 +7,7 @@ What is in no block is left to `passes.host_optimizer`, which runs next: it find
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +26,9 @@ from memtune.passes.beside import (
     one_at_a_time,
     update_outside_of_backward,
 )
-from memtune.passes.gathered_rows import gathers_of, rows_of_gradients
+from memtune.passes.block_landings import Landings, average, leave_from, on_their_way
+from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
-from memtune.passes.shares import raw_gradients
 from memtune.passes.turns import ADD, AHEAD, ALLOCATE, COPY, OPS, UPDATE, Turns, dropped_in, turns_of
 from memtune.passes.waiting import waiting_sources
 from memtune.program import FOREVER, I32, I64, WRITES, Kind, Phase, Resource, Step, Tier
@@ -92,52 +92,6 @@ def moment_of_ops(step: Step) -> I32:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Landings:
-    """Gradients of the blocks' parameters as autograd puts them in place, one row each."""
-
-    parameter: I32
-    raw: I32
-    """What this micro-batch makes."""
-    sums: I32
-    """What it is added to, -1 in the only or first micro-batch."""
-    after: I32
-    moment: I32
-    n_bytes: I64
-
-    @classmethod
-    def of(cls, step: Step) -> Landings:
-        """Those of `step`."""
-        columns = columns_of(step.parameters)
-        if gathers_of(step) is not None:
-            rows = rows_of_gradients(step)
-            moment = (2 * len(step.blocks) - 1 - columns.block[rows.parameter]).astype(np.int32)
-            return cls(rows.parameter, rows.raw, rows.sums, rows.after, moment, rows.n_bytes)
-        raw = raw_gradients(step)
-        parameter_of = np.full(step.n_storages, -1, np.int32)
-        mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
-        parameter_of[columns.gradient[mine]] = mine
-        parameter = parameter_of[step.landing]
-        parameter = parameter[parameter >= 0]
-        gradient = columns.gradient[parameter]
-        summed = step.producer[gradient] < 0
-        after = np.where(summed, adding(step)[gradient], step.ready_after[raw[parameter]]).astype(np.int32)
-        order = np.argsort(after, kind="stable")
-        moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
-        sums = np.where(summed, gradient, -1).astype(np.int32)
-        parts = (parameter, raw[parameter], sums, after, moment.astype(np.int32))
-        parameter, made, sums, after, moment = (column[order] for column in parts)
-        return cls(parameter, made, sums, after, moment, step.bytes[made])
-
-
-def adding(step: Step) -> I32:
-    """(m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
-    adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & (step.use_phase < Phase.BOUNDARY)
-    found = np.full(step.n_storages, -1, np.int32)
-    found[step.use_storage[adds]] = step.use_op[adds]
-    return found
-
-
 @functools.lru_cache(maxsize=8)
 def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
     """What each parameter of a block takes in a chunk, in the order of use, and its block."""
@@ -146,17 +100,20 @@ def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
     return tuple(aligned(each) for each in n_bytes.tolist()), tuple(columns.block[mine].tolist())
 
 
-def bytes_beside_chunks(step: Step) -> Units:
+def bytes_beside_chunks(step: Step, in_place: bool = False) -> Units:
     """(moments,) most bytes of the device in each moment, chunks left out.
 
     Args:
         step: What `stream_parameters` made with chunks.
+        in_place: As if it had been with gradients in place.
     """
     copies = step.op_name == step.names.index(OPS[COPY][0])  # what FSDP2 gathers is a buffer too, which no copy fills
     chunk = np.zeros(step.n_storages, bool)
     chunk[step.use_storage[copies[step.use_op] & (step.use_mutates == WRITES)]] = True
     chunk &= step.kind == Kind.COMMUNICATION
     live = replace(step, tier=np.where(chunk, np.uint8(Tier.SSD), step.tier)).live_bytes()
+    if in_place:
+        live = live - on_their_way(step)
     moment = moment_of_ops(step)
     most = np.zeros(2 * len(step.blocks), np.int64)
     np.maximum.at(most, np.maximum(moment, 0), np.where(moment >= 0, live, 0))
@@ -165,7 +122,7 @@ def bytes_beside_chunks(step: Step) -> Units:
 
 def stream_parameters(
     step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None,
-    ranks: int = 1, beside: Beside | None = None,
+    ranks: int = 1, beside: Beside | None = None, in_place: bool = False,
 ) -> Step:  # fmt: skip
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
@@ -177,6 +134,7 @@ def stream_parameters(
         read_ahead: The parameters are on SSD, and are read so many moments before they come in; None: they are on the host.
         ranks: That have all weights, and average each gradient before it leaves.
         beside: Gradients leave a block at a time, and blocks are updated as it says; None: each is before the next one computes.
+        in_place: Each gradient leaves from where its weight was; of a step that `weights_are_free` in, with chunks.
     """
     frames: Frames | None = None
     if isinstance(chunks, Pages):
@@ -191,7 +149,8 @@ def stream_parameters(
     edit.bytes[columns.storage[mine]] = 0
     moment, summed = landings.moment, landings.sums >= 0
     gone = one_at_a_time(moment) if beside is None else of_a_block_at_once(moment, landings.n_bytes, len(begins) - 1)
-    down = _gradients_down(edit, step, landings, gone, ranks, beside.late if beside is not None else frozenset())
+    late = beside.late if beside is not None else frozenset[int]()
+    down = _gradients_down(edit, step, landings, gone, ranks, late, in_place=in_place)
     updated = blocks_in_turn(len(step.blocks), beside) if early else ()
     turns = turns_of(
         step, pieces, residency, gone.added_in(summed, len(begins)), allocates=frames is None, updated=updated,
@@ -199,8 +158,11 @@ def stream_parameters(
     )  # fmt: skip
     rows = insert(edit, step, pieces, turns, begins)
     starts = turns.starts(rows, begins)
-    _let_go(edit, landings, gone, down, starts)
-    stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
+    if not in_place:
+        _let_go(edit, landings, gone, down, starts)
+    there = stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
+    if in_place:
+        leave_from(edit, landings, down.placed, down.copies, there[pieces.again[landings.parameter]])
     _use_hosts(edit, down, hosts, turns, rows, pieces)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
@@ -217,6 +179,7 @@ def stream_parameters(
 
 
 _LAND, _DROP = range(2)
+_PLACE, _ADD, _DOWN = range(3)
 
 
 class _Down(NamedTuple):
@@ -232,26 +195,34 @@ class _Down(NamedTuple):
     """What it is added to on the host, -1 for none."""
     gradients: I32
     """What the update reads."""
+    placed: I32
+    """Copies to where the weights were; of none where gradients leave from where autograd made them."""
 
 
-def _gradients_down(edit: Edit, step: Step, landings: Landings, gone: Gone, ranks: int, late: frozenset[int]) -> _Down:
+def _gradients_down(
+    edit: Edit, step: Step, landings: Landings, gone: Gone, ranks: int, late: frozenset[int], *, in_place: bool
+) -> _Down:
     """Each gradient's copy starts as it lands, after those that are let go have been added to sums of earlier micro-batches."""
     count = len(landings.after)
     if ranks > 1:
-        _average(edit, step, landings, ranks)
+        average(edit, step, landings.after, landings.n_bytes, landings.raw, ranks)
     added = np.flatnonzero((landings.sums >= 0) & (gone.row >= 0)).astype(np.int32)
-    row, source = np.append(gone.row[added], np.arange(count)), np.append(added, np.arange(count))
-    is_copy = np.arange(len(row)) >= len(added)
-    order = np.lexsort((source, is_copy, row))
-    row, source, is_copy = row[order], source[order], is_copy[order]
+    every = np.arange(count)
+    placing = every[: count * in_place]
+    row, source = np.concatenate([placing, gone.row[added], every]), np.concatenate([placing, added, every])
+    what = np.repeat([_PLACE, _ADD, _DOWN], [len(placing), len(added), count])
+    order = np.lexsort((source, what, row))
+    row, source, what = row[order], source[order], what[order]
+    is_copy, is_added = what == _DOWN, what == _ADD
     n_bytes = landings.n_bytes
-    names = np.asarray([edit.name_id("aten.add_.Tensor"), edit.name_id("memtune.to_host.default")], np.int32)
+    names = ("aten.copy_.default", "aten.add_.Tensor", "memtune.to_host.default")
+    resources = np.asarray([Resource.COMPUTE, Resource.HOST_THREADS, Resource.DEVICE_TO_HOST], np.uint8)
     ops = edit.add_ops(
-        names[is_copy.astype(int)],
+        np.asarray([edit.name_id(each) for each in names], np.int32)[what],
         after=landings.after[row],
         phase=Phase.BACKWARD,
-        resource=np.where(is_copy, np.uint8(Resource.DEVICE_TO_HOST), np.uint8(Resource.HOST_THREADS)),
-        traffic_bytes=np.where(is_copy, 1, 3) * n_bytes[source],
+        resource=resources[what],
+        traffic_bytes=np.asarray([2, 3, 1])[what] * n_bytes[source],
         call=step.op_call[landings.after[row]],
         prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
     )
@@ -261,15 +232,16 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings, gone: Gone, rank
     held = np.where(is_late & ~summed, FOREVER, -1).astype(np.int32)
     hosts = edit.add_storages(n_bytes, producer=copies, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner, held_until=held)
     first = copies.copy()
-    first[row[~is_copy][::-1]] = ops[~is_copy][::-1]  # the first one is written last
-    edit.add_uses(copies, landings.raw)
+    first[row[is_added][::-1]] = ops[is_added][::-1]  # the first one is written last
+    if not in_place:
+        edit.add_uses(copies, landings.raw)
     sums = _sums_on_host(edit, step, landings, is_late)
     dropped = np.zeros(step.n_ops, bool)
     dropped[landings.after[summed]] = True
     edit.drop_ops(dropped)
-    edit.add_uses(ops[~is_copy], hosts[source[~is_copy]])
-    edit.add_uses(ops[~is_copy], sums[source[~is_copy]], mutates=True)
-    return _Down(copies, hosts, first, sums, np.where(summed, sums, hosts).astype(np.int32))
+    edit.add_uses(ops[is_added], hosts[source[is_added]])
+    edit.add_uses(ops[is_added], sums[source[is_added]], mutates=True)
+    return _Down(copies, hosts, first, sums, np.where(summed, sums, hosts).astype(np.int32), ops[what == _PLACE])
 
 
 def _sums_on_host(edit: Edit, step: Step, landings: Landings, late: npt.NDArray[np.bool_]) -> I32:
@@ -292,14 +264,6 @@ def _sums_on_host(edit: Edit, step: Step, landings: Landings, late: npt.NDArray[
         landings.n_bytes[summed], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner, held_until=held
     )
     return sums
-
-
-def _average(edit: Edit, step: Step, landings: Landings, ranks: int) -> None:
-    average = edit.add_ops(
-        "memtune.all_reduce_.default", after=landings.after, phase=Phase.BACKWARD, resource=Resource.INTRA_LINK,
-        traffic_bytes=landings.n_bytes, call=step.op_call[landings.after], group=ranks,
-    )  # fmt: skip
-    edit.add_uses(average, landings.raw, mutates=True)
 
 
 def insert(edit: Edit, step: Step, pieces: Pieces, turns: Turns, begins: I32) -> I32:
@@ -359,10 +323,10 @@ def _let_go(edit: Edit, landings: Landings, gone: Gone, down: _Down, starts: tup
 def stay(
     edit: Edit, step: Step, pieces: Pieces, residency: Residency, turns: Turns, rows: I32, drop: I32,
     frames: Frames | None = None,
-) -> None:  # fmt: skip
+) -> I32:  # fmt: skip
     """Each load makes storages that the blocks' ops use from then on, until the moment that drops it.
 
-    In frames they take no bytes: the frames do, all the time.
+    In frames they take no bytes: the frames do, all the time. Returns what each piece is in backward, -1 last for none.
     """
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
     making = turns.what == ALLOCATE if frames is None else turns.loads
@@ -394,6 +358,7 @@ def stay(
         block = columns_of(step.parameters).block[mine]
         edit.add_uses(gathers.forward[block], in_forward[pieces.of_parameter[mine]])
         edit.add_uses(gathers.backward[block], in_backward[pieces.again[mine]])
+    return in_backward
 
 
 def _use_hosts(edit: Edit, down: _Down, hosts: I32, turns: Turns, rows: I32, pieces: Pieces) -> None:

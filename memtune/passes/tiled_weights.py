@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.block_landings import adding
 from memtune.passes.shares import raw_gradients
-from memtune.passes.stream import adding
 from memtune.passes.tile_turns import PRODUCTS, Group, Turn, Turns
 from memtune.program import I32, WRITES, Kind, Phase, Resource, Step, Tier
 from memtune.tiles import split_rows

@@ -18,7 +18,12 @@ class ChunkPlan:
     """Chunks, and how many of them may be on the device in each moment."""
 
     chunks: Chunks
+    """What comes and goes."""
     slots: Units
+    staying: int = 0
+    """Parameters that are in none of them: those used first stay on the device, with their optimizer state."""
+    in_place: bool = False
+    """Gradients leave from where their weights were in the chunks."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -49,7 +54,8 @@ def chunk_sizes(n_bytes: Units, block: Units) -> Units:
 
 
 @functools.lru_cache(maxsize=64)
-def _packings(n_bytes: Units, block: Units, gathered: bool) -> tuple[Chunks, ...]:
+def all_packings(n_bytes: Units, block: Units, gathered: bool) -> tuple[Chunks, ...]:
+    """Parameters in chunks of each of the `chunk_sizes`."""
     return tuple(pack(n_bytes, block, size, gathered) for size in chunk_sizes(n_bytes, block))
 
 
@@ -81,7 +87,7 @@ def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool
 
     Source: Fang et al. 2021, PatrickStar (arXiv:2108.05818), chunk size search and the memory budget by moment.
     """
-    by_waste = sorted(_packings(n_bytes, block, gathered), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes))
+    by_waste = sorted(all_packings(n_bytes, block, gathered), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes))
     if room is None:
         return ChunkPlan(by_waste[0], as_few_as_used(by_waste[0]))
     fitting = ((chunks, slots_in(chunks, room)) for chunks in by_waste)
@@ -105,7 +111,7 @@ def fewest_bytes_moved(n_bytes: Units, block: Units, capacity: int | None, ahead
 
     Source: Huang et al. 2022, Elixir (arXiv:2212.05339), the pre-runtime search over chunk sizes with a cache of n chunks.
     """
-    tried = _packings(n_bytes, block, gathered)
+    tried = all_packings(n_bytes, block, gathered)
     best: tuple[tuple[int, int, int], ChunkPlan] | None = None
     for chunks in tried:
         uses, least = chunks.uses(ahead), as_few_as_used(chunks, ahead)[0]

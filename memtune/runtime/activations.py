@@ -17,6 +17,9 @@ Rule 6. A copy to the host holds its source until the next copy is started, the 
 Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
 Rule 8. What backward asks for comes back then, or ahead of that; `runtime.come_ahead` has the rule.
 Rule 9. On a stage of a pipeline only what its own blocks have made moves, and copies may follow the schedule (`runtime.slots`).
+Rule 10. What moves is the claimed share to the byte (`memtune.byte_share`): at the end of a region's call the last tensor that
+        stayed is cut, what is missing of it leaves and the rest stays in memory of its own. A storage is decided about once, by
+        the first region that saves it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.autocast import autocast_now
+from memtune.byte_share import ByteShare
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
@@ -160,35 +164,33 @@ class ActivationTable:
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    def entry(self, tensor: Tensor, region: Region, budget: list[int], *, may_move: bool = True) -> Entry:
-        """The entry of `tensor`'s storage: the one it was moved by, or a new one that is kept or moved by `region`'s claim.
+    def entry(self, tensor: Tensor, region: Region, share: ByteShare[Entry], *, may_move: bool = True) -> Entry:
+        """The entry of `tensor`'s storage: the one it has, or a new one that is kept or moved by `region`'s claim (Rule 10).
 
-        `budget` counts the claimable bytes that the region has seen and those it has moved.
+        `share` counts the claimable bytes of the call at hand.
         """
         key = id_of(tensor)
         found = self._entries.get(key)
         if found is not None and found.is_of(tensor):
             return found
         n_bytes = tensor.untyped_storage().nbytes()
-        wanted = may_move and n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0
-        if wanted:
-            budget[0] += n_bytes
-        moved = wanted and region.move > 0 and budget[1] + n_bytes <= region.move * budget[0]
-        entry = Entry(self, tensor, moved, f"a saved activation of {region.name}" if region.ssd else "")
-        if moved:
-            budget[1] += n_bytes
-            self.traffic.moved_bytes += n_bytes
+        entry = Entry(self, tensor, f"a saved activation of {region.name}" if region.ssd else "")
+        if may_move and n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0:
             self._entries[key] = entry
-            self._leave(entry, tensor, region)
+            entry.hold(tensor)
+            if share.takes(entry, n_bytes):
+                self.leave(entry, region, n_bytes)
         return entry
 
-    def _leave(self, entry: Entry, tensor: Tensor, region: Region) -> None:
+    def leave(self, entry: Entry, region: Region, n_bytes: int) -> None:
+        """`n_bytes` of `entry` leave, by the claim of `region`."""
+        self.traffic.moved_bytes += n_bytes
         if self.slots is not None:
-            self.slots.leave(entry, tensor)
+            self.slots.leave(entry, n_bytes)
             return
         while len(self._on_the_way) >= self.out_at_once:
             self._land_first()
-        entry.leave(tensor)
+        entry.leave(n_bytes)
         self._on_the_way.append((entry, self._call))
         if not entry.goes_on:
             self.ahead.left(entry, self._call, runs_again=region.recompute)
@@ -249,7 +251,7 @@ class _Frame:
         self.left_out = LeftOut()
         self._named = None if region.only is None else NamedMode(region.only)
         self._entered = frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
-        self._budget = [0, 0]
+        self._share = ByteShare[Entry](region.move)
         self._decided: dict[int, Entry] = {}
         self.count = 0
         self._trail, self.looks = Trail(self.fixed), list[Look]()
@@ -308,7 +310,10 @@ class _Frame:
             self._settle()
         else:
             self._args = None
-        self._decided, self._named = {}, None
+        rest = self._share.rest()
+        if rest is not None:
+            self.table.leave(rest[0], self.region, rest[1])
+        self._decided, self._named, self._share = {}, None, ByteShare(0.0)
         return out
 
     def _settle(self) -> None:
@@ -333,8 +338,8 @@ class _Frame:
         entry = self._decided.get(id_of(tensor))
         if entry is None or not entry.is_of(tensor):
             may_move = self._named is None or self._named.made(tensor) or id_of(tensor) in self._entered
-            entry = self._decided[id_of(tensor)] = self.table.entry(tensor, self.region, self._budget, may_move=may_move)
-        return Moved(entry, View.describe(tensor)) if entry.moved else tensor
+            entry = self._decided[id_of(tensor)] = self.table.entry(tensor, self.region, self._share, may_move=may_move)
+        return Moved(entry, View.describe(tensor)) if entry.may_leave else tensor
 
     def pack(self, tensor: Tensor) -> Tensor | Moved | _Number:
         """What autograd is given in place of `tensor`, by Rules 1 to 3."""

@@ -8,7 +8,8 @@ backward has raised. A forward inside of a backward, or a second one before it, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch.autograd import Variable
 
@@ -124,6 +125,16 @@ class HalfDone:
     def forget(self) -> None:
         """All weights and all state are replaced."""
         self.is_it = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around all updates of a step, which are done as a whole; raises as `refuse` does."""
+        self.refuse()
+        try:
+            yield
+        except BaseException:
+            self.is_it = True
+            raise
 
     def refuse(self) -> None:
         """Before anything of the next step is done.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 
-from memtune.runtime import transfer
 from memtune.runtime.moved import Entry
 
 
@@ -41,14 +40,17 @@ class Ahead:
         self._came = [each for each in self._came if each() is not None]
         if mine in self._came:
             self._came.remove(mine)
+            self._top_up()
             entry.is_there()
-        else:
-            if mine in self._gone:
-                self._gone.remove(mine)
-            entry.come_back()
+            return
+        if mine in self._gone:
+            self._gone.remove(mine)
+        entry.come_back()
+        self._top_up()
+
+    def _top_up(self) -> None:
         while self._gone and len(self._came) < self.count:
             last = self._gone.pop()
             if (found := last()) is not None:
-                with transfer.ahead_apart(found.device):
-                    found.come_back()
+                found.come_ahead()
                 self._came.append(last)

@@ -133,14 +133,14 @@ class FrozenRegion(ReplacedForward):
         self._has_said = self.tries_again = False
         """`tries_again`: the last call was refused for what may be otherwise the next time."""
         self._instead, self._says_why = instead or self._plain, instead is None
-        self._is_claimed = False
+        self.is_claimed = False
         """Rule 7."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the schedule, or the plain one (Rules 1 and 2)."""
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
-        self._is_claimed = self._is_claimed or hooks_of_table() is not None
+        self.is_claimed = self.is_claimed or hooks_of_table() is not None
         with self._lock:
             captured = self._find(args, kwargs)
             run = captured if isinstance(captured, str) else self._begun(captured, args, kwargs)
@@ -275,7 +275,7 @@ class FrozenRegion(ReplacedForward):
         return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
 
     def _coded(self, tape: Tape) -> CheckedCode:
-        return CheckedCode(tape, partial(self._written, schedule=self.schedule, claimed=self._is_claimed))
+        return CheckedCode(tape, partial(self._written, schedule=self.schedule, claimed=self.is_claimed))
 
     def _written(self, tape: Tape, schedule: Schedule, *, claimed: bool = False, checked: bool = False) -> Code:
         random_state = partial(RandomState.kept, self.module)
@@ -368,8 +368,8 @@ class FrozenRun:
         """Parameters that have a gradient; None: all."""
         self.in_pieces = False
         """A chain of nodes runs its backward (Rule 4)."""
-        self._back: Callable[[Any], Tensor] = _as_it_is
-        """How what was kept comes back (Rule 7)."""
+        self._back: tuple[Callable[[Any], Tensor], ...] = ()
+        """How what was kept comes back, where others say where it is (Rule 7)."""
 
     def start(self, inputs: list[Any]) -> Any:
         """Run forward; what it returns has the chain of nodes for its history (Rule 3)."""
@@ -392,9 +392,12 @@ class FrozenRun:
         """The schedule's forward."""
         alone = nothing_stays()
         code = self.region.alone_code(self._captured) if alone else self._captured.first
+        keep: tuple[Callable[[Tensor], Any], ...] = ()
+        if self.region.is_claimed and not alone:
+            hooks = hooks_of_table() or (_as_it_is, _as_it_is)
+            keep, self._back = hooks[:1], hooks[1:]
         with no_autocast():
-            keep, self._back = hooks_of_table() or (_as_it_is, _as_it_is)
-            self.outputs, saved = code.forward(self._state, self.inputs, keep)
+            self.outputs, saved = code.forward(self._state, self.inputs, *keep)
         self.inputs = []
         if alone:
             return
@@ -468,7 +471,7 @@ class FrozenRun:
         coded, self._reached = self.region.code_for(self._captured, self.gradients)
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
         self.gradients = {}
-        return coded.backward(self._state, self.saved, flowing, self._landed, self._back)
+        return coded.backward(self._state, self.saved, flowing, self._landed, *self._back)
 
     def _check(self) -> None:
         self._require_first_order()

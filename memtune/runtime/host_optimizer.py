@@ -31,7 +31,7 @@ from memtune.runtime.backward_end import HalfDone
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for, held_in_place
 from memtune.runtime.hooks import StaysBehind
-from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
+from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside, refuse_closure
 from memtune.runtime.huge_pages import in_huge_pages
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import after_step, before_step, replace_step, with_hooks
@@ -182,8 +182,8 @@ class HostOptimizer:
     def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._half.refuse()
         refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
-        if self._native is not None and any(each is not optimizer and each is not None for each in (*args, *kwargs.values())):
-            raise ApplyError("The native update takes no closure.", fix=OWN, code="MT318")
+        if self._native is not None:
+            refuse_closure(each for each in (*args, *kwargs.values()) if each is not optimizer)
         self._take_writes()
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
@@ -431,7 +431,8 @@ def _refuse_parts(optimizer: Optimizer) -> None:
         raise ApplyError(
             f"{type(optimizer).__name__} cannot update some parameters on the device and others on the host.",
             evidence=f"{why}.",
-            fix="ratio: 1.0 (zero_offload) or  device_cache: false (angel_ptm)  for offload.states", code="MT318",
+            fix="ratio: 1.0 (zero_offload), device_cache: false (angel_ptm) or  device_updates: false (patrickstar, elixir)  for "
+            "offload.states", code="MT318",
         )  # fmt: skip
 
 

@@ -102,12 +102,20 @@ class HostParameters:
         stay, leave = (self._outside, list(self._trained.values())) if landing else ([], [])
         self._watched = WatchedGradients(context, stay, leave, "offload: {states: {kind: optimizer_cpu}}, or no clipping")
         self._averaged: set[nn.Parameter] = set()
+        self._averaged_there = self._stays(context, set(mine)) if self._group is not None and landing else []
         self._loading: dict[int, nn.Module] = {}  # by block: itself or the part of it that a state dict is loaded into
         self.loaded_bytes = 0
         context.undo.callback(self._bring_all)
         if self._gathered is not None:
             for index in range(len(self._blocks)):
                 self._bring_for_gathers(self._gathered, index)
+
+    def _stays(self, context: Context, leave: set[nn.Parameter]) -> list[nn.Parameter]:
+        """What is trained of the blocks and not among `leave`: replicas average its gradients where they are."""
+        found = [each for block in self._modules for each in block.parameters() if each.requires_grad and each not in leave]
+        for parameter in found:
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._average)).remove)
+        return found
 
     def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Where the values of the parameters `mine` are while they are not on the device."""
@@ -247,7 +255,7 @@ class HostParameters:
     def _require_all_averaged(self) -> None:
         averaged, self._averaged = self._averaged, set()
         if self._group is not None and self._landing:
-            require_all_averaged([each for each in self._trained if each not in averaged])
+            require_all_averaged([each for each in (*self._trained, *self._averaged_there) if each not in averaged])
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""

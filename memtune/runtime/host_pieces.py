@@ -24,6 +24,7 @@ from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for
+from memtune.runtime.host_update import zeros_in_order_of
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
@@ -58,7 +59,7 @@ class HostPieces(SsdOptimizer):
     def _piece(self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> Piece:
         names, weight = self._native.moment_names(group), weight.detach()
         with tier(HOST):
-            moments = [state[each].float() if each in state else torch.zeros_like(weight) for each in names]
+            moments = [state[each].float() if each in state else zeros_in_order_of(weight, torch.float32) for each in names]
         for each in (weight, *moments):
             mark(each, HOST)
         return HostPiece(name, parameter, held_for(parameter, weight), weight, group, names, values=[weight, *moments])

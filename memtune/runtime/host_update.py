@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
@@ -286,7 +286,7 @@ class NativeUpdate:
                 value = state.get(name)
                 dtype = DTYPES[self._moments]
                 if value is None:
-                    state[name] = _zeros(parameter, dtype)
+                    state[name] = zeros_in_order_of(parameter, dtype)
                 elif (
                     value.dtype is not dtype
                 ):  # made by the optimizer itself, or loaded: torch loads state in the parameter's type
@@ -298,11 +298,21 @@ class NativeUpdate:
                 mark(value, HOST)
 
 
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_in_order_of(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros that lie as `like` does, without its gaps."""
     if like.is_contiguous():
         return in_huge_pages(torch.zeros(like.shape, dtype=dtype))
     return in_huge_pages(torch.zeros_like(like, dtype=dtype, requires_grad=False))
+
+
+def refuse_closure(closures: Iterable[object], fix: str = OWN) -> None:
+    """Refuse what a native update was given besides the optimizer, if that is anything.
+
+    Raises:
+        ApplyError: It is: a closure would run forward and backward when gradients have left the device.
+    """
+    if any(each is not None for each in closures):
+        raise ApplyError("The native update takes no closure.", fix=fix, code="MT318")
 
 
 def no_native_update_for(optimizer: Optimizer) -> str:

@@ -57,7 +57,7 @@ class Kept:
 
     def claimed(self, tensor: Tensor, claim: Tensor | Moved) -> Tensor | Moved:
         """Autograd saved an output and the table decided; what went to the host is not held here any longer."""
-        if isinstance(claim, Moved):
+        if isinstance(claim, Moved) and claim.entry.moved:  # what may still leave can be changed before it does
             storage = tensor.untyped_storage()
             self._versions = [(t, version) for t, version in self._versions if t.untyped_storage() is not storage]
             self._out = tree_map(

@@ -145,14 +145,14 @@ def let_go(parameters: Iterable[nn.Parameter]) -> None:
     for each in parameters:
         hide(each)
         if type(each) in _GONE:
-            each.__class__ = _GONE[type(each)]  # type: ignore[assignment]
+            each.__class__ = _GONE[type(each)]
 
 
 def are_back(parameters: Iterable[nn.Parameter]) -> None:
     """They have memory, and are about to have their values."""
     for each in parameters:
         if type(each) in _THERE:
-            each.__class__ = _THERE[type(each)]  # type: ignore[assignment]
+            each.__class__ = _THERE[type(each)]
 
 
 def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> None:

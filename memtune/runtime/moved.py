@@ -32,14 +32,17 @@ class Entry:
     Args:
         moves: The table that it belongs to.
         tensor: A look into the storage.
-        moved: Whether it leaves the device.
         name: What errors call it, where it goes on to SSD; else empty.
     """
 
-    def __init__(self, moves: Moves, tensor: Tensor, moved: bool, name: str = "") -> None:
-        self._moves, self.moved, self._name = moves, moved, name
+    def __init__(self, moves: Moves, tensor: Tensor, name: str = "") -> None:
+        self._moves, self._name = moves, name
+        self.moved = False
+        """It has begun to leave the device."""
         self._source: Tensor | None = None
         self._host: Tensor | None = None
+        self._kept: Tensor | None = None
+        """What stays on the device of a storage that is cut: its last bytes."""
         self._ssd: Tensor | None = None
         self.device = tensor.device
         self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
@@ -50,6 +53,11 @@ class Entry:
     def goes_on(self) -> bool:
         """From the host to SSD."""
         return self._name != ""
+
+    @property
+    def may_leave(self) -> bool:
+        """It is among what leaves or may still leave: whoever needs it asks here for it."""
+        return self.moved or self._back is not None
 
     @property
     def is_back(self) -> bool:
@@ -65,10 +73,24 @@ class Entry:
         """`tensor` looks into this storage."""
         return self._storage() is tensor.untyped_storage()
 
-    def leave(self, tensor: Tensor) -> None:
-        """Start the copy to the host; the source is held until `arrive`."""
-        self._source = _whole(tensor)
-        self._host = torch.ops.memtune.to_host(self._source)
+    def hold(self, tensor: Tensor) -> None:
+        """It is on the device, and here for whoever asks, until it leaves."""
+        self._back, self._asked = _whole(tensor), True
+
+    def leave(self, n_bytes: int) -> None:
+        """Start the copy of its first `n_bytes` to the host; the source is held until `arrive`, the rest gets memory of its own.
+
+        The copy starts first: its stream waits for what has been issued.
+        """
+        source, self._back = self._back, None
+        assert source is not None
+        self._source, self._asked, self.moved = source, False, True
+        if n_bytes == source.nbytes:
+            self._host = torch.ops.memtune.to_host(source)
+            return
+        flat = source.view(torch.uint8)
+        self._host = torch.ops.memtune.to_host(flat[:n_bytes])
+        self._kept = flat[n_bytes:].clone()
 
     def arrive(self) -> None:
         """Complete the copy and let the source go."""
@@ -102,13 +124,24 @@ class Entry:
         if self._ssd is not None:
             self._moves.take(self)
         assert self._host is not None
-        self._back = torch.ops.memtune.to_device(self._host, self.device)
-        self._host = self._ssd = None
+        if self._kept is None:
+            self._back = torch.ops.memtune.to_device(self._host, self.device)
+        else:
+            self._back = torch.ops.memtune.to_device_beside(self._host, self._kept, self.device)
+        self._host = self._ssd = self._kept = None
+
+    def come_ahead(self) -> None:
+        """As `come_back`, where nobody waits yet: what it comes from is held until `is_there`, however soon the copy is over."""
+        host = self._host
+        with transfer.ahead_apart(self.device):
+            self.come_back()
+        self._source = host
 
     def is_there(self) -> None:
-        """Complete the copy that `come_back` started ahead of its use."""
+        """Complete the copy that `come_ahead` started."""
         assert self._back is not None
         transfer.is_there(self._back)
+        self._source = None
 
     def __del__(self) -> None:
         if self._back is not None and not self._asked:

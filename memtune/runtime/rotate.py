@@ -13,18 +13,22 @@ Six rules:
    weights between groups (a ring is consecutive ranks). Where states are divided among the ranks that hold the same shards
    (`runtime.parts`), that averages between the rings, and what is whole is averaged inside a ring, once a step.
 6. All ranks of a ring call the same layers in the same order, or a rank would get a shard of another weight. So experts, which
-   the samples choose, stay whole.
+   the samples choose, stay whole, and in the 1st, 2nd, 4th, 8th … forward ranks compare what they call.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,6 +36,7 @@ from memtune.errors import ApplyError
 from memtune.experts import is_in_expert
 from memtune.runtime.context import Context
 from memtune.runtime.deferred import keep_only
+from memtune.runtime.hooks import StaysBehind
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.ring import Ring, Round, Sums
 from memtune.runtime.sharding import meshes, rebind
@@ -132,6 +137,43 @@ def _rows(index: Tensor, shard: int, rows: int) -> tuple[Tensor, Tensor]:
     row = index - shard * rows
     elsewhere = (row < 0) | (row >= rows)
     return row.masked_fill_(elsewhere, 0), elsewhere.unsqueeze(-1)
+
+
+class _Alike:
+    """Compares now and then which layers the ranks of a ring call (rule 6).
+
+    Args:
+        context: Its model gets hooks.
+        layers: Whose weights go round.
+        group: The ranks of the ring.
+    """
+
+    def __init__(self, context: Context, layers: Sequence[str], group: dist.ProcessGroup) -> None:
+        self._group, self._device, self._forwards = group, context.device, 0
+        model, end = context.model, "the end of the model"
+        handles = [
+            model.register_forward_pre_hook(StaysBehind(self._begins)),
+            model.register_forward_hook(StaysBehind(partial(self._calls, end))),
+            *(model.get_submodule(n).register_forward_pre_hook(StaysBehind(partial(self._calls, n))) for n in layers),
+        ]
+        for handle in handles:
+            context.undo.callback(handle.remove)
+
+    def _begins(self) -> None:
+        self._forwards += 1
+
+    def _calls(self, name: str) -> None:
+        if not self._forwards or self._forwards & (self._forwards - 1):
+            return
+        number = zlib.crc32(name.encode())
+        ends = torch.from_numpy(np.array([number, -number])).to(self._device)  # numpy's memory: no byte of a tier, on CPU
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        if ends.sum().item():
+            raise ApplyError(
+                f"Ranks of a ring call other layers than others: this one has come to {name}.",
+                evidence="Each would get a shard of a weight that another one is at.",
+                fix="parallel: {kind: tensor}, whose ranks work on one micro-batch together, or {kind: none}", code="MT391",
+            )  # fmt: skip
 
 
 class RotatedLinear(nn.Linear):
@@ -241,6 +283,8 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
     keep_only(context.model, dict.fromkeys(rotated, ring.piece))
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
+    if not isinstance(local(context.model.get_parameter(rotated[0]).detach()), FakeTensor):
+        _Alike(context, layers, mesh.get_group())
     context.parts = degree
     context.later.append(lambda: _average(context, rotated, mesh, copies))
     context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)

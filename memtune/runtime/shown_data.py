@@ -25,7 +25,7 @@ class _Shown(Tensor):
 
     _kept: Tensor | None = None
 
-    @property  # type: ignore[misc]
+    @property
     def data(self) -> Tensor:
         """An alias of the one that is kept."""
         here: Tensor = _DATA.__get__(self)
@@ -66,14 +66,14 @@ _PLAIN: Final[dict[type, type]] = {shown: plain for plain, shown in _SHOWN.items
 def show(weight: Tensor) -> None:
     """Look at the `data` of `weight` from here on, if it is a plain parameter."""
     if type(weight) in _SHOWN:
-        weight.__class__ = _SHOWN[type(weight)]  # type: ignore[assignment]
+        weight.__class__ = _SHOWN[type(weight)]
 
 
 def hide(weight: Tensor) -> None:
     """The `data` of `weight` is torch's own again."""
     if type(weight) in _PLAIN:
         vars(weight).pop("_kept", None)
-        weight.__class__ = _PLAIN[type(weight)]  # type: ignore[assignment]
+        weight.__class__ = _PLAIN[type(weight)]
 
 
 def plain_type(tensor: Tensor) -> type:

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from torch import Tensor
-
 from memtune.pipeline_order import Action
 from memtune.runtime import transfer
 from memtune.runtime.moved import Entry
@@ -91,12 +89,12 @@ class Slots:
             self._arrives()
         self._late, self._leaving = self._leaving, self._late
 
-    def leave(self, entry: Entry, tensor: Tensor) -> None:
-        """Start the copy of `entry`, which `tensor` looks into: Rules 1 and 2."""
+    def leave(self, entry: Entry, n_bytes: int) -> None:
+        """Start the copy of `n_bytes` of `entry`: Rules 1 and 2."""
         if self._late:
             self._arrives()
         assert self._now is not None
-        entry.leave(tensor)
+        entry.leave(n_bytes)
         self._leaving.append((self._now, entry))
         self._gone.setdefault((self._now.stage, self._now.micro_batch), []).append(weakref.ref(entry))
         self._note("leaves", self._now, entry)

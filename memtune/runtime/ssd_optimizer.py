@@ -27,10 +27,11 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
 from memtune.runtime import disk, transfer
+from memtune.runtime.backward_end import HalfDone
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
-from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.host_update import NativeUpdate, refuse_closure
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
 from memtune.runtime.resume import Kept, LastStep
@@ -66,7 +67,7 @@ class SsdOptimizer:
         chosen: Collection[nn.Parameter] | None = None,
     ) -> None:
         self._optimizer, self._ahead, self._master, self._keep = context.optimizer, ahead, master, keep
-        self._native = NativeUpdate(context.optimizer, "float32")
+        self._native, self._half = NativeUpdate(context.optimizer, "float32"), HalfDone(context)
         names = {parameter: name for name, parameter in context.model.named_parameters()}
         names |= {shard: names[whole] for whole, shard in context.represented.items() if whole in names}
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
@@ -132,10 +133,10 @@ class SsdOptimizer:
 
     @torch.no_grad()
     def _step(self, closure: None = None) -> None:
-        if closure is not None:
-            raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+        refuse_closure([closure], "offload: {states: {kind: none}}")
         refuse_others(self._optimizer, {piece.held for piece in self._pieces})
-        self._update_all()
+        with self._half.whole():
+            self._update_all()
 
     def keep_in(self, kept: dict[nn.Parameter, Tensor]) -> None:
         """New weights of these parameters go there, not to the device; their gradients will be on the host (Rule 4)."""

@@ -164,19 +164,36 @@ def host_like(x: Tensor) -> Tensor:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A new tensor on `device` with the values of `x`."""
     wait(x)
-    COUNTERS.add("host_to_device", x.nbytes)
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+    _fill(out, x)
+    return out
+
+
+def to_device_beside(x: Tensor, beside: Tensor, device: torch.device) -> Tensor:
+    """A new tensor on `device` with the values of `x`, of one dimension, and then those of `beside`, which is there already."""
+    wait(x)
+    out = torch.empty(x.numel() + beside.numel(), dtype=x.dtype, device=device)
+    with torch.no_grad():
+        out[x.numel() :].copy_(beside)
+    if beside.is_cuda:
+        beside.record_stream(torch.cuda.current_stream(device))  # the caller lets go of it now
+    _fill(out[: x.numel()], x)
+    return out
+
+
+def _fill(out: Tensor, x: Tensor) -> None:
+    """Copy the host tensor `x` into `out`, or start to do so where it comes `ahead_apart`."""
+    COUNTERS.add("host_to_device", x.nbytes)
     key = out.untyped_storage()._cdata
-    if _is_apart and device.type != "cuda":
+    if _is_apart and out.device.type != "cuda":
         _coming[key] = _upload_threads().submit(_copy, [out, x])
-        return out
+        return
     with torch.no_grad():
         out.copy_(x, non_blocking=True)
     if _is_apart:
         event = torch.cuda.Event()
         event.record()
         _coming[key] = event
-    return out
 
 
 @contextlib.contextmanager

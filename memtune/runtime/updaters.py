@@ -32,7 +32,7 @@ from memtune.domains import DOWN, LATER, READ, SLOTS, UPDATE, WRITE, Layout, Seg
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.host_update import NativeUpdate, refuse_closure
 from memtune.runtime.kept_updaters import KeptUpdaters
 from memtune.runtime.largest import Largest
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
@@ -209,8 +209,7 @@ class Updaters:
 
     @torch.no_grad()
     def _step(self, closure: None = None) -> None:
-        if closure is not None:
-            raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+        refuse_closure([closure], "offload: {states: {kind: none}}")
         if any(self._optimizer.state.values()):  # somebody put state there
             self._store()
         self._refuse_stale()

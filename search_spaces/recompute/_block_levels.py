@@ -25,6 +25,8 @@ _LEVELS = 12
 """Of a block's options, from the fastest to the smallest, evenly spread."""
 _BETWEEN = 4
 """Parts of the blocks that take the slower one of two levels."""
+_BUDGETS = 24
+"""For which packs at different levels are looked at, evenly spread."""
 _AGAIN = (Phase.RECOMPUTE, Phase.BACKWARD)
 Span = tuple[int, int]
 
@@ -133,7 +135,10 @@ class LevelSearch:
     # -- packs -----------------------------------------------------------------------------------------------------------
 
     def _by_packs(self) -> list[tuple[int, float, I32]]:
-        """For each budget each pack at its fastest level; none where there are no packs, or levels are packed otherwise."""
+        """For each budget each pack at its fastest level; none where there are no packs, or levels are packed otherwise.
+
+        What packs blocks by their bytes may put them otherwise where levels differ: such plans are left out, the levels stay.
+        """
         levels = self._uniform()
         spans = {self._spans(level) for level in levels}
         packs = next(iter(spans))
@@ -143,15 +148,17 @@ class LevelSearch:
         seconds = np.stack([self._seconds[slice(*span)].sum(axis=0) for span in packs])
         rest = int(peaks[-1].max())
         least = max(rest, int(peaks[:-1].min(axis=1).max()))
-        found = []
-        for budget in [least, *(each for each in np.unique(peaks).tolist() if each > least)]:
+        found = [(max(rest, int(peaks[:-1, at].max())), self._cost(level), level) for at, level in enumerate(levels)]
+        budgets = np.append(least, np.unique(peaks[peaks > least]))
+        few = np.unique(np.linspace(0, len(budgets) - 1, min(len(budgets), _BUDGETS)).round().astype(int))
+        for budget in budgets[few].tolist():
             priced = np.where(peaks[:-1] <= budget, seconds, np.inf)
             chosen = priced.argmin(axis=1)
             level = np.concatenate(
                 [np.full(end - first, at, np.int32) for (first, end), at in zip(packs, chosen.tolist(), strict=True)]
             )
-            peak = max(rest, int(peaks[np.arange(len(packs)), chosen].max()))
-            found.append((peak, self._cost(level), level))
+            if np.ptp(chosen) and self._spans(level) == packs:
+                found.append((max(rest, int(peaks[np.arange(len(packs)), chosen].max())), self._cost(level), level))
         return found
 
     def _spans(self, level: I32) -> tuple[Span, ...]:

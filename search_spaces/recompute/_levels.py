@@ -18,7 +18,8 @@ from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.calls import split_calls
 from memtune.passes.first_part import forward_and_backward
-from memtune.passes.move import MoveClaim, move_activations
+from memtune.passes.leaving import MoveClaim
+from memtune.passes.move import move_activations
 from memtune.passes.recompute import calls_of, recompute_blocks
 from memtune.program import F64, FOREVER, I32, I64, Phase, Program, RankClass, Resource, Step, Tier
 from memtune.search_spaces.recompute._calls import Block, blocks_of, calls_for, core_attention, inputs_of_products

@@ -8,11 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
+from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.block_regions import block_regions_of
 from memtune.passes.region import region_of
-from memtune.program import Program
+from memtune.program import Program, Step
 from memtune.runtime.context import Context
+from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._boundaries import INSTEAD, BlockBoundaries, Boundaries, boundaries_in_blocks, boundaries_of
 from memtune.search_spaces.recompute._by_blocks import (
     cannot_run_blocks,
@@ -107,18 +109,23 @@ def _uncut(why: str, fix: str = INSTEAD) -> ApplyError:
 
 @lru_cache(maxsize=64)
 def _by_blocks(place: Place, every: int | None) -> dict[str, Any]:
-    """What a plan says where each block has a schedule: the same for all candidates of one place."""
-    step, found, regions = place.step, boundaries_in_blocks(place.step, every), block_regions_of(place.step)
+    """What a plan says where each block has a schedule; the peak only where nothing else moves what the blocks keep."""
+    decided, schedules = _schedules(place.step, every, place.hardware)
+    if any(each.slot == "offload.activations" for each in place.later):
+        return decided
+    return {**decided, "peak_bytes": place.after(under_blocks(place.step, schedules)).peak_bytes()}
+
+
+@lru_cache(maxsize=8)
+def _schedules(step: Step, every: int | None, hardware: Hardware) -> tuple[dict[str, Any], tuple[Schedule, ...]]:
+    """By block, whatever comes later; and what a plan says of them."""
+    found, regions = boundaries_in_blocks(step, every), block_regions_of(step)
     if not isinstance(found, BlockBoundaries):
         raise _uncut(found.text, found.fix)
     if isinstance(regions, str):
         raise _uncut(regions)
-    op_s = op_costs(step, place.hardware).op_s[regions.together.rows]
+    op_s = op_costs(step, hardware).op_s[regions.together.rows]
     pairs = zip(regions.ops, found.schedules, strict=True)
     again_s = sum(float(op_s[ops[each.computes()]].sum() - op_s[ops].sum()) for ops, each in pairs)
-    return {
-        **which_by_block(regions, found.schedules),
-        "kept_bytes": found.kept_bytes,
-        "peak_bytes": place.after(under_blocks(step, found.schedules)).peak_bytes(),
-        "again_s": round(again_s, 9),
-    }
+    decided = which_by_block(regions, found.schedules)
+    return {**decided, "kept_bytes": found.kept_bytes, "again_s": round(again_s, 9)}, found.schedules

@@ -71,6 +71,14 @@ def test_a_rounded_size_is_never_too_small() -> None:
         assert parse_bytes(rounded_up(n_bytes)) >= n_bytes
 
 
+@pytest.mark.parametrize("name", ["h100-80g", "a100-80g"])
+def test_a_limit_that_the_gpu_has_is_not_rounded_up_to_one_that_it_has_not(name: str) -> None:
+    gpu = hardware.find(name)
+    for n_bytes in (gpu.memory_bytes, gpu.memory_bytes - 1, gpu.memory_bytes - 2**20, gpu.memory_bytes - 2**27):
+        limit = more_memory(gpu, n_bytes).split()[1]
+        assert n_bytes <= parse_bytes(limit) <= gpu.memory_bytes
+
+
 def test_in_one_line() -> None:
     assert describe(Remedy("8 ranks", 2**20, 1.25)) == "8 ranks: 1.00 MiB, 1.2× the time per sample"
     assert describe(Remedy("8 ranks", 2**20, 1.0)) == "8 ranks: 1.00 MiB"

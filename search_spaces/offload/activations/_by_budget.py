@@ -11,7 +11,8 @@ import numpy as np
 from memtune.calls import INPUTS, Call, by_name, from_names
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.passes.move import MoveClaim, move_activations
+from memtune.passes.leaving import MoveClaim
+from memtune.passes.move import move_activations
 from memtune.passes.position_wise import PositionWise, position_wise
 from memtune.passes.split_region import split_regions
 from memtune.planners.tsplit import Found, Problem, solve

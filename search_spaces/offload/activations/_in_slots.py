@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.passes.move import MoveClaim, move_activations, stage_of
+from memtune.passes.leaving import MoveClaim
+from memtune.passes.move import move_activations
 from memtune.pipeline_order import Stages, order, slots_between
 from memtune.program import Phase, Program, RankClass, Resource, Step
 from memtune.search_spaces._passes import steps_of_stages
-from memtune.search_spaces.offload.activations._shares import leading, spread
+from memtune.search_spaces.offload.activations._shares import leading, shares_of, spread
 from memtune.search_spaces.recompute._budget import after_later
 from memtune.search_spaces.recompute._levels import live_bytes
 from memtune.technique import Target, Technique
@@ -49,24 +49,19 @@ def by_stage(program: Program, ratios: Sequence[float]) -> list[float]:
     return [ratios[stage % program.stages.ranks] if each else 0.0 for stage, each in enumerate(waits)]
 
 
-def shares(ratios: Sequence[float], stages: Sequence[int]) -> list[float]:
-    """Share of each block that moves.
-
-    Args:
-        ratios: Of each stage.
-        stages: Of each block, in order; where there is no pipeline they are all of one stage, and share alike.
-    """
-    if len(ratios) == 1:
-        return spread(ratios[0], len(stages))
-    seen = [stages[: n + 1].count(stage) - 1 for n, stage in enumerate(stages)]
-    return [leading(ratios[stage], stages.count(stage))[nth] for stage, nth in zip(stages, seen, strict=True)]
+def shares(program: Program, ratios: Sequence[float], min_bytes: int) -> list[float]:
+    """Share of each block that moves: of a stage's bytes its ratio, to the byte; without a pipeline all blocks share alike."""
+    stages, n_blocks = program.stages, len(program.step.blocks)
+    if stages is None:
+        return shares_of(program, min_bytes, [range(n_blocks)], lambda _, sizes: spread(ratios[0], sizes))
+    of = [stages.blocks(stage, n_blocks) for stage in range(len(stages.starts))]
+    return shares_of(program, min_bytes, of, lambda stage, sizes: leading(ratios[stage], sizes))
 
 
-def moved(program: Program, ratios: Sequence[float], min_bytes: int, ahead: int) -> Program:
-    """`program` with as much of each stage's activations on the host; without a pipeline `ahead` tensors come back early."""
+def moved(program: Program, shares: Sequence[float], min_bytes: int, ahead: int) -> Program:
+    """`program` with as much of each block's activations on the host; without a pipeline `ahead` tensors come back early."""
     stages = None if program.stages is None else replace(program.stages, in_slots=True)
-    each = shares(ratios, stage_of(program.step, stages)[:-1].tolist())
-    claims = [MoveClaim(block, share, min_bytes) for block, share in enumerate(each) if share > 0]
+    claims = [MoveClaim(block, share, min_bytes) for block, share in enumerate(shares) if share > 0]
     step = move_activations(program.step, claims, ahead=ahead, stages=stages)
     return replace(program.with_step(step), stages=stages)
 
@@ -82,7 +77,9 @@ def _peaks(
     program: Program, ratios: Sequence[float], how: tuple[int, int], later: tuple[Technique, ...], hardware: Hardware
 ) -> list[int]:
     """Of each rank of a pipeline, or of the rank that stands for all."""
-    new = moved(program, by_stage(program, ratios), *how) if any(ratios) else program
+    new = program
+    if any(ratios):
+        new = moved(program, shares(program, by_stage(program, ratios), how[0]), *how)
     if new.stages is None:
         steps = [after_later(new, later, hardware).step]
     else:
@@ -119,20 +116,12 @@ def smallest(
     return Ratios(tuple(low), tuple(found), tuple(plain))
 
 
-def bytes_by_stage(program: Program, ratios: Sequence[float], min_bytes: int) -> list[int]:
-    """What each stage sends to the host for one micro-batch, by its ratio."""
-    step, stages = moved(program, ratios, min_bytes, 0).step, program.stages
+def bytes_by_stage(program: Program, shares: Sequence[float], min_bytes: int) -> list[int]:
+    """What each stage sends to the host for one micro-batch."""
+    step, stages = moved(program, shares, min_bytes, 0).step, program.stages
     rows = (step.op_resource == Resource.DEVICE_TO_HOST) & (step.op_phase == Phase.FORWARD) & (step.op_block >= 0)
     if stages is None:
         return [int(step.op_traffic_bytes[rows].sum())]
     of = [stages.blocks(stage, len(step.blocks)) for stage in range(len(stages.starts))]
     blocks, n_bytes = step.op_block[rows], step.op_traffic_bytes[rows]
     return [int(n_bytes[(blocks >= each.start) & (blocks < each.stop)].sum()) for each in of]
-
-
-def needs_plan(evidence: str) -> ApplyError:
-    """The error of a config whose plan is missing, damaged or for another model."""
-    return ApplyError(
-        "offload.activations: {kind: pipelined} needs a plan of how much of each block moves.", evidence=evidence,
-        fix="memtune search  writes it with the config; or choose copy_out", code="MT316",
-    )  # fmt: skip

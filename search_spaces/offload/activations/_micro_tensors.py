@@ -13,7 +13,8 @@ import numpy as np
 
 from memtune.calls import Call
 from memtune.hardware import Hardware
-from memtune.passes.move import claimable_rows, ops_of_landing
+from memtune.passes.leaving import claimable_rows
+from memtune.passes.move import ops_of_landing
 from memtune.passes.position_wise import PositionWise, made_by, position_wise
 from memtune.passes.recompute import calls_of
 from memtune.passes.tiled_region import rows_of_parts

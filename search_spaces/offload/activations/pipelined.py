@@ -16,12 +16,12 @@ from memtune.search_spaces.offload.activations._in_slots import (
     by_stage,
     bytes_by_stage,
     moved,
-    needs_plan,
     of_a_block,
     shares,
     smallest,
     waiting,
 )
+from memtune.search_spaces.offload.activations._shares import needs_plan, of_all, of_runs, to_runs
 from memtune.search_spaces.recompute._budget import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -122,14 +122,15 @@ class Pipelined(Technique):
             found = self._smallest(program, target)
             ratios = by_stage(program, [each / GRAIN for each in found.eighths])
             told = {"peak_bytes": max(found.peak_bytes), "plain_bytes": max(found.plain_bytes)}
+        each = shares(program, ratios, self.min_bytes)
         return Plan(decisions={
-            "ratios": ratios, "ahead": self._ahead(program, target),
-            "told": {**told, "moved_bytes": bytes_by_stage(program, ratios, self.min_bytes)},
+            "ratios": ratios, "shares": to_runs(program, each), "ahead": self._ahead(program, target),
+            "told": {**told, "moved_bytes": bytes_by_stage(program, each, self.min_bytes)},
         })  # fmt: skip
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Copies out after each save and back before the backward of a block or stage; a pipeline's pass puts them into slots."""
-        return moved(program, plan.decisions["ratios"], self.min_bytes, plan.decisions["ahead"])
+        return moved(program, of_all(plan.decisions["shares"]), self.min_bytes, plan.decisions["ahead"])
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim the blocks' shares in the activation table, which follows the slots from here on.
@@ -138,16 +139,15 @@ class Pipelined(Technique):
             ApplyError: There is no plan, or it was made for another model.
         """
         table = context.activations
-        ratios, ahead = _decided(plan)
-        stages = table.stages or [0] * len(table.regions)
-        if (context.pipeline is None) != (len(ratios) == 1) or max(stages, default=0) >= len(ratios):
-            raise needs_plan(f"The config's is for {len(ratios)} stages.")
+        n_stages, each, ahead = _decided(plan, table.stages or [0] * len(table.regions))
+        if (context.pipeline is None) != (n_stages == 1):
+            raise needs_plan("pipelined", f"The config's is for {n_stages} stages.")
         if context.pipeline is None:
             table.ahead = Ahead(ahead)
         else:
             table.slots = slots = Slots()
             context.checks[self.slot] = lambda: {"moments": len(slots.trace)}
-        for region, share in zip(table.regions, shares(ratios, stages), strict=True):
+        for region, share in zip(table.regions, each, strict=True):
             if share > 0:
                 table.claim_move(region.index, share, self.min_bytes)
 
@@ -170,11 +170,12 @@ class Pipelined(Technique):
         return {"ratio": (None,)}
 
 
-def _decided(plan: Plan) -> tuple[list[float], int]:
-    """The ratio of each stage, and how many tensors come ahead, as `plan` says; checked."""
-    ratios, ahead = plan.decisions.get("ratios"), plan.decisions.get("ahead")
-    if not (isinstance(ratios, list) and ratios and isinstance(ahead, int) and 0 <= ahead <= _MOST_AHEAD):
-        raise needs_plan("The config has none, or it is damaged.")
-    if not all(isinstance(each, int | float) and 0 <= each <= 1 for each in ratios):
-        raise needs_plan(f"Its ratios are {ratios}.")
-    return [float(each) for each in ratios], ahead
+def _decided(plan: Plan, stages: list[int]) -> tuple[int, list[float], int]:
+    """For how many stages `plan` is, the shares of blocks of these stages, and how many tensors come ahead; checked."""
+    runs, ahead = plan.decisions.get("shares"), plan.decisions.get("ahead")
+    if not (isinstance(runs, list) and isinstance(ahead, int) and 0 <= ahead <= _MOST_AHEAD):
+        raise needs_plan("pipelined", "The config has none, or it is damaged.")
+    try:
+        return len(runs), of_runs(runs, stages), ahead
+    except ValueError as error:
+        raise needs_plan("pipelined", f"It has {error}.") from error

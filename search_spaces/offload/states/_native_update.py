@@ -7,9 +7,7 @@ from typing import Literal
 import numpy as np
 
 from memtune.parameters import columns_of
-from memtune.passes.host_optimizer import Native, optimizer_on_host
-from memtune.program import Program, Step
-from memtune.remembered import remembered
+from memtune.program import Step
 from memtune.technique import Reason, Target
 
 _OWN = "offload: {states: {kind: optimizer_cpu, update: own}}"
@@ -32,12 +30,6 @@ def no_native_update(step: Step, update: Literal["native", "master"], target: Ta
     if update == "master" and 2 not in sizes:
         return Reason("the parameters are float32 themselves", "update: native")
     return None
-
-
-@remembered
-def updated_on_host(program: Program, native: Native) -> Program:
-    """The program with every weight on the device and its native update on the host, after the last gradient."""
-    return program.with_step(optimizer_on_host(program.step, native))
 
 
 def not_rows(step: Step) -> Reason | None:

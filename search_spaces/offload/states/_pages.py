@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from memtune.parameters import columns_of
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.pieces import in_blocks
 from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
-from memtune.passes.stays import cannot_part, updated_first
+from memtune.passes.stays import cannot_part
 from memtune.passes.stream import sizes_in_blocks, stream_parameters
 from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
 from memtune.program import Kind, Program, Step
@@ -29,7 +29,7 @@ from memtune.runtime.lock_free import LockFreeOptimizer
 from memtune.runtime.paged_store import PagedStore
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import AtTheEnd
-from memtune.search_spaces.offload.states._chunks import are_rows, beside, no_plan, sizes_of
+from memtune.search_spaces.offload.states._chunks import are_rows, beside, in_blocks_of, no_plan, sizes_of, staying_first
 from memtune.search_spaces.offload.states._layers import compute_s_of_moments, replicas, require_replicas
 from memtune.technique import Plan
 from memtune.units import MIB
@@ -54,18 +54,13 @@ def in_pages(program: Program, how: PagePlan, on_ssd: OnSsd | None = None) -> Pr
         how: Pages, frames, what is cached.
         on_ssd: How the optimizer is on SSD; None: it is on the host.
     """
-    step, ops = program.step, 0
-    block = columns_of(step.parameters).block
-    if how.cached:
-        stays = np.zeros(len(block), bool)
-        stays[in_blocks(step)[: how.cached]] = True
-        step, ops = updated_first(step, stays)
+    step, ops = staying_first(program.step, how.cached)
     step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False, ranks=replicas(program))
     if on_ssd is None:
         step = optimizer_on_host(step, stay=ops)
     else:
         step = optimizer_on_ssd(step, on_ssd.ahead, 1 + on_ssd.keeps, Away.of(step))
-    return program.with_step(replace(step, parameters=replace(columns_of(step.parameters), block=block)))
+    return program.with_step(in_blocks_of(program.step, step))
 
 
 def page_bytes_for(step: Step) -> int:

@@ -16,6 +16,7 @@ from memtune.search_spaces.offload.states._chunks import (
     apply_chunks,
     are_rows,
     beside,
+    can_stay,
     cannot_chunk,
     explain,
     in_chunks,
@@ -23,6 +24,7 @@ from memtune.search_spaces.offload.states._chunks import (
     planned,
 )
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
+from memtune.search_spaces.offload.states._staying import split
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -35,10 +37,16 @@ class Elixir(Technique):
     that moves no more. Chunks of the next block come in while one computes, which takes room in the cache. Gradients leave as
     they land, so clipping by norm is refused; the user's own optimizer works on the host's chunks after backward: the bits of a
     host optimizer with weights in place. Activations are known from the step, so the paper's factors for what is not (1.2 and
-    0.95) are left out. Not in it: chunks that stay on the device with their optimizer state.
+    0.95) are left out.
 
-    Distinguishing test: chunk size and number of chunks are those of the fewest bytes moved over all sizes and numbers (brute
-    force), the number is one for all moments, and chunks come in ahead of their use.
+    The device is split between the cache and chunks that stay, those used first, with their optimizer state, to be updated there
+    by the user's own optimizer: these send no gradient down and bring no weight up. The split is the one with which links and
+    updates take the least time together, by this hardware's rates: a fast link and a fast host get a larger cache, slow ones
+    more chunks that stay. The paper searches for the size first, here all is searched for at once.
+
+    Distinguishing test: chunk size, number of chunks and what stays are those of the least time, or with nothing that stays of
+    the fewest bytes moved, over all sizes and numbers (brute force), the number is one for all moments, chunks come in ahead of
+    their use, and of those that stay nothing crosses the link.
     """
 
     kind: Literal["elixir"] = "elixir"
@@ -53,17 +61,22 @@ class Elixir(Technique):
     """Bytes of a chunk; none given: the size that moves the fewest bytes."""
     ahead: Annotated[int, Field(ge=0, le=3)] = 1
     """Blocks that chunks come in ahead of their use; 0: when they are used."""
+    device_updates: bool = True
+    """Chunks stay on the device with their optimizer state where that takes less time than a larger cache."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that run one after the other and share nothing; several ranks: replicas, or `fsdp`."""
         return cannot_chunk(program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """The size of a chunk, and how many the cache holds."""
-        return plan_of(_solved(program, target.budget_bytes, self.chunk_bytes, self.ahead))
+        """The size of a chunk, how many the cache holds, and what stays."""
+        budget_bytes, found = target.budget_bytes, None
+        if self.device_updates and budget_bytes is not None and can_stay(target):
+            found = split(program, target.hardware, budget_bytes, self.chunk_bytes, self.ahead)
+        return plan_of(found or _solved(program, budget_bytes, self.chunk_bytes, self.ahead))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Chunks that come and go through a cache."""
+        """Chunks that come and go through a cache, the optimizer on the host but for what stays."""
         return in_chunks(program, planned(*sizes_in_blocks(program.step), plan, are_rows(program)), "lru", self.ahead)
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -71,16 +84,17 @@ class Elixir(Technique):
         apply_chunks(context, self.kind, plan, "lru", self.ahead)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
-        """The size of a chunk, and how many are on the device."""
+        """The size of a chunk, how many are on the device, and what stays."""
         return explain(plan)
 
     def least_share_on_host(self) -> float:
-        """All of it: the cache is of weights."""
-        return 1.0
+        """All of it, as the cache is of weights, but where some may stay on the device."""
+        return 0.0 if self.device_updates else 1.0
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, when, and what goes first."""
-        how = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "fewest moved", "evict": "lru", "ahead": self.ahead}
+        how: dict[str, Any] = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "searched for", "evict": "lru"}
+        how |= {"ahead": self.ahead, "device_updates": self.device_updates}
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

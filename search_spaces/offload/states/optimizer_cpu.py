@@ -14,7 +14,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.host_update import Moments
 from memtune.search_spaces.offload.states._as_they_land import apply_as_they_land, native_of, not_as_they_land, replicas_of
-from memtune.search_spaces.offload.states._native_update import no_native_update, updated_on_host
+from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -75,7 +75,7 @@ class OptimizerCpu(Technique):
             return program.with_step(optimizer_on_host(program.step))
         native = native_of(self.moments)
         if self.trigger == "end_of_step":
-            return updated_on_host(program, native)
+            return program.with_step(optimizer_on_host(program.step, native))
         early = Early(0, self.trigger, replicas=replicas_of(program, target))
         return program.with_step(optimizer_beside_backward(program.step, native, early, program.ranks))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from memtune.chunks import pack
+from memtune.passes.block_landings import weights_are_free
 from memtune.passes.stream import sizes_in_blocks
 from memtune.planners.chunks import ChunkPlan, as_few_as_used, least_waste, slots_in
 from memtune.program import Program
@@ -16,6 +18,7 @@ from memtune.search_spaces.offload.states._chunks import (
     apply_chunks,
     are_rows,
     beside,
+    can_stay,
     cannot_chunk,
     explain,
     in_chunks,
@@ -23,6 +26,7 @@ from memtune.search_spaces.offload.states._chunks import (
     planned,
 )
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
+from memtune.search_spaces.offload.states._staying import with_margin
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -35,11 +39,19 @@ class PatrickStar(Technique):
     one whose next use is furthest goes: the fewest moves that are possible. In a pass there and back the room at the turn says
     how many. Without a budget only what is used is there. Gradients leave as they land, so clipping by norm is refused, and the
     user's own optimizer works on the host's chunks after backward: the bits of a host optimizer with weights in place. What is in
-    no block, as embeddings, stays on the device. Not in it: chunks that are updated on the device where there is room, gradients
-    in the chunk of their weights.
+    no block, as embeddings, stays on the device.
+
+    What the budget leaves beside all chunks of weights, the margin, holds optimizer state: of as many chunks as it has room for,
+    those used first, weights and gradients stay on the device too, and the user's own optimizer updates them there.
+
+    A gradient takes the place of its weight in the chunk when it lands, since the host has the values, and leaves from there:
+    nothing that autograd made waits for the link. That is the paper's reuse of a chunk. What it saves there, 2 bytes per
+    parameter, is a second set of chunks, which is not needed here: gradients leave as they land.
 
     Distinguishing test: the chunks there in a moment are as many as the budget then leaves room for, not one number for the
-    whole step, no rule of eviction moves less (brute force), and no chunk size wastes less (brute force).
+    whole step, no rule of eviction moves less (brute force), no chunk size wastes less (brute force), and of the chunks that are
+    updated on the device, as many as stay within the budget (brute force), nothing crosses the link; gradients leave from the
+    chunks of their weights.
     """
 
     kind: Literal["patrickstar"] = "patrickstar"
@@ -52,17 +64,26 @@ class PatrickStar(Technique):
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes of a chunk; none given: the size that wastes least."""
+    gradients: Literal["in_place", "apart"] = "in_place"
+    """`in_place`: each takes the place of its weight in the chunk, and leaves from there; not under `fsdp`, nor where the
+    recorded step reads a weight after its gradient has landed. `apart`: it leaves from where autograd made it."""
+    device_updates: bool = True
+    """Chunks whose optimizer state has room on the device stay and are updated there."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that run one after the other and share nothing; several ranks: replicas, or `fsdp`."""
         return cannot_chunk(program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """The size of a chunk, and how many are there in each moment."""
-        return plan_of(_solved(program, target.budget_bytes, self.chunk_bytes))
+        """The size of a chunk, how many are there in each moment, and what is updated on the device."""
+        in_place = self.gradients == "in_place" and weights_are_free(program.step)
+        found = _solved(program, target.budget_bytes, self.chunk_bytes, in_place)
+        if self.device_updates and target.budget_bytes is not None and can_stay(target):
+            found = with_margin(program, found, target.budget_bytes)
+        return plan_of(found)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Chunks that come and go, evicted by next use."""
+        """Chunks that come and go, evicted by next use, the optimizer on the host but for what stays."""
         return in_chunks(program, planned(*sizes_in_blocks(program.step), plan, are_rows(program)), "belady")
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -70,24 +91,25 @@ class PatrickStar(Technique):
         apply_chunks(context, self.kind, plan, "belady")
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
-        """The size of a chunk, and how many are on the device."""
+        """The size of a chunk, how many are on the device, and what stays."""
         return explain(plan)
 
     def least_share_on_host(self) -> float:
-        """All of it."""
-        return 1.0
+        """All of it, but where some may stay on the device."""
+        return 0.0 if self.device_updates else 1.0
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and what goes first."""
-        how = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "least waste", "evict": "belady", "slots": "by moment"}
+        how: dict[str, Any] = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "least waste", "evict": "belady"}
+        how |= {"slots": "by moment", "gradients": self.gradients, "device_updates": self.device_updates}
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}}
 
 
 @functools.lru_cache(maxsize=64)
-def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None) -> ChunkPlan:
+def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None, in_place: bool) -> ChunkPlan:
     sizes = sizes_in_blocks(program.step)
-    room = None if budget_bytes is None else tuple(max(budget_bytes - other, 0) for other in beside(program))
+    room = None if budget_bytes is None else tuple(max(budget_bytes - other, 0) for other in beside(program, in_place))
     if chunk_bytes is None:
-        return least_waste(*sizes, room, are_rows(program))
+        return replace(least_waste(*sizes, room, are_rows(program)), in_place=in_place)
     chunks = pack(*sizes, chunk_bytes, are_rows(program))
-    return ChunkPlan(chunks, (room and slots_in(chunks, room)) or as_few_as_used(chunks))
+    return ChunkPlan(chunks, (room and slots_in(chunks, room)) or as_few_as_used(chunks), in_place=in_place)

@@ -10,7 +10,7 @@ from torch import nn
 from memtune.errors import ApplyError
 from memtune.experts import is_in_expert
 from memtune.passes.gathered_rows import gathers_of
-from memtune.passes.host_optimizer import Native
+from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.ssd_gradients import gradients_on_ssd
 from memtune.passes.ssd_optimizer import Away, optimizer_in_host_pieces, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
@@ -35,7 +35,7 @@ from memtune.search_spaces.offload.states._layers import (
     takes_a_schedule,
     window_of,
 )
-from memtune.search_spaces.offload.states._native_update import no_native_update, updated_on_host
+from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 
 
@@ -163,9 +163,8 @@ class ZeroInfinity(Technique):
             away = Away.of(step)
         if self.optimizer == "ssd":
             return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self.keeps_steps() else 1, away))
-        if away is None:
-            return updated_on_host(program, Native())
-        return program.with_step(optimizer_in_host_pieces(step, self.ahead, away))
+        on_host = optimizer_on_host(step, Native()) if away is None else optimizer_in_host_pieces(step, self.ahead, away)
+        return program.with_step(on_host)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to tensors on SSD or on the host, then have the blocks' parameters come and go."""
@@ -250,6 +249,10 @@ class ZeroInfinity(Technique):
         """One way to update for each type of parameter; tiers of optimizer and parameters; tiles."""
         tiers = {"optimizer": ("ssd", "host"), "parameters": ("device", "host", "ssd")}
         return {"update": ("native", "master"), **tiers, "tiles": (1, 4)}
+
+    def is_tried(self) -> bool:
+        """As `optimizer_cpu`, where the optimizer's state alone is on the host."""
+        return self.optimizer != "host" or self.parameters != "device"
 
     def least_share_on_host(self) -> float:
         """All of it, or with the optimizer on SSD none."""

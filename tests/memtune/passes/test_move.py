@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from zoo_paths import ZOO
 
-from memtune.passes.move import MoveClaim, move_activations
+from memtune.passes.leaving import MoveClaim
+from memtune.passes.move import move_activations
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Resource, Step, Tier
 from memtune.testing.drift import plain_program

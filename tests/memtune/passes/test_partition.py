@@ -17,7 +17,8 @@ from memtune.autotune.record import record, start_session
 from memtune.edit import accumulate_gradients
 from memtune.factors import Factors
 from memtune.passes.host_optimizer import optimizer_on_host
-from memtune.passes.move import MoveClaim, move_activations
+from memtune.passes.leaving import MoveClaim
+from memtune.passes.move import move_activations
 from memtune.passes.partition import Partitioning, partition_states
 from memtune.passes.recompute import recompute_blocks
 from memtune.passes.states import Division, divide_states

@@ -14,7 +14,8 @@ from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import record, start_session
 from memtune.edit import accumulate_gradients
 from memtune.passes.host_optimizer import optimizer_on_host
-from memtune.passes.move import MoveClaim, move_activations
+from memtune.passes.leaving import MoveClaim
+from memtune.passes.move import move_activations
 from memtune.passes.recompute import recompute_blocks
 from memtune.passes.shard import shard_states
 from memtune.program import Kind, Recording, Step, Tier

@@ -100,7 +100,8 @@ def branched(others_from: int) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize(("others_from", "noticed_at"), [(1, 1), pytest.param(3, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("others_from", "noticed_at"), [(1, 1), (3, 4)])
 def test_other_branches_on_other_ranks_are_an_error(others_from: int, noticed_at: int) -> None:
     assert run_ranks(branched, 2, others_from) == [[noticed_at, "MT346", True]] * 2
 

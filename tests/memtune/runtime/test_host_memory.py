@@ -24,7 +24,7 @@ from memtune.runtime.host_memory import Limit, available_bytes, least_state_byte
 from memtune.search_spaces import find
 from memtune.units import GIB, format_bytes
 
-ALL_ON_HOST = ("optimizer_cpu", "zero_offload", "l2l", "stronghold", "patrickstar", "elixir", "harmony", "mobius")
+ALL_ON_HOST = ("optimizer_cpu", "zero_offload", "l2l", "stronghold", "harmony", "mobius")
 FRESH = multiprocessing.get_context("forkserver")
 
 

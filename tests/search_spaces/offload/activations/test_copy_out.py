@@ -13,14 +13,14 @@ from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.exposure import time_lines
 from memtune.autotune.simulate import simulate
-from memtune.errors import EnvironmentFault
+from memtune.errors import ApplyError, EnvironmentFault
 from memtune.program import Resource, Tier
 from memtune.read_ahead import WRITES
 from memtune.runtime import disk, offload_dir
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
-from memtune.technique import Technique
+from memtune.technique import Plan, Technique
 from memtune.testing import TechniqueSuite, drift, rewritten, train
 from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import build, config_of, differences, plain
@@ -87,6 +87,34 @@ class TestCopyOut(TechniqueSuite):
         up = int(step.op_traffic_bytes[step.op_resource == Resource.HOST_TO_DEVICE].sum())
         batch = int(before.op_traffic_bytes[before.op_resource == Resource.HOST_TO_DEVICE].sum())
         assert down == up - batch == sum(before.saved_bytes(block) for block in range(blocks))
+
+    def test_what_comes_back_ahead_is_hardly_waited_for(self) -> None:
+        """The mechanism of `ahead`: the same bytes on the link, but for what is asked for first beside backward."""
+        program, here = plain_program(ZOO["gpt"]), replace(hardware.detect("cpu"), device="cuda", launch_s=0.0)
+        plain_s = simulate(program, here, level="events").step_s
+        steps = [rewritten(ZOO["gpt"], ALL.model_copy(update={"ahead": ahead})) for ahead in (0, 6)]
+        up = [int(step.op_traffic_bytes[step.op_resource == Resource.HOST_TO_DEVICE].sum()) for step in steps]
+        assert up[0] == up[1]
+        link = replace(here, host_to_device_bytes_per_s=up[0] / (0.2 * plain_s))
+        late, ahead = (simulate(program.with_step(step), link, level="events").exposed_s["host_to_device"] for step in steps)
+        assert late > 0.15 * plain_s
+        assert ahead < 0.25 * late
+
+    def test_blocks_that_are_not_alike_have_a_plan_and_others_none(self) -> None:
+        """A ratio that is changed by hand makes its plan void."""
+        program, uneven = plain_program(ZOO["gpt"]), plain_program(ZOO["lstm"])
+        target = target_of(HALF)
+        assert HALF.plan(program, target).decisions == {}
+        plan = HALF.plan(uneven, target)
+        assert plan.decisions["ratio"] == 0.5
+        quarter = HALF.model_copy(update={"ratio": 0.25})
+        got, wanted = (quarter.rewrite(uneven, each, target).step for each in (plan, Plan()))
+        assert got.op_traffic_bytes.tolist() == wanted.op_traffic_bytes.tolist()
+        workload, model, optimizer = build(ZOO["lstm"])
+        document = config_of(ZOO["lstm"], HALF)
+        document["plan"]["offload.activations"]["shares"] = [[[0.5, 1]]]
+        with pytest.raises(ApplyError, match="needs a plan"):
+            apply(model, optimizer, document, loss=workload.loss, strict=False)
 
     @pytest.mark.parametrize("recompute", [(), (Full(kind="full"),), (Selective(kind="selective"),)], ids=str)
     @pytest.mark.parametrize("model", QUICK)

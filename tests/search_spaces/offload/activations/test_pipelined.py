@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from shared_layers import MODELS, SIZE, rewriter, settings
 from zoo_paths import ZOO
 
@@ -24,7 +26,7 @@ from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
 from memtune.pipeline_order import Action, order, slots_between
-from memtune.program import Kind, Program, Step
+from memtune.program import Kind, Program, Step, Tier
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.slots import Slots
@@ -89,25 +91,43 @@ class TestPipelined(TechniqueSuite):
             apply(model, optimizer, document, loss=workload.loss, strict=False)
 
 
-@pytest.mark.parametrize(("ratio", "shares"), [(0.25, [1 / 3] * 3 + [0]), (0.75, [1.0] * 3 + [0]), (1.0, [1.0] * 4)])
-def test_without_a_pipeline_blocks_share_alike(ratio: float, shares: list[float]) -> None:
-    assert _shares.spread(ratio, 4) == pytest.approx(shares)
-    assert _shares.spread(ratio, 1) == [ratio]
+@pytest.mark.parametrize(("ratio", "parts"), [(0.25, [34, 33, 33, 0]), (0.75, [100] * 3 + [0]), (1.0, [100] * 4)])
+def test_without_a_pipeline_blocks_share_alike(ratio: float, parts: list[int]) -> None:
+    assert _shares.spread(ratio, [100] * 4) == parts
+    assert _shares.spread(ratio, [100]) == [100 * ratio]
+
+
+@pytest.mark.parametrize("how", [_shares.leading, _shares.spread])
+@given(sizes=st.lists(st.integers(0, 10**12), min_size=1, max_size=9), ratio=st.floats(0, 1))
+def test_shares_give_the_ratio_to_the_byte(how: Any, sizes: list[int], ratio: float) -> None:
+    parts = how(ratio, sizes)
+    assert sum(parts) == round(ratio * sum(sizes))
+    assert all(0 <= part <= size for part, size in zip(parts, sizes, strict=True))
+    assert [round(part / size * size) for part, size in zip(parts, sizes, strict=True) if size] == [
+        part for part, size in zip(parts, sizes, strict=True) if size
+    ]
 
 
 def test_equal_shares_hide_behind_compute_where_whole_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes the link a tenth of a step is waited for when the first blocks send it all, and less when all but one do."""
+    """What takes the link three tenths of a step is waited for where the first blocks send it all, less where all but one do."""
     program, here = plain_program(ZOO["gpt"]), replace(hardware.detect("cpu"), device="cuda", launch_s=0.0)
     plain_s = simulate(program, here, level="events").step_s
 
     def lost() -> float:
-        n_bytes = _in_slots.bytes_by_stage(program, [0.5], 0)[0]
-        link = {f"{way}_bytes_per_s": n_bytes / (0.1 * plain_s) for way in ("host_to_device", "device_to_host")}
-        return simulate(_in_slots.moved(program, [0.5], 0, 4), replace(here, **link), level="events").step_s / plain_s - 1
+        shares = _in_slots.shares(program, [0.5], 0)
+        n_bytes = _in_slots.bytes_by_stage(program, shares, 0)[0]
+        link = {f"{way}_bytes_per_s": n_bytes / (0.3 * plain_s) for way in ("host_to_device", "device_to_host")}
+        return (
+            simulate(
+                _in_slots.moved(program, shares, 0, _in_slots.of_a_block(program.step, 0)), replace(here, **link), level="events"
+            ).step_s
+            / plain_s
+            - 1
+        )
 
     alike = lost()
     monkeypatch.setattr(_in_slots, "spread", _shares.leading)
-    assert alike < 0.7 * lost()
+    assert alike < 0.8 * lost()
 
 
 # -- what the pass says of the stages of a pipeline ----------------------------------------------------------------------
@@ -147,16 +167,26 @@ def activation_bytes(step: Step, blocks: range) -> int:
 
 
 def test_device_bytes_are_those_of_the_formula() -> None:
-    """(1 - r)·(p - i)·A + 2·r·A: of p - i micro-batches two have what moves on the device; a copied tensor is not cut."""
+    """(1 - r)·(p - i)·A + 2·r·A: of p - i micro-batches two have what moves on the device; r·A to the byte.
+
+    While part of a tensor is on its way, its rest is there twice.
+    """
     step = rewriter(CHAIN, 4).recording.at(SIZE)
-    plainly, largest = candidate(4).program, int(step.bytes[step.save_storage].max())
-    for ratio in (0.5, 1.0):
+    plainly = candidate(4).program
+    for ratio in (0.3, 0.5, 1.0):
         made = candidate(4, ratio=ratio, **PIPELINED)
         a_bytes = activation_bytes(step, range(2))
         moved, *others = made.plans["offload.activations"].decisions["told"]["moved_bytes"]
-        assert ratio * a_bytes - largest < moved <= ratio * a_bytes
+        assert moved == round(ratio * a_bytes)
         assert others[1:] == [0, 0]  # nothing waits for two slots on the last two stages
-        assert made.program.step.peak_bytes() == plainly.step.peak_bytes() - (4 - 2) * moved
+        assert made.program.step.peak_bytes() == plainly.step.peak_bytes() - (4 - 2) * moved + rest_bytes(made.program.step)
+
+
+def rest_bytes(step: Step) -> int:
+    """Of what is cut, in memory of its own; the first rank cuts at most one tensor of a micro-batch."""
+    beside = step.names.index("memtune.to_device_beside.default") if "memtune.to_device_beside.default" in step.names else -1
+    cut = np.isin(step.use_op, np.flatnonzero(step.op_name == beside)) & (step.tier[step.use_storage] == Tier.DEVICE)
+    return int(step.bytes[step.use_storage[cut]].max(initial=0))
 
 
 def test_each_rank_moves_as_little_as_fits() -> None:

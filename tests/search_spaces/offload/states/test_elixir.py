@@ -6,22 +6,28 @@ from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
+import pytest
 from layers_suite import OWN, LayersSuite, total
+from staying_suite import check_staying, parted
 from zoo_paths import ZOO
 
 from memtune.chunks import pack
 from memtune.passes.stream import sizes_in_blocks
 from memtune.planners.chunks import chunk_sizes
+from memtune.planners.staying_chunks import staying_of
 from memtune.program import Kind, Resource, Tier
 from memtune.residency import cached
 from memtune.search_spaces.offload.states._chunks import beside
+from memtune.search_spaces.offload.states._staying import on_device, seconds_of
 from memtune.search_spaces.offload.states.elixir import Elixir
+from memtune.technique import Target
 from memtune.testing import rewritten
 from memtune.testing.drift import plain_program, target_of
 
 DEFAULT = Elixir(kind="elixir")
 SMALL = Elixir(kind="elixir", chunk_bytes=70_000, ahead=0)
-BUDGET_BYTES = 2_100_000
+CACHE_ALONE = DEFAULT.model_copy(update={"device_updates": False})
+BUDGET_BYTES, ROOMY_BYTES = 2_100_000, 2_400_000
 
 
 class TestElixir(LayersSuite):
@@ -33,7 +39,7 @@ class TestElixir(LayersSuite):
 
     def test_size_and_number_are_those_that_move_the_fewest_bytes(self) -> None:
         """The mechanism: the search, against every size that any packing of the real model has, and every number."""
-        program, target = plain_program(ZOO["gpt"]), replace(target_of(DEFAULT), budget_bytes=BUDGET_BYTES)
+        program, target = plain_program(ZOO["gpt"]), replace(target_of(CACHE_ALONE), budget_bytes=BUDGET_BYTES)
         capacity, sizes = BUDGET_BYTES - max(beside(program)), sizes_in_blocks(program.step)
         moved = []
         for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes)):
@@ -41,8 +47,8 @@ class TestElixir(LayersSuite):
             for slots in range(max(map(len, uses)), min(capacity // chunks.chunk_bytes, chunks.count) + 1):
                 moves = cached(uses, (slots,) * len(uses), "lru").moves
                 moved.append((moves * chunks.chunk_bytes, slots * chunks.chunk_bytes))
-        plan = DEFAULT.plan(program, target)
-        step, plain = DEFAULT.rewrite(program, plan, target).step, program.step
+        plan = CACHE_ALONE.plan(program, target)
+        step, plain = CACHE_ALONE.rewrite(program, plan, target).step, program.step
         outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) - outside
         assert (up, plan.decisions["chunk_bytes"] * plan.decisions["slots"][0]) == min(moved)
@@ -52,7 +58,7 @@ class TestElixir(LayersSuite):
 
     def test_the_cache_holds_no_more_than_its_chunks(self) -> None:
         program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
-        plan = SMALL.plan(program, target)
+        plan = SMALL.model_copy(update={"device_updates": False}).plan(program, target)
         step = SMALL.rewrite(program, plan, target).step
         chunks = replace(step, tier=np.where(step.kind == Kind.COMMUNICATION, step.tier, Tier.SSD).astype(np.uint8))
         assert chunks.peak_bytes() == 70_000 * plan.decisions["slots"][0]
@@ -69,3 +75,43 @@ class TestElixir(LayersSuite):
             (storage,) = step.use_storage[(step.use_op == copy) & (step.use_mutates == 1)]
             uses = step.use_op[(step.use_storage == storage) & computes[step.use_op]]
             assert step.op_block[copy] not in step.op_block[uses[:1]]
+
+    def test_the_device_is_split_by_what_links_and_updates_cost(self) -> None:
+        """The mechanism (chunks that stay with their state): the least time over all sizes, chunks that stay, and slots."""
+        program, on = plain_program(ZOO["gpt"]), target(host_adam_bytes_per_s=1e9)
+        plan, sizes = DEFAULT.plan(program, on), sizes_in_blocks(program.step)
+        there, seconds = on_device(program.step), seconds_of(program.step, on.hardware)
+        taken, room = there.taken(8), ROOMY_BYTES - np.asarray(beside(program))
+        prices: dict[tuple[int, int, int], float] = {}
+        for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes)):
+            for staying in staying_of(chunks).tolist():
+                rest = pack(sizes[0][staying:], sizes[1][staying:], chunks.chunk_bytes)
+                uses = rest.uses(1)
+                most = min(int((room - taken[staying]).min()) // chunks.chunk_bytes, rest.count)
+                for slots in range(max(map(len, uses)), most + 1):
+                    moved = cached(uses, (slots,) * 8, "lru").moves * chunks.chunk_bytes
+                    update_s = sum(seconds.host[staying:]) + sum(seconds.device[:staying])
+                    prices[chunks.chunk_bytes, staying, slots] = moved / seconds.up_bytes_per_s + update_s
+        found = plan.decisions["chunk_bytes"], plan.decisions["staying"], plan.decisions["slots"][0]
+        assert prices[found] == pytest.approx(min(prices.values()))
+        assert plan.decisions["staying"] > 0
+        step = DEFAULT.rewrite(program, plan, on).step
+        assert step.peak_bytes() <= ROOMY_BYTES < program.step.peak_bytes()
+        stay, rest_bytes, outside = parted(program.step, plan.decisions["staying"])
+        state = (step.kind == Kind.OPTIMIZER) & (step.tier == Tier.DEVICE)
+        assert int(step.bytes[state].sum()) == 2 * sum(stay) + 4 * len(stay)
+        assert total(step, Resource.DEVICE_TO_HOST) == sum(rest_bytes) + outside
+        check_staying(ZOO["gpt"], DEFAULT, plan, step)
+
+    def test_a_fast_host_and_link_get_a_larger_cache(self) -> None:
+        program = plain_program(ZOO["gpt"])
+        fast, slow = target(host_adam_bytes_per_s=1e15, device_to_host_bytes_per_s=1e15), target(host_adam_bytes_per_s=1e9)
+        cache, keeps = (DEFAULT.plan(program, each).decisions for each in (fast, slow))
+        assert cache.get("staying", 0) < keeps["staying"]
+        assert "staying" not in CACHE_ALONE.plan(program, slow).decisions
+
+
+def target(**rates: float) -> Target:
+    """A budget below what the plain gpt takes, and hardware of these rates."""
+    plain = target_of(DEFAULT)
+    return replace(plain, budget_bytes=ROOMY_BYTES, hardware=replace(plain.hardware, **rates))

@@ -14,6 +14,7 @@ from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.space import variants
 from memtune.errors import ApplyError
 from memtune.program import Resource, Step, Tier
 from memtune.read_ahead import WRITES
@@ -127,7 +128,7 @@ class TestOptimizerOnHost(LayersSuite):
         on_ssd = master.model_copy(update={"optimizer": "ssd"})
         assert not differences(train(ZOO["tobf16"], master), train(ZOO["tobf16"], on_ssd))
 
-    @pytest.mark.parametrize("name", ["host", "ssd"])
+    @pytest.mark.parametrize("name", ["host", "ssd", "all"])
     def test_tiles(self, name: str) -> None:
         tiled = WAYS[name].model_copy(update={"tiles": 4})
         self.check_drift("tied", tiled)
@@ -173,6 +174,13 @@ def test_every_tier_trains_as_one_rank(tmp_path: Path, states: Technique, parts:
     check_on_ranks(techniques, tmp_path, parts=parts, bitwise=parts == 1 or states.kind == "fsdp")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [Ddp(), Fsdp(kind="fsdp")], ids=lambda each: each.kind)
+def test_tiles_train_as_one_rank(tmp_path: Path, states: Technique) -> None:
+    tiled = {name: WAYS[name].model_copy(update={"tiles": 3}) for name in ("host", "all")}
+    check_on_ranks({name: (states, each, NATIVE) for name, each in tiled.items()}, tmp_path, bitwise=False)
+
+
 def test_weights_that_stay_are_the_native_update_on_the_host() -> None:
     """One candidate, which needs no drive."""
     target = replace(target_of(STAYS), offload_dir="")
@@ -208,5 +216,7 @@ def test_what_cannot_be_is_refused_by_name(knobs: dict[str, Any], why: str) -> N
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_a_search_tries_each_tier() -> None:
-    assert ZeroInfinity(kind="zero_infinity").choices()["optimizer"] == ("ssd", "host")
+def test_a_search_tries_each_tier_and_nothing_twice() -> None:
+    tried = {(each.optimizer, each.parameters) for each in variants(ZeroInfinity, target_of()) if isinstance(each, ZeroInfinity)}
+    every = {(optimizer, parameters) for optimizer in ("ssd", "host") for parameters in ("device", "host", "ssd")}
+    assert tried == every - {("host", "device")}

@@ -8,15 +8,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from layers_suite import OWN, LayersSuite, total
+from staying_suite import check_staying, parted
 from zoo_paths import ZOO
 
 from memtune._apply import apply
 from memtune.chunks import pack
 from memtune.errors import ApplyError
 from memtune.passes.stream import bytes_beside_chunks, moment_of_ops, sizes_in_blocks
-from memtune.program import Kind, Resource, Tier
+from memtune.planners.chunks import ChunkPlan
+from memtune.planners.staying_chunks import all_there, staying_of
+from memtune.program import Kind, Phase, Resource, Tier
 from memtune.residency import cached
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.offload.states._chunks import beside, in_chunks
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.technique import Plan
 from memtune.testing import rewritten
@@ -25,7 +29,8 @@ from memtune.testing.training import build, settings_of, train, train_under
 
 DEFAULT = PatrickStar(kind="patrickstar")
 SMALL = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
-BUDGET_BYTES = 1_900_000
+BUDGET_BYTES, ROOMY_BYTES = 1_900_000, 3_000_000
+PLAN: dict[str, Any] = {"chunk_bytes": 70_000, "slots": [20] * 8}
 
 
 def with_budget(technique: PatrickStar) -> dict[str, Any]:
@@ -99,7 +104,63 @@ class TestPatrickStar(LayersSuite):
         assert all(np.array_equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
         assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
 
-    @pytest.mark.parametrize("plan", [{}, {"chunk_bytes": 256, "slots": [1] * 8}, {"chunk_bytes": 70_000, "slots": [9]}])
+    def test_as_many_chunks_as_fit_are_updated_on_the_device(self) -> None:
+        """The mechanism (device-aware placement): the margin beside all weights holds optimizer state, no chunk less."""
+        program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=ROOMY_BYTES)
+        plan = SMALL.plan(program, target)
+        sizes = sizes_in_blocks(program.step)
+        chunks = pack(*sizes, 70_000)
+        all_slots = ChunkPlan(chunks, (chunks.count,) * 8)
+        fitting = [
+            kept
+            for kept in range(chunks.count)
+            if in_chunks(program, all_there(*sizes, all_slots, kept), "belady").step.peak_bytes() <= ROOMY_BYTES
+        ]
+        assert fitting == list(range(max(fitting) + 1))
+        assert 0 < max(fitting) < chunks.count - 1
+        assert plan.decisions["staying"] == staying_of(chunks)[max(fitting)]
+        assert set(plan.decisions["slots"]) == {chunks.count - max(fitting)}
+        on_host = SMALL.model_copy(update={"device_updates": False}).plan(program, target)
+        assert "staying" not in on_host.decisions
+        step, plain = SMALL.rewrite(program, plan, target).step, program.step
+        stay, rest, outside = parted(plain, plan.decisions["staying"])
+        state = (step.kind == Kind.OPTIMIZER) & (step.tier == Tier.DEVICE)
+        assert int(step.bytes[state].sum()) == 2 * sum(stay) + 4 * len(stay)  # two moments and a counter each
+        assert total(step, Resource.DEVICE_TO_HOST) == sum(rest) + outside
+        up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
+        assert up == (chunks.count - max(fitting)) * 70_000 + outside  # each of the others comes in once
+        check_staying(ZOO["gpt"], SMALL, plan, step)
+
+    def test_gradients_leave_from_the_chunks_of_their_weights(self) -> None:
+        """The mechanism (reuse of a chunk): what autograd made goes when it is in place, for the same bytes on links."""
+        apart = DEFAULT.model_copy(update={"gradients": "apart"})
+        step, other = rewritten(ZOO["tied"], DEFAULT), rewritten(ZOO["tied"], apart)
+        assert step.peak_bytes() < other.peak_bytes()
+        for link in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
+            assert total(step, link) == total(other, link)
+        found = []
+        for each in (step, other):
+            downs = (each.op_resource == Resource.DEVICE_TO_HOST) & (each.op_phase == Phase.BACKWARD)
+            left = each.use_storage[downs[each.use_op]]
+            found.append(set(each.kind[left].tolist()))
+            assert len(left) == 18  # three blocks of six parameters
+        assert found == [{Kind.COMMUNICATION}, {Kind.TEMPORARY}]
+        self.check_drift("tied", apart)
+
+    def test_what_is_beside_the_chunks_is_known_for_both_ways_from_one(self) -> None:
+        program = plain_program(ZOO["tied"])
+        chunks = pack(*sizes_in_blocks(program.step), 70_000)
+        apart, in_place = (beside(program, each) for each in (False, True))
+        assert max(in_place) < max(apart)
+        plan = ChunkPlan(chunks, (2,) * 6, in_place=True)
+        assert bytes_beside_chunks(in_chunks(program, plan, "belady").step) == in_place
+
+    def test_without_a_margin_all_updates_are_on_the_host(self) -> None:
+        assert "staying" not in with_budget(SMALL)
+
+    @pytest.mark.parametrize(
+        "plan", [{}, {**PLAN, "chunk_bytes": 256}, {**PLAN, "slots": [9]}, {**PLAN, "staying": 99}, {**PLAN, "staying": "two"}]
+    )
     def test_a_plan_for_another_model_is_refused(self, plan: dict[str, Any]) -> None:
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no plan for") as caught:

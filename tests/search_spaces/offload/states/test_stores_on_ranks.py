@@ -16,7 +16,7 @@ from stores_on_ranks import candidate, check_on_ranks, started
 from memtune.errors import ApplyError
 from memtune.parameters import columns_of
 from memtune.passes.gathered_rows import gathers_of
-from memtune.program import Kind, Resource
+from memtune.program import Kind, Resource, Tier
 from memtune.residency import order_of_use, window
 from memtune.search_spaces import find
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
@@ -34,7 +34,7 @@ from memtune.technique import Technique
 from memtune.testing.drift import plain_program, rewritten, target_of
 from memtune.testing.training import settings_of
 
-RANKS = 2
+RANKS, AMPLE_BYTES = 2, 1_000_000
 LAYERS, CHUNKS = OptimizerCpu(update="native"), OptimizerCpu()
 REPLICAS, DIVIDED = Ddp(), Fsdp(kind="fsdp")
 STORES: dict[str, tuple[Technique, Technique]] = {
@@ -103,6 +103,28 @@ def test_beside_planned_recompute(tmp_path: Path) -> None:
     budget = (low + high) // 2
     step = check_on_ranks(under(DIVIDED, "l2l"), tmp_path, beside=(Planned(),), budget_bytes=budget)["l2l"]
     assert low < step.peak_bytes() <= budget < high
+
+
+def test_what_stays_is_averaged_where_it_is() -> None:
+    """Replicas send each gradient around once wherever it is updated, and none of what stays to the host."""
+    for technique in (PatrickStar(), Elixir()):
+        steps = {budget: candidate((REPLICAS, technique), 1, RANKS, budget) for budget in (None, AMPLE_BYTES)}
+        host, there = (each.program.step for each in steps.values())
+        assert steps[AMPLE_BYTES].plans["offload.states"].decisions["staying"] > 0
+        assert total(there, Resource.INTRA_LINK) == total(host, Resource.INTRA_LINK) == total(host, Resource.DEVICE_TO_HOST)
+        assert total(there, Resource.DEVICE_TO_HOST) < total(host, Resource.DEVICE_TO_HOST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
+def test_chunks_that_stay_are_updated_on_the_device(tmp_path: Path, states: Technique, parts: int) -> None:
+    bitwise = parts == 1 or states is DIVIDED
+    cases = under(states, "patrickstar", "elixir")
+    for step in check_on_ranks(cases, tmp_path, parts=parts, bitwise=bitwise, budget_bytes=AMPLE_BYTES).values():
+        state = (step.kind == Kind.OPTIMIZER) & (step.bytes > 4)
+        assert 0 < int(step.bytes[state & (step.tier == Tier.DEVICE)].sum()) < int(step.bytes[state].sum())
+        assert step.peak_bytes() <= AMPLE_BYTES
 
 
 def test_rows_come_in_where_they_are_gathered() -> None:

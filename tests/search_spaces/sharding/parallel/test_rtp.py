@@ -273,3 +273,38 @@ class TestRtp(ShardedSuite):
     models: ClassVar[dict[str, Path]] = {"separate": SEPARATE}
     variants = (Rtp(), Rtp(in_place=True))
     accumulate, peak_rel, briefly = 2, 0.02, False
+
+
+class Branches(nn.Module):
+    """One of two layers of one shape, as the samples say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.high(x) if x[0, 0] > 0 else self.low(x)
+        return out
+
+
+def branched(others_from: int) -> list[Any]:
+    """At which step this rank says what, where ranks take other branches from a step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Branches(), nn.Linear(8, 8))
+    plan = {"sharding.parallel": {"degree": 2, "layers": ["0.low", "0.high", "1"]}}
+    settings = {"sharding": {"parallel": {"kind": KIND}}}
+    tuned = apply(model, torch.optim.SGD(model.parameters()), {"settings": settings, "plan": plan}, strict=False)
+    for step in range(1, 9):
+        sign = -1 if torch.distributed.get_rank() and step >= others_from else 1
+        try:
+            with torch.no_grad():
+                tuned.model(sign * torch.ones(1, 8))
+        except ApplyError as error:
+            return [step, error.code]
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("others_from", "noticed_at"), [(1, 1), (3, 4)])
+def test_ranks_that_call_other_layers_are_told(others_from: int, noticed_at: int) -> None:
+    assert run_ranks(branched, 2, others_from) == [[noticed_at, "MT391"]] * 2

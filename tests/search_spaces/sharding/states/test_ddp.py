@@ -131,22 +131,6 @@ class Gated(nn.Module):
         return out
 
 
-def gated() -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Gated()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {"sharding": {"states": {"kind": "ddp", "find_unused_parameters": True}}}
-    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False)
-    sign = 1.0 if torch.distributed.get_rank() == 0 else -1.0
-    for _ in range(2):
-        tuned.step([sign * torch.ones(2, 4)])
-    return {
-        "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
-        "names": list(tuned.state_dict()["model"]),
-    }
-
-
 def not_looked_for() -> list[str]:
     model = Gated()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -161,12 +145,27 @@ def not_looked_for() -> list[str]:
     return said if all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) else ["updated"]
 
 
-def test_a_bucket_that_was_not_full_is_an_error_in_the_step_itself() -> None:
-    assert run_ranks(not_looked_for, 2) == [["MT346", "find_unused_parameters: true"]] * 2
+def gated() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Gated()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"sharding": {"states": {"kind": "ddp", "find_unused_parameters": True}}}
+    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False)
+    sign = 1.0 if torch.distributed.get_rank() == 0 else -1.0
+    for _ in range(2):
+        tuned.step([sign * torch.ones(2, 4)])
+    return {
+        "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
+        "names": list(tuned.state_dict()["model"]),
+        "not looked for": not_looked_for(),
+    }
 
 
 def test_unused_parameters_are_found() -> None:
+    """Or a bucket that was not full is an error, in the step itself."""
     first, second = run_ranks(gated, 2)
+    assert first["not looked for"] == second["not looked for"] == ["MT346", "find_unused_parameters: true"]
     assert all(torch.equal(first["moved"][name], second["moved"][name]) for name in first["moved"])
     assert first["moved"]["sometimes.weight"].abs().max() > 0
     assert first["names"] == ["always.weight", "always.bias", "sometimes.weight", "sometimes.bias"]
