@@ -81,10 +81,10 @@ class _Reduction:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _compare(self) -> None:
-        gathered = {name: each for name, each in self._others.items() if hasattr(each, "_unsharded_param")}  # not in tiles
-        if not gathered:
+        held = {name: each for name, each in self._others.items() if each in self._group.fsdp_params}  # not weights in tiles
+        if not held:
             return
-        names, others = list(gathered), list(gathered.values())
+        names, others = list(held), list(held.values())
         found = apart(_there(others), self._ranks, others[0].sharded_param)
         if found:
             raise ApplyError(

@@ -28,8 +28,6 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.frozen import FrozenRegion
-from memtune.runtime.online import OnlineRegion
 from memtune.tiles import split_rows
 
 
@@ -109,9 +107,8 @@ def linear_layers(context: Context, weights: Iterable[str]) -> dict[nn.Parameter
     """The layers whose weights have these names.
 
     Raises:
-        ApplyError: One is no plain `nn.Linear`, or the model has no such weight; or a schedule runs its block.
+        ApplyError: One is no plain `nn.Linear`, or the model has no such weight.
     """
-    _refuse_schedules(context)
     found: dict[nn.Parameter, nn.Linear] = {}
     for name in weights:
         owner, _, own = name.rpartition(".")
@@ -124,16 +121,6 @@ def linear_layers(context: Context, weights: Iterable[str]) -> dict[nn.Parameter
             )  # fmt: skip
         found[next(module.parameters())] = module
     return found
-
-
-def _refuse_schedules(context: Context) -> None:
-    for name in context.blocks:
-        owner = getattr(vars(context.model.get_submodule(name)).get("forward"), "__self__", None)
-        if isinstance(owner, FrozenRegion | OnlineRegion):
-            raise ApplyError(
-                f"A schedule runs the ops of {name}, on whole weights, so they cannot come in tiles.",
-                fix="tiles: 1  for offload.states, or  recompute: {kind: full}", code="MT364",
-            )  # fmt: skip
 
 
 def install(

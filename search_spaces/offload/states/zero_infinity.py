@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import nn
 
 from memtune.errors import ApplyError
+from memtune.experts import is_in_expert
 from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.ssd_gradients import gradients_on_ssd
@@ -118,9 +119,9 @@ class ZeroInfinity(Technique):
         return Reason(f"no weight of a block is that of a plain linear layer with so many{evenly} outputs", "tiles: 1")
 
     def _tileable(self, program: Program) -> tuple[int, ...]:
-        if gathers_of(program.step) is None:
-            return tileable(program.step, self.tiles)
-        return tileable_rows(program.step, self.tiles, program.ranks)
+        step, ranks = program.step, program.ranks
+        found = tileable(step, self.tiles) if gathers_of(step) is None else tileable_rows(step, self.tiles, ranks)
+        return found if ranks == 1 else tuple(p for p in found if not is_in_expert(step.parameters[p].name))
 
     def plan(self, program: Program, target: Target) -> Plan:
         """Which weights come in tiles."""
@@ -213,6 +214,12 @@ class ZeroInfinity(Technique):
                 "zero_infinity with tiles does not work beside what this config has under recompute.",
                 evidence="Schedules run the blocks' ops, and products with weights in tiles are others.",
                 fix="tiles: 1", code="MT315",
+            )  # fmt: skip
+        experts = [name for name in names if is_in_expert(name)] if context.ranks > 1 else []
+        if experts:
+            raise ApplyError(
+                f"{experts[0]} cannot come in tiles: ranks may use other experts than others, and would wait for each other.",
+                fix="tiles: 1, or a plan made for several ranks", code="MT364",
             )  # fmt: skip
         return linear_layers(context, names)
 

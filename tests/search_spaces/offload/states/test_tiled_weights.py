@@ -187,5 +187,5 @@ def test_a_schedule_of_a_block_is_refused() -> None:
     boundary = AttentionBoundary(kind="attention_boundary")
     assert "a schedule runs" in str(TILED.fits(plain_program(CHAIN), target_of(TILED, boundary)))
     workload, model, optimizer = build(CHAIN)
-    with pytest.raises(ApplyError, match="cannot come in tiles"):
+    with pytest.raises(ApplyError, match="does not work beside"):
         apply(model, optimizer, config_of(CHAIN, TILED, boundary), loss=workload.loss, strict=False)

@@ -99,6 +99,12 @@ def test_blocks_that_run_again(tmp_path: Path, states: Technique) -> None:
     check_on_ranks(under(states, "host"), tmp_path, bitwise=False, beside=(Full(),))
 
 
+@pytest.mark.slow
+def test_state_on_the_host(tmp_path: Path) -> None:
+    on_host = ON_HOST.model_copy(update={"optimizer": "host"})
+    check_on_ranks({"host": (DIVIDED, on_host, NATIVE)}, tmp_path, bitwise=False)
+
+
 def test_a_weight_whose_rows_ranks_do_not_share_evenly_stays_whole() -> None:
     """96 rows are three times 32; 32 are not."""
     names = candidate((DIVIDED, ON_HOST), 1, 3).plans["offload.states"].decisions["tiled"]
@@ -114,9 +120,9 @@ def test_three_ranks(tmp_path: Path, states: Technique) -> None:
 
 
 def refusals() -> list[str]:
-    """What `apply` says to a plan that was made for other ranks, and to one that leaves FSDP2 nothing of a block."""
+    """What `apply` says to plans that were made for other ranks or another model."""
     found = []
-    for names in (["h.0.out.weight"], ["h.0.mlp.weight"]):
+    for names in (["h.0.out.weight"], ["h.0.mlp.weight"], ["h.0.experts.1.up.weight"]):
         try:
             started({"settings": settings_of(DIVIDED, ON_HOST), "plan": {"offload.states": {"tiled": names}}})
         except ApplyError as refused:
@@ -128,4 +134,5 @@ def refusals() -> list[str]:
 def test_apply_refuses_what_ranks_cannot_share() -> None:
     for said in run_ranks(refusals, 3):
         assert "do not divide evenly" in said[0]
-        assert "no such layer" in said[1] or "plain nn.Linear" in said[1]
+        assert "plain nn.Linear" in said[1]
+        assert "other experts than others" in said[2]
