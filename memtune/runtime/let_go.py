@@ -141,10 +141,10 @@ def _refuse(name: str, tensor: Tensor) -> None:
 
 
 def let_go(parameters: Iterable[nn.Parameter]) -> None:
-    """Their memory has been given back, or others' values come to it (Rule 1); other classes stay what they are."""
+    """Their memory has been given back, or others' values come to it (Rule 1); other classes, and fake rows, stay as they are."""
     for each in parameters:
         hide(each)
-        if type(each) in _GONE:
+        if type(each) in _GONE and not isinstance(getattr(each, "_local_tensor", None), FakeTensor):
             each.__class__ = _GONE[type(each)]
 
 
