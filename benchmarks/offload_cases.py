@@ -85,11 +85,16 @@ def _ssd(link: Formula) -> Formula:
     return lambda s: {**link(s), "ssd_read": (1 + s.moments) * s.all, "ssd_write": (1 + s.moments) * s.all}
 
 
-def _ssd_weights(gradients: bool) -> Formula:
+def _no_state(link: Formula) -> Formula:
+    """None of the optimizer's is on SSD."""
+    return lambda s: {**link(s), "ssd_read": 0, "ssd_write": 0}
+
+
+def _ssd_weights(gradients: bool, *, state: bool = True) -> Formula:
     """Weights of blocks are read as often as a window brings them up and written once, gradients written once and read once."""
 
     def links(s: Sizes) -> Links:
-        found, mine = _ssd(_window(2))(s), s.parts * sum(s.blocks) if gradients else 0
+        found, mine = (_ssd if state else _no_state)(_window(2))(s), s.parts * sum(s.blocks) if gradients else 0
         read = s.parts * (2 * sum(s.blocks) - sum(s.blocks[-2:]))
         return found | {
             "ssd_read": found["ssd_read"] + read + mine,
@@ -177,7 +182,10 @@ def _weights() -> list[Case]:
         _states("stronghold", "at the end of the step", _window(2), window=2, trigger="end_of_step"),
         _states("patrickstar", "no budget"),
         _states("patrickstar", "0.8 of the plain peak", case={"share": 0.8}),
+        _states("patrickstar", "gradients in place", case={"model": "tied"}, gradients="in_place"),
+        _states("patrickstar", "all updated on the host", device_updates=False),
         _states("elixir", "no budget"),
+        _states("elixir", "all updated on the host", device_updates=False),
         _states("elixir", "0.8 of the plain peak, nothing ahead", case={"share": 0.8}, ahead=0),
         _states("angel_ptm", "pages of 10 KiB", page_mib=0.01),
         _states("angel_ptm", "0.9 of the plain peak", case={"ranks": ALONE, "share": 0.9}, page_mib=0.01),
@@ -189,6 +197,17 @@ def _weights() -> list[Case]:
         _states("zero_infinity", "parameters on the host", _ssd(_window(2)), parameters="host"),
         _states("zero_infinity", "parameters on SSD", _ssd_weights(False), parameters="ssd"),
         _states("zero_infinity", "gradients too", _ssd_weights(True), parameters="ssd", gradients="ssd"),
+        _states("zero_infinity", "optimizer on the host", _at_end, optimizer="host"),
+        _states(
+            "zero_infinity", "parameters on SSD, optimizer on the host", _ssd_weights(False, state=False), parameters="ssd",
+            optimizer="host",
+        ),
+        _states(
+            "zero_infinity", "all but the optimizer on SSD", _ssd_weights(True, state=False), parameters="ssd", gradients="ssd",
+            optimizer="host",
+        ),
+        _states("zero_infinity", "2 tiles", parameters="host", tiles=2),
+        _states("zero_infinity", "2 tiles, all on SSD", parameters="ssd", gradients="ssd", tiles=2),
         _states("smart_infinity", "2 domains", _updaters),
         _states("smart_infinity", "a tenth is sent", share=0.1),
         _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
