@@ -23,6 +23,7 @@ from memtune.passes.landings import (
     parameter_bytes,
     reduced_among,
 )
+from memtune.passes.waiting import hold_until_asked
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
@@ -256,6 +257,8 @@ def insert_turns(
             stream=(what[part] == UP).astype(np.uint8),  # a copy back is complete in stream order
             prefetch=(what[part] == COPY).astype(np.uint8),  # the side stream waits for the compute stream
         )
+        if inside:
+            hold_until_asked(edit, step, anchor[part], rows[part])
     return rows
 
 

@@ -30,7 +30,7 @@ from memtune.passes.block_landings import Landings, average, leave_from, on_thei
 from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.turns import ADD, AHEAD, ALLOCATE, COPY, OPS, UPDATE, Turns, dropped_in, turns_of
-from memtune.passes.waiting import waiting_sources
+from memtune.passes.waiting import hold_until_asked, waiting_sources
 from memtune.program import FOREVER, I32, I64, WRITES, Kind, Phase, Resource, Step, Tier
 from memtune.residency import Residency, Units, order_of_use
 
@@ -226,6 +226,7 @@ def _gradients_down(
         call=step.op_call[landings.after[row]],
         prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
     )
+    hold_until_asked(edit, step, landings.after[row], ops)
     copies = ops[is_copy]
     owner, summed = landings.parameter, landings.sums >= 0
     is_late = np.isin(columns_of(step.parameters).block[owner], list(late))

@@ -17,6 +17,7 @@ from memtune.errors import ApplyError, EnvironmentFault
 from memtune.program import Resource, Tier
 from memtune.read_ahead import WRITES
 from memtune.runtime import disk, offload_dir
+from memtune.search_spaces import find
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
@@ -66,6 +67,18 @@ class TestCopyOut(TechniqueSuite):
     @pytest.mark.parametrize("model", ZOO)
     def test_composes_with_recompute(self, model: str, recompute: Technique, variant: CopyOut) -> None:
         assert drift(ZOO[model], recompute, variant) == ""
+
+    @pytest.mark.parametrize(
+        "states",
+        [
+            {"kind": "optimizer_cpu", "update": "native", "trigger": "per_layer"},
+            *(pytest.param({"kind": each}, marks=pytest.mark.slow) for each in ("stronghold", "patrickstar", "angel_ptm")),
+        ],
+        ids=lambda each: str(each["kind"]),
+    )
+    def test_what_comes_ahead_is_on_the_host_while_gradients_leave(self, states: dict[str, str]) -> None:
+        """Between the end of a node, where gradients land, and the next one, which asks for what came ahead."""
+        assert drift(ZOO["gpt"], ALL, find("offload.states", states["kind"]).model_validate(states)) == ""
 
     @pytest.mark.parametrize("recompute", [(), (Selective(kind="selective"),)], ids=["alone", "selective"])
     def test_gates_saved_in_parts_stay_as_predicted(self, recompute: tuple[Technique, ...], tmp_path: Path) -> None:
