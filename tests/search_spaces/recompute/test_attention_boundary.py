@@ -10,7 +10,6 @@ from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.errors import ApplyError
-from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute._keeps import is_attention
 from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
@@ -67,7 +66,6 @@ class TestAttentionBoundary(TechniqueSuite):
         technique = self.default()
         assert "not fused" in str(technique.fits(plain_program(ZOO["moe"]), target_of()))
         assert "no attention" in str(technique.fits(plain_program(ZOO["lora"]), target_of()))
-        assert "copy_out" in str(technique.fits(plain_program(ZOO["gpt"]), target_of(technique, CopyOut())))
 
     def test_without_a_plan_nothing_is_applied(self) -> None:
         _, model, optimizer = build(ZOO["gpt"])
