@@ -26,11 +26,12 @@ class Lookahead:
 
 
 def come_back(
-    edit: Edit, step: Step, out: Leaving, first: I32, asked: I32, on: npt.NDArray[np.bool_], ssd_ahead: int
+    edit: Edit, step: Step, out: Leaving, first: I32, asked: I32, on: npt.NDArray[np.bool_], ssd_ahead: int, stage: I32
 ) -> tuple[I32, I32]:
     """Insert the copies back, each just before it is asked for and after the reads that it starts; returns both, as asked.
 
     A copy belongs to the block whose backward asks for it: what several blocks saved comes back with the last of them.
+    `stage` is that of each, among whose own reads come ahead.
     """
     fetched, is_read = asked, np.zeros(len(asked), bool)
     moving = asked
@@ -38,8 +39,10 @@ def come_back(
         shelved = asked[on[asked]]
         pairs: list[tuple[int, int, bool]] = []
         starts: dict[int, list[int]] = {}
-        for fetch, tensor in reads(np.sort(shelved).tolist(), shelved.tolist(), ssd_ahead):
-            starts.setdefault(fetch, []).append(tensor)
+        for each in np.unique(stage[shelved]).tolist():
+            mine = shelved[stage[shelved] == each]
+            for fetch, tensor in reads(np.sort(mine).tolist(), mine.tolist(), ssd_ahead):
+                starts.setdefault(fetch, []).append(tensor)
         for each in asked.tolist():
             pairs += [(each, tensor, True) for tensor in starts.get(each, [])] + [(each, each, False)]
         fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
@@ -114,15 +117,20 @@ def come_ahead(edit: Edit, step: Step, out: Leaving, host: I32, first: I32, aske
     return came[asked], at[asked]
 
 
-def shelve(edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32) -> I32:
-    """Host memory until the write is over, SSD until the copy back, host memory again from the read on; returns the last."""
+def shelve(edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32, *, on_stages: bool) -> I32:
+    """Host memory until the write is over, SSD until the copy back, host memory again from the read on; returns the last.
+
+    On stages of a pipeline `passes.stage_shelf`, which knows the other micro-batches, says when a write is over.
+    """
     shelved = edit.add_storages(n_bytes, producer=write, tier=Tier.SSD)
     edit.add_uses(write, host)
-    edit.let_go_before(host[:-WRITES], write[WRITES:])
-    last = host[-WRITES:]
+    if not on_stages:
+        edit.let_go_before(host[:-WRITES], write[WRITES:])
     if not len(asked):
         return host
-    edit.let_go_before(last, np.full(len(last), read[0], np.int32))
+    if not on_stages:
+        last = host[-WRITES:]
+        edit.let_go_before(last, np.full(len(last), read[0], np.int32))
     edit.add_uses(read, shelved[asked])
     edit.hold_through(shelved[asked], back)
     again = host.copy()

@@ -7,7 +7,8 @@ It runs after `passes.recompute` and mirrors Rules 2, 6 and 10 there: the same t
 
 On the stages of a pipeline (`Stages`) what a stage's own blocks have made moves, and nothing else: what comes in from outside is
 held by the schedule, or made by each stage. With `in_slots` copies follow `runtime.slots`: all of a stage's copies back stand
-before its backward, and `passes.stage_moves`, which knows the other micro-batches, says how long a source stays.
+before its backward, and `passes.stage_moves`, which knows the other micro-batches, says how long a source stays; of what goes on
+to SSD `passes.stage_shelf` says when its write is over.
 """
 
 from __future__ import annotations
@@ -104,11 +105,12 @@ def _move_calls(
         ops, at = come_ahead(edit, step, out, host, first, asked, look)
         read = leave[:0]
     else:
-        ops, read = come_back(edit, step, out, first, asked, on, ssd_ahead or 0)
+        ops, read = come_back(edit, step, out, first, asked, on, ssd_ahead or 0, moved.stage[block])
         at = ops
     if on.any():
         there, place = on[asked], np.cumsum(on) - 1
-        host[on] = shelve(edit, out.n_bytes[on], host[on], write[on], place[asked[there]], ops[there], read[there])
+        mine = place[asked[there]], ops[there], read[there]
+        host[on] = shelve(edit, out.n_bytes[on], host[on], write[on], *mine, on_stages=stages is not None)
     edit.add_uses(ops, host[asked])
     edit.add_uses(ops[out.is_cut[asked]], kept[asked][out.is_cut[asked]])
     if not in_slots:

@@ -27,10 +27,11 @@ from memtune.hardware import Hardware
 from memtune.parameters import columns_of
 from memtune.passes.own_states import Divide, Own, Stage, own
 from memtune.passes.stage_moves import SlotMoves
-from memtune.passes.stages import SHARED, Chain, chain_of, uploads
+from memtune.passes.stage_shelf import StageShelf
+from memtune.passes.stages import SHARED, Chain, batch_on_host, chain_of, uploads
 from memtune.passes.unroll import Rows
 from memtune.pipeline_order import Action, Schedule, order
-from memtune.program import APART, I32, READS, WRITES, Kind, Phase, Program, Resource, Step
+from memtune.program import APART, I32, READS, WRITES, Kind, Phase, Program, Resource, Step, Tier
 
 _SEND, _RECEIVE, _BROADCAST = "c10d.send.default", "c10d.recv_.default", "c10d.broadcast_.default"
 _ADD, _REDUCE, _NORMS = "aten.add_.Tensor", "memtune.all_reduce_.default", "aten._foreach_norm.Scalar"
@@ -280,13 +281,15 @@ def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
     rows = Rows(parts.step, held)
     rows.sums(parts.sums.part, parts.sums.total)
     upload(parts, rows)
+    other_batches(parts, rows, (how.micro_batches + how.waiting) // how.ranks)
     for stage in stages:
         declare(parts, rows, stage)
     held_lists: Lists = {}
     actions = order(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches)
     moves = SlotMoves(parts.step, parts.stage, actions) if how.in_slots else None
+    shelf = StageShelf(parts.step)
     for action in actions:
-        _run(parts, rows, action, held_lists, moves)
+        shelf.ends(rows, action, _run(parts, rows, action, held_lists, moves))
         if not action.backward and action.stage == stages[-1]:
             rows.hold_all((_UPLOAD, action.micro_batch), rows.n_ops - 1)
     for key, storage in held_lists.values():
@@ -329,6 +332,14 @@ def upload(parts: Parts, rows: Rows) -> None:
             )  # fmt: skip
 
 
+def other_batches(parts: Parts, rows: Rows, own: int) -> None:
+    """The rank's `own` micro-batches wait in host memory for the step to end; the step at hand has one."""
+    batch = batch_on_host(parts.step, np.unique(parts.step.producer[parts.uploaded]).astype(np.int32))
+    n_bytes = int(parts.step.bytes[batch].sum())
+    if own > 1 and n_bytes:
+        rows.new((own - 1) * n_bytes, Tier.HOST, Kind.BATCH, forever=True)
+
+
 def declare(parts: Parts, rows: Rows, stage: int) -> None:
     """What the storages of a stage are called while it runs."""
     step = parts.step
@@ -342,8 +353,8 @@ def declare(parts: Parts, rows: Rows, stage: int) -> None:
             rows.alias(stage, each.added, each.other)
 
 
-def _run(parts: Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMoves | None) -> None:
-    """One forward or backward, with what comes before and after it, and what it lets go of (rule 3).
+def _run(parts: Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMoves | None) -> I32:
+    """One forward or backward, with what comes before and after it, and what it lets go of (rule 3); returns its ops.
 
     Args:
         parts: What it is taken from.
@@ -378,7 +389,7 @@ def _run(parts: Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMove
     if not backward:
         if passed is not None:
             _message(parts, rows, _SEND, action, (rows.of(key, passed), READS))
-        return
+        return ops
     now = rows.n_ops - 1
     for storage in (given, passed, None if passed is None else parts.gradient[stage + 1]):
         if storage is not None:
@@ -401,6 +412,7 @@ def _run(parts: Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMove
         name = "returned" if parts.how.schedule == "1f1b" else f"returned {action.micro_batch}"
         lists[stage, name] = key, gradient
         _message(parts, rows, _SEND, action, (rows.of(key, gradient), READS))
+    return ops
 
 
 def _take(parts: Parts, rows: Rows, ops: I32, action: Action) -> None:

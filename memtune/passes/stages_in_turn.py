@@ -18,8 +18,8 @@ from memtune.packs import OnRanks, Use, in_parts
 from memtune.parameters import columns_of
 from memtune.passes.beside import waiting_room
 from memtune.passes.layer_major import Where
-from memtune.passes.pipeline import Parts, Piped, declare, upload
-from memtune.passes.stages import batch_on_host, chain_of
+from memtune.passes.pipeline import Parts, Piped, declare, other_batches, upload
+from memtune.passes.stages import chain_of
 from memtune.passes.stream import native_update_bytes, whole_state
 from memtune.passes.unroll import Key, Rows
 from memtune.pipeline_order import Action
@@ -125,7 +125,7 @@ class _Rank:
         """The rank's step."""
         rows, parts = self._rows, self._parts
         self._update_late()
-        self._other_batches()
+        other_batches(self._parts, self._rows, self._count // (max(self._layout.ranks) + 1))
         generator = rows.new(_generator_bytes(), Tier.HOST, Kind.WORKSPACE)
         upload(parts, rows)
         for stage in self._layout.mine(self._rank):
@@ -166,13 +166,6 @@ class _Rank:
             _UPDATE, phase, resource=Resource.HOST_THREADS, traffic_bytes=int(native_update_bytes(step)[parameter]),
             uses=[*((each, READS) for each in gradients), *((each, WRITES) for each in (self._hosts[parameter], *mine))],
         )  # fmt: skip
-
-    def _other_batches(self) -> None:
-        """The rank's own micro-batches wait in host memory for the step to end; the step at hand has one."""
-        ranks = max(self._layout.ranks) + 1
-        for storage in batch_on_host(self._step, np.unique(self._step.producer[self._parts.uploaded])).tolist():
-            for _ in range(self._count // ranks - 1):
-                self._rows.new(int(self._step.bytes[storage]), Tier.HOST, Kind.BATCH, forever=True)
 
     def _made_forward(self, stage: int) -> I32:
         step = self._step

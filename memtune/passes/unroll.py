@@ -235,6 +235,10 @@ class Rows:
         here = storages >= 0
         self._taken(ops, uses[here], storages[here], hows[here])
 
+    def rows_of(self, key: Key, ops: I32) -> I32:
+        """The row of each of `ops`, which were taken for a stage and micro-batch."""
+        return self._copies[key].row_of(ops)
+
     def take_rest(self, of: npt.NDArray[np.bool_] | None = None) -> None:
         """Append the ops that run once, of what this rank holds; one that works on several parameters does on fewer.
 

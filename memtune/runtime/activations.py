@@ -220,8 +220,11 @@ class ActivationTable:
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""
-        while self._on_the_way and (self._on_the_way[0][1] != number or region.index in self.last):
+        ends = region.index in self.last
+        while self._on_the_way and (self._on_the_way[0][1] != number or ends):
             self._land_first()
+        if ends and self.stages:
+            self.shelf.forward_ends()
 
 
 class _Number:

@@ -56,8 +56,6 @@ class CopyOut(Technique):
         """Needs blocks, in eager mode, and something in them that is large enough."""
         if self.target == "ssd" and (reason := no_directory(target)) is not None:
             return reason
-        if self.target == "ssd" and program.stages is not None:
-            return Reason("tensors of several micro-batches on SSD are not built", "target: cpu")
         if not program.step.blocks:
             return Reason("the model has no blocks whose activations could move", "def blocks(model) in model.py")
         if target.compiled == "model":
