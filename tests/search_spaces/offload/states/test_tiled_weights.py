@@ -172,7 +172,7 @@ def test_what_a_block_has_beside_its_modules_is_loaded(technique: ZeroInfinity) 
     """Its modules are loaded after it: nothing is brought again for them."""
     workload, model, optimizer = build(ZOO["tied"])
     for name, block in model.layers.named_children():  # type: ignore[operator, union-attr]
-        block.scale = torch.nn.Parameter(torch.full((3,), float(name)))
+        block.scale = torch.nn.Parameter(torch.full((3,), float(name) + 1), requires_grad=False)
     apply(model, optimizer, config_of(ZOO["tied"], technique), loss=workload.loss, strict=False)
     wanted = {name: 2 * value for name, value in model.state_dict().items()}
     model.load_state_dict(wanted)
