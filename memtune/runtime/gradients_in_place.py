@@ -4,8 +4,9 @@ Three rules beyond those of `runtime.store`, which `passes.stream` follows with 
 
 Rule 1. When a gradient has landed nothing of this backward needs the weight, and the host has its values: the gradient is copied
         to where the weight was, what autograd made is let go at once, and the copy down has until the chunk goes.
-Rule 2. What autograd saved of such a weight has another version then: a backward that reads it all the same raises autograd's
-        own error. The version is as it was again when the chunk goes, since the weight will be.
+Rule 2. Until its chunk comes in anew, such a weight is as one that is let go (`runtime.let_go`): who reads it is told so, and
+        the model is not copied. What autograd saved of it has another version: a backward that reads it all the same raises
+        autograd's own error. The version is as it was again when the chunk goes, since the weight will be.
 Rule 3. A block that is called again while its gradients are there (Rule 6 of `runtime.store`) waits until they have left, and its
         weights come in anew.
 """
@@ -22,6 +23,7 @@ from memtune.chunks import Chunks
 from memtune.residency import Residency
 from memtune.runtime.context import Context
 from memtune.runtime.host_parameters import HostCopies
+from memtune.runtime.let_go import let_go
 from memtune.runtime.store import ParameterStore
 
 
@@ -63,6 +65,7 @@ class GradientsInPlace(ParameterStore):
         place = parameter.detach()
         place.copy_(parameter.grad)
         parameter.grad = None
+        let_go((parameter,))
         self._overwritten.setdefault(chunk, []).append(parameter)
         self._placed_bytes += place.nbytes
         self._leaves(parameter, place)

@@ -66,3 +66,11 @@ def held_chain(context: Context, parameter: nn.Parameter) -> list[nn.Parameter]:
 def held_in_place(context: Context, parameter: nn.Parameter) -> nn.Parameter:
     """What the optimizer holds in the place of the model's `parameter`, itself where that is so."""
     return held_chain(context, parameter)[-1]
+
+
+def model_order(context: Context) -> dict[nn.Parameter, int]:
+    """Places of the model's parameters, and of all that is held in place of each, in the order that predictions have.
+
+    An optimizer's groups may have another one, as those of what decays and what does not.
+    """
+    return {each: place for place, mine in enumerate(context.model.parameters()) for each in held_chain(context, mine)}

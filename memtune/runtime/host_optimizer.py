@@ -29,7 +29,7 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.backward_end import HalfDone
 from memtune.runtime.context import Context
-from memtune.runtime.held_parameter import held_for, held_in_place
+from memtune.runtime.held_parameter import held_for, held_in_place, model_order
 from memtune.runtime.hooks import StaysBehind
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside, refuse_closure
 from memtune.runtime.huge_pages import in_huge_pages
@@ -76,6 +76,8 @@ class HostOptimizer:
         self._gradients: dict[nn.Parameter, Tensor] = {}  # on the host, from when their copies start to the end of the step
         for group in self._optimizer.param_groups:
             group["params"] = [p if p in self._stays else self._host_copy(p) for p in group["params"]]
+        place = model_order(context)
+        self._pairs.sort(key=lambda pair: place.get(pair[0], len(place)))
         self._comes_and_goes: set[nn.Parameter] = set()
         self._updated: set[nn.Parameter] = set()  # on the host, before `step`
         self._under_way: list[Future[None]] = []

@@ -29,7 +29,7 @@ from memtune.read_ahead import WRITES
 from memtune.runtime import disk, transfer
 from memtune.runtime.backward_end import HalfDone
 from memtune.runtime.context import Context
-from memtune.runtime.held_parameter import held_for
+from memtune.runtime.held_parameter import held_for, model_order
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate, refuse_closure
 from memtune.runtime.kept_pieces import KeptPieces
@@ -80,6 +80,8 @@ class SsdOptimizer:
             moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
             group["params"] = [moved[each].held if each in moved else each for each in group["params"]]
             self._pieces += moved.values()
+        place = model_order(context)
+        self._pieces.sort(key=lambda piece: place.get(piece.device, len(place)))
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
         keep_groups(self._optimizer)

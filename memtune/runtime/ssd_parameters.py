@@ -226,7 +226,8 @@ class KeptParameters(ParameterStore):
     def _fetch_whole(self, block: int) -> None:
         """Through the mapping: `Tuned.load` has read into it, past the checksums, which `_keep` makes anew."""
         self._sources.clear()
-        self._release(self._of_block[block] if self._tiled else ())
+        if self._lacks_memory(block):
+            self._release(self._of_block[block])
         if self._where == "host":
             self._is_whole = True
             super()._fetch_whole(block)
@@ -240,6 +241,11 @@ class KeptParameters(ParameterStore):
                 piece.take()
                 with _unsafe_preserve_version_counter(piece.there):
                     piece.there.detach().copy_(piece.host)
+
+    def _lacks_memory(self, block: int) -> bool:
+        """Not once it is whole: what a module around this one has loaded by then is there alone."""
+        pieces = (piece for unit in self._of_block[block] for piece in self._units[unit])
+        return any(each.host.nbytes and not each.there.untyped_storage().nbytes() for each in pieces)
 
     @torch.no_grad()
     def _keep(self, loaded: list[nn.Parameter]) -> None:

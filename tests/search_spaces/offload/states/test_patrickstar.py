@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from layers_suite import OWN, LayersSuite, total
 from staying_suite import check_staying, parted
 from zoo_paths import ZOO
@@ -24,7 +26,7 @@ from memtune.search_spaces.offload.states._chunks import beside, in_chunks
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.technique import Plan
 from memtune.testing import rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift import plain_program, planned, target_of
 from memtune.testing.training import build, settings_of, train, train_under
 
 DEFAULT = PatrickStar(kind="patrickstar")
@@ -146,6 +148,29 @@ class TestPatrickStar(LayersSuite):
             assert len(left) == 18  # three blocks of six parameters
         assert found == [{Kind.COMMUNICATION}, {Kind.TEMPORARY}]
         self.check_drift("tied", apart)
+
+    def test_a_gradient_is_not_read_as_its_weight(self) -> None:
+        """After a backward that raised as well, where all chunks are there: nothing looks as if it had been let go."""
+        workload, model, optimizer = build(ZOO["tied"])
+        _, plans = planned(ZOO["tied"], DEFAULT)
+        plan = plans["offload.states"].decisions
+        document = {"settings": settings_of(DEFAULT), "plan": {"offload.states": plan | {"slots": [9] * len(plan["slots"])}}}
+        apply(model, optimizer, document, loss=workload.loss, strict=False)
+        wanted = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def fail(*_: Any) -> None:
+            raise InterruptedError
+
+        hook = model.layers[0].norm.register_full_backward_hook(fail)  # type: ignore[index, union-attr]
+        with pytest.raises(InterruptedError):
+            workload.loss(model, workload.make_batch(2)).backward()
+        hook.remove()
+        with pytest.raises(ApplyError, match="let go"):
+            model.layers[2].up.weight.norm()  # type: ignore[index, union-attr]
+        with pytest.raises(ApplyError, match="copied"):
+            copy.deepcopy(model)
+        assert all(torch.equal(wanted[name], value) for name, value in model.state_dict().items())
+        workload.loss(model, workload.make_batch(2)).backward()
 
     def test_what_is_beside_the_chunks_is_known_for_both_ways_from_one(self) -> None:
         program = plain_program(ZOO["tied"])

@@ -167,6 +167,18 @@ def settings(technique: Technique, **more: Any) -> dict[str, Any]:
     return {"settings": {"offload": {"states": technique.model_dump(exclude_defaults=True) | {"kind": technique.kind}}}, **more}
 
 
+@pytest.mark.parametrize("technique", [TILED, ON_SSD], ids=["host", "ssd"])
+def test_what_a_block_has_beside_its_modules_is_loaded(technique: ZeroInfinity) -> None:
+    """Its modules are loaded after it: nothing is brought again for them."""
+    workload, model, optimizer = build(ZOO["tied"])
+    for name, block in model.layers.named_children():  # type: ignore[operator, union-attr]
+        block.scale = torch.nn.Parameter(torch.full((3,), float(name) + 1), requires_grad=False)
+    apply(model, optimizer, config_of(ZOO["tied"], technique), loss=workload.loss, strict=False)
+    wanted = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(wanted)
+    assert all(torch.equal(wanted[name], value) for name, value in model.state_dict().items())
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     program, target = plain_program(ZOO["tied"]), target_of(TILED)
     many = WHOLE.model_copy(update={"tiles": 64}).fits(plain_program(ZOO["gpt"]), target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from memtune.runtime.ssd_parameters import Where
 from memtune.runtime.tiers import DEVICE, SSD, mark, tier_of
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
-from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing import TechniqueSuite, drift, rewritten
 from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, differences, one_step, train
 
@@ -181,3 +182,21 @@ class TestZeroInfinity(TechniqueSuite):
         assert "native" in str(master.fits(plain_program(ZOO["tied"]), target_of()))
         monkeypatch.delenv(offload_dir.VARIABLE)
         assert "no directory" in str(DEFAULT.fits(plain_program(ZOO["tied"]), target_of()))
+
+
+_GROUPS = """
+
+def optimizer(params):
+    params = list(params)
+    decay, rest = ([each for each in params if (each.ndim > 1) is wanted] for wanted in (True, False))
+    return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}])
+"""
+
+
+@pytest.mark.usefixtures("ssd")
+def test_groups_of_an_order_of_their_own_are_as_predicted(tmp_path: Path) -> None:
+    """What decays and what does not, as most training has it: memory follows the model's order, whatever the groups'."""
+    path = tmp_path / "model.py"
+    path.write_text(ZOO["tied"].read_text() + _GROUPS)
+    for technique in (DEFAULT, DEFAULT.model_copy(update={"parameters": "ssd"}), OptimizerCpu(kind="optimizer_cpu")):
+        assert drift(path, technique) == ""
