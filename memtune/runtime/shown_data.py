@@ -3,7 +3,8 @@
 Two rules:
 
 Rule 1. A weight that is looked at is of a class of its own, which differs in `data` alone: all that it shows are aliases of one
-        that is kept, and share its version, as views of them do. What is put in its place (`p.data = ...`) is the one from then on.
+        that is kept, and share its version, as views of them do. What is put in its place (`p.data = ...`) is the one from then
+        on.
 Rule 2. Copies of a weight, and what is pickled of it, are of torch's own class.
 """
 
