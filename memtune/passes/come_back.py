@@ -91,7 +91,8 @@ def come_ahead(edit: Edit, step: Step, out: Leaving, host: I32, first: I32, aske
     Copies ahead of their use are on a stream of their own, after what has been computed so far. What they come from stays on the
     `host` until they are asked for, and the copies that this starts have begun.
     """
-    again, block = np.unique(step.op_block[step.op_phase == Phase.RECOMPUTE]), out.block
+    runs_again = (step.op_phase == Phase.RECOMPUTE) & (not step.by_schedules)  # schedules run ops again, not blocks
+    again, block = np.unique(step.op_block[runs_again]), out.block
     left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
     pairs = reads(left.tolist(), asked.tolist(), look.back)
     fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))

@@ -53,6 +53,7 @@ from memtune.runtime.own_outputs import OwnOutputs
 from memtune.runtime.random_state import NoteGenerators, RandomState, generators_of
 from memtune.runtime.region import Region as Region
 from memtune.runtime.region import Traffic
+from memtune.runtime.replaced_forward import StandsAround
 from memtune.runtime.shelf import Shelf
 from memtune.runtime.slots import Slots
 from memtune.runtime.tree import local
@@ -133,7 +134,6 @@ class ActivationTable:
             self._call_ends(region, number)
             return out
 
-        forward.__wrapped__ = original  # type: ignore[attr-defined]
         return forward
 
     def _landing(self, region: Region) -> Callable[..., Any]:
@@ -146,13 +146,12 @@ class ActivationTable:
                 self._call_ends(region, number)
             return out
 
-        forward.__wrapped__ = original  # type: ignore[attr-defined]
         return forward
 
     def _wrap(self, region: Region, forward: Callable[..., Any]) -> None:
         module, original = region.module, region.module.forward
         had = "forward" in vars(module)
-        module.forward = forward
+        module.forward = StandsAround(forward, original)
 
         def undo() -> None:
             if had:

@@ -22,6 +22,7 @@ from torch import nn
 from memtune.errors import ApplyError
 from memtune.planners.order import LowPeak
 from memtune.runtime import partitioner
+from memtune.runtime.replaced_forward import StandsAround
 
 if TYPE_CHECKING:
     from memtune.runtime.context import Context
@@ -93,7 +94,8 @@ class CompiledModel:
         """Put a compiled forward in the place of each region's own; graphs are made when one is first called."""
         self._complaints = _complaints()
         for region in self.regions:
-            region.module.forward = self._forward(region, torch.compile(region.module.forward, backend=self._make_graph))
+            before = region.module.forward
+            region.module.forward = StandsAround(self._forward(region, torch.compile(before, backend=self._make_graph)), before)
 
     def _forward(self, region: Region, compiled: Callable[..., Any]) -> Callable[..., Any]:
         from torch._dynamo.exc import TorchDynamoException

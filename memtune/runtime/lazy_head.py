@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.logits import Count, Logits, lazy_logits
+from memtune.runtime.replaced_forward import StandsAround
 
 
 def install_lazy_head(context: Context, name: str | None, *, chunks: int, weight: str | None = None) -> None:
@@ -38,7 +39,7 @@ def install_lazy_head(context: Context, name: str | None, *, chunks: int, weight
         forward = lazy_head(head, chunks=chunks, count=count)
     else:
         forward = lazy_product(head, _weight(context, name, head, weight), chunks=chunks, count=count)
-    head.forward = forward
+    head.forward = StandsAround(forward, head.forward)
     context.checks["split"] = lambda: _check(name, head, count)
 
 

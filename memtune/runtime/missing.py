@@ -45,7 +45,7 @@ def apart(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> list
 
 
 def _counted(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> Tensor | None:
-    """(places,) how many ranks have each; None where no other rank is there."""
+    """(places,) how many ranks have each; None where no other rank is there: neither with fake tensors nor in a fake group."""
     if isinstance(local(like.detach()), FakeTensor) or dist.get_backend(group) == "fake":
         return None
     found = torch.from_numpy(np.array(there, np.int32)).to(like.device)  # numpy's memory: no byte of a tier, on CPU

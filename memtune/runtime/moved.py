@@ -159,16 +159,23 @@ class View:
     stride: tuple[int, ...]
     offset: int
     requires_grad: bool
+    is_conj: bool
+    """It shows the conjugate of what is there."""
+    is_neg: bool
+    """It shows the negative of what is there, as the imaginary part of a conjugate does."""
 
     @classmethod
     def describe(cls, tensor: Tensor) -> View:
         """How `tensor` looks into its storage."""
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.requires_grad)
+        return cls(
+            tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.requires_grad,
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
 
     def of(self, whole: Tensor) -> Tensor:
         """The same look into `whole`, a flat tensor of the storage's bytes."""
         flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
-        return torch.as_strided(flat, self.size, self.stride, self.offset)
+        return _turned(torch.as_strided(flat, self.size, self.stride, self.offset), conj=self.is_conj, neg=self.is_neg)
 
 
 @dataclass(frozen=True)
@@ -198,6 +205,12 @@ def is_written_part(tensor: Tensor) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`'s storage as one flat tensor."""
-    flat = tensor.detach()
+    """All of `tensor`'s storage as one flat tensor, with the values that are there."""
+    flat = _turned(tensor.detach(), conj=tensor.is_conj(), neg=tensor.is_neg())
     return torch.as_strided(flat, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _turned(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
+    """The same memory looked at as its conjugate, its negative, or both."""
+    tensor = tensor.conj() if conj else tensor
+    return torch._neg_view(tensor) if neg else tensor

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+
+class StandsAround:
+    """A function in the place of a module's forward; copies of the module, and what is pickled of it, have the forward before it.
+
+    With the function itself a copy would run the module that it was made of, and with that one's weights.
+
+    Args:
+        call: The function.
+        before: The module's forward until now.
+    """
+
+    def __init__(self, call: Callable[..., Any], before: Callable[..., Any]) -> None:
+        self._call, self.__wrapped__ = call, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __reduce__(self) -> Any:
+        return _as_it_was, (self.__wrapped__,)
+
+
+def _as_it_was(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 class ReplacedForward:

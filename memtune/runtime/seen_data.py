@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from memtune.runtime.contents import has_attributes
+from memtune.runtime.replaced_forward import StandsAround
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types whose values are compared with `==`."""
@@ -172,6 +173,8 @@ def _read_names(
 
 def _functions(value: Any) -> Iterator[FunctionType]:
     """The functions that run where `value` is called or read, those that they wrap too."""
+    if isinstance(value, StandsAround):
+        value = value.__wrapped__
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod | MethodType):

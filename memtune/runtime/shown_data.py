@@ -3,7 +3,8 @@
 Two rules:
 
 Rule 1. A weight that is looked at is of a class of its own, which differs in `data` alone: all that it shows are aliases of one
-        that is kept, and share its version, as views of them do.
+        that is kept, and share its version, as views of them do. What is put in its place (`p.data = ...`) is the one from then
+        on.
 Rule 2. Copies of a weight, and what is pickled of it, are of torch's own class.
 """
 
@@ -37,6 +38,8 @@ class _Shown(Tensor):
     def data(self, value: Tensor) -> None:
         _DATA.__set__(self, value)
         vars(self).pop("_kept", None)
+        if not value.is_inference():  # those have no version
+            self._kept = value.detach()  # written before, as in  p.data = p.data.mul_(2), or later through another name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _as_plain(self, lambda plain: copy.deepcopy(plain, memo))

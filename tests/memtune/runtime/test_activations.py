@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +71,42 @@ def test_gradients_are_equal_to_the_bit_with_and_without_input_gradient(claim: A
         table_on(model, claim)
         assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
         assert of_input is None or torch.equal(x.grad, of_input)
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_a_copy_of_the_model_runs_its_own_weights(claim: Any) -> None:
+    """Averages of weights, target networks: a copy is plain, and what is pickled of a model too."""
+    model, x = make(), torch.randn(4, 16)
+    table_on(model, claim)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.mul_(2)
+        plain = make()
+        plain.load_state_dict(other.state_dict())
+        model.zero_grad()
+        assert all(map(torch.equal, gradients(other, x), gradients(plain, x)))
+        assert all(weight.grad is None for weight in model.parameters())
+        with torch.no_grad():
+            assert torch.equal(other.eval()(x), plain.eval()(x))
+
+
+class Conjugates(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.view_as_complex(self.up(x).view(-1, 32, 2))
+        turned = both * both.conj()
+        return x + self.down(torch.view_as_real(turned * both).flatten(1) * turned.conj().imag.repeat(1, 2).cos())
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_what_is_saved_as_a_conjugate_is_one_again(claim: Any) -> None:
+    """torch keeps it as a mark on the values that are there."""
+    model, x = make(Conjugates), torch.randn(4, 16)
+    table_on(model, claim)
+    assert all(map(torch.equal, gradients(model, x), gradients(make(Conjugates), x)))
 
 
 class Gates(nn.Module):

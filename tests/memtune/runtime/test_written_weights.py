@@ -155,6 +155,26 @@ def test_updates_begin_with_what_was_written(name: str) -> None:
     upset_loops.assert_equal(trained(*upset_loops.made(name), inside), trained(*upset_loops.build(), None, inside))
 
 
+@torch.no_grad()
+def write_and_put_back(model: upset_loops.Net) -> None:
+    """The memory is the same afterwards, and so is what a version that begins anew would say."""
+    model.first.weight.data = model.first.weight.data.mul_(0.5)
+    shown = model.last.weight.data
+    model.last.weight.data = torch.zeros_like(shown)
+    shown.mul_(0.5)
+    model.last.weight.data = shown
+
+
+def test_what_was_written_and_put_in_the_place_of_the_same_is_noticed() -> None:
+    model, optimizer, _ = upset_loops.made("ratio")
+    plain, others = upset_loops.build()
+    for index in range(3):
+        for each, updates in ((model, optimizer), (plain, others)):
+            upset_loops.step(each, updates, index)
+            write_and_put_back(each)
+    upset_loops.assert_equal(upset_loops.weights(model), upset_loops.weights(plain))
+
+
 def test_updaters_in_processes_of_their_own_refuse_the_next_step() -> None:
     model, optimizer, tuned = upset_loops.made("smart_infinity")
     with pytest.raises(ApplyError, match=r"MT318 4 weights were loaded(.|\n)*or written on the device"):
