@@ -117,7 +117,7 @@ class Tuned:
         return self._context.resumed_steps
 
     def finish(self) -> None:
-        """Training is over: what was kept for resuming is removed, where anything was. Do not train on afterwards."""
+        """Training is over: updates under way end, what was kept for resuming is removed. Do not train on afterwards."""
         if self._context.finish is not None:
             self._context.finish()
 

@@ -82,10 +82,8 @@ def optimizer_in_host_pieces(step: Step, ahead: int, away: Away) -> Step:
 
 def _piece_by_piece(step: Step, ahead: int, slots: int, away: Away) -> Step:
     """`slots`: 0 for pieces on the host."""
-    columns = columns_of(step.parameters)
+    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, away)
     on_device = columns.gradient >= 0
-    mine = np.flatnonzero(columns.trainable & (on_device | (away.gradients >= 0)))
-    optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
     if not len(mine) or not optimizer.any():
         return step
     edit = Edit(step)
@@ -118,6 +116,13 @@ def _piece_by_piece(step: Step, ahead: int, slots: int, away: Away) -> Step:
     edit.add_uses(new, weights[handed], mutates=True)
     edit.hold_to_the_end_of_step(last)
     return edit.done()
+
+
+def _updated(step: Step, away: Away) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """The parameters that have a gradient, on the device or away, and which ops are the optimizer's own."""
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero(columns.trainable & ((columns.gradient >= 0) | (away.gradients >= 0)))
+    return mine, (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
 
 
 def _gradients_down(edit: Edit, step: Step, mine: npt.NDArray[np.intp], n_bytes: I64, rows: I32) -> I32:
@@ -255,7 +260,72 @@ class _Ways(NamedTuple):
         return found
 
 
-def _insert(edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, ways: _Ways) -> tuple[I32, int]:
+def swept_from_ssd(step: Step, ahead: int, away: Away) -> Step:
+    """`step` with its optimizer's ops replaced by a sweep at its beginning, of the gradients that the step before has left.
+
+    The pass of `runtime.lock_free_on_ssd`, at a pace at which a sweep takes the gradients of one step.
+
+    Args:
+        step: What `passes.stream` made.
+        ahead: Pieces that are read ahead.
+        away: Parameters that are not on the device: some of it.
+    """
+    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, away)
+    on_device = columns.gradient >= 0
+    if not len(mine) or not optimizer.any():
+        return step
+    edit, here = Edit(step), on_device[mine]
+    edit.drop_ops(optimizer)
+    sizes, landed = columns.numel[mine] * columns.itemsize[mine].astype(np.int64), away.gradients[mine[~here]]
+    edit.held_until[landed] = FOREVER
+    pieces = Pieces.on_ssd(edit, step, mine)
+    traffic = {_READ: pieces.n_bytes, _UPDATE: pieces.update_bytes, _WRITE: pieces.n_bytes, _COPY: 2 * sizes}
+    traffic |= dict.fromkeys((_DOWN, _UP, _KEEP, _GRADIENT), sizes)
+    nothing = np.zeros(len(mine), bool)
+    rows, _ = _insert(edit, 0, traffic, ahead, _Ways(nothing, np.full(len(mine), _COPY), nothing, True), Phase.BOUNDARY)
+    host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
+    nowhere = np.full(len(mine), -1, np.int32)
+    old = edit.add_storages(sizes, producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=pieces.owner)
+    edit.add_uses(rows[_UPDATE], old, mutates=True)
+    edit.add_uses(rows[_COPY], host)
+    pages = (step.kind == Kind.PARAMETER) & (step.tier == Tier.HOST) & (step.producer < 0)
+    _published(edit, step.bytes[pages], step.owner[pages])
+    published = _published(edit, sizes[here], pieces.owner[here])
+    _delivered(edit, step, mine[here], published, int(np.flatnonzero(optimizer)[0]))
+    return edit.done()
+
+
+def _published(edit: Edit, n_bytes: I64, owner: I32) -> I32:
+    """Host memory for weights that a sweep writes."""
+    nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
+    return edit.add_storages(n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=owner)
+
+
+def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I32, anchor: int) -> None:
+    """Gradients of the parameters `mine` go down and stay there, then the `published` weights come up, before the op `anchor`."""
+    columns = columns_of(step.parameters)
+    gradients, sizes = columns.gradient[mine], columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
+    at, forever = np.full(len(mine), anchor, np.int32), np.full(len(mine), FOREVER, np.int32)
+    found = {}
+    for name, resource, stream in (("to_host", Resource.DEVICE_TO_HOST, 0), ("copy_to_device_", Resource.HOST_TO_DEVICE, 1)):
+        found[name] = edit.add_ops(
+            f"memtune.{name}.default", before=at, phase=Phase.OPTIMIZER, resource=resource, traffic_bytes=sizes, stream=stream,
+            prefetch=1 - stream,
+        )  # fmt: skip
+    down, up = found["to_host"], found["copy_to_device_"]
+    edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, held_until=forever, owner=step.owner[gradients])
+    edit.add_uses(down, gradients)
+    freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
+    edit.held_until[gradients[freed]] = -1
+    edit.let_go_before(gradients[freed], np.append(down[1:], up[:1])[freed])
+    edit.add_uses(up, published)
+    edit.add_uses(up, columns.storage[mine], mutates=True)
+    edit.hold_to_the_end_of_step(int(up[-1]))
+
+
+def _insert(
+    edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, ways: _Ways, phase: Phase = Phase.OPTIMIZER
+) -> tuple[I32, int]:
     """The ops of all turns, before the op `anchor`; returns (8, parameters) rows, -1 where there is no op, and the last op.
 
     Args:
@@ -264,13 +334,14 @@ def _insert(edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, ways: 
         traffic: (parameters,) bytes of each op, by its kind.
         ahead: Pieces that are read ahead.
         ways: What there is to do.
+        phase: Of the ops.
     """
     kind, index = np.asarray(ways.turns(ahead), np.int32).T
     names = np.asarray([edit.name_id(f"{'aten' if name == 'copy_' else 'memtune'}.{name}.default") for name, _ in _OPS], np.int32)
     rows = edit.add_ops(
         names[kind],
         before=np.full(len(kind), anchor, np.int32),
-        phase=Phase.OPTIMIZER,
+        phase=phase,
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=np.stack([traffic[each] for each in range(len(_OPS))])[kind, index],
         stream=(kind == _UP).astype(np.uint8),  # a copy back is complete in stream order

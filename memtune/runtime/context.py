@@ -59,7 +59,7 @@ class Context:
         cleared: Called with parameters of the model and what is held in their place whose gradients `zero_grad` has let go of.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
         resumed_steps: Optimizer steps that an earlier run did, from whose end this one goes on.
-        finish: Takes away what is kept for resuming.
+        finish: Takes away what is kept for resuming, or waits for updates under way.
         undo: Closed when `apply` fails: takes back what is done to tensors, which `Snapshot` does not look into.
     """
 

@@ -394,11 +394,7 @@ class HostOptimizer:
         """
         written = set(self._writes.by_others(self._comes_and_goes))
         if written and (self._is_late() or any(host in self._updated for device, host in self._pairs if device in written)):
-            raise ApplyError(
-                f"{len(written)} weights were written on the device while an update of theirs is under way.",
-                evidence="It would undo the write, or be undone.",
-                fix="write weights by load_state_dict; or updates at the end of the step, not late", code="MT318",
-            )  # fmt: skip
+            raise written_while_late(len(written))
         if written:
             self._loaded(written)
 
@@ -451,6 +447,15 @@ def refuse_others(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None
             evidence=f"Shapes: {', '.join(str(tuple(each.shape)) for each in others[:3])}.",
             fix="optimizer.add_param_group before memtune.apply, or a second optimizer for them", code="MT318",
         )  # fmt: skip
+
+
+def written_while_late(n_written: int) -> ApplyError:
+    """So many weights were written on the device that an update under way replaces."""
+    return ApplyError(
+        f"{n_written} weights were written on the device while an update of theirs is under way.",
+        evidence="It would undo the write, or be undone.",
+        fix="write weights by load_state_dict; or updates at the end of the step, not late", code="MT318",
+    )  # fmt: skip
 
 
 def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:

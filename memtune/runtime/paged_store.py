@@ -40,6 +40,7 @@ class PagedStore(ParameterStore):
         self, context: Context, residency: Residency, optimizer: HostCopies, pages: Pages, stays: Collection[nn.Parameter] = ()
     ) -> None:
         self._in_frame: dict[int, int] = {}  # the page that came last to each frame
+        self._spare: InFrames | None = None
         modules = [context.model.get_submodule(name) for name in context.blocks]
         members = [[each for each in module.parameters() if each not in stays] for module in modules]
         super().__init__(context, residency, optimizer, chunks=pages, early=False, members=members)
@@ -71,6 +72,7 @@ class PagedStore(ParameterStore):
     def swap(self) -> None:
         """From now on pages come from the other memory."""
         self._there.clear()
+        assert self._spare is not None
         spare, self._spare = self._spare, self._in_frames
         self._take(spare)
 
@@ -97,6 +99,14 @@ class PagedStore(ParameterStore):
 
     def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
         gathered.before_gathers(index, lambda: self._fetch_block(index), lambda: [])  # frames are never given back
+
+    @torch.no_grad()
+    def _keep(self, loaded: list[nn.Parameter]) -> None:
+        super()._keep(loaded)
+        spare = {} if self._spare is None else self._spare.hosts
+        for parameter in loaded:
+            if parameter in spare and parameter not in self._trained:  # nobody writes it there later
+                spare[parameter].copy_(self._hosts[parameter])
 
     def _release(self, units: Any) -> None:
         for unit in list(units):

@@ -87,7 +87,7 @@ class SsdOptimizer:
         keep_groups(self._optimizer)
         self._stale: set[nn.Parameter] = set()  # loaded into the model itself, and not on SSD until their next update
         if chosen is None:
-            watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update)
+            watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update, before=self._loads_begin)
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         self._last: LastStep | None = None
         if keep and chosen is None:
@@ -146,6 +146,9 @@ class SsdOptimizer:
         for piece in self._pieces:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
                 piece.held.grad_dtype = piece.device.dtype
+
+    def _loads_begin(self) -> None:
+        """New weights will be loaded into a part of the model: nothing is under way between two steps."""
 
     def _take_writes(self) -> None:
         """What others have written on the device is what the next update begins with."""
@@ -214,6 +217,10 @@ class SsdOptimizer:
         self._on_host(piece, host, gradient, seed)
         up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
         del gradient
+        return self._hand_on(piece, up)
+
+    def _hand_on(self, piece: Piece, up: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The new weight `up` goes where it is wanted; returns as `_update` does."""
         kept = self._kept.get(piece.device)
         if kept is None:
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
@@ -254,7 +261,11 @@ class SsdOptimizer:
         state = self._optimizer.state[piece.held]
         self._adopt(piece, state, moments)
         here = {**state, **dict(zip(piece.moments, moments, strict=True))}
-        self._native.one(piece.group, weight, gradient, here, seed)
+        self._native.one(self._settings_of(piece), weight, gradient, here, seed)
+
+    def _settings_of(self, piece: Piece) -> dict[str, Any]:
+        """Of its update."""
+        return piece.group
 
     def _adopt(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
         """State that was loaded since the last step is elsewhere: its values go into the piece, which takes its place again."""
@@ -279,14 +290,18 @@ class SsdOptimizer:
         """The device's weights are others, and the state that was read is not on SSD yet."""
         self._stale.clear()
         for piece in self._pieces:
-            host = self._brought(piece)
-            transfer.finish(host)
-            weight, *moments = piece.parts(host)
-            weight.copy_(self._weight(piece))
-            self._adopt(piece, self._optimizer.state[piece.held], moments)
-            self._put_back(piece, host)
+            self._take_in(piece)
         if self._last is not None:
             self._last.complete(steps=0)
+
+    def _take_in(self, piece: Piece) -> None:
+        """The piece has the weight and the state that were loaded."""
+        host = self._brought(piece)
+        transfer.finish(host)
+        weight, *moments = piece.parts(host)
+        weight.copy_(self._weight(piece))
+        self._adopt(piece, self._optimizer.state[piece.held], moments)
+        self._put_back(piece, host)
 
     def _weight(self, piece: Piece) -> Tensor:
         """What has been loaded, on the host."""

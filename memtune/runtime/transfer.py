@@ -115,9 +115,9 @@ def _forget_passed() -> None:
     """Drop the events that have passed, of host tensors that nobody may ask about any more."""
     global _room
     if len(_pending) >= _room:
-        over = [key for key, each in _pending.items() if isinstance(each, torch.cuda.Event) and each.query()]
-        for key in over:
-            del _pending[key]
+        waiting = list(_pending.items())  # at once: other threads read from SSD meanwhile
+        for key in [key for key, each in waiting if isinstance(each, torch.cuda.Event) and each.query()]:
+            _pending.pop(key, None)
         _room = max(_ROOM, 2 * len(_pending))
 
 
@@ -215,6 +215,15 @@ def caught_up(device: torch.device) -> None:
     """The current stream goes on when all that was copied `ahead` is there."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_upload_stream(device))
+
+
+def issued(device: torch.device) -> torch.cuda.Event | None:
+    """Passes when all that the current stream was given so far is done; None on CPU, where it is."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @contextlib.contextmanager

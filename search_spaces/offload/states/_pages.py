@@ -15,7 +15,7 @@ from memtune.pages import Pages, paged, timeline
 from memtune.parameters import columns_of
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.pieces import in_blocks
-from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
+from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd, swept_from_ssd
 from memtune.passes.stays import cannot_part
 from memtune.passes.stream import sizes_in_blocks, stream_parameters
 from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
@@ -26,6 +26,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.lock_free import LockFreeOptimizer
+from memtune.runtime.lock_free_on_ssd import LockFreeOnSsd
 from memtune.runtime.paged_store import PagedStore
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import AtTheEnd
@@ -43,6 +44,8 @@ class OnSsd:
     """Parameters whose state is read ahead."""
     keeps: bool = False
     """Each complete step is kept: every piece has two places, which take turns."""
+    late: bool = False
+    """Updates go on beside the steps that follow."""
 
 
 @remembered
@@ -58,6 +61,8 @@ def in_pages(program: Program, how: PagePlan, on_ssd: OnSsd | None = None) -> Pr
     step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False, ranks=replicas(program))
     if on_ssd is None:
         step = optimizer_on_host(step, stay=ops)
+    elif on_ssd.late:
+        step = swept_from_ssd(step, on_ssd.ahead, Away.of(step))
     else:
         step = optimizer_on_ssd(step, on_ssd.ahead, 1 + on_ssd.keeps, Away.of(step))
     return program.with_step(in_blocks_of(program.step, step))
@@ -162,9 +167,16 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
         raise no_plan(context, kind, plan) from wrong
     stays = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][: how.cached]
     if on_ssd is not None:
-        moved = SsdOptimizer(context, master=False, ahead=on_ssd.ahead, keep=on_ssd.keeps)
+        moved = (
+            SsdOptimizer(context, master=False, ahead=on_ssd.ahead, keep=on_ssd.keeps)
+            if max_staleness is None
+            else LockFreeOnSsd(context, ahead=on_ssd.ahead, max_staleness=max_staleness)
+        )
         store = PagedStore(context, residency, AtTheEnd(moved), how.pages)
-        moved.keep_in(store.hosts)
+        if isinstance(moved, LockFreeOnSsd):
+            moved.publish_to(store)
+        else:
+            moved.keep_in(store.hosts)
         context.checks["offload.states"] = functools.partial(_check, store, how)
         return
     optimizer = HostOptimizer(context, stays=stays) if max_staleness is None else LockFreeOptimizer(context, max_staleness)

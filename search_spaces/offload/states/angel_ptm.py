@@ -30,8 +30,10 @@ class AngelPtm(Technique):
     after backward: the bits of a host optimizer with weights in place. What is in no block, as embeddings, stays on the device,
     and so do, with their optimizer state, as many parameters as the budget holds beside frames for all pages. With `lock_free` a
     thread updates when it can and training never waits for it, which is lossy and off by default. With `optimizer: ssd` master
-    weights and moments are on SSD, in pieces of a parameter each, and stream through the host in the step. Not in it: activations
-    in pages, gathers on the same schedule, frames whose number changes within a step, lock-free updates from SSD.
+    weights and moments are on SSD, in pieces of a parameter each, and stream through the host in the step; with `lock_free` as
+    well they do so in the thread, for which the updater was made: 24 bytes per parameter for every update, at most one per step,
+    and host memory for the gradients of two steps more than at an even pace. Not in it: activations in pages, gathers on the same
+    schedule, frames whose number changes within a step.
 
     Under `fsdp` or `zero3`, as in the paper, pages hold a rank's rows, which FSDP2 gathers from the frames, one block ahead in
     backward; each rank's host updates its own rows, `lock_free` at times of its own. Among replicas (`ddp`) each has all pages
@@ -66,19 +68,21 @@ class AngelPtm(Technique):
     """The host updates when it can, from the sum of the gradients that have been delivered until then, and training goes on with
     the newest weights that are ready."""
     optimizer: Literal["host", "ssd"] = "host"
-    """Where master weights and moments are; on SSD they stream through the host while the step updates them, natively."""
+    """Where master weights and moments are; on SSD they stream through the host while the step, or the thread of
+    `lock_free`, updates them, natively."""
     ahead: Annotated[int, Field(ge=0, le=64)] = 3
     """Parameters whose state is read ahead from SSD."""
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 4
     """Steps that weights may lack under `lock_free`, before training waits; the paper has no bound."""
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training goes on from the user's own checkpoint, or from the last complete step, with `optimizer: ssd` alone:
-    each piece has two slots there, which takes twice the space for the same bytes written, and every step ends with a flush."""
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step, with `optimizer: ssd` alone,
+    not under `lock_free`: each piece has two slots there, which takes twice the space for the same bytes written, and every step
+    ends with a flush."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if self.lock_free and self.optimizer == "ssd":
-            raise ValueError("lock-free updates are made in host memory: set optimizer: host, or lock_free: false")
+        if self.lock_free and self.keeps_steps():
+            raise ValueError("no step is complete while updates go on: set resume: checkpoint, or lock_free: false")
         if self.keeps_steps() and self.optimizer == "host":
             raise ValueError("the last step is kept on SSD, where the state must be: set optimizer: ssd, or resume: checkpoint")
         return self
@@ -103,7 +107,8 @@ class AngelPtm(Technique):
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Pages that come and go, the optimizer on the host or on SSD."""
         found = in_pages(program, planned(sizes_in_blocks(program.step), plan, are_rows(program)), self._on_ssd)
-        return found.with_step(swept_beside_the_next_step(found.step)) if self.lock_free else found
+        in_host = self.lock_free and self._on_ssd is None
+        return found.with_step(swept_beside_the_next_step(found.step)) if in_host else found
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights into pages on the host and frames on the device, hooks that bring them in."""
@@ -144,7 +149,7 @@ class AngelPtm(Technique):
 
     @property
     def _on_ssd(self) -> OnSsd | None:
-        return OnSsd(self.ahead, self.keeps_steps()) if self.optimizer == "ssd" else None
+        return OnSsd(self.ahead, self.keeps_steps(), self.lock_free) if self.optimizer == "ssd" else None
 
     @property
     def _caches(self) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,20 +21,17 @@ from memtune.config import load_config
 from memtune.errors import ApplyError
 from memtune.pages import Pages, loads_of, paged, timeline
 from memtune.passes.stream import moment_of_ops, sizes_in_blocks
-from memtune.program import Kind, Phase, Program, Resource, Step, Tier
+from memtune.program import Kind, Program, Resource, Step, Tier
 from memtune.runtime.let_go import are_back
-from memtune.runtime.lock_free import LockFreeOptimizer
-from memtune.runtime.loop import accumulate
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
-from memtune.technique import Exactness, Target
+from memtune.technique import Target
 from memtune.testing import rewritten
-from memtune.testing.drift import compare, drift, plain_program, recording_of, target_of
-from memtune.testing.training import SEED, build, config_of, differences, one_step, settings_of, train, train_under
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
+from memtune.testing.training import build, differences, settings_of, train, train_under
 from memtune.workload import Workload
 
 SMALL = AngelPtm(kind="angel_ptm", page_mib=0.01)
 JUST_IN_TIME = SMALL.model_copy(update={"moves": "just_in_time"})
-LOCK_FREE = SMALL.model_copy(update={"lock_free": True, "max_staleness": 2})
 PAGE, BUDGET_BYTES = 10_240, 2_000_000
 
 
@@ -57,54 +50,11 @@ def under_budget(technique: AngelPtm, on: Target) -> tuple[Program, Pages, tuple
     return technique.rewrite(program, plan, on), pages, tuple(decisions["ahead"])
 
 
-def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def sum_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """In the order of delivery."""
-    total = gradients[0].clone() if gradients else None
-    for each in gradients[1:]:
-        assert total is not None
-        total.add_(each)
-    return total
-
-
 def copies(step: Step) -> np.ndarray[Any, Any]:
     """The ops that bring pages in."""
     ops = np.unique(step.producer[(step.kind == Kind.COMMUNICATION) & (step.bytes == 0)])
     assert (step.op_resource[ops] == Resource.HOST_TO_DEVICE).all()
     return ops
-
-
-@contextmanager
-def observed(gated: bool) -> Iterator[list[int]]:
-    """The number of steps in each sweep inside; `gated`: none ends before training waits for it."""
-    gate, sweeps = threading.Event(), []
-    run, take_up = LockFreeOptimizer._sweep_over, LockFreeOptimizer._take_up
-
-    def gated_run(self: LockFreeOptimizer, steps: list[Any], groups: Any) -> None:
-        sweeps.append(len(steps))
-        assert not gated or gate.wait(60)
-        run(self, steps, groups)
-
-    def opening(self: LockFreeOptimizer, *, wait: bool) -> None:
-        if wait:
-            gate.set()
-        take_up(self, wait=wait)
-        gate.clear()
-
-    with patch.object(LockFreeOptimizer, "_sweep_over", gated_run), patch.object(LockFreeOptimizer, "_take_up", opening):
-        yield sweeps
-
-
-def gradients_at(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Of one step of the plain model with these weights."""
-    workload, model, _ = build(ZOO["tied"])
-    model.load_state_dict(weights)
-    torch.manual_seed(seed)
-    accumulate(model, workload.loss, [workload.make_batch(2) for _ in range(2)], torch.device("cpu"))
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 class TestAngelPtm(LayersSuite):
@@ -249,53 +199,6 @@ class TestAngelPtm(LayersSuite):
             page = AngelPtm(kind="angel_ptm").plan(program, target()).decisions["page_bytes"]
             largest = max(block_bytes(program.step))
             assert largest / 16 < page <= largest / 8
-
-    @pytest.mark.parametrize("gated", [True, False])
-    def test_lock_free_is_adam_without_locks_in_the_order_of_delivery(self, gated: bool) -> None:
-        """The mechanism (the updater): each sweep applies the sum of what was delivered, training uses the version at hand."""
-        with observed(gated) as sweeps:
-            workload, model, optimizer = build(ZOO["tied"])
-            tuned = apply(model, optimizer, config_of(ZOO["tied"], LOCK_FREE), strict=False)
-            used, largest = [], 0
-            for step in range(7):
-                used.append(tuned.audit()["offload.states"]["version"])
-                one_step(workload, model, optimizer, tuned, seed=SEED + step)
-            largest = tuned.audit()["offload.states"]["largest_staleness"]
-            found = tuned.state_dict()["model"]
-        _, reference, by_hand = build(ZOO["tied"])
-        apply(reference, by_hand, config_of(ZOO["tied"], NATIVE), strict=False)
-        versions, delivered = [snapshot(reference)], []
-        for step in range(7 + len(sweeps)):
-            if step < 7:
-                applied = sum(sweeps[: used[step]])
-                assert step - applied <= LOCK_FREE.max_staleness
-            while len(versions) <= (used[step] if step < 7 else len(sweeps)):
-                done = sum(sweeps[: len(versions) - 1])
-                together = delivered[done : done + sweeps[len(versions) - 1]]
-                for name, parameter in reference.named_parameters():
-                    parameter.grad = sum_of([each[name] for each in together if name in each])
-                by_hand.step()
-                by_hand.zero_grad()
-                versions.append(snapshot(reference))
-            if step < 7:
-                delivered.append(gradients_at(versions[used[step]], SEED + step))
-        assert sum(sweeps) == 7
-        assert all(torch.equal(found[name], value) for name, value in versions[-1].items())
-        assert not gated or (largest == LOCK_FREE.max_staleness and max(sweeps) > 1)
-
-    @pytest.mark.parametrize("model", ["tied", pytest.param("gpt", marks=pytest.mark.slow)])
-    def test_a_sweep_runs_beside_the_step_that_follows(self, model: str) -> None:
-        assert not drift(ZOO[model], LOCK_FREE)
-        step = rewritten(ZOO[model], LOCK_FREE)
-        updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default"))
-        assert len(updates)
-        assert updates[-1] < np.flatnonzero(step.op_phase == Phase.FORWARD)[0]
-        assert (LOCK_FREE.exactly(), SMALL.exactly()) == (Exactness.LOSSY, Exactness.REORDERED)
-
-    @pytest.mark.slow
-    def test_stale_weights_reach_about_the_same_loss(self) -> None:
-        found, wanted = (train(ZOO["gpt"], each, steps=20).losses for each in (LOCK_FREE, NATIVE))
-        assert float(sum(found[-4:])) == pytest.approx(float(sum(wanted[-4:])), rel=0.02)
 
     @pytest.mark.parametrize(
         "plan",
