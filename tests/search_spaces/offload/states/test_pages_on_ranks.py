@@ -206,6 +206,7 @@ def refusals(configs: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ssd")
 def test_apply_refuses_it_too() -> None:
     plan = config_of(candidate((REPLICAS, PAGES), 1, RANKS), (REPLICAS, PAGES))
     alone = config_of(candidate((PAGES,), 1, 1, 1 << 30), (REPLICAS, PAGES))
