@@ -26,17 +26,23 @@ class StageShelf:
     """
 
     def __init__(self, step: Step) -> None:
+        self._host: dict[int, int] = {}
+        """Write → what it is written from."""
+        self._writing: deque[tuple[Key, int]] = deque()
+        if _WRITE not in step.names:
+            return
         named = {name: row for row, name in enumerate(step.names)}
-        write = (step.op_name == named.get(_WRITE, -1)) & (step.op_phase == Phase.FORWARD)
+        write = (step.op_name == named[_WRITE]) & (step.op_phase == Phase.FORWARD)
         read = (step.op_name == named.get(_READ, -1)) & (step.op_phase == Phase.BACKWARD)
         by_write = write[step.use_op] & (step.tier[step.use_storage] == Tier.HOST)
         self._host = dict(zip(step.use_op[by_write].tolist(), step.use_storage[by_write].tolist(), strict=True))
         shelved = (step.producer >= 0) & write[step.producer]
         self._reads = np.unique(step.use_op[read[step.use_op] & shelved[step.use_storage]])
-        self._writing: deque[tuple[Key, int]] = deque()
 
     def ends(self, rows: Rows, action: Action, ops: I32) -> None:
         """A forward or backward has been written down, from its `ops`."""
+        if not self._host:
+            return
         key = action.stage, action.micro_batch
         if action.backward:
             reads = ops[np.isin(ops, self._reads)]

@@ -88,7 +88,7 @@ class Lohan(Technique):
         if self.host_bytes is None:
             return Reason("nothing says how much host memory there is, so nothing spills", "host_bytes: what may lie there")
         if program.stages is not None:
-            return Reason("tensors of several micro-batches on SSD are not built", "spill: none")
+            return Reason("what the host of each stage has room for is not planned, so nothing spills", "spill: none")
         return no_directory(target)
 
     def plan(self, program: Program, target: Target) -> Plan:
