@@ -89,6 +89,8 @@ class SsdOptimizer:
         if chosen is None:
             watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update, before=self._loads_begin)
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
+        if chosen is None:
+            self._optimizer.register_load_state_dict_post_hook(lambda _: self._take_in())
         self._last: LastStep | None = None
         if keep and chosen is None:
             self._keep_steps(context, KeptPieces(self._pieces, self._optimizer))
@@ -110,11 +112,14 @@ class SsdOptimizer:
         mine = self._optimizer.state[piece.held]
         mine.update(state)
         mine.update(zip(piece.moments, piece.parts(piece.ssd)[1:], strict=True))
-        if self._native.counts_steps and "step" not in mine:
-            with tier(HOST):
-                mine["step"] = torch.tensor(0.0, dtype=torch.float32)
-            mark(mine["step"], HOST)
+        self._count_steps(mine)
         return piece
+
+    def _count_steps(self, state: dict[str, Any]) -> None:
+        if self._native.counts_steps and "step" not in state:
+            with tier(HOST):
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            mark(state["step"], HOST)
 
     def _piece(self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> Piece:
         """`weight`: the master, on the host as `state` is, which may hold no moments yet."""
@@ -268,10 +273,14 @@ class SsdOptimizer:
         return piece.group
 
     def _adopt(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
-        """State that was loaded since the last step is elsewhere: its values go into the piece, which takes its place again."""
+        """State that was loaded since the last step is elsewhere: its values go into the piece, which takes its place again.
+
+        Where none was loaded of a parameter, as of one that had no gradient yet, it begins anew.
+        """
+        self._count_steps(state)
         for name, host, own in zip(piece.moments, moments, piece.parts(piece.ssd)[1:], strict=True):
             value = state.get(name)
-            if value is None or value.untyped_storage()._cdata != own.untyped_storage()._cdata:
+            if not _is_same(value, own):
                 host.zero_() if value is None else host.copy_(value)
                 state[name] = own
 
@@ -284,6 +293,18 @@ class SsdOptimizer:
         for piece in self._pieces:
             if only is None or piece.device in only:
                 disk.verified(piece.ssd)
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        """State that the optimizer has loaded goes to where it belongs, also that of what has no gradient in the next step."""
+        for piece in self._pieces:
+            state = self._optimizer.state[piece.held]
+            if all(_is_same(state.get(name), own) for name, own in zip(piece.moments, piece.parts(piece.ssd)[1:], strict=True)):
+                continue
+            host = self._brought(piece)
+            transfer.finish(host)
+            self._adopt(piece, state, piece.parts(host)[1:])
+            self._put_back(piece, host)
 
     @torch.no_grad()
     def _reload(self) -> None:
@@ -326,3 +347,7 @@ class SsdOptimizer:
                 raise ApplyError("Some of the optimizer's state is not on SSD.", code="MT309")
         slots = 1 + self._keep
         return {"parameters": len(self._pieces), "ssd_bytes": slots * sum(piece.ssd.nbytes for piece in self._pieces)}
+
+
+def _is_same(value: Tensor | None, own: Tensor) -> bool:
+    return value is not None and value.untyped_storage()._cdata == own.untyped_storage()._cdata

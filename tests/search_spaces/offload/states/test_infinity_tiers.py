@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -87,6 +88,26 @@ def test_host_memory_holds_the_state_once_and_of_gradients_on_ssd_a_few() -> Non
     few = (WRITES + 2 + ALL_AWAY.ahead) * max(trained)
     assert state <= steps["gradients"].peak_bytes(Tier.HOST) - batch - counters <= state + few
     assert steps["ssd"].peak_bytes(Tier.HOST) >= steps["host"].peak_bytes(Tier.HOST)
+
+
+@pytest.mark.parametrize("technique", [ZeroInfinity(kind="zero_infinity"), ON_HOST], ids=["ssd", "host"])
+def test_state_that_is_loaded_goes_to_its_tier_at_once(technique: ZeroInfinity) -> None:
+    """Also that of what gets no gradient any more; what was not saved begins anew, its steps counted from there."""
+    finals = []
+    for each in (technique, NATIVE):
+        workload, model, optimizer, tuned = started(each)
+        one_step(workload, model, optimizer, tuned, seed=SEED)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for state in (saved, saved | {"state": {}}):
+            optimizer.load_state_dict(copy.deepcopy(state))
+            if each is technique:
+                tuned.audit()
+            for i in (1, 2):
+                one_step(workload, model, optimizer, tuned, seed=SEED + i)
+        assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+        finals.append({name: value.clone() for name, value in model.state_dict().items()})
+    mine, wanted = finals
+    assert all(torch.equal(mine[name], value) for name, value in wanted.items())
 
 
 def predicted(technique: ZeroInfinity, micro_batches: int) -> Step:
