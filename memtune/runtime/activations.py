@@ -46,7 +46,7 @@ from memtune.runtime.exchanges import refused_in
 from memtune.runtime.inputs_again import as_input, once_each
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.look import Compared, Look, Trail, difference, first_op, magnitude
+from memtune.runtime.look import Look, Trail, first_op, magnitude
 from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.own_outputs import OwnOutputs
@@ -54,6 +54,7 @@ from memtune.runtime.random_state import NoteGenerators, RandomState, generators
 from memtune.runtime.region import Region as Region
 from memtune.runtime.region import Traffic
 from memtune.runtime.replaced_forward import StandsAround
+from memtune.runtime.second_run import Enough, Replay, is_plain, never
 from memtune.runtime.shelf import Shelf
 from memtune.runtime.slots import Slots
 from memtune.runtime.tree import local
@@ -248,7 +249,7 @@ class _Frame:
         self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
         fixed = (*region.module.named_parameters(), *region.module.named_buffers())
         self.fixed = {id_of(local(tensor)): name for name, tensor in fixed}
-        self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
+        self.inputs = {id_of(t): t for t in tree_leaves(self._args) if is_plain(t)}
         self.kept: dict[Call, Kept] = {}
         self.left_out = LeftOut()
         self._named = None if region.only is None else NamedMode(region.only)
@@ -327,7 +328,7 @@ class _Frame:
         if not self.wanted:  # nothing to recompute: the inputs are not needed either
             self._args, self._before = None, {}
             return
-        claimed = once_each(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t)
+        claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
         self._args = tree_map(claimed, self._args)
         for kept in self.kept.values():
             kept.settle(self.claim)
@@ -349,7 +350,7 @@ class _Frame:
         if key in self.fixed:
             self._trail.passes(key)
             return tensor
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return tensor
         if not self.region.recompute or key in self.inputs:
             return _apart(self.claim(tensor))
@@ -385,20 +386,20 @@ class _Frame:
     def _run_again(self) -> None:
         args, kwargs = tree_map(once_each(as_input), self._args)
         mode = ReplayMode(self.kept, self.left_out) if self.region.keep is not None else nullcontext()
-        replay = _Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
+        replay = Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
         with ExitStack() as stack:
             stack.enter_context(self._put_back_buffers())
             stack.enter_context(nullcontext() if self._random is None else self._random.restored())
             for autocast in self._autocast:
                 stack.enter_context(autocast())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(replay.pack, _never))
+            stack.enter_context(saved_tensors_hooks(replay.pack, never))
             stack.enter_context(refused_in(self.region.name, first=False))
             stack.enter_context(mode)
             stack.enter_context(self._noted or nullcontext())  # torch's composites may do otherwise under a mode: reshape
             try:
                 self._forward(*args, **kwargs)
-            except _Enough:
+            except Enough:
                 pass
         if replay.count < replay.enough:
             raise ApplyError(
@@ -440,56 +441,6 @@ class _Packer:
         return self.frame.pack(tensor)
 
 
-class _Replay:
-    """Collects what the second run saves; stops it when all is there."""
-
-    def __init__(self, frame: _Frame, inputs: set[int]) -> None:
-        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Trail(frame.fixed)
-        self.enough = max(frame.wanted) + 1
-
-    def pack(self, tensor: Tensor) -> int:
-        key = id_of(tensor)
-        if key in self._frame.fixed:
-            self._trail.passes(key)
-            return -1
-        if key in self._inputs or not _is_plain(tensor) or self._frame.is_kept(tensor):
-            return -1
-        self._compare(tensor)
-        self._frame.keep_back(self.count, tensor.detach())
-        self.count += 1
-        if self.count == self.enough:
-            raise _Enough
-        return self.count - 1
-
-    def _compare(self, tensor: Tensor) -> None:
-        """The second run must save what the first one saved, as far as shape, type and the ops that led to it tell."""
-        before, now = self._frame.looks[self.count], self._trail.look(tensor)
-        if before != now:
-            was, is_now = difference(before, now)
-            raise ApplyError(
-                f"{self._frame.region.name} did something else when it was run again: {is_now or 'nothing'} where the first "
-                f"run had {was or 'nothing'}.",
-                evidence=f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype} {list(now.size)}.",
-                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
-                code="MT307",
-            )
-        if self.count in self._frame.magnitudes:
-            region = self._frame.region
-            compared = Compared(region.name, self.count, now, self._frame.magnitudes[self.count], magnitude(tensor))
-            if len(self._frame.magnitudes) > 1 or tensor.device.type == "cpu":
-                compared.check()
-            else:
-                region.compared = compared.sent()
-
-
-class _Enough(Exception):
-    """The second run has saved the last tensor that is needed."""
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "to_local")
-
-
 def _apart(saved: Tensor | Moved) -> Tensor | Moved:
     """`saved` without its graph, which autograd puts back: a node that holds its own output would hold itself.
 
@@ -500,7 +451,3 @@ def _apart(saved: Tensor | Moved) -> Tensor | Moved:
 
 def _unpack(packed: Tensor | Moved | _Number) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed.get()
-
-
-def _never(packed: int) -> Tensor:
-    raise ApplyError("backward ran through the graph of a recomputation.", fix="report this as a bug", code="MT308")

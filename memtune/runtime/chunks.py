@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memtune.chunks import Chunks
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import GatheredBlocks
-from memtune.runtime.host_optimizer import to_host_now
+from memtune.runtime.host_copies import to_host_now
 from memtune.runtime.let_go import are_back, let_go, require_own_memory
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local

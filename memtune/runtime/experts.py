@@ -45,7 +45,7 @@ from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece as Place
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import divided_like, is_gathered
-from memtune.runtime.host_optimizer import to_host_now
+from memtune.runtime.host_copies import to_host_now
 from memtune.runtime.kept_experts import KeptBeside, KeptExperts, Staying
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import after_step, before_step

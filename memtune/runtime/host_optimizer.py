@@ -31,8 +31,8 @@ from memtune.runtime.backward_end import HalfDone
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for, held_in_place, model_order
 from memtune.runtime.hooks import StaysBehind
-from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside, refuse_closure
-from memtune.runtime.huge_pages import in_huge_pages
+from memtune.runtime.host_copies import master_of, state_to_host, to_host_now
+from memtune.runtime.host_update import Moments, NativeUpdate, beside, refuse_closure
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import after_step, before_step, replace_step, with_hooks
 from memtune.runtime.settled_state import as_it_is, settle_reads
@@ -465,37 +465,3 @@ def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:
     else:
         with tier(HOST):
             held.grad.add_(arrived)
-
-
-def master_of(host: Tensor, narrow_too: bool) -> Tensor:
-    """What the native update works on: float32, or in place of bfloat16 a float32 copy.
-
-    Raises:
-        ApplyError: It has another type.
-    """
-    if host.dtype is torch.float32:
-        return host
-    if host.dtype is torch.bfloat16 and narrow_too:
-        with tier(HOST):
-            return in_huge_pages(torch.empty_like(host, dtype=torch.float32)).copy_(host)
-    raise ApplyError(
-        f"The native update has no way to update parameters of {host.dtype}.",
-        fix="set  update: master  for offload.states" if host.dtype is torch.bfloat16 else OWN,
-        code="MT318",
-    )
-
-
-def to_host_now(tensor: Tensor) -> Tensor:
-    """A host copy of `tensor`, complete."""
-    host: Tensor = torch.ops.memtune.to_host(tensor.detach())
-    transfer.finish(host)
-    return host
-
-
-def state_to_host(value: Any) -> Any:
-    """A host copy of a state tensor, `value` itself if it is no tensor."""
-    if not isinstance(value, Tensor):
-        return value
-    host = to_host_now(local(value))
-    mark(host, HOST)
-    return host

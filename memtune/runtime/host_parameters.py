@@ -25,7 +25,8 @@ from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import GatheredBlocks, divided_like, is_gathered
 from memtune.runtime.hooks import weakly
-from memtune.runtime.host_optimizer import add_gradient, to_host_now
+from memtune.runtime.host_copies import to_host_now
+from memtune.runtime.host_optimizer import add_gradient
 from memtune.runtime.let_go import guard_module
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark

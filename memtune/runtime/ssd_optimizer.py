@@ -30,7 +30,8 @@ from memtune.runtime import disk, transfer
 from memtune.runtime.backward_end import HalfDone
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for, model_order
-from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
+from memtune.runtime.host_copies import master_of, state_to_host, to_host_now
+from memtune.runtime.host_optimizer import refuse_others
 from memtune.runtime.host_update import NativeUpdate, refuse_closure
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
@@ -90,7 +91,7 @@ class SsdOptimizer:
             watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update, before=self._loads_begin)
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         if chosen is None:
-            self._optimizer.register_load_state_dict_post_hook(lambda _: self._take_in())
+            self._optimizer.register_load_state_dict_post_hook(lambda _: self._take_in_state())
         self._last: LastStep | None = None
         if keep and chosen is None:
             self._keep_steps(context, KeptPieces(self._pieces, self._optimizer))
@@ -295,7 +296,7 @@ class SsdOptimizer:
                 disk.verified(piece.ssd)
 
     @torch.no_grad()
-    def _take_in(self) -> None:
+    def _take_in_state(self) -> None:
         """State that the optimizer has loaded goes to where it belongs, also that of what has no gradient in the next step."""
         for piece in self._pieces:
             state = self._optimizer.state[piece.held]

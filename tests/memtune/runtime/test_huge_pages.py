@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtune import _native
 from memtune.runtime import transfer
-from memtune.runtime.host_optimizer import master_of
+from memtune.runtime.host_copies import master_of
 from memtune.runtime.host_update import _zeros
 from memtune.runtime.huge_pages import PAGE_BYTES, in_huge_pages
 
