@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memtune import _native
 from memtune.runtime import transfer
 from memtune.runtime.host_copies import master_of
-from memtune.runtime.host_update import _zeros
+from memtune.runtime.host_update import zeros_in_order_of
 from memtune.runtime.huge_pages import PAGE_BYTES, in_huge_pages
 
 NUMEL = 3 * PAGE_BYTES
@@ -44,7 +44,7 @@ def _system() -> None:
 @pytest.mark.parametrize("which", ["moments", "masters", "copies"])
 def test_memory_that_streams_is_in_large_pages(which: str) -> None:
     like = torch.ones(NUMEL, dtype=torch.bfloat16 if which == "masters" else torch.float32)
-    made = {"moments": lambda: _zeros(like, torch.float32), "masters": lambda: master_of(like, True)}.get(
+    made = {"moments": lambda: zeros_in_order_of(like, torch.float32), "masters": lambda: master_of(like, True)}.get(
         which, lambda: transfer.to_host(like)
     )()
     transfer.finish(made)
