@@ -91,7 +91,8 @@ def come_ahead(edit: Edit, step: Step, out: Leaving, host: I32, first: I32, aske
     Copies ahead of their use are on a stream of their own, after what has been computed so far. What they come from stays on the
     `host` until they are asked for, and the copies that this starts have begun.
     """
-    runs_again = (step.op_phase == Phase.RECOMPUTE) & (not step.by_schedules)  # schedules run ops again, not blocks
+    # Schedules run ops again, not blocks; backward that is differentiated runs in this phase, and is no copy.
+    runs_again = (step.op_phase == Phase.RECOMPUTE) & (step.op_copy_of >= 0) & (not step.by_schedules)
     again, block = np.unique(step.op_block[runs_again]), out.block
     left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
     pairs = reads(left.tolist(), asked.tolist(), look.back)
