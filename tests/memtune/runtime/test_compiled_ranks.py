@@ -121,6 +121,7 @@ def refused(path: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_units_inside_one_graph_are_refused() -> None:
     fits = rewriter().candidate(Choice.from_document(settings_of("model", BRIEF["blocks · fsdp"], compiled=True)))
     assert "one graph holds all blocks" in str(fits)

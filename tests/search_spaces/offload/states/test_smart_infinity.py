@@ -290,7 +290,7 @@ class TestSmartInfinity(TechniqueSuite):
         assert torch.equal(got[0], wanted[0])
         assert all(torch.equal(after[name], value) for name, value in net.state_dict().items())
 
-    @pytest.mark.parametrize("within_step", [False, True])
+    @pytest.mark.parametrize("within_step", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_an_updater_that_is_killed_ends_training_with_its_name(self, within_step: bool) -> None:
         """Nothing wrong is computed: the step and every later one raise, also where weights of other domains have come up."""
         workload, net, optimizer, tuned = tuned_with(SMALL)

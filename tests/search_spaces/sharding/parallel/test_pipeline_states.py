@@ -87,6 +87,7 @@ def check(cases: list[tuple[str, bool, int, dict[str, Any] | None]]) -> None:
             assert (got["intra_link"], got["inter_link"]) == link_bytes(states, rank, accumulate), (states, rank)
 
 
+@pytest.mark.slow
 def test_four_ranks_with_gathered_stages_train_as_one_as_predicted() -> None:
     check([("zero3", True, 2, None)])
 
