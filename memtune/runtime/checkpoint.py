@@ -253,7 +253,11 @@ def _give_optimizer(context: Context, held: list[Held], state: dict[str, dict[st
     numbers = iter(range(len(held)))
     mine = context.optimizer.param_groups
     options = [{**g, "params": [next(numbers) for _ in m["params"]]} for g, m in zip(groups, mine, strict=True)]
-    context.optimizer.load_state_dict({"state": indexed, "param_groups": options})
+    context.is_loading = True
+    try:
+        context.optimizer.load_state_dict({"state": indexed, "param_groups": options})
+    finally:
+        context.is_loading = False
     for reload in context.reloaded:
         reload()
 

@@ -58,6 +58,7 @@ class Context:
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
         cleared: Called with parameters of the model and what is held in their place whose gradients `zero_grad` has let go of.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
+        is_loading: The optimizer is given its state, and `reloaded` follows.
         resumed_steps: Optimizer steps that an earlier run did, from whose end this one goes on.
         finish: Takes away what is kept for resuming, or waits for updates under way.
         undo: Closed when `apply` fails: takes back what is done to tensors, which `Snapshot` does not look into.
@@ -90,6 +91,7 @@ class Context:
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
     cleared: list[Callable[[Iterable[nn.Parameter]], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
+    is_loading: bool = False
     resumed_steps: int = 0
     finish: Callable[[], None] | None = None
     undo: ExitStack = field(default_factory=ExitStack)

@@ -91,7 +91,7 @@ class SsdOptimizer:
             watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update, before=self._loads_begin)
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         if chosen is None:
-            self._optimizer.register_load_state_dict_post_hook(lambda _: self._take_in_state())
+            self._optimizer.register_load_state_dict_post_hook(lambda _: None if context.is_loading else self._take_in_state())
         self._last: LastStep | None = None
         if keep and chosen is None:
             self._keep_steps(context, KeptPieces(self._pieces, self._optimizer))

@@ -110,6 +110,16 @@ def test_state_that_is_loaded_goes_to_its_tier_at_once(technique: ZeroInfinity) 
     assert all(torch.equal(mine[name], value) for name, value in wanted.items())
 
 
+def test_a_whole_load_writes_each_piece_once() -> None:
+    workload, model, optimizer, tuned = started(ZeroInfinity(kind="zero_infinity"))
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    saved = tuned.state_dict()
+    COUNTERS.take()
+    tuned.load_state_dict(saved)
+    moved = COUNTERS.take()
+    assert moved["ssd_write"] == moved["ssd_read"] == 12 * sum(each.numel() for each in model.parameters())
+
+
 def predicted(technique: ZeroInfinity, micro_batches: int) -> Step:
     rewriter = Rewriter(recording_of(ZOO["tied"]), target_of())
     execution = {"micro_batch": 2, "accumulate": micro_batches}
