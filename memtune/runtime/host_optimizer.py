@@ -139,7 +139,9 @@ class HostOptimizer:
         return closing
 
     def _updates(self) -> dict[nn.Parameter, int]:
-        """Versions of all that a step updates, on the host and on the device."""
+        """Versions of all that a step of the optimizer's own updates, on the host and on the device."""
+        if self._native is not None:
+            return {}
         return {each: each._version for each in (*self._stays, *(host for _, host in self._pairs))}
 
     def _has_updated(self) -> bool:
