@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
-from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_update import zeros_in_order_of
 from memtune.runtime.ssd_optimizer import SsdOptimizer
@@ -52,9 +51,6 @@ class HostPieces(SsdOptimizer):
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
     """
-
-    def __init__(self, context: Context, *, master: bool, ahead: int) -> None:
-        super().__init__(context, master=master, ahead=ahead)
 
     def _piece(self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> Piece:
         names, weight = self._native.moment_names(group), weight.detach()
