@@ -303,6 +303,15 @@ def native_update_bytes(step: Step) -> I64:
     return 12 * columns.numel + 2 * moments
 
 
+@functools.lru_cache(maxsize=64)
+def state_bytes(step: Step) -> I64:
+    """(parameters,) bytes of the optimizer's state, its counters too."""
+    state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)
+    found: I64 = np.bincount(step.owner[state], step.bytes[state], len(step.parameters)).astype(np.int64)
+    found.flags.writeable = False
+    return found
+
+
 @functools.lru_cache(maxsize=8)
 def whole_state(step: Step) -> I32:
     """State storages as large as their parameter; the others count steps."""

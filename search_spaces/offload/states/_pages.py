@@ -17,9 +17,9 @@ from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.pieces import in_blocks
 from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd, swept_from_ssd
 from memtune.passes.stays import cannot_part
-from memtune.passes.stream import sizes_in_blocks, stream_parameters
+from memtune.passes.stream import sizes_in_blocks, state_bytes, stream_parameters
 from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
-from memtune.program import Kind, Program, Step
+from memtune.program import Program, Step
 from memtune.remembered import remembered
 from memtune.residency import Units
 from memtune.runtime.context import Context
@@ -110,9 +110,7 @@ def _most_cached(program: Program, spare_bytes: int) -> int:
     Their gradients land last, when most activations are gone, and their pages are those that are waited for.
     """
     step, columns = program.step, columns_of(program.step.parameters)
-    state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)
-    n_bytes = np.bincount(step.owner[state], step.bytes[state], len(columns.block))
-    n_bytes += np.where(columns.gradient >= 0, step.bytes[columns.gradient], 0)
+    n_bytes = state_bytes(step) + np.where(columns.gradient >= 0, step.bytes[columns.gradient], 0)
     taken = np.cumsum(n_bytes[in_blocks(step)])
     return min(int(np.searchsorted(taken, spare_bytes, side="right")), len(taken) - 1)
 

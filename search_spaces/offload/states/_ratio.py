@@ -12,7 +12,8 @@ from memtune.passes.gradients_down import Early, optimizer_beside_backward
 from memtune.passes.host_optimizer import Native
 from memtune.passes.landings import parameter_bytes
 from memtune.passes.partly_down import partly_beside_backward
-from memtune.program import Kind, Program, Step
+from memtune.passes.stream import state_bytes
+from memtune.program import Program, Step
 from memtune.remembered import remembered
 
 _BY_COST = 6
@@ -73,8 +74,6 @@ def _trained_bytes(step: Step) -> list[int]:
 
 def _bytes_there(step: Step) -> list[int]:
     """What each trained parameter takes while its state stays: the state, and its gradient until the step."""
-    columns = columns_of(step.parameters)
-    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.owner >= 0) & (step.producer < 0))
-    found = np.bincount(step.owner[state], step.bytes[state], len(columns.numel)).astype(np.int64) + parameter_bytes(step)
-    sizes: list[int] = found[columns.trainable].tolist()
+    found = state_bytes(step) + parameter_bytes(step)
+    sizes: list[int] = found[columns_of(step.parameters).trainable].tolist()
     return sizes

@@ -10,10 +10,10 @@ from memtune.hardware import Hardware
 from memtune.parameters import columns_of
 from memtune.passes.pieces import in_blocks
 from memtune.passes.stays import cannot_part
-from memtune.passes.stream import sizes_in_blocks
+from memtune.passes.stream import sizes_in_blocks, state_bytes
 from memtune.planners.chunks import ChunkPlan
 from memtune.planners.staying_chunks import OnDevice, Seconds, all_there, cheapest_split, most_in_margin, staying_of
-from memtune.program import I64, Kind, Program, Step
+from memtune.program import Program, Step
 from memtune.residency import Units
 from memtune.search_spaces.offload.states._chunks import are_rows, beside, in_chunks
 
@@ -79,7 +79,7 @@ def on_device(step: Step) -> OnDevice:
     weight = (columns.numel * columns.itemsize)[mine]
     has = columns.gradient[mine] >= 0
     summed = has & (step.producer[columns.gradient[mine]] < 0)
-    always = weight + _state_bytes(step)[mine] + np.where(summed, weight, 0)
+    always = weight + state_bytes(step)[mine] + np.where(summed, weight, 0)
     landed = np.where(has & ~summed, weight, 0)
     return OnDevice(tuple(always.tolist()), tuple(landed.tolist()), tuple(columns.block[mine].tolist()))
 
@@ -90,14 +90,7 @@ def seconds_of(step: Step, hardware: Hardware) -> Seconds:
     columns, mine = columns_of(step.parameters), in_blocks(step)
     weight = (columns.numel * columns.itemsize)[mine]
     down = np.where(columns.gradient[mine] >= 0, weight, 0)
-    update = np.where(columns.gradient[mine] >= 0, 3 * weight + 2 * _state_bytes(step)[mine], 0)
+    update = np.where(columns.gradient[mine] >= 0, 3 * weight + 2 * state_bytes(step)[mine], 0)
     host_s = down / hardware.device_to_host_bytes_per_s + update / hardware.host_adam_bytes_per_s
     device_s = update / hardware.memory_bytes_per_s
     return Seconds(hardware.host_to_device_bytes_per_s, tuple(host_s.tolist()), tuple(device_s.tolist()))
-
-
-def _state_bytes(step: Step) -> I64:
-    """(parameters,) of the optimizer."""
-    state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)
-    found: I64 = np.bincount(step.owner[state], step.bytes[state], len(step.parameters)).astype(np.int64)
-    return found
