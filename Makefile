@@ -10,7 +10,7 @@ SHELL := /bin/bash -o pipefail
 PYTHON ?= python3
 VENV ?= .venv
 VENV_ARGS ?=
-EXTRAS ?= ray,report,gpu,hf,dev
+EXTRAS ?= ray,gpu,hf,dev
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-layout bench-order bench-plan bench-sharding bench-offload gpu-check clean
+.PHONY: help setup demo test test-rates test-slow test-native lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-sharding bench-offload gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -54,6 +54,11 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 test: setup test-native  ## all tests but the slow ones and those that need a GPU
 	$(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
+SPEEDS := 0.1 10
+
+test-rates: setup  ## the same on a CPU a tenth and ten times as fast: no assertion may depend on it
+	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit; done
+
 test-slow: setup  ## the tests marked slow
 	$(BIN)/pytest -m 'slow and not gpu' $(PYTEST_ARGS)
 
@@ -66,6 +71,9 @@ lint: setup  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+report: setup  ## list files over 700 lines and functions over 60
+	$(BIN)/python tests/size_report.py
 
 format: setup  ## sort imports and lay out the Python code
 	$(BIN)/ruff check --fix --select I .

@@ -1,1 +1,1 @@
-"""How to choose: record, predict, search, show."""
+"""Record a training step, predict candidates, search among them and show the search."""

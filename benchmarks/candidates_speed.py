@@ -1,11 +1,13 @@
 """Candidates rewritten and scored per second: a 24-block GPT, recorded for real, on one core.
 
-    python benchmarks/candidates_speed.py [--json] [--layers 24] [--ranks 1] [--device cuda] [--without planned,tsplit]
+    python benchmarks/candidates_speed.py [--json] [--layers 24] [--ranks 1] [--device cuda] [--without
+    planned,tsplit]
 
-Of a space that a search does not score whole, the sample is scored that the search begins with; `--without` leaves kinds out, as
-those whose planners solve for every candidate. A candidate is one choice for every slot; candidates that become the same program
-(allocator knobs, a degree that is all ranks) share its simulation, so the table also counts distinct programs. Rates are of the
-CPU time of this process, which other work on the machine does not lengthen; `seconds` is the time on the clock.
+Of a space that a search does not score whole, the sample is scored that the search begins with; `--without`
+leaves kinds out, as those whose planners solve for every candidate. A candidate is one choice for every slot;
+candidates that become the same program (allocator knobs, a degree that is all ranks) share its simulation, so
+the table also counts distinct programs. Rates are of the CPU time of this process, which other work on the
+machine does not lengthen; `seconds` is the time on the clock.
 """
 
 from __future__ import annotations
@@ -57,22 +59,24 @@ def batch(size):
 
 def loss(model, batch):
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-"""
+"""  # noqa: E501
 
 
 def measure(layers: int, ranks: int, device: str, without: frozenset[str]) -> dict[str, object]:
-    """Build the space of the GPT on `ranks` H100 (or CPU processes) and score what a search scores first, each candidate once."""
+    """Build the space of the GPT on `ranks` H100 (or CPU processes) and score what a search scores first,
+    each candidate once.
+    """
     from dataclasses import replace
 
     import torch
 
     from memtune import hardware
-    from memtune.autotune.candidates import Rewriter
-    from memtune.autotune.record import record
-    from memtune.autotune.scoring import Scorer, settled
-    from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, build_space
+    from memtune.autotune.record.recorder import record
+    from memtune.autotune.space.candidates import Rewriter
+    from memtune.autotune.space.scoring import Scorer, rare_collections
+    from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, build_space
     from memtune.technique import Reason, Target
-    from memtune.workload import Workload
+    from memtune.workload.workload import Workload
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -82,13 +86,16 @@ def measure(layers: int, ranks: int, device: str, without: frozenset[str]) -> di
     target = hardware.detect("cpu") if device == "cpu" else hardware.find("h100-80g")
     scorer = Scorer(Rewriter(recording, Target(target, ranks, 80 << 30)))
     space = build_space(scorer.rewriter, 32 * ranks)
-    kept = {slot: tuple(each for each in techniques if each.kind not in without) for slot, techniques in space.slots.items()}
+    kept = {
+        slot: tuple(each for each in techniques if each.kind not in without)
+        for slot, techniques in space.slots.items()
+    }
     space = replace(space, slots=kept)
     choices = list(space) if space.size <= ENUMERATE_UP_TO else space.sample(SAMPLE, 0)
     scored = refused = 0
     predictions: dict[int, object] = {}  # one object per program
     started, cpu_started = time.perf_counter(), time.process_time()
-    with settled():
+    with rare_collections():
         for choice in choices:
             found = scorer.score(choice)
             if isinstance(found, Reason):
@@ -102,7 +109,7 @@ def measure(layers: int, ranks: int, device: str, without: frozenset[str]) -> di
         "layers": layers,
         "ranks": ranks,
         "device": device,
-        "ops": recording.step.n_ops,
+        "ops": recording.step.ops.n,
         "record_s": round(recording.record_s, 2),
         "without": sorted(without),
         "space": space.size,

@@ -13,10 +13,13 @@ from pathlib import Path
 import torch
 
 from memtune import hardware
-from memtune.autotune.record import record
-from memtune.search_spaces.recompute._checkmate import Found, schedule_for
-from memtune.search_spaces.recompute._place import Place
-from memtune.workload import Workload
+from memtune.autotune.record.recorder import record
+from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import (
+    CheckmateSchedule,
+    schedule_for,
+)
+from memtune.search_spaces.recompute._schedule_planner.placement import Place
+from memtune.workload.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,21 +29,33 @@ def _solving(path: Path, nodes: int, share: float) -> dict[str, object]:
     started = time.perf_counter()
     found = schedule_for(Place(step, hardware.detect("cpu")), None, share, nodes, 0.0)
     solve_s = time.perf_counter() - started
-    assert isinstance(found, Found)
+    assert isinstance(found, CheckmateSchedule)
     return {
-        "model": path.stem, "ops": step.n_ops, "nodes": found.n_nodes, "share": share, "solve_s": solve_s,
-        "plain_bytes": found.plain_bytes, "budget_bytes": found.budget_bytes, "peak_bytes": found.peak_bytes,
+        "model": path.stem,
+        "ops": step.ops.n,
+        "nodes": found.n_nodes,
+        "share": share,
+        "solve_s": solve_s,
+        "plain_bytes": found.plain_bytes,
+        "budget_bytes": found.budget_bytes,
+        "peak_bytes": found.peak_bytes,
         "again_s": found.again_s,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     """Solve, print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="file for all figures")
     parser.add_argument("--nodes", type=int, nargs="*", default=[16, 24, 40])
     options = parser.parse_args()
-    solves = [_solving(ROOT / f"tests/zoo/{name}.py", nodes, 0.4) for name in ("gpt", "cnn_bn") for nodes in options.nodes]
+    solves = [
+        _solving(ROOT / f"tests/zoo/{name}.py", nodes, 0.4)
+        for name in ("gpt", "cnn_bn")
+        for nodes in options.nodes
+    ]
     for each in solves:
         print(each)
     if options.out:

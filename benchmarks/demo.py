@@ -1,10 +1,12 @@
-"""`make demo` several times over: whether it is right each time, how long it takes and what the search gained.
+"""`make demo` several times over: whether it is right each time, how long it takes and what the search
+gained.
 
     python benchmarks/demo.py [--runs 10] [--json FILE]
 
-Each run is `make demo` with a study of its own, on a machine that is otherwise idle. A run is right if the plain setting is out
-of memory, at least eight trials ran, the tuned setting fits the limit, nothing that was measured and fits is faster by more than
-the spread, the loss fell, and all of it took under five minutes. Ratios are of samples per second in the same run.
+Each run is `make demo` with a study of its own, on a machine that is otherwise idle. A run is right if the
+plain setting is out of memory, at least eight trials ran, the tuned setting fits the limit, nothing that was
+measured and fits is faster by more than the spread, the loss fell, and all of it took under five minutes.
+Ratios are of samples per second in the same run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def one_run(place: Path) -> dict[str, Any]:
     done = subprocess.run(["make", "-s", "demo", *words], cwd=ROOT, capture_output=True, text=True)
     wall_s = time.monotonic() - start
     if done.returncode:
-        said = "\n".join((done.stdout, done.stderr, tuned.read_text() if (tuned := place / "tuned.yaml").exists() else ""))
+        said = "\n".join(
+            (done.stdout, done.stderr, tuned.read_text() if (tuned := place / "tuned.yaml").exists() else "")
+        )
         (kept := Path(tempfile.gettempdir(), f"demo-failed-{os.getpid()}-{place.name}.log")).write_text(said)
         return {"wall_s": round(wall_s, 1), "wrong": [f"exit {done.returncode}: {kept}"]}
     events = [json.loads(line) for line in (place / "study" / "events.jsonl").read_text().splitlines()]
@@ -71,8 +75,12 @@ def judged(events: list[dict[str, Any]], losses: list[float], wall_s: float) -> 
         "trials": len(trials),
         "winner": won,
         "peak_of_limit": round(peak / budget, 3),
-        "times_as_fast_as": {name: round(median_s[of] / median_s[won], 3) for name, of in guards.items() if of in median_s},
-        "times_as_fast_as_next": round(min(each for name, each in median_s.items() if name != won) / median_s[won], 3),
+        "times_as_fast_as": {
+            name: round(median_s[of] / median_s[won], 3) for name, of in guards.items() if of in median_s
+        },
+        "times_as_fast_as_next": round(
+            min(each for name, each in median_s.items() if name != won) / median_s[won], 3
+        ),
         "losses": losses,
         "wrong": [what for what, holds in wrong.items() if holds],
     }
@@ -80,7 +88,9 @@ def judged(events: list[dict[str, Any]], losses: list[float], wall_s: float) -> 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows there as well")
     options = parser.parse_args()
@@ -90,7 +100,9 @@ def main() -> None:
             rows.append(one_run(Path(place)))
         print(number + 1, json.dumps(rows[-1], ensure_ascii=False), flush=True)
         if options.json:
-            options.json.write_text(json.dumps({"right": right(rows), "runs": rows}, indent=1, ensure_ascii=False) + "\n")
+            options.json.write_text(
+                json.dumps({"right": right(rows), "runs": rows}, indent=1, ensure_ascii=False) + "\n"
+            )
     print(f"{right(rows)} right")
     raise SystemExit(any(row["wrong"] for row in rows))
 

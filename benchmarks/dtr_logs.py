@@ -1,7 +1,8 @@
 """The operator logs of the DTR artifact as traces, read by the artifact's own rules.
 
-The logs are not part of memtune: `MEMTUNE_DTR_LOGS` says where they are. An in-place op is a copy followed by a write (the
-written tensor gets a storage of its own, as large as the whole one behind the argument); a view has no bytes of its own.
+The logs are not part of memtune: `MEMTUNE_DTR_LOGS` says where they are. An in-place op is a copy followed by
+a write (the written tensor gets a storage of its own, as large as the whole one behind the argument); a view
+has no bytes of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memtune.remat import Trace, TraceWriter
+from memtune.activations.eviction.policy import Trace, TraceWriter
 
 VARIABLE = "MEMTUNE_DTR_LOGS"
 _EXPENSIVE = ("conv", "mm", "matmul", "linear", "lstm", "bilinear")
-"""Parts of the names of ops whose outputs are not cheap (Coop: convolutions, products and their gradients)."""
+"""Parts of the names of ops whose outputs are not cheap (Coop: convolutions, products and their gradients).
+"""
 
 
 def folder() -> Path | None:
@@ -30,7 +32,9 @@ def folder() -> Path | None:
 def names() -> list[str]:
     """Names of the logs that are there."""
     found = folder()
-    return [] if found is None else sorted(path.name.removesuffix(".log.gz") for path in found.glob("*.log.gz"))
+    return (
+        [] if found is None else sorted(path.name.removesuffix(".log.gz") for path in found.glob("*.log.gz"))
+    )
 
 
 @cache

@@ -1,19 +1,24 @@
-"""What recompute decided op by op costs beside the plain model: online, frozen after warm-up, and as a schedule made before.
+"""What recompute decided op by op costs beside the plain model: online, frozen after warm-up, and as a
+schedule made before.
 
     python benchmarks/frozen_speed.py [--sizes 0.05,0.5,1] [--json FILE] [--markdown FILE]
 
-A GPT of six blocks (attention, layer norm, GELU, no dropout) is trained without an optimizer, in sizes at which the mean op of
-forward and backward takes about 0.05, 0.5 and 1 ms. The ways are timed in turn, round after round, in CPU seconds of this
-process, which other work on the machine does not lengthen; what is compared is the median of the ratios to the plain model of
-the same round. Views are no ops.
+A GPT of six blocks (attention, layer norm, GELU, no dropout) is trained without an optimizer, in sizes at
+which the mean op of forward and backward takes about 0.05, 0.5 and 1 ms. The ways are timed in turn, round
+after round, in CPU seconds of this process, which other work on the machine does not lengthen; what is
+compared is the median of the ratios to the plain model of the same round. Views are no ops.
 
-- `mode`: a dispatch mode that does nothing, below which nothing in Python can get that must see ops as they come.
-- `online, first run`: `dtr` decides while the model runs, and has nothing to evict; under a mode, as when ops are new.
+- `mode`: a dispatch mode that does nothing, below which nothing in Python can get that must see ops as they
+  come.
+- `online, first run`: `dtr` decides while the model runs, and has nothing to evict; under a mode, as when ops
+  are new.
 - `online`: the same as in all later runs, without a mode.
 - `warmed up`: what `online` decided, frozen.
 - `frozen`: the plain order as a frozen schedule.
-- `warmed up, tight`: what `dtr` decided at 80 % of the bytes, frozen; its second runs of ops are part of its time.
-- `online, tight`: the same decided while it runs; what it costs is taken beside `warmed up, tight`, which runs the same ops.
+- `warmed up, tight`: what `dtr` decided at 80 % of the bytes, frozen; its second runs of ops are part of its
+  time.
+- `online, tight`: the same decided while it runs; what it costs is taken beside `warmed up, tight`, which
+  runs the same ops.
 """
 
 from __future__ import annotations
@@ -34,19 +39,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtune.cores import cpu_threads
-from memtune.remat import DTR
-from memtune.runtime.capture import autocast_state, capture, shapes_of
-from memtune.runtime.frozen import FrozenRegion
-from memtune.runtime.online import OnlineRegion, OnlineSettings
-from memtune.runtime.op_facts import Costs
-from memtune.schedule import plain_schedule
+from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSettings
+from memtune.activations.eviction.op_metadata import Costs
+from memtune.activations.eviction.policy import DTR
+from memtune.activations.schedules.scheduled_region import FrozenRegion
+from memtune.hardware.cpu_cores import cpu_threads
+from memtune.program.op_schedule import plain_schedule
 
 CPU = torch.device("cpu")
 SIZES = {"0.05": (64, 8, 32), "0.5": (256, 8, 64), "1": (384, 8, 96)}
 """Width, batch and sequence by the milliseconds that a mean op takes, about."""
 LAYERS, HEADS, VOCAB = 6, 4, 256
-WAYS = ("plain", "mode", "online, first run", "online", "warmed up", "frozen", "warmed up, tight", "online, tight")
+WAYS = (
+    "plain",
+    "mode",
+    "online, first run",
+    "online",
+    "warmed up",
+    "frozen",
+    "warmed up, tight",
+    "online, tight",
+)
 BESIDE = {"online, tight": "warmed up, tight"}
 """What a way is compared with where it is not the plain model."""
 COSTS = Costs(1e11, 1e10, 5e-6)
@@ -63,7 +77,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, sequence, width)
         """One block."""
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1)
+        )
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.ln_2(x))
@@ -73,7 +90,9 @@ def gpt(width: int) -> nn.Module:
     """Embedding, blocks, head; the same weights each time."""
     torch.manual_seed(0)
     blocks = (Block(width) for _ in range(LAYERS))
-    return nn.Sequential(nn.Embedding(VOCAB, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False))
+    return nn.Sequential(
+        nn.Embedding(VOCAB, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+    )
 
 
 class Nothing(TorchDispatchMode):
@@ -116,10 +135,16 @@ def _step(net: nn.Module, tokens: Tensor) -> Callable[[], None]:
     return run
 
 
-def _online(width: int, budget_bytes: int, freeze_after: int = 0, *, follow: bool = True) -> tuple[nn.Module, OnlineRegion]:
+def _online(
+    width: int, budget_bytes: int, freeze_after: int = 0, *, follow: bool = True
+) -> tuple[nn.Module, OnlineRegion]:
     net = gpt(width)
     settings = OnlineSettings(
-        replace(DTR, in_place=True, forget=True), budget_bytes, COSTS, freeze_after=freeze_after, follow=follow
+        replace(DTR, in_place=True, forget=True),
+        budget_bytes,
+        COSTS,
+        freeze_after=freeze_after,
+        follow=follow,
     )
     region = OnlineRegion(net, torch.optim.SGD(net.parameters()), settings, CPU)
     region.install()
@@ -149,10 +174,18 @@ def measured(size: str, rounds: int) -> list[Row]:
             _step(plain, tokens)()
 
     nets = {
-        "online, first run": first, "online": free, "online, tight": tight,
-        "warmed up": warm, "warmed up, tight": warm_tight, "frozen": frozen,
-    }  # fmt: skip
-    ways = {"plain": _step(plain, tokens), "mode": under_mode, **{name: _step(net, tokens) for name, net in nets.items()}}
+        "online, first run": first,
+        "online": free,
+        "online, tight": tight,
+        "warmed up": warm,
+        "warmed up, tight": warm_tight,
+        "frozen": frozen,
+    }
+    ways = {
+        "plain": _step(plain, tokens),
+        "mode": under_mode,
+        **{name: _step(net, tokens) for name, net in nets.items()},
+    }
     for _ in range(2):  # captures, code, caches
         for run in ways.values():
             run()
@@ -178,27 +211,34 @@ def measured(size: str, rounds: int) -> list[Row]:
 def markdown(command: str, found: dict[str, Any], rows: list[Row]) -> str:
     """The page."""
     lines = [
-        "# What deciding op by op costs", "",
+        "# What deciding op by op costs",
+        "",
         f"`{command}` on {found['machine']['cpu']}, one thread, {found['rounds']} rounds, the ways in turn.",
-        "Ratios are medians of CPU time over the plain step's of the same round. `over` is what a way adds for each op of the",
-        "plain step; for `online, tight` beside `warmed up, tight`, which runs the same ops again.", "",
+        (
+            "Ratios are medians of CPU time over the plain step's of the same round. `over` is what a way"
+            " adds for each op of the"
+        ),
+        "plain step; for `online, tight` beside `warmed up, tight`, which runs the same ops again.",
+        "",
         "| mean op | ops | way | ratio to plain | over, µs an op | over, part of a step | ops again |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         if row.way != "plain":
             share = row.us_per_op / row.plain_us_per_op
             again = row.replays or ""
             lines.append(
-                f"| {row.plain_us_per_op / 1e3:.3f} ms | {row.ops} | {row.way} | {row.ratio:.3f} | {row.us_per_op:.1f} | "
-                f"{share:+.1%} | {again} |"
+                f"| {row.plain_us_per_op / 1e3:.3f} ms | {row.ops} | {row.way} | {row.ratio:.3f} |"
+                f" {row.us_per_op:.1f} | {share:+.1%} | {again} |"
             )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Measure, print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default=",".join(SIZES), help="of these, with commas between")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")

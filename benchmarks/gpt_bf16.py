@@ -1,4 +1,6 @@
-"""examples/gpt.py with its weights in bf16, as large fine-tunes hold them; MEMTUNE_GPT_* settings are that file's."""
+"""examples/gpt.py with its weights in bf16, as large fine-tunes hold them; MEMTUNE_GPT_* settings are that
+file's.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Predicted against measured on this machine: searches examples/gpt.py under two budgets and writes every trial's numbers.
+"""Predicted against measured on this machine: searches examples/gpt.py under two budgets and writes every
+trial's numbers.
 
-    python benchmarks/gpu.py                      # CUDA: 1.3B parameters, under 24 GiB and under the whole card
-    python benchmarks/gpu.py --device cpu         # the same code path on CPU, with the tiny GPT
+    python benchmarks/gpu.py                      # CUDA: 1.3B parameters, under 24 GiB and under the whole
+    card python benchmarks/gpu.py --device cpu         # the same code path on CPU, with the tiny GPT
 
-Results go to `benchmarks/results/<device name>/<budget>.json`: for every trial its settings, status, predicted and measured
-peak allocated, peak reserved and step time; with them the medians of the relative errors.
+Results go to `benchmarks/results/<device name>/<budget>.json`: for every trial its settings, status,
+predicted and measured peak allocated, peak reserved and step time; with them the medians of the relative
+errors.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     """Run one search per budget; exit code of the worst."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--time", default="3m", help="time limit of each search")
@@ -40,12 +44,16 @@ def main() -> int:
         worst = max(worst, code)
         report["errors"] = _errors(report.get("trials", []))
         (folder / f"{_slug(budget)}.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{name} {budget}: {len(report.get('trials', []))} trials, errors {report['errors']}", flush=True)
+        print(
+            f"{name} {budget}: {len(report.get('trials', []))} trials, errors {report['errors']}", flush=True
+        )
     return worst
 
 
 def measured_before(file: Path, rows: list[dict[str, Any]], asked: bool) -> list[dict[str, Any]]:
-    """`rows`, those that ran when `file` was written as they are in it; all anew unless that was `asked` for."""
+    """`rows`, those that ran when `file` was written as they are in it; all anew unless that was
+    `asked` for.
+    """
     if not asked or not file.exists():
         return rows
     known = {row["case"]: row for row in json.loads(file.read_text())["cases"] if row.get("status") == "ok"}
@@ -74,12 +82,31 @@ def _searches(device: str) -> tuple[list[str], str]:
 def _search(arguments: argparse.Namespace, budget: str, size: str) -> tuple[dict[str, Any], int]:
     with tempfile.TemporaryDirectory() as place:
         command = [
-            *(sys.executable, "-m", "memtune", "search", str(ROOT / "examples" / "gpt.py"), "--device", arguments.device),
+            *(
+                sys.executable,
+                "-m",
+                "memtune",
+                "search",
+                str(ROOT / "examples" / "gpt.py"),
+                "--device",
+                arguments.device,
+            ),
             *(("--workers", "1") if arguments.device == "cpu" else ("--gpus", "1")),
-            *("--max-memory", budget, "--trials", str(arguments.trials), "--time", arguments.time, "--executor", "local"),
+            *(
+                "--max-memory",
+                budget,
+                "--trials",
+                str(arguments.trials),
+                "--time",
+                arguments.time,
+                "--executor",
+                "local",
+            ),
             *("--out", f"{place}/tuned.yaml", "--json"),
         ]
-        done = subprocess.run(command, cwd=place, env={**os.environ, "MEMTUNE_GPT_SIZE": size}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=place, env={**os.environ, "MEMTUNE_GPT_SIZE": size}, capture_output=True, text=True
+        )
     sys.stderr.write(done.stderr[-2000:])
     try:
         return json.loads(done.stdout), done.returncode

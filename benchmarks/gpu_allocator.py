@@ -1,13 +1,15 @@
-"""Allocators under real training: what each reserves, what it costs, and whether the replay puts them in the right order.
+"""Allocators under real training: what each reserves, what it costs, and whether the replay puts them in the
+right order.
 
     python benchmarks/gpu_allocator.py                # CUDA: the GPT of 350M parameters
     python benchmarks/gpu_allocator.py --device cpu   # the same code path on CPU, with the tiny GPT
 
-Every allocator trains the same steps in a process of its own: of equal batches, and of batches of several sizes in turn, plain,
-with recompute and with offload. Of each: peak reserved / peak allocated bytes, the median time of a step (the last half of them),
-the driver calls after ten steps, and the reserved bytes that the replay predicts. Bars: `planned_layout` reserves 1.02 of what is
-allocated and `gmlake` 1.10; both take 1.02 of native's time and call the driver no more. At last, data is written through a
-stitched block and read back. Results go to `benchmarks/results/<device name>/allocators.json`.
+Every allocator trains the same steps in a process of its own: of equal batches, and of batches of several
+sizes in turn, plain, with recompute and with offload. Of each: peak reserved / peak allocated bytes, the
+median time of a step (the last half of them), the driver calls after ten steps, and the reserved bytes that
+the replay predicts. Bars: `planned_layout` reserves 1.02 of what is allocated and `gmlake` 1.10; both take
+1.02 of native's time and call the driver no more. At last, data is written through a stitched block and read
+back. Results go to `benchmarks/results/<device name>/allocators.json`.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ import torch
 from gpu import ROOT, device_name, measured_before
 
 from memtune import _native, hardware
-from memtune.arena_settings import ArenaSettings
-from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import record
-from memtune.autotune.translate import translate
-from memtune.program import Program
-from memtune.runtime import arena
-from memtune.runtime.ledger import Ledger
+from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.translate.translation import translate
+from memtune.memory import arena
+from memtune.memory.arena_settings import ArenaSettings
+from memtune.memory.ledger import Ledger
+from memtune.program.step import Program
 from memtune.search_spaces import find
 from memtune.technique import Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 WORKLOAD = ROOT / "examples" / "gpt.py"
 SETTLED, BATCH, MIB = 10, 6, 1 << 20
@@ -89,14 +91,18 @@ def replayed(rows: list[Row], device: str) -> None:
 
 def in_a_process(arguments: list[str], env: dict[str, str]) -> Row:
     """What this file says when it runs with `arguments`, in a fresh process."""
-    done = subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, **env}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments], env={**os.environ, **env}, capture_output=True, text=True
+    )
     if done.returncode != 0:
         return {"status": "crash", "reason": done.stderr[-1000:]}
     return {"status": "ok", **json.loads(done.stdout.splitlines()[-1])}
 
 
 def train(settings: dict[str, Any], sizes: list[int], steps: int, device: str) -> Row:
-    """Steps of these batch sizes in turn; peaks are those after the first ten, times those of the last half."""
+    """Steps of these batch sizes in turn; peaks are those after the first ten, times those of the last
+    half.
+    """
     torch.manual_seed(0)
     workload, where = Workload.load(WORKLOAD), torch.device(device)
     ledger = Ledger.open(where)
@@ -135,7 +141,10 @@ def read_back(device: str) -> Row:
     stitched = torch.full((60 * MIB,), 77, dtype=torch.uint8, device=device)
     return {
         "stitched": _native.arena_statistics(number).states[2] - before,
-        "right": bool((stitched == 77).all()) and all(bool((each == 2 * i + 1).all()) for i, each in enumerate(blocks)),
+        "right": (
+            bool((stitched == 77).all())
+            and all(bool((each == 2 * i + 1).all()) for i, each in enumerate(blocks))
+        ),
     }
 
 
@@ -150,7 +159,9 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
 
 
 def judged(rows: list[Row], stitched: Row) -> dict[str, Any]:
-    """Each bar: what was found, and whether it holds. Figures of time and native's bytes mean something on a GPU alone."""
+    """Each bar: what was found, and whether it holds. Figures of time and native's bytes mean something on a
+    GPU alone.
+    """
     ran = [row for row in rows if row["status"] == "ok"]
     native_s = {(row["under"], row["sizes"]): row["step_s"] for row in ran if row["kind"] == "native"}
     found: dict[str, Any] = {"cases": len(rows), "ran": len(ran), "stitched_data_reads_back": stitched}
@@ -164,17 +175,27 @@ def judged(rows: list[Row], stitched: Row) -> dict[str, Any]:
         if not own:
             continue
         ratios = {
-            sizes: max((row["reserved_bytes"] / row["allocated_bytes"] for row in own if row["sizes"] == sizes), default=0.0)
+            sizes: max(
+                (row["reserved_bytes"] / row["allocated_bytes"] for row in own if row["sizes"] == sizes),
+                default=0.0,
+            )
             for sizes in SIZES
         }
         worst = ratios["equal"] if kind == "planned_layout" else max(ratios.values())
         steady = [row["driver_calls_once_settled"] for row in own if row["sizes"] == "equal"]
-        slower = [row["step_s"] / native_s[row["under"], row["sizes"]] for row in own if (row["under"], row["sizes"]) in native_s]
+        slower = [
+            row["step_s"] / native_s[row["under"], row["sizes"]]
+            for row in own
+            if (row["under"], row["sizes"]) in native_s
+        ]
         found[kind] = {
-            "reserved_by_allocated": ratios, "bar": bar, "within": 0 < worst <= bar,
+            "reserved_by_allocated": ratios,
+            "bar": bar,
+            "within": 0 < worst <= bar,
             "driver_calls_once_settled": max(steady, default=None),
-            "step_by_native": statistics.median(slower) if slower else None, "step_bar": TIME_BAR,
-        }  # fmt: skip
+            "step_by_native": statistics.median(slower) if slower else None,
+            "step_bar": TIME_BAR,
+        }
     return found
 
 
@@ -185,7 +206,9 @@ def written(file: Path, rows: list[Row], found: dict[str, Any]) -> None:
 
 def main() -> int:
     """Replay all, train all, write; exit code 1 where something did not run or reads back wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--limit", type=int, help="only so many cases, spread over all")
@@ -195,9 +218,19 @@ def main() -> int:
     parser.add_argument("--read-back", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.train or asked.read_back:
-        print(json.dumps(train(**json.loads(asked.train), device=asked.device) if asked.train else read_back(asked.device)))
+        print(
+            json.dumps(
+                train(**json.loads(asked.train), device=asked.device)
+                if asked.train
+                else read_back(asked.device)
+            )
+        )
         return 0
-    os.environ |= {"MEMTUNE_GPT_SIZE": "tiny", "OMP_NUM_THREADS": "1"} if asked.device == "cpu" else {"MEMTUNE_GPT_SIZE": "350m"}
+    os.environ |= (
+        {"MEMTUNE_GPT_SIZE": "tiny", "OMP_NUM_THREADS": "1"}
+        if asked.device == "cpu"
+        else {"MEMTUNE_GPT_SIZE": "350m"}
+    )
     rows = rows_of(asked.device)
     rows = rows[:: -(-len(rows) // asked.limit)] if asked.limit else rows
     replayed(rows, asked.device)
@@ -208,7 +241,9 @@ def main() -> int:
         if "status" in row:
             continue
         what = json.dumps({"settings": row["settings"], "sizes": SIZES[row["sizes"]], "steps": asked.steps})
-        row |= in_a_process(["--device", asked.device, "--train", what], find("allocator", row["kind"])().env())
+        row |= in_a_process(
+            ["--device", asked.device, "--train", what], find("allocator", row["kind"])().env()
+        )
         print(row["under"], row["sizes"], row["kind"], row["status"], row.get("reason", ""), flush=True)
         written(file, rows, {})
     stitched = in_a_process(["--device", asked.device, "--read-back"], find("allocator", "gmlake")().env())

@@ -1,11 +1,14 @@
-"""Forty settings of examples/gpt.py, each predicted and then run: peak allocated, peak reserved and step time.
+"""Forty settings of examples/gpt.py, each predicted and then run: peak allocated, peak reserved and step
+time.
 
     python benchmarks/gpu_cases.py                # CUDA: the GPT of 350M parameters
-    python benchmarks/gpu_cases.py --device cpu   # the same code path on CPU, with the tiny GPT and no allocator settings
+    python benchmarks/gpu_cases.py --device cpu   # the same code path on CPU, with the tiny GPT and no
+    allocator settings
 
-The cases were committed before the first measurement. Every prediction is made before any trial, from the tables and what
-`memtune doctor --calibrate` stored, so nothing is fitted to what is measured. Results go to
-`benchmarks/results/<device name>/cases.json`: a line per case, with the medians and the worst of the relative errors.
+The cases were committed before the first measurement. Every prediction is made before any trial, from the
+tables and what `memtune doctor --calibrate` stored, so nothing is fitted to what is measured. Results go to
+`benchmarks/results/<device name>/cases.json`: a line per case, with the medians and the worst of the relative
+errors.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from typing import Any
 from gpu import ROOT, device_name, measured_before
 
 from memtune import hardware
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import record
-from memtune.autotune.scoring import Scorer
-from memtune.autotune.translate import translate
-from memtune.autotune.trials import run_trial
-from memtune.runtime.workspace import WorkspaceTable
+from memtune.autotune.record.recorder import record
+from memtune.autotune.search.trials import run_trial
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.scoring import Scorer
+from memtune.autotune.translate.translation import translate
+from memtune.memory.workspace import WorkspaceTable
 from memtune.technique import Reason, Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 BATCHES = (2, 6, 12)
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -47,7 +50,9 @@ Case = dict[str, Any]
 
 
 def cases() -> Iterator[Case]:
-    """Both types, three batches and four kinds of recompute; at the middle batch also with offload and the other allocator."""
+    """Both types, three batches and four kinds of recompute; at the middle batch also with offload and the
+    other allocator.
+    """
     for bf16, batch, recompute in itertools.product((0, 1), BATCHES, RECOMPUTE):
         extras: list[dict[str, Any]] = [{}, COPY_OUT, EXPANDABLE] if batch == BATCHES[1] else [{}]
         for extra in extras:
@@ -92,7 +97,9 @@ def measured(row: Case, device: str) -> Case:
 
 
 def errors(rows: list[Case]) -> dict[str, Any]:
-    """Median and worst relative error of each figure, and how many peaks lie above the interval that was given."""
+    """Median and worst relative error of each figure, and how many peaks lie above the interval that was
+    given.
+    """
     ran = [row for row in rows if row["status"] == "ok"]
     found: dict[str, Any] = {"cases": len(rows), "ran": len(ran)}
     for name in FIGURES:
@@ -102,19 +109,27 @@ def errors(rows: list[Case]) -> dict[str, Any]:
             found[name] = {"median": round(statistics.median(sizes), 4), "worst": round(sizes[-1], 4)}
             found[name]["under"] = sum(each < 0 for each in off)
     highest = {row["case"]: row["predicted"]["interval"]["peak_high_bytes"] for row in ran}
-    found["above_interval"] = sum(row["measured"]["peak_allocated_bytes"] > highest[row["case"]] for row in ran)
+    found["above_interval"] = sum(
+        row["measured"]["peak_allocated_bytes"] > highest[row["case"]] for row in ran
+    )
     return found
 
 
 def main() -> int:
     """Predict all, run all, write after every trial; exit code 1 if a trial failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--limit", type=int, help="only so many cases, spread over all")
     parser.add_argument("--resume", action="store_true", help="keep what the results already have")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
-    os.environ |= {"MEMTUNE_GPT_SIZE": "tiny", "OMP_NUM_THREADS": "1"} if asked.device == "cpu" else {"MEMTUNE_GPT_SIZE": "350m"}
+    os.environ |= (
+        {"MEMTUNE_GPT_SIZE": "tiny", "OMP_NUM_THREADS": "1"}
+        if asked.device == "cpu"
+        else {"MEMTUNE_GPT_SIZE": "350m"}
+    )
     wanted = list(cases())
     rows = predicted(wanted[:: -(-len(wanted) // asked.limit)] if asked.limit else wanted, asked.device)
     file = asked.results / device_name(asked.device) / "cases.json"

@@ -1,16 +1,19 @@
-"""Offload on one GPU: copies against bare ones, hidden activations, a 7B fine-tune under 40 GiB, the largest model.
+"""Offload on one GPU: copies against bare ones, hidden activations, a 7B fine-tune under 40 GiB, the largest
+model.
 
     python benchmarks/gpu_offload.py                       # CUDA: all four; 10 minutes and more
     python benchmarks/gpu_offload.py link hidden           # the short ones
     python benchmarks/gpu_offload.py --resume fine-tune    # goes on with the families that have not run
     python benchmarks/gpu_offload.py --device cpu          # the same code paths on CPU, with the tiny GPT
-    python benchmarks/gpu_offload.py --predict h200        # what is predicted of a GPU that is not here; nothing runs
+    python benchmarks/gpu_offload.py --predict h200        # what is predicted of a GPU that is not here;
+    nothing runs
 
-Bars: copies have 0.90 of a bare pinned copy's rate. Offloaded activations cost 1.03 of a step at most while their bytes take the
-link no longer than forward computes. The fastest family has 1.3 of the tokens a second of DeepSpeed's ZeRO-Offload, where that is
-installed. The largest model has 0.90 of the parameters that card, host and SSD together hold at 16 bytes each: weight and
-gradient in bf16; weight and two moments in fp32. Predictions are made before each trial and written beside what it measures, in
-`benchmarks/results/<device name>/offload.json`. A budget is a cap on torch's allocator; the SSD is MEMTUNE_OFFLOAD_DIR's.
+Bars: copies have 0.90 of a bare pinned copy's rate. Offloaded activations cost 1.03 of a step at most while
+their bytes take the link no longer than forward computes. The fastest family has 1.3 of the tokens a second
+of DeepSpeed's ZeRO-Offload, where that is installed. The largest model has 0.90 of the parameters that card,
+host and SSD together hold at 16 bytes each: weight and gradient in bf16; weight and two moments in fp32.
+Predictions are made before each trial and written beside what it measures, in `benchmarks/results/<device
+name>/offload.json`. A budget is a cap on torch's allocator; the SSD is MEMTUNE_OFFLOAD_DIR's.
 """
 
 from __future__ import annotations
@@ -31,19 +34,21 @@ from typing import Any
 import torch
 from gpu import ROOT, device_name, measured_before
 
-import memtune.ops
+import memtune.runtime.seam
 from memtune import hardware
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import record
-from memtune.autotune.scoring import Scorer
-from memtune.autotune.translate import translate
-from memtune.autotune.trials import run_trial
-from memtune.config import TunedConfig, load_config
-from memtune.hardware import Hardware
-from memtune.program import Recording
-from memtune.runtime import host_memory, offload_dir, transfer
+from memtune.autotune.record.recorder import record
+from memtune.autotune.search.trials import run_trial
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.scoring import Scorer
+from memtune.autotune.translate.translation import translate
+from memtune.config.tuned_config import TunedConfig, load_config
+from memtune.hardware.spec import Hardware
+from memtune.offload.optimizer import host_capacity
+from memtune.program.step import Recording
+from memtune.runtime import transfer
+from memtune.ssd import offload_dir
 from memtune.technique import Reason, Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 WORKLOAD = ROOT / "benchmarks" / "gpt_bf16.py"
 GIB, CAP_GIB, BYTES_A_PARAMETER = 1 << 30, 40, 16
@@ -77,14 +82,23 @@ def rates(device: torch.device, n_bytes: int) -> list[Row]:
         transfer.finish(host)
 
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "host_to_device": (lambda: ops.copy_to_device_(there, host), lambda: there.copy_(host, non_blocking=True)),
+        "host_to_device": (
+            lambda: ops.copy_to_device_(there, host),
+            lambda: there.copy_(host, non_blocking=True),
+        ),
         "device_to_host": (down, lambda: host.copy_(there, non_blocking=True)),
     }
     return [
-        {"case": f"link {name}", "status": "ok", "bytes_per_s": (ours := _rate(mine, n_bytes, device)),
-         "bare_bytes_per_s": (bare := _rate(plain, n_bytes, device)), "ratio": ours / bare, "bar": LINK_BAR}
+        {
+            "case": f"link {name}",
+            "status": "ok",
+            "bytes_per_s": (ours := _rate(mine, n_bytes, device)),
+            "bare_bytes_per_s": (bare := _rate(plain, n_bytes, device)),
+            "ratio": ours / bare,
+            "bar": LINK_BAR,
+        }
         for name, (mine, plain) in pairs.items()
-    ]  # fmt: skip
+    ]
 
 
 def _rate(copy: Callable[[], object], n_bytes: int, device: torch.device) -> float:
@@ -108,7 +122,9 @@ def _recording(micro_batch: int, machine: Hardware, sized: tuple[tuple[str, str]
 
 def predicted(settings: Row, machine: Hardware, budget_bytes: int | None) -> tuple[Row, TunedConfig | None]:
     """What the simulator says of `settings`, and their config with its plans; or why they do not fit."""
-    sized = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("MEMTUNE_GPT_")))
+    sized = tuple(
+        sorted((name, value) for name, value in os.environ.items() if name.startswith("MEMTUNE_GPT_"))
+    )
     recording = _recording(settings["execution"]["micro_batch"], machine, sized)
     target = Target(machine, 1, budget_bytes)
     scorer, choice = Scorer(Rewriter(recording, target)), Choice.from_document(settings)
@@ -116,7 +132,15 @@ def predicted(settings: Row, machine: Hardware, budget_bytes: int | None) -> tup
     if isinstance(scored, Reason) or isinstance(found, Reason):
         return {"status": "unfit", "reason": str(scored if isinstance(scored, Reason) else found)}, None
     said = scored.prediction
-    names = ("peak_allocated_bytes", "host_peak_bytes", "ssd_peak_bytes", "step_s", "samples_per_s", "busy_s", "exposed_s")
+    names = (
+        "peak_allocated_bytes",
+        "host_peak_bytes",
+        "ssd_peak_bytes",
+        "step_s",
+        "samples_per_s",
+        "busy_s",
+        "exposed_s",
+    )
     row = {"status": "predicted", "predicted": {name: getattr(said, name) for name in names}}
     return row, load_config({"settings": settings}).model_copy(update={"plan": dict(found.plans)})
 
@@ -124,9 +148,15 @@ def predicted(settings: Row, machine: Hardware, budget_bytes: int | None) -> tup
 def tried(row: Row, config: TunedConfig, device: str, budget_bytes: int | None, steps: int) -> Row:
     """`row` with what a trial of `config` in a fresh process says."""
     result = run_trial(
-        str(WORKLOAD), config, device=device, executor="local", budget_bytes=budget_bytes, steps=steps, warmup_steps=1,
+        str(WORKLOAD),
+        config,
+        device=device,
+        executor="local",
+        budget_bytes=budget_bytes,
+        steps=steps,
+        warmup_steps=1,
         deadline_s=480,
-    )  # fmt: skip
+    )
     names = ("peak_allocated_bytes", "host_peak_bytes", "step_s", "samples_per_s", "link_bytes")
     measured = {name: getattr(result, name) for name in names}
     return {**row, "status": result.status, "reason": result.reason, "measured": measured}
@@ -151,12 +181,16 @@ class Bench:
         os.environ |= {f"MEMTUNE_GPT_{name}": str(value) for name, value in more.items()}
         return size
 
-    def one(self, case: str, slots: Row, micro_batch: int, budget_bytes: int | None = None, steps: int = 3) -> Row:
+    def one(
+        self, case: str, slots: Row, micro_batch: int, budget_bytes: int | None = None, steps: int = 3
+    ) -> Row:
         """A prediction and, where this run is more than that, a trial."""
         settings = {"execution": {"micro_batch": micro_batch}, **slots}
         row, config = predicted(settings, self.machine, budget_bytes)
         row = {"case": case, "settings": settings, **row}
-        return tried(row, config, self.device, budget_bytes, steps) if self.runs and config is not None else row
+        return (
+            tried(row, config, self.device, budget_bytes, steps) if self.runs and config is not None else row
+        )
 
     def link(self) -> list[Row]:
         """Rates of copies; they have no prediction."""
@@ -184,9 +218,11 @@ class Bench:
         return [*rows, *([deepspeed(cap, sequence(size))] if compared else [])]
 
     def largest(self, known: frozenset[str]) -> list[Row]:
-        """The deepest model that each way of offloading is predicted to train; the largest of them is trained."""
+        """The deepest model that each way of offloading is predicted to train; the largest of them is
+        trained.
+        """
         card = self.machine.usable_bytes(1) if not self.tiny else 64 << 20
-        host, ssd = host_memory.available_bytes() or 0, offload_dir.free_bytes() or 0
+        host, ssd = host_capacity.available_bytes() or 0, offload_dir.free_bytes() or 0
         limit = (card + host + ssd) // BYTES_A_PARAMETER
         best: tuple[int, str] = (0, "")
         for name, slots in LARGEST.items():
@@ -194,7 +230,11 @@ class Bench:
         layers, name = best
         self.sized("7b", LAYERS=max(layers, 1))
         case = f"largest {layers} layers, {name}"
-        row = {"case": case} if case in known or not layers else self.one(case, {**LARGEST[name], **FULL}, 1, card, steps=1)
+        row = (
+            {"case": case}
+            if case in known or not layers
+            else self.one(case, {**LARGEST[name], **FULL}, 1, card, steps=1)
+        )
         held = {"card_bytes": card, "host_bytes": host, "ssd_bytes": ssd, "limit_parameters": limit}
         parameters = _parameters() if layers else 0
         del os.environ["MEMTUNE_GPT_LAYERS"]
@@ -209,7 +249,8 @@ class Bench:
             row, _ = predicted({"execution": {"micro_batch": 1}, **slots, **FULL}, self.machine, card)
             said = row.get("predicted")
             holds = said is not None and (
-                max(said["peak_allocated_bytes"], 2 * _parameters()) <= card  # whole on the card before it is divided
+                max(said["peak_allocated_bytes"], 2 * _parameters())
+                <= card  # whole on the card before it is divided
                 and said["host_peak_bytes"] <= host
                 and said["ssd_peak_bytes"] <= ssd
             )
@@ -223,11 +264,15 @@ def _parameters() -> int:
 
 
 def deepspeed(cap_bytes: int, tokens: int) -> Row:
-    """DeepSpeed's ZeRO-Offload: the same model, cap and batch, in a process of its own; skipped where it is not there."""
+    """DeepSpeed's ZeRO-Offload: the same model, cap and batch, in a process of its own; skipped where it is
+    not there.
+    """
     row: Row = {"case": "fine-tune deepspeed", "tokens_a_sample": tokens}
     if importlib.util.find_spec("deepspeed") is None:
         return {**row, "status": "skipped", "reason": "DeepSpeed is not installed"}
-    done = subprocess.run([sys.executable, __file__, "--deepspeed", str(cap_bytes)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--deepspeed", str(cap_bytes)], capture_output=True, text=True
+    )
     if done.returncode:
         return {**row, "status": "skipped", "reason": f"it failed: {done.stderr[-800:]}"}
     return {**row, "status": "ok", "measured": json.loads(done.stdout.splitlines()[-1])}
@@ -238,21 +283,32 @@ def train_with_deepspeed(cap_bytes: int) -> Row:
     import deepspeed as peer
     from torch.utils.checkpoint import checkpoint
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29511",
+    }
     torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory)
     workload = Workload.load(WORKLOAD)
     model = workload.build_model().train()
     for name in workload.find_blocks(model):
         block = model.get_submodule(name)
         block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)
-    engine, *_ = peer.initialize(model=model, model_parameters=model.parameters(), config={
-        "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-    })  # fmt: skip
+    engine, *_ = peer.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        },
+    )
     times = []
     for _ in range(4):
-        batch = memtune.workload.to_device(workload.make_batch(4), torch.device("cuda", 0))
+        batch = memtune.workload.workload.to_device(workload.make_batch(4), torch.device("cuda", 0))
         torch.cuda.synchronize()
         began = time.perf_counter()
         engine.backward(workload.loss(engine, batch))
@@ -260,36 +316,63 @@ def train_with_deepspeed(cap_bytes: int) -> Row:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     step_s = statistics.median(times[1:])
-    return {"step_s": step_s, "samples_per_s": 4 / step_s, "peak_allocated_bytes": torch.cuda.max_memory_allocated()}
+    return {
+        "step_s": step_s,
+        "samples_per_s": 4 / step_s,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+    }
 
 
 def judged(rows: list[Row], machine: Hardware) -> Row:
     """What is held against the bars; a check without measured rows says nothing."""
     ran = {row["case"]: row for row in rows if row.get("status") == "ok"}
-    found: Row = {f"{row['case']} ratio": row["ratio"] for row in ran.values() if row["case"].startswith("link")}
+    found: Row = {
+        f"{row['case']} ratio": row["ratio"] for row in ran.values() if row["case"].startswith("link")
+    }
     plain = ran.get("hidden plain")
     for case, row in ran.items():
         if plain is not None and case.startswith("hidden ratio"):
-            moved, step_s = row["measured"]["link_bytes"].get("device_to_host", 0), plain["measured"]["step_s"]
-            fits = moved / machine.host_to_device_bytes_per_s <= step_s / 3  # forward is a third of forward and backward
-            found[case] = {"step_by_plain": row["measured"]["step_s"] / step_s, "link_suffices": fits, "bar": HIDDEN_BAR}
-    tuned = {case: row["measured"]["samples_per_s"] for case, row in ran.items() if case.startswith("fine-tune")}
+            moved, step_s = (
+                row["measured"]["link_bytes"].get("device_to_host", 0),
+                plain["measured"]["step_s"],
+            )
+            fits = (
+                moved / machine.host_to_device_bytes_per_s <= step_s / 3
+            )  # forward is a third of forward and backward
+            found[case] = {
+                "step_by_plain": row["measured"]["step_s"] / step_s,
+                "link_suffices": fits,
+                "bar": HIDDEN_BAR,
+            }
+    tuned = {
+        case: row["measured"]["samples_per_s"] for case, row in ran.items() if case.startswith("fine-tune")
+    }
     peer = tuned.pop("fine-tune deepspeed", None)
     if tuned:
         tokens = next(row["tokens_a_sample"] for row in ran.values() if "tokens_a_sample" in row)
         found["fine-tune tokens a second"] = {case: rate * tokens for case, rate in tuned.items()}
         found["fine-tune by DeepSpeed"] = max(tuned.values()) / peer if peer else None
-    found |= {case: {"share": row["share"], "bar": LARGEST_BAR} for case, row in ran.items() if case.startswith("largest")}
+    found |= {
+        case: {"share": row["share"], "bar": LARGEST_BAR}
+        for case, row in ran.items()
+        if case.startswith("largest")
+    }
     return found
 
 
 def main() -> int:
     """Run the checks that are asked for and write after each; exit code 1 if a trial failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     checks = ("link", "hidden", "fine-tune", "largest")
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(checks)}; all where none is given")
+    parser.add_argument(
+        "checks", nargs="*", metavar="CHECK", help=f"of {', '.join(checks)}; all where none is given"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--predict", metavar="GPU", help="predictions for this GPU alone, to offload-GPU.json")
+    parser.add_argument(
+        "--predict", metavar="GPU", help="predictions for this GPU alone, to offload-GPU.json"
+    )
     parser.add_argument("--resume", action="store_true", help="keep what the results already have")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--deepspeed", type=int, help=argparse.SUPPRESS)
@@ -301,20 +384,27 @@ def main() -> int:
         parser.error(f"no check is called {', '.join(sorted(unknown))}")
     machine = hardware.find(asked.predict) if asked.predict else hardware.detect(asked.device)
     bench = Bench(machine.device if asked.predict else asked.device, machine, runs=not asked.predict)
-    place = asked.results / (f"offload-{asked.predict}.json" if asked.predict else f"{device_name(asked.device)}/offload.json")
+    place = asked.results / (
+        f"offload-{asked.predict}.json" if asked.predict else f"{device_name(asked.device)}/offload.json"
+    )
     place.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(place.read_text())["cases"] if place.exists() else []
     rows = {row["case"]: row for row in before}
     known = frozenset(case for case, row in rows.items() if asked.resume and row.get("status") == "ok")
     run = {
-        "link": bench.link, "hidden": bench.hidden,
-        "fine-tune": lambda: bench.fine_tune(known), "largest": lambda: bench.largest(known),
-    }  # fmt: skip
+        "link": bench.link,
+        "hidden": bench.hidden,
+        "fine-tune": lambda: bench.fine_tune(known),
+        "largest": lambda: bench.largest(known),
+    }
     for check in asked.checks or checks:
         new = measured_before(place, run[check](), asked.resume)
         rows |= {row["case"]: row for row in new}
         place.write_text(
-            json.dumps({"judged": judged(list(rows.values()), machine), "cases": list(rows.values())}, indent=1) + "\n"
+            json.dumps(
+                {"judged": judged(list(rows.values()), machine), "cases": list(rows.values())}, indent=1
+            )
+            + "\n"
         )
         for row in new:
             print(

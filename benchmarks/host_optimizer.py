@@ -1,10 +1,13 @@
-"""The native host optimizer against torch's fused AdamW (and DeepSpeed's CPUAdam where installed), and the memory's bandwidth.
+"""The native host optimizer against torch's fused AdamW (and DeepSpeed's CPUAdam where installed), and the
+memory's bandwidth.
 
-Every round times every contestant once, after an untimed call of the same one: what the one before left running on the cores
-(OpenMP's threads spin for a while) is over by then. Ratios are medians over rounds of the ratios within a round.
+Every round times every contestant once, after an untimed call of the same one: what the one before left
+running on the cores (OpenMP's threads spin for a while) is over by then. Ratios are medians over rounds of
+the ratios within a round.
 
-Weights, gradients and moments lie as each allocates them: those of the native update, and of the streams, in large pages, where
-the system gives them. Beside that stands the native update in the peers' memory, which compares the loops alone.
+Weights, gradients and moments lie as each allocates them: those of the native update, and of the streams, in
+large pages, where the system gives them. Beside that stands the native update in the peers' memory, which
+compares the loops alone.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from typing import Any
 
 import torch
 
-import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+import memtune.offload.optimizer.native_update  # noqa: F401  (defines torch.ops.memtune.host_update_)
 from memtune import _native
-from memtune.runtime.huge_pages import in_huge_pages
+from memtune.runtime.transfer import in_huge_pages
 
 ADAMW = [1e-3, 0.9, 0.999, 1e-8, 1e-2]
 BYTES = {
@@ -61,7 +64,9 @@ WITHOUT_DEEPSPEED = _without_deepspeed()
 
 
 def contestants(numel: int) -> dict[str, Callable[[], None]]:
-    """One call each: an optimizer step, or a stream; the peers share memory, and the others do, so that more parameters fit."""
+    """One call each: an optimizer step, or a stream; the peers share memory, and the others do, so that more
+    parameters fit.
+    """
     torch.manual_seed(0)
     weight, gradient = torch.randn(numel), torch.randn(numel).mul_(0.01)
     first, second, step = torch.zeros(numel), torch.zeros(numel), torch.zeros(())
@@ -82,8 +87,12 @@ def contestants(numel: int) -> dict[str, Callable[[], None]]:
     return found
 
 
-def in_large_pages(weight: torch.Tensor, gradient: torch.Tensor, step: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """The native update of copies of these, for each format of gradients and moments, and the streams: memory as memtune's is."""
+def in_large_pages(
+    weight: torch.Tensor, gradient: torch.Tensor, step: torch.Tensor
+) -> dict[str, Callable[[], None]]:
+    """The native update of copies of these, for each format of gradients and moments, and the streams: memory
+    as memtune's is.
+    """
 
     def like(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return in_huge_pages(torch.empty(x.shape, dtype=dtype)).copy_(x)
@@ -91,12 +100,18 @@ def in_large_pages(weight: torch.Tensor, gradient: torch.Tensor, step: torch.Ten
     master, down, narrow = like(weight), like(gradient), like(gradient, torch.bfloat16)
     first, second = like(weight).zero_(), like(weight).zero_()
     low = [like(weight, torch.bfloat16).zero_() for _ in range(2)]
-    codes = [each.view(torch.uint8)[: weight.numel()] for each in low]  # the same memory: its values do not matter for the time
+    codes = [
+        each.view(torch.uint8)[: weight.numel()] for each in low
+    ]  # the same memory: its values do not matter for the time
     scales = [torch.zeros(-(-weight.numel() // _native.MOMENT_BLOCK)) for _ in range(2)]
     found = {"native": native(master, down, None, first, second, step)}
     found["native, bf16 in and out"] = native(master, narrow, narrow, first, second, step)
-    found["native, bf16 in and out, bf16 moments"] = native(master, narrow, narrow, *low, step, moments="bfloat16")
-    found["native, bf16 in and out, int8 moments"] = native(master, narrow, narrow, *codes, step, moments="int8", scales=scales)
+    found["native, bf16 in and out, bf16 moments"] = native(
+        master, narrow, narrow, *low, step, moments="bfloat16"
+    )
+    found["native, bf16 in and out, int8 moments"] = native(
+        master, narrow, narrow, *codes, step, moments="int8", scales=scales
+    )
     found["stream: triad"] = lambda: void(torch.add(first, second, alpha=2.0, out=down))
     found["stream: triad in place"] = lambda: void(first.add_(second, alpha=2.0))
     found["stream: copy"] = lambda: void(down.copy_(first))
@@ -115,7 +130,20 @@ def native(
     scales: list[Any] | None = None,
 ) -> Callable[[], None]:
     """One native update."""
-    given = ("adamw", moments, weight, gradient, out, first, second, *(scales or [None, None]), step, ADAMW, False, 0)
+    given = (
+        "adamw",
+        moments,
+        weight,
+        gradient,
+        out,
+        first,
+        second,
+        *(scales or [None, None]),
+        step,
+        ADAMW,
+        False,
+        0,
+    )
     return lambda: torch.ops.memtune.host_update_(*given)
 
 
@@ -128,7 +156,9 @@ def void(value: object) -> None:
     """Nothing, whatever it is given."""
 
 
-def casting(peer: torch.optim.Optimizer, parameter: torch.nn.Parameter, narrow: torch.Tensor) -> Callable[[], None]:
+def casting(
+    peer: torch.optim.Optimizer, parameter: torch.nn.Parameter, narrow: torch.Tensor
+) -> Callable[[], None]:
     """A peer's step from a bfloat16 gradient to a bfloat16 weight, through buffers that are there already."""
 
     def step() -> None:
@@ -152,7 +182,11 @@ def measure(numel: int, rounds: int) -> dict[str, Any]:
             if round_:
                 seconds[name].append(time.perf_counter() - start)
     rows = {
-        name: {"median_s": statistics.median(s), "least_s": min(s), "gb_per_s": BYTES[name] * numel / statistics.median(s) / 1e9}
+        name: {
+            "median_s": statistics.median(s),
+            "least_s": min(s),
+            "gb_per_s": BYTES[name] * numel / statistics.median(s) / 1e9,
+        }
         for name, s in seconds.items()
     }
     return {"parameters": numel, "rounds": rounds, "rows": rows, "ratios": ratios(seconds)}
@@ -171,7 +205,9 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, Any]:
         if peer in seconds:
             found[f"float32 against {peer} (aim 1.0)"] = of(peer, "native")
             found[f"float32 against {peer}, in its memory"] = of(peer, "native, in the peers' memory")
-            found[f"bf16 in and out against {peer} + casts (aim 1.4)"] = of(f"{peer} + casts", "native, bf16 in and out")
+            found[f"bf16 in and out against {peer} + casts (aim 1.4)"] = of(
+                f"{peer} + casts", "native, bf16 in and out"
+            )
     streams = [name for name in seconds if name.startswith("stream")]
     fastest = min(streams, key=lambda name: statistics.median(seconds[name]) / BYTES[name])
     for name in ("native", "native, bf16 in and out"):
@@ -200,7 +236,11 @@ def main() -> None:
         for name, row in found["rows"].items():
             print(f"{millions:>4}M  {name:<40} {row['median_s'] * 1e3:9.1f} ms  {row['gb_per_s']:6.1f} GB/s")
         for name, ratio in found["ratios"].items():
-            print(f"{millions:>4}M  {name:<60} {ratio['median']:.2f}  ({ratio['low']:.2f} to {ratio['high']:.2f})", flush=True)
+            print(
+                f"{millions:>4}M  {name:<60} {ratio['median']:.2f}  ({ratio['low']:.2f} to"
+                f" {ratio['high']:.2f})",
+                flush=True,
+            )
         if given.json:
             given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 

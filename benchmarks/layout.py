@@ -1,7 +1,9 @@
-"""Layouts of MiniMalloc's instances, of cut rectangles and of large synthetic steps: heights and seconds of both tiers.
+"""Layouts of MiniMalloc's instances, of cut rectangles and of large synthetic steps: heights and seconds of
+both tiers.
 
-`MEMTUNE_MINIMALLOC` says where the instances are (github.com/google/minimalloc, benchmarks/challenging); they are not part of
-memtune. Run as `python benchmarks/layout.py --json out.json --markdown out.md`. Seconds are those of one thread on a core.
+`MEMTUNE_MINIMALLOC` says where the instances are (github.com/google/minimalloc, benchmarks/challenging); they
+are not part of memtune. Run as `python benchmarks/layout.py --json out.json --markdown out.md`. Seconds are
+those of one thread on a core.
 """
 
 from __future__ import annotations
@@ -15,11 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from memtune.planners.layout import Buffers, fault, lay_out
+from buffer_layout import Buffers, fault, lay_out
 
 VARIABLE = "MEMTUNE_MINIMALLOC"
-MINIMALLOC_S = {"A": 3.6, "B": 2.8, "C": 0.5, "D": 1.9, "E": 2.6, "F": 3.6, "G": 0.7, "H": 1.2, "I": 2.6, "J": 0.6, "K": 0.4}
+MINIMALLOC_S = {
+    "A": 3.6,
+    "B": 2.8,
+    "C": 0.5,
+    "D": 1.9,
+    "E": 2.6,
+    "F": 3.6,
+    "G": 0.7,
+    "H": 1.2,
+    "I": 2.6,
+    "J": 0.6,
+    "K": 0.4,
+}
 """Seconds that google/minimalloc took on two shared cores, one run each."""
 HEURISTIC_S, EXACT_S = 5.0, 60.0
 CUT_S = 10.0
@@ -64,12 +77,18 @@ def large_row(kind: str) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     if kind == "random lifetimes":
         start = rng.integers(0, LARGE, LARGE)
-        table = np.stack([start, start + rng.integers(1, LARGE // 10, LARGE), rng.integers(1, 4096, LARGE) * 512], 1)
+        table = np.stack(
+            [start, start + rng.integers(1, LARGE // 10, LARGE), rng.integers(1, 4096, LARGE) * 512], 1
+        )
     else:
         kept = LARGE // 3
         start, short = np.sort(rng.integers(0, LARGE, kept)), rng.integers(0, 2 * LARGE, LARGE - kept)
-        nested = np.stack([start, 2 * LARGE - start + rng.integers(0, 50, kept), rng.integers(1, 4096, kept) * 512], 1)
-        brief = np.stack([short, short + rng.integers(1, 60, len(short)), rng.integers(1, 8192, len(short)) * 512], 1)
+        nested = np.stack(
+            [start, 2 * LARGE - start + rng.integers(0, 50, kept), rng.integers(1, 4096, kept) * 512], 1
+        )
+        brief = np.stack(
+            [short, short + rng.integers(1, 60, len(short)), rng.integers(1, 8192, len(short)) * 512], 1
+        )
         table = np.concatenate([nested, brief])
     buffers = Buffers.of(table.tolist(), alignment_bytes=512)
     layout = lay_out(buffers, heuristic_s=HEURISTIC_S)
@@ -79,7 +98,9 @@ def large_row(kind: str) -> dict[str, Any]:
 
 
 def cut(seed: int, n: int, trimmed: float) -> tuple[Buffers, int]:
-    """A rectangle of a mebibyte cut into n buffers at random, so a layout within the capacity exists; some are made smaller."""
+    """A rectangle of a mebibyte cut into n buffers at random, so a layout within the capacity exists; some
+    are made smaller.
+    """
     rng = np.random.default_rng(seed)
     unit, capacity = 1024, 1 << 20
     pieces = [(0, 4096, capacity // unit)]
@@ -96,8 +117,15 @@ def cut(seed: int, n: int, trimmed: float) -> tuple[Buffers, int]:
             halves = [(start, end, at), (start, end, size - at)]
         if all(low < high and height > 0 for low, high, height in halves):
             pieces[i : i + 1] = halves
-    smaller = [max(1, int(size * rng.uniform(0.3, 1.0))) if rng.random() < trimmed else size for _, _, size in pieces]
-    return Buffers.of([(start, end, size * unit) for (start, end, _), size in zip(pieces, smaller, strict=True)]), capacity
+    smaller = [
+        max(1, int(size * rng.uniform(0.3, 1.0))) if rng.random() < trimmed else size for _, _, size in pieces
+    ]
+    return (
+        Buffers.of(
+            [(start, end, size * unit) for (start, end, _), size in zip(pieces, smaller, strict=True)]
+        ),
+        capacity,
+    )
 
 
 def cut_row(seed: int, n: int, trimmed: float) -> dict[str, Any]:
@@ -122,17 +150,30 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         "# Layouts",
         "",
-        "Made by `make bench-layout`. Heights are divided by the capacity; seconds are those of one thread on a core.",
-        f"The heuristic tier has {HEURISTIC_S:g} s; the exact tier starts from one best fit and has {EXACT_S:g} s.",
-        "MiniMalloc's seconds: its own binary on two shared cores, one run. Every layout has passed the validator.",
+        (
+            "Made by `make bench-layout`. Heights are divided by the capacity; seconds are those of one"
+            " thread on a core."
+        ),
+        (
+            f"The heuristic tier has {HEURISTIC_S:g} s; the exact tier starts from one best fit and has"
+            f" {EXACT_S:g} s."
+        ),
+        (
+            "MiniMalloc's seconds: its own binary on two shared cores, one run. Every layout has passed the"
+            " validator."
+        ),
         "",
-        "| instance | buffers | lower bound | heuristic | exact | solved | exact, s | placements | MiniMalloc, s |",
+        (
+            "| instance | buffers | lower bound | heuristic | exact | solved | exact, s | placements |"
+            " MiniMalloc, s |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["instances"]:
         lines.append(
-            f"| {row['instance']} | {row['buffers']} | {row['lower_bound']:.4f} | {row['heuristic']:.4f} | {row['exact']:.4f} "
-            f"| {'yes' if row['solved'] else 'NO'} | {row['exact_s']:.2f} | {row['nodes']:,} | {row['minimalloc_s']} |"
+            f"| {row['instance']} | {row['buffers']} | {row['lower_bound']:.4f} | {row['heuristic']:.4f} |"
+            f" {row['exact']:.4f} | {'yes' if row['solved'] else 'NO'} | {row['exact_s']:.2f} |"
+            f" {row['nodes']:,} | {row['minimalloc_s']} |"
         )
     if results["instances"]:
         mean = sum(row["heuristic"] for row in results["instances"]) / len(results["instances"])
@@ -141,18 +182,24 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append(f"| none: {VARIABLE} does not say where they are | | | | | | | | |")
     lines += [
         "",
-        f"Rectangles cut at random, some pieces made smaller: the exact tier at the rectangle's height, {CUT_S:g} s.",
+        (
+            "Rectangles cut at random, some pieces made smaller: the exact tier at the rectangle's height,"
+            f" {CUT_S:g} s."
+        ),
         "",
         "| seed | buffers | made smaller | lower bound | exact | solved | exact, s | placements |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in results["cut"]:
         lines.append(
-            f"| {row['seed']} | {row['buffers']} | {row['trimmed']:.0%} | {row['lower_bound']:.4f} | {row['exact']:.4f} "
-            f"| {'yes' if row['solved'] else 'NO'} | {row['exact_s']:.2f} | {row['nodes']:,} |"
+            f"| {row['seed']} | {row['buffers']} | {row['trimmed']:.0%} | {row['lower_bound']:.4f} |"
+            f" {row['exact']:.4f} | {'yes' if row['solved'] else 'NO'} | {row['exact_s']:.2f} |"
+            f" {row['nodes']:,} |"
         )
     lines += ["", "| 100,000 buffers | height / most live bytes | s |", "|---|---|---|"]
-    lines += [f"| {row['lifetimes']} | {row['height']:.4f} | {row['heuristic_s']:.2f} |" for row in results["large"]]
+    lines += [
+        f"| {row['lifetimes']} | {row['height']:.4f} | {row['heuristic_s']:.2f} |" for row in results["large"]
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -160,14 +207,20 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--instances", default=os.environ.get(VARIABLE), help=f"folder with NAME.CAPACITY.csv; default: {VARIABLE}"
+        "--instances",
+        default=os.environ.get(VARIABLE),
+        help=f"folder with NAME.CAPACITY.csv; default: {VARIABLE}",
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
     found = instances(asked.instances)
     if not found:
-        print(f"skipped MiniMalloc's instances: neither --instances nor {VARIABLE} names a folder that has them", file=sys.stderr)
+        print(
+            f"skipped MiniMalloc's instances: neither --instances nor {VARIABLE} names a folder that has"
+            " them",
+            file=sys.stderr,
+        )
     results: dict[str, Any] = {"schema": 1, "instances": [], "cut": [], "large": []}
     for name, (buffers, capacity) in found.items():
         results["instances"].append(instance_row(name, buffers, capacity))

@@ -1,12 +1,14 @@
-"""Training steps of real models: planned layouts against most live bytes, and against the caching allocator's model.
+"""Training steps of real models: planned layouts against most live bytes, and against the caching allocator's
+model.
 
     python benchmarks/layout_traces.py --json out.json --markdown out.md
-    python benchmarks/layout_traces.py --write-traces benchmarks/traces   # the rows of MIXED named in WRITTEN, as tables
+    python benchmarks/layout_traces.py --write-traces benchmarks/traces   # the rows of MIXED named in
+    WRITTEN, as tables
 
-`steady`: a step that repeats, its buffers laid out on a circle. `varying`: steps of different micro-batches in turn, as batches
-of varying length make them, laid out on a line. `mixed`: the same under recompute, offload or sharding (two streams), with large
-batches. No GPU takes part: reserved bytes are those of memtune's allocator model, for gmlake and pools of its own
-allocator over books.
+`steady`: a step that repeats, its buffers laid out on a circle. `varying`: steps of different micro-batches
+in turn, as batches of varying length make them, laid out on a line. `mixed`: the same under recompute,
+offload or sharding (two streams), with large batches. No GPU takes part: reserved bytes are those of
+memtune's allocator model, for gmlake and pools of its own allocator over books.
 """
 
 from __future__ import annotations
@@ -18,19 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from buffer_layout import Buffers, fault, lay_out
 
 from memtune import hardware
-from memtune.arena_settings import ArenaSettings
-from memtune.autotune.allocator_model import Action, AllocatorEvents, AllocatorSettings, event_stream, replay
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import Recording, record
-from memtune.autotune.translate import translate
-from memtune.planners.layout import Buffers, fault, lay_out
-from memtune.program import Program, Step
+from memtune.autotune.predict.caching_allocator import (
+    Action,
+    AllocatorEvents,
+    AllocatorSettings,
+    event_stream,
+    replay,
+)
+from memtune.autotune.record.recorder import Recording, record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.translate.translation import translate
+from memtune.memory.arena_settings import ArenaSettings
+from memtune.program.step import Program, Step
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 MODELS = Path(__file__).parent / "predict_models"
 NAMES = ("gpt", "llama", "lora", "resnet", "unet", "vit")
@@ -63,7 +71,9 @@ WRITTEN = (("gpt", "copied out"), ("llama", "full recompute"), ("lora", "copied 
 HEADER = "id,lower,upper,size,stream"
 
 
-def steps_under(recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, batches: list[int]) -> list[Step]:
+def steps_under(
+    recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, batches: list[int]
+) -> list[Step]:
     """The recorded step at each of the batches under these techniques."""
     rewriter = Rewriter(recording, Target(hardware.find("h100-80g"), ranks=ranks))
     chosen = {slot: find(slot, knobs["kind"])(**knobs) for slot, knobs in techniques.items()}
@@ -79,11 +89,18 @@ def varying_events(steps: list[Step]) -> AllocatorEvents:
     for number, step in enumerate(steps):
         events = event_stream(step, number + 1)
         rows = slice(int(events.step[number]), None)
-        shift = n_ops - number * max(step.n_ops, 1)
-        columns = (events.action, events.storage, events.bytes, events.stream, events.op + shift, events.ready_op + shift)
+        shift = n_ops - number * max(step.ops.n, 1)
+        columns = (
+            events.action,
+            events.storage,
+            events.bytes,
+            events.stream,
+            events.op + shift,
+            events.ready_op + shift,
+        )
         parts.append(np.stack([column[rows].astype(np.int64) for column in columns]))
         first.append(n_events)
-        n_events, n_ops = n_events + parts[-1].shape[1], n_ops + max(step.n_ops, 1)
+        n_events, n_ops = n_events + parts[-1].shape[1], n_ops + max(step.ops.n, 1)
     return AllocatorEvents.of(np.concatenate(parts, axis=1), np.array(first, np.int64))
 
 
@@ -91,7 +108,9 @@ def lifetimes(events: AllocatorEvents) -> list[tuple[int, int, int]]:
     """(allocation, free, bytes) in events; what is never freed ends with the trace."""
     alive: dict[int, tuple[int, int]] = {}
     rows = []
-    for at, (action, storage, n_bytes) in enumerate(zip(events.action, events.storage, events.bytes, strict=True)):
+    for at, (action, storage, n_bytes) in enumerate(
+        zip(events.action, events.storage, events.bytes, strict=True)
+    ):
         if action == Action.ALLOC:
             alive[int(storage)] = (at, int(n_bytes))
         else:
@@ -100,7 +119,9 @@ def lifetimes(events: AllocatorEvents) -> list[tuple[int, int, int]]:
     return rows + [(begin, len(events), size) for begin, size in alive.values()]
 
 
-def mixed_events(recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, largest: int) -> AllocatorEvents:
+def mixed_events(
+    recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, largest: int
+) -> AllocatorEvents:
     """Eight steps of a quarter of `largest` samples to all of them, under these techniques."""
     batches = np.random.default_rng(SEED).integers(largest // 4, largest + 1, VARYING).tolist()
     return varying_events(steps_under(recording, techniques, ranks, batches))
@@ -153,7 +174,10 @@ def row(name: str, kind: str, events: AllocatorEvents, buffers: Buffers) -> dict
     for allocator, settings in ALLOCATORS.items():
         result = replay(events, settings, None)
         made[allocator] = result.peak_reserved_bytes / result.peak_allocated_bytes
-    made |= {"live_bytes": layout.lower_bound_bytes, "planned": layout.height_bytes / layout.lower_bound_bytes}
+    made |= {
+        "live_bytes": layout.lower_bound_bytes,
+        "planned": layout.height_bytes / layout.lower_bound_bytes,
+    }
     return made
 
 
@@ -161,16 +185,24 @@ def plot(buffers: Buffers, path: Path) -> None:
     """Draws a layout: time to the right (one circle), offset upwards, a rectangle a buffer."""
     layout = lay_out(buffers, heuristic_s=LAYOUT_S)
     width, height, period = 1000, 500, buffers.period or int(buffers.end.max())
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" shape-rendering="crispEdges">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        ' shape-rendering="crispEdges">'
+    ]
     for row in range(len(buffers)):
         start, end = int(buffers.start[row]), int(buffers.end[row])
         top = int(layout.offset_bytes[row] + buffers.size_bytes[row])
-        y, tall = height * (1 - top / layout.height_bytes), height * int(buffers.size_bytes[row]) / layout.height_bytes
+        y, tall = (
+            height * (1 - top / layout.height_bytes),
+            height * int(buffers.size_bytes[row]) / layout.height_bytes,
+        )
         colour = f"hsl({row * 137 % 360},55%,65%)"
         for begin, finish in ((start, min(end, period)), (0, end - period)):
             if finish > begin:
                 x, wide = width * begin / period, width * (finish - begin) / period
-                lines.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" fill="{colour}"/>')
+                lines.append(
+                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" fill="{colour}"/>'
+                )
     path.write_text("\n".join([*lines, "</svg>"]) + "\n")
 
 
@@ -198,7 +230,9 @@ def model_rows(name: str, plot_to: Path | None = None) -> list[dict[str, Any]]:
     if plot_to is not None:
         plot(circle, plot_to)
     made = [row(name, "steady", steady, circle)]
-    made.append(row(name, "varying", varying, Buffers.of(lifetimes(varying), alignment_bytes=ALIGNMENT_BYTES)))
+    made.append(
+        row(name, "varying", varying, Buffers.of(lifetimes(varying), alignment_bytes=ALIGNMENT_BYTES))
+    )
     for model, kind, techniques, ranks, largest in MIXED:
         if model == name:
             events = mixed_events(recording, techniques, ranks, largest)
@@ -212,27 +246,54 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Layouts of training steps (model only)",
         "",
-        f"Made by `make bench-layout`: models of `benchmarks/predict_models`, recorded without a GPU and translated to an H100; "
-        f"steady: micro-batch {BATCH}; varying: {VARYING} steps of 2 to {BATCH} samples (seed {SEED});",
+        (
+            "Made by `make bench-layout`: models of `benchmarks/predict_models`, recorded without a GPU and"
+            f" translated to an H100; steady: micro-batch {BATCH}; varying: {VARYING} steps of 2 to {BATCH}"
+            f" samples (seed {SEED});"
+        ),
         f"mixed: {VARYING} steps of as many samples as the row says, under a technique.",
-        "All but planned: peak reserved / peak allocated bytes, no GPU behind it: native and expandable are memtune's model of",
-        "torch's allocator, pools and gmlake are its own over books. Pools are learned in the first three steps, which serve all",
-        "requests from one arena: the steady rows, three steps long, show no more. Planned: height of the layout / most",
-        "live bytes, on a circle where the step repeats. Stitched memory comes in pages of 2 MiB and shares none with the arena",
-        "of small requests. A model whose tensors have few MiB loses up to a page on each, which is most of what gmlake holds",
-        "above 1.10 there. `20` and `64` (its `arena_below_mb`) let requests below so many MiB share pages: little",
-        "rounding, but holes where large requests of changing sizes follow, which is what stitching is for. `best gmlake`: the",
+        (
+            "All but planned: peak reserved / peak allocated bytes, no GPU behind it: native and expandable"
+            " are memtune's model of"
+        ),
+        (
+            "torch's allocator, pools and gmlake are its own over books. Pools are learned in the first three"
+            " steps, which serve all"
+        ),
+        (
+            "requests from one arena: the steady rows, three steps long, show no more. Planned: height of the"
+            " layout / most"
+        ),
+        (
+            "live bytes, on a circle where the step repeats. Stitched memory comes in pages of 2 MiB and"
+            " shares none with the arena"
+        ),
+        (
+            "of small requests. A model whose tensors have few MiB loses up to a page on each, which is most"
+            " of what gmlake holds"
+        ),
+        (
+            "above 1.10 there. `20` and `64` (its `arena_below_mb`) let requests below so many MiB share"
+            " pages: little"
+        ),
+        (
+            "rounding, but holes where large requests of changing sizes follow, which is what stitching is"
+            " for. `best gmlake`: the"
+        ),
         "knob as a search chooses it, by this very replay.",
         "",
-        "| model | steps | buffers | live MiB | native | expandable | pools | gmlake | 20 | 64 | best gmlake | planned |",
+        (
+            "| model | steps | buffers | live MiB | native | expandable | pools | gmlake | 20 | 64 | best"
+            " gmlake | planned |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         best = min(each[allocator] for allocator in GMLAKE)
         ratios = " | ".join(f"{each[allocator]:.3f}" for allocator in ALLOCATORS)
         lines.append(
-            f"| {each['model']} | {each['steps']} | {each['buffers']} | {each['live_bytes'] / 2**20:.0f} | {ratios} "
-            f"| {best:.3f} | {each['planned']:.4f} |"
+            f"| {each['model']} | {each['steps']} | {each['buffers']} | {each['live_bytes'] / 2**20:.0f} |"
+            f" {ratios} | {best:.3f} | {each['planned']:.4f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,6 @@
-"""What the sweep of offload techniques runs: each with the options that change what is where, and what papers say it moves."""
+"""What the sweep of offload techniques runs: each with the options that change what is where, and what papers
+say it moves.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Sizes:
     outside: int
     """Of what is in no block."""
     smallest: int
-    """Of the smallest parameter, whose gradient waits on the device as a witness where the others leave as they land."""
+    """Of the smallest parameter, whose gradient waits on the device as a witness where the others leave as
+    they land.
+    """
     parts: int
     """Micro-batches of a step."""
     batch: int
@@ -51,7 +55,9 @@ class Case:
     share: float | None = None
     """Of the plain peak, which plans may use; none: no budget."""
     formula: Formula | None = None
-    """Published bytes on each link, a rank's and a step's; none where they are whatever a search over a cache's moves finds."""
+    """Published bytes on each link, a rank's and a step's; none where they are whatever a search over a
+    cache's moves finds.
+    """
 
 
 ALONE = ((1, "none"),)
@@ -74,14 +80,20 @@ def _as_they_land(s: Sizes) -> Links:
 
 
 def _window(width: int) -> Formula:
-    """Each pass brings all blocks up, but those of the window at the turn; gradients leave in every micro-batch."""
+    """Each pass brings all blocks up, but those of the window at the turn; gradients leave in every
+    micro-batch.
+    """
     return lambda s: _both(
-        s.parts * sum(s.blocks) + s.outside, s.parts * (2 * sum(s.blocks) - sum(s.blocks[-width:])) + s.outside, s
+        s.parts * sum(s.blocks) + s.outside,
+        s.parts * (2 * sum(s.blocks) - sum(s.blocks[-width:])) + s.outside,
+        s,
     )
 
 
 def _ssd(link: Formula) -> Formula:
-    """Master weights and moments are read and written once in a step: with AdamW 12 bytes each (ZeRO-Infinity, section 3)."""
+    """Master weights and moments are read and written once in a step: with AdamW 12 bytes each
+    (ZeRO-Infinity, section 3).
+    """
     return lambda s: {**link(s), "ssd_read": (1 + s.moments) * s.all, "ssd_write": (1 + s.moments) * s.all}
 
 
@@ -91,10 +103,15 @@ def _no_state(link: Formula) -> Formula:
 
 
 def _ssd_weights(gradients: bool, *, state: bool = True) -> Formula:
-    """Weights of blocks are read as often as a window brings them up and written once, gradients written once and read once."""
+    """Weights of blocks are read as often as a window brings them up and written once, gradients written once
+    and read once.
+    """
 
     def links(s: Sizes) -> Links:
-        found, mine = (_ssd if state else _no_state)(_window(2))(s), s.parts * sum(s.blocks) if gradients else 0
+        found, mine = (
+            (_ssd if state else _no_state)(_window(2))(s),
+            s.parts * sum(s.blocks) if gradients else 0,
+        )
         read = s.parts * (2 * sum(s.blocks) - sum(s.blocks[-2:]))
         return found | {
             "ssd_read": found["ssd_read"] + read + mine,
@@ -110,8 +127,12 @@ def _updaters(s: Sizes) -> Links:
 
 
 def _packs(last: int) -> Formula:
-    """Harmony, section 3: 3|W| less the last pack's, whatever the number of micro-batches; each batch goes up for both passes."""
-    return lambda s: _both(s.all, 2 * sum(s.blocks) - sum(s.blocks[-last:]) + s.outside + s.parts * s.batch, s)
+    """Harmony, section 3: 3|W| less the last pack's, whatever the number of micro-batches; each batch goes up
+    for both passes.
+    """
+    return lambda s: _both(
+        s.all, 2 * sum(s.blocks) - sum(s.blocks[-last:]) + s.outside + s.parts * s.batch, s
+    )
 
 
 def _stashed(last: int, packs: int) -> Formula:
@@ -128,9 +149,20 @@ def _stashed(last: int, packs: int) -> Formula:
 
 
 def _states(
-    technique: str, option: str, formula: Formula | None = None, *, case: Mapping[str, Any] | None = None, **knobs: Any
+    technique: str,
+    option: str,
+    formula: Formula | None = None,
+    *,
+    case: Mapping[str, Any] | None = None,
+    **knobs: Any,
 ) -> Case:
-    return Case(technique, option, {"offload": {"states": {"kind": technique, **knobs}}}, formula=formula, **(case or {}))
+    return Case(
+        technique,
+        option,
+        {"offload": {"states": {"kind": technique, **knobs}}},
+        formula=formula,
+        **(case or {}),
+    )
 
 
 def _activations(technique: str, option: str, *, case: Mapping[str, Any] | None = None, **knobs: Any) -> Case:
@@ -150,22 +182,60 @@ def _optimizers() -> list[Case]:
         _states("optimizer_cpu", "native", _at_end, **native),
         _states("optimizer_cpu", "native, 3 micro-batches", _at_end, case=in_parts, **native),
         _states("optimizer_cpu", "master", _at_end, case=narrow, update="master"),
-        _states("optimizer_cpu", "master, moments int8", _at_end, case=narrow, update="master", moments="int8"),
-        _states("optimizer_cpu", "per_gradient", _as_they_land, case={"ranks": DIVIDED}, trigger="per_gradient", **native),
-        _states("optimizer_cpu", "per_layer", _as_they_land, case={"ranks": DIVIDED}, trigger="per_layer", **native),
         _states(
-            "optimizer_cpu", "per_gradient, 3 micro-batches", _as_they_land, case={"ranks": DIVIDED, **in_parts},
-            trigger="per_gradient", **native,
+            "optimizer_cpu", "master, moments int8", _at_end, case=narrow, update="master", moments="int8"
         ),
         _states(
-            "optimizer_cpu", "per_layer, master", _as_they_land, case={"ranks": DIVIDED, **narrow}, trigger="per_layer",
+            "optimizer_cpu",
+            "per_gradient",
+            _as_they_land,
+            case={"ranks": DIVIDED},
+            trigger="per_gradient",
+            **native,
+        ),
+        _states(
+            "optimizer_cpu",
+            "per_layer",
+            _as_they_land,
+            case={"ranks": DIVIDED},
+            trigger="per_layer",
+            **native,
+        ),
+        _states(
+            "optimizer_cpu",
+            "per_gradient, 3 micro-batches",
+            _as_they_land,
+            case={"ranks": DIVIDED, **in_parts},
+            trigger="per_gradient",
+            **native,
+        ),
+        _states(
+            "optimizer_cpu",
+            "per_layer, master",
+            _as_they_land,
+            case={"ranks": DIVIDED, **narrow},
+            trigger="per_layer",
             update="master",
         ),
         _states("zero_offload", "defaults", _as_they_land, case={"ranks": DIVIDED}),
-        _states("zero_offload", "buckets of 5 KiB", _as_they_land, case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
+        _states(
+            "zero_offload",
+            "buckets of 5 KiB",
+            _as_they_land,
+            case={"ranks": DIVIDED, **in_parts},
+            bucket_mib=0.005,
+        ),
         _states("zero_offload", "ratio 0.5", case={"ranks": DIVIDED}, ratio=0.5, bucket_mib=0.005),
-        _states("zero_offload", "delayed", _as_they_land, case={"ranks": ALONE}, delayed=True, delay_after=0, bucket_mib=0.005),
-    ]  # fmt: skip
+        _states(
+            "zero_offload",
+            "delayed",
+            _as_they_land,
+            case={"ranks": ALONE},
+            delayed=True,
+            delay_after=0,
+            bucket_mib=0.005,
+        ),
+    ]
 
 
 def _weights() -> list[Case]:
@@ -175,7 +245,14 @@ def _weights() -> list[Case]:
         _states("l2l", "defaults", _window(1)),
         _states("l2l", "3 micro-batches", _window(1), case=in_parts),
         _states("l2l", "together", _packs(1), case=chain, micro_batches="together"),
-        _states("l2l", "together, stash on the host", _stashed(1, 6), case=chain, micro_batches="together", stash="host"),
+        _states(
+            "l2l",
+            "together, stash on the host",
+            _stashed(1, 6),
+            case=chain,
+            micro_batches="together",
+            stash="host",
+        ),
         _states("stronghold", "solved"),
         _states("stronghold", "window 2", _window(2), window=2),
         _states("stronghold", "3 micro-batches, late", _window(2), case=in_parts, window=2, late=[0, 2]),
@@ -189,7 +266,13 @@ def _weights() -> list[Case]:
         _states("elixir", "0.8 of the plain peak, nothing ahead", case={"share": 0.8}, ahead=0),
         _states("angel_ptm", "pages of 10 KiB", page_mib=0.01),
         _states("angel_ptm", "0.9 of the plain peak", case={"ranks": ALONE, "share": 0.9}, page_mib=0.01),
-        _states("angel_ptm", "optimizer on SSD", case={"ranks": ((1, "none"), (2, "ddp"))}, page_mib=0.01, optimizer="ssd"),
+        _states(
+            "angel_ptm",
+            "optimizer on SSD",
+            case={"ranks": ((1, "none"), (2, "ddp"))},
+            page_mib=0.01,
+            optimizer="ssd",
+        ),
         _states("orchestrated", "disjoint", case={"ranks": REPLICAS}, group=2),
         _states("orchestrated", "token", case={"ranks": REPLICAS}, group=2, mode="token"),
         _states("zero_infinity", "optimizer on SSD", _ssd(_at_end)),
@@ -199,11 +282,18 @@ def _weights() -> list[Case]:
         _states("zero_infinity", "gradients too", _ssd_weights(True), parameters="ssd", gradients="ssd"),
         _states("zero_infinity", "optimizer on the host", _at_end, optimizer="host"),
         _states(
-            "zero_infinity", "parameters on SSD, optimizer on the host", _ssd_weights(False, state=False), parameters="ssd",
+            "zero_infinity",
+            "parameters on SSD, optimizer on the host",
+            _ssd_weights(False, state=False),
+            parameters="ssd",
             optimizer="host",
         ),
         _states(
-            "zero_infinity", "all but the optimizer on SSD", _ssd_weights(True, state=False), parameters="ssd", gradients="ssd",
+            "zero_infinity",
+            "all but the optimizer on SSD",
+            _ssd_weights(True, state=False),
+            parameters="ssd",
+            gradients="ssd",
             optimizer="host",
         ),
         _states("zero_infinity", "2 tiles", parameters="host", tiles=2),
@@ -211,14 +301,28 @@ def _weights() -> list[Case]:
         _states("smart_infinity", "2 domains", _updaters),
         _states("smart_infinity", "a tenth is sent", share=0.1),
         _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
-        _states("lohan", "buckets of 5 KiB", _ssd(_as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
+        _states(
+            "lohan",
+            "buckets of 5 KiB",
+            _ssd(_as_they_land),
+            case={"ranks": DIVIDED, **in_parts},
+            bucket_mib=0.005,
+        ),
         _states("moesys", "all cached", case={"model": "moe"}),
-        _states("moesys", "6 cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}, cache=6, on_device=1),
+        _states(
+            "moesys",
+            "6 cached",
+            case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))},
+            cache=6,
+            on_device=1,
+        ),
         _states("harmony", "packs of 2", _packs(2), case=chain, backward=2),
-        _states("harmony", "boundaries on the host", _stashed(2, 3), case=chain, backward=2, boundaries="host"),
+        _states(
+            "harmony", "boundaries on the host", _stashed(2, 3), case=chain, backward=2, boundaries="host"
+        ),
         _states("harmony", "prefetch", _packs(1), case=chain, backward=1, prefetch=True),
         _states("mobius", "3 stages", case=chain, stages=3),
-    ]  # fmt: skip
+    ]
 
 
 def _others() -> list[Case]:
@@ -231,14 +335,26 @@ def _others() -> list[Case]:
         _activations("tsplit", "0.94 of the plain peak", case={"share": 0.94}, min_bytes=256),
         Case("planned", "0.96 of the plain peak", {"recompute": {"kind": "planned"}}, share=0.96),
         Case(
-            "lohan, both halves", "activations on to SSD",
+            "lohan, both halves",
+            "activations on to SSD",
             {
                 "recompute": {"kind": "lohan", "spill": "ssd", "host_bytes": 1 << 18, "min_bytes": 256},
                 "offload": {"states": {"kind": "lohan"}},
-            }, ranks=DIVIDED,
+            },
+            ranks=DIVIDED,
         ),
-    ]  # fmt: skip
+    ]
 
 
-EVERYWHERE = ("none", "optimizer_cpu", "zero_offload", "l2l", "patrickstar", "elixir", "zero_infinity", "lohan", "copy_out")
+EVERYWHERE = (
+    "none",
+    "optimizer_cpu",
+    "zero_offload",
+    "l2l",
+    "patrickstar",
+    "elixir",
+    "zero_infinity",
+    "lohan",
+    "copy_out",
+)
 """Techniques that are run on every model that trains, on one rank, with the first of their options."""

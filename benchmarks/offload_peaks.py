@@ -1,10 +1,11 @@
-"""Offload techniques for real beside what `rewrite` and `simulate` say: peaks of every tier and bytes on every link.
+"""Offload techniques for real beside what `rewrite` and `simulate` say: peaks of every tier and bytes on
+every link.
 
     python benchmarks/offload_peaks.py [PATTERN] [--json FILE] [--markdown FILE]
 
-A row is a technique with an option, a model and a number of ranks; without a pattern, which is looked for in its name, all run.
-Others' results stay as the JSON file has them. Measured are four steps by the native ledger, after three that come first. Memory
-is page-locked beside a GPU alone, where all of the host tier is.
+A row is a technique with an option, a model and a number of ranks; without a pattern, which is looked for in
+its name, all run. Others' results stay as the JSON file has them. Measured are four steps by the native
+ledger, after three that come first. Memory is page-locked beside a GPU alone, where all of the host tier is.
 """
 
 from __future__ import annotations
@@ -29,41 +30,43 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 import torch
-from gloo import run_ranks
 from offload_cases import EVERYWHERE, Case, Sizes, cases
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.record import record
-from memtune.autotune.simulate import simulate
-from memtune.parameters import columns_of
-from memtune.program import Kind, Program, Recording, Resource, Step
-from memtune.runtime import offload_dir
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.ssd_file import Extent, SsdFile
-from memtune.runtime.tiers import HOST, tier
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.memory.ledger import Ledger
+from memtune.memory.workspace import WorkspaceTable
+from memtune.program.link_traffic import traffic_bytes
+from memtune.program.parameter_columns import columns_of
+from memtune.program.step import Kind, Program, Recording, Resource, Step
+from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
-from memtune.runtime.workspace import WorkspaceTable
+from memtune.ssd import offload_dir
+from memtune.ssd.ssd_tensors import Extent, SsdFile
 from memtune.technique import Reason, Target
 from memtune.testing.training import build
-from memtune.traffic import traffic_bytes
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
-MODELS = {**ZOO, "chain": Path(__file__).parents[1] / "tests" / "chain_model.py"}
+MODELS = {**ZOO, "chain": Path(__file__).parents[1] / "tests" / "support" / "models" / "chain_model.py"}
 TIERS = ("device", "host", "ssd")
 LINKS = {
-    "host_to_device": Resource.HOST_TO_DEVICE, "device_to_host": Resource.DEVICE_TO_HOST, "ssd_read": Resource.SSD_READ,
+    "host_to_device": Resource.HOST_TO_DEVICE,
+    "device_to_host": Resource.DEVICE_TO_HOST,
+    "ssd_read": Resource.SSD_READ,
     "ssd_write": Resource.SSD_WRITE,
-}  # fmt: skip
+}
 WITHIN, SPARE_BYTES, DEADLINE_S, AT_ONCE = 0.02, 64, 900, 40
 FIRST, STEPS = 3, 7
 """Steps that come before those that are measured, and all of them."""
 Row = dict[str, Any]
 
 
-# -- on the ranks -------------------------------------------------------------------------------------------------------
+# -- on the ranks --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -88,7 +91,9 @@ def _ssd_bytes() -> Iterator[list[int]]:
 
 
 def on_rank(directory: str, asked: list[tuple[str, dict[str, Any], int]]) -> list[Row]:
-    """Peaks by tier and bytes by link of each measured step, of each path, config and number of micro-batches."""
+    """Peaks by tier and bytes by link of each measured step, of each path, config and number of
+    micro-batches.
+    """
     os.environ[offload_dir.VARIABLE] = directory
     return [_measured(Path(path), config, parts) for path, config, parts in asked]
 
@@ -124,7 +129,7 @@ def _measured(path: Path, config: dict[str, Any], parts: int) -> Row:
     return {"peaks": {name: each[FIRST:] for name, each in peaks.items()}, "moved": moved[-1]}
 
 
-# -- what is predicted ---------------------------------------------------------------------------------------------------
+# -- what is predicted ---------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -143,12 +148,14 @@ def _candidate(case: Case, ranks: int, states: str) -> Candidate | Reason:
         plain = Rewriter(recording, target, validate=False).program(Choice.from_document(document))
         assert isinstance(plain, Program), plain
         target = replace(target, budget_bytes=int(case.share * plain.step.peak_bytes()))
-    return Rewriter(recording, target, validate=False).candidate(Choice.from_document({**document, **case.slots}))
+    return Rewriter(recording, target, validate=False).candidate(
+        Choice.from_document({**document, **case.slots})
+    )
 
 
 def _bytes_on_links(step: Step, parts: int) -> dict[str, int]:
     traffic = traffic_bytes(step, parts)
-    return {link: int(traffic[step.op_resource == each].sum()) for link, each in LINKS.items()}
+    return {link: int(traffic[step.ops.resource == each].sum()) for link, each in LINKS.items()}
 
 
 def _sizes(case: Case, ranks: int, states: str) -> Sizes:
@@ -161,21 +168,28 @@ def _sizes(case: Case, ranks: int, states: str) -> Sizes:
     block = columns.block[columns.trainable]
     batch = _bytes_on_links(step, 1)["host_to_device"]
     blocks = tuple(int(sizes[block == each].sum()) for each in range(len(step.blocks)))
-    state = int(step.bytes[(step.kind == Kind.OPTIMIZER) & (step.producer < 0)].sum())
-    given, times = np.unique(step.input_storage, return_counts=True)
-    given = given[(times == 1) & (step.producer[given] >= 0)]  # not what is given to all blocks
-    boundary = int(step.bytes[given].max(initial=0))
+    state = int(
+        step.storages.bytes[(step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0)].sum()
+    )
+    given, times = np.unique(step.calls.inputs.storage, return_counts=True)
+    given = given[(times == 1) & (step.storages.producer[given] >= 0)]  # not what is given to all blocks
+    boundary = int(step.storages.bytes[given].max(initial=0))
     moments = round(state / int(sizes.sum()))
     return Sizes(blocks, int(sizes[block < 0].sum()), int(sizes.min()), case.parts, batch, moments, boundary)
 
 
-# -- rows ----------------------------------------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------------------
 
 
 def _asked() -> list[tuple[Case, int, str]]:
     found = [(case, ranks, states) for case in cases() for ranks, states in case.ranks]
     first = {name: next(case for case in cases() if case.technique == name) for name in EVERYWHERE}
-    found += [(replace(case, model=model), 1, "none") for case in first.values() for model in MODELS if model != case.model]
+    found += [
+        (replace(case, model=model), 1, "none")
+        for case in first.values()
+        for model in MODELS
+        if model != case.model
+    ]
     return found
 
 
@@ -198,15 +212,24 @@ def rows(pattern: str) -> Iterator[list[Row]]:
 
 def _predicted(case: Case, ranks: int, states: str) -> tuple[Row, Candidate | Reason]:
     row: Row = {
-        "name": _name(case, ranks, states), "technique": case.technique, "option": case.option, "model": case.model,
-        "ranks": ranks, "sharding": states, "micro_batches": case.parts,
-    }  # fmt: skip
+        "name": _name(case, ranks, states),
+        "technique": case.technique,
+        "option": case.option,
+        "model": case.model,
+        "ranks": ranks,
+        "sharding": states,
+        "micro_batches": case.parts,
+    }
     made = _candidate(case, ranks, states)
     if isinstance(made, Reason):
         return {**row, "refused": str(made)}, made
     prediction = simulate(made.program, hardware.detect("cpu"))
     row["predicted"] = dict(
-        zip(TIERS, (prediction.peak_allocated_bytes, prediction.host_peak_bytes, prediction.ssd_peak_bytes), strict=True)
+        zip(
+            TIERS,
+            (prediction.peak_allocated_bytes, prediction.host_peak_bytes, prediction.ssd_peak_bytes),
+            strict=True,
+        )
     )
     row["links"] = _bytes_on_links(made.program.step, made.program.accumulate)
     if case.formula is not None:
@@ -226,11 +249,13 @@ def _measure(ranks: int, made: Sequence[tuple[Row, Candidate]]) -> None:
 
 def _config(made: Candidate) -> dict[str, Any]:
     settings = {slot: each for slot, each in made.choice.dump().items() if slot != "execution"}
-    return {"settings": settings, "plan": {slot: plan.decisions for slot, plan in made.plans.items()}}
+    return {"settings": settings, "plan": {slot: plan.document() for slot, plan in made.plans.items()}}
 
 
 def _compare(row: Row, runs: Iterable[Row]) -> None:
-    """Peaks of the fullest rank, of its step that is furthest from what is predicted; bytes of the rank that moves most."""
+    """Peaks of the fullest rank, of its step that is furthest from what is predicted; bytes of the rank that
+    moves most.
+    """
     runs = list(runs)
     row["measured"], row["off"] = {}, {}
     for name, wanted in row["predicted"].items():
@@ -240,7 +265,8 @@ def _compare(row: Row, runs: Iterable[Row]) -> None:
         row["off"][name] = 0.0 if abs(furthest - wanted) <= SPARE_BYTES else furthest / max(wanted, 1) - 1
     row["within"] = all(abs(off) <= WITHIN for off in row["off"].values())
     links = sorted(
-        {*LINKS, *row.get("formula", {})} | {link for run in runs for link in run["moved"] if link.endswith("updaters")}
+        {*LINKS, *row.get("formula", {})}
+        | {link for run in runs for link in run["moved"] if link.endswith("updaters")}
     )
     row["moved"] = {link: max(run["moved"].get(link, 0) for run in runs) for link in links}
     row["bytes_equal"] = all(row["moved"][link] == wanted for link, wanted in row["links"].items())
@@ -248,7 +274,7 @@ def _compare(row: Row, runs: Iterable[Row]) -> None:
         row["formula_equal"] = all(row["moved"][link] == wanted for link, wanted in row["formula"].items())
 
 
-# -- report --------------------------------------------------------------------------------------------------------------
+# -- report --------------------------------------------------------------------------------------------------
 
 
 def lines(found: Sequence[Row]) -> list[str]:
@@ -257,15 +283,25 @@ def lines(found: Sequence[Row]) -> list[str]:
     beyond = [row for row in ran if not row["within"]]
     unequal = [row for row in ran if not row["bytes_equal"] or not row.get("formula_equal", True)]
     out = [
-        "# Offload: peaks and bytes", "", "Written by `make bench-offload`; the JSON file beside it has every number.", "",
-        f"{len(ran)} runs on CPU, {len(beyond)} with a peak beyond {WITHIN:.0%} on some tier, {len(unequal)} with other bytes on "
-        "a link than predicted or published. Peaks: measured over predicted, less 1, of the step that is furthest off. On CPU no "
-        "memory is page-locked; beside a GPU all of the host's is. States of random numbers, which blocks and ops that draw some "
-        "and run again keep on the host, are counted: 5,056 bytes each. What no pass counts: that of a block which draws "
-        "nothing, while its forward runs, and those of the online runtime.", "",
-        "| technique | option | model | ranks | device | off | host | off | SSD | off | bytes as predicted | as published |",
+        "# Offload: peaks and bytes",
+        "",
+        "Written by `make bench-offload`; the JSON file beside it has every number.",
+        "",
+        (
+            f"{len(ran)} runs on CPU, {len(beyond)} with a peak beyond {WITHIN:.0%} on some tier,"
+            f" {len(unequal)} with other bytes on a link than predicted or published. Peaks: measured over"
+            " predicted, less 1, of the step that is furthest off. On CPU no memory is page-locked; beside a"
+            " GPU all of the host's is. States of random numbers, which blocks and ops that draw some and"
+            " run again keep on the host, are counted: 5,056 bytes each. What no pass counts: that of a"
+            " block which draws nothing, while its forward runs, and those of the online runtime."
+        ),
+        "",
+        (
+            "| technique | option | model | ranks | device | off | host | off | SSD | off | bytes as"
+            " predicted | as published |"
+        ),
         "|---" * 12 + "|",
-    ]  # fmt: skip
+    ]
     for row in ran:
         peaks = " | ".join(f"{row['measured'][name]:,} | {row['off'][name]:+.2%}" for name in TIERS)
         formula = {None: "", True: "yes", False: "no"}[row.get("formula_equal")]
@@ -277,17 +313,27 @@ def lines(found: Sequence[Row]) -> list[str]:
     refused: dict[str, list[str]] = {}
     for row in found:
         if "refused" in row:
-            refused.setdefault(row["refused"], []).append(f"{row['technique']} ({row['model']}, {row['ranks']})")
-    return [*out, "", *(f"- refused: {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in refused.items())]
+            refused.setdefault(row["refused"], []).append(
+                f"{row['technique']} ({row['model']}, {row['ranks']})"
+            )
+    return [
+        *out,
+        "",
+        *(f"- refused: {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in refused.items()),
+    ]
 
 
 def main() -> None:
     """Run the rows that are asked for and write one JSON and one Markdown document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression in a row's name")
     parser.add_argument("--json", type=Path, help="keep other rows of this file, write all to it")
     parser.add_argument("--markdown", type=Path, help="write a table to this file")
-    parser.add_argument("--rewrite", action="store_true", help="run nothing, write the table of what the JSON file has")
+    parser.add_argument(
+        "--rewrite", action="store_true", help="run nothing, write the table of what the JSON file has"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as on the ranks, whose kernels' scratch is predicted
     known = json.loads(asked.json.read_text())["rows"] if asked.json and asked.json.exists() else []
@@ -297,14 +343,20 @@ def main() -> None:
         os.environ[offload_dir.VARIABLE] = folder  # looked at, not written to
         for some in () if asked.rewrite else rows(asked.pattern):
             for row in some:
-                print(row["name"], row.get("refused") or {name: f"{off:+.2%}" for name, off in row["off"].items()}, flush=True)
+                print(
+                    row["name"],
+                    row.get("refused") or {name: f"{off:+.2%}" for name, off in row["off"].items()},
+                    flush=True,
+                )
             found |= {row["name"]: row for row in some}
             if asked.json:  # what is found stays found, whatever becomes of the next ones
                 in_order = sorted(found.values(), key=lambda row: order[row["name"]])
                 document = {"schema": 1, "torch": torch.__version__, "rows": in_order}
                 asked.json.write_text(json.dumps(document, indent=1) + "\n")
     if asked.markdown:
-        asked.markdown.write_text("\n".join(lines(sorted(found.values(), key=lambda row: order[row["name"]]))) + "\n")
+        asked.markdown.write_text(
+            "\n".join(lines(sorted(found.values(), key=lambda row: order[row["name"]]))) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The simulator against published speed-ups of offloading: LoHan and ZeRO-Infinity's idle share, STRONGHOLD, Mobius.
+"""The simulator against published speed-ups of offloading: LoHan and ZeRO-Infinity's idle share, STRONGHOLD,
+Mobius.
 
     python benchmarks/offload_published.py [lohan] [stronghold] [mobius] [--json FILE] [--markdown FILE]
 
-Constants are those of `published/`, written down before the first comparison; nothing is fitted. Both sides of a ratio are
-memtune's own techniques. Without names all papers are compared; others' rows stay as the JSON file has them. TMO and
-Smart-Infinity have scripts of their own (`orchestration.py`, `smart_infinity.py`).
+Constants are those of `published/`, written down before the first comparison; nothing is fitted. Both sides
+of a ratio are memtune's own techniques. Without names all papers are compared; others' rows stay as the JSON
+file has them. TMO and Smart-Infinity have scripts of their own (`orchestration.py`, `smart_infinity.py`).
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from typing import Any
 from published import lohan, mobius, stronghold
 from published.paper import Shape
 
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import record
-from memtune.autotune.simulate import Prediction, simulate
-from memtune.autotune.translate import translate
-from memtune.hardware import Hardware
-from memtune.program import Recording
-from memtune.runtime import offload_dir
+from memtune.autotune.predict.simulation import Prediction, simulate
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.translate.translation import translate
+from memtune.hardware.spec import Hardware
+from memtune.program.step import Recording
+from memtune.ssd import offload_dir
 from memtune.technique import Reason, Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 HERE = Path(__file__).parent
 NARROW, WIDE = HERE / "published" / "gpt16.py", HERE.parent / "examples" / "gpt.py"
@@ -41,13 +42,21 @@ FULL = {"recompute": {"kind": "full"}}
 
 def recording(shape: Shape, model: Path, sizes: Iterable[int]) -> Recording:
     """A step of the GPT of this shape, as CUDA runs it once `translate` has seen it."""
-    asked = {"LAYERS": shape.layers, "DIM": shape.dim, "HEADS": shape.heads, "SEQ": shape.seq, "VOCAB": shape.vocab}
+    asked = {
+        "LAYERS": shape.layers,
+        "DIM": shape.dim,
+        "HEADS": shape.heads,
+        "SEQ": shape.seq,
+        "VOCAB": shape.vocab,
+    }
     asked |= {"TIED": 0, "BF16": int(model == WIDE)}
     os.environ.update({f"MEMTUNE_GPT_{name}": str(value) for name, value in asked.items()})
     return record(Workload.load(model), sizes=set(sizes), target="cuda")
 
 
-def predicted(recorded: Recording, hardware: Hardware, settings: dict[str, Any], *, ranks: int = 1) -> Prediction:
+def predicted(
+    recorded: Recording, hardware: Hardware, settings: dict[str, Any], *, ranks: int = 1
+) -> Prediction:
     """The step under `settings`, events and overlap included.
 
     Raises:
@@ -73,39 +82,50 @@ def _states(kind: str, **knobs: Any) -> dict[str, Any]:
     return {"offload": {"states": {"kind": kind, **knobs}}}
 
 
-# -- LoHan ---------------------------------------------------------------------------------------------------------------
+# -- LoHan ---------------------------------------------------------------------------------------------------
 
 
 def of_lohan() -> Iterator[Row]:
-    """A row per number of drives and micro-batch: ZeRO-Infinity with full recompute, updates in backward, and swaps beside them.
+    """A row per number of drives and micro-batch: ZeRO-Infinity with full recompute, updates in backward, and
+    swaps beside them.
 
-    The baseline's weights stay on the device, as LoHan's do here, or come and go from SSD with their gradients, as the paper's.
+    The baseline's weights stay on the device, as LoHan's do here, or come and go from SSD with their
+    gradients, as the paper's.
     """
     recorded = recording(lohan.SHAPE, NARROW, lohan.MICRO_BATCHES)
     infinity, states = {"kind": "zero_infinity", "update": "master"}, _states("lohan", update="master")
     asked = {
         "zero_infinity": {**FULL, "offload": {"states": infinity}},
-        "zero_infinity, all on SSD": {**FULL, "offload": {"states": {**infinity, "parameters": "ssd", "gradients": "ssd"}}},
+        "zero_infinity, all on SSD": {
+            **FULL,
+            "offload": {"states": {**infinity, "parameters": "ssd", "gradients": "ssd"}},
+        },
         "lohan, no swaps": {**FULL, **states},
         "lohan": {"recompute": {"kind": "lohan"}, **states},
     }
     for drives, size in itertools.product(lohan.DRIVES, lohan.MICRO_BATCHES):
         machine = lohan.machine(drives)
-        found = {name: predicted(recorded, machine, {**_execution(size), **each}) for name, each in asked.items()}
+        found = {
+            name: predicted(recorded, machine, {**_execution(size), **each}) for name, each in asked.items()
+        }
         least = min(found["lohan"].step_s, found["lohan, no swaps"].step_s)
         yield {
-            "drives": drives, "micro_batch": size, "step_s": {name: round(each.step_s, 2) for name, each in found.items()},
+            "drives": drives,
+            "micro_batch": size,
+            "step_s": {name: round(each.step_s, 2) for name, each in found.items()},
             "ratio": {name: round(found[name].step_s / least, 3) for name in list(asked)[:2]},
             "idle": {name: round(idle(each), 3) for name, each in found.items()},
-        }  # fmt: skip
+        }
 
 
-# -- STRONGHOLD -----------------------------------------------------------------------------------------------------------
+# -- STRONGHOLD ----------------------------------------------------------------------------------------------
 
 BASELINES: dict[str, dict[str, Any]] = {
-    "l2l": _states("l2l"), "zero_offload": _states("zero_offload"), "zero_infinity": _states("zero_infinity"),
+    "l2l": _states("l2l"),
+    "zero_offload": _states("zero_offload"),
+    "zero_infinity": _states("zero_infinity"),
     "zero_infinity, parameters on SSD": _states("zero_infinity", parameters="ssd"),
-}  # fmt: skip
+}
 
 
 def of_stronghold() -> Iterator[Row]:
@@ -118,18 +138,21 @@ def of_stronghold() -> Iterator[Row]:
             for name, states in BASELINES.items()
         }
         yield {
-            "micro_batch": size, "stronghold_s": round(fast.step_s, 3), "idle": round(idle(fast), 3),
+            "micro_batch": size,
+            "stronghold_s": round(fast.step_s, 3),
+            "idle": round(idle(fast), 3),
             "ratio": {name: round(each.step_s / fast.step_s, 3) for name, each in others.items()},
-        }  # fmt: skip
+        }
 
 
-# -- Mobius ---------------------------------------------------------------------------------------------------------------
+# -- Mobius --------------------------------------------------------------------------------------------------
 
 
 def of_mobius() -> Iterator[Row]:
     """A row per size and way to share roots: ZeRO-3 whose shards are on the hosts, and stages in turn.
 
-    The baseline fetches ahead, gathers, sends gradients down beside backward and updates after it, as DeepSpeed's does.
+    The baseline fetches ahead, gathers, sends gradients down beside backward and updates after it, as
+    DeepSpeed's does.
     """
     ahead = _states("stronghold", window=2, trigger="end_of_step")
     for name, shape in mobius.SHAPES.items():
@@ -140,58 +163,92 @@ def of_mobius() -> Iterator[Row]:
             slow = predicted(recorded, machine, {**shared, **ahead}, ranks=mobius.RANKS)
             alone = {**_execution(mobius.MICRO_BATCH), "sharding": {"states": {"kind": "none"}}}
             fast = {
-                stages: predicted(recorded, machine, {**alone, **_states("mobius", stages=stages)}, ranks=mobius.RANKS)
+                stages: predicted(
+                    recorded, machine, {**alone, **_states("mobius", stages=stages)}, ranks=mobius.RANKS
+                )
                 for stages in (2 * mobius.RANKS, shape.layers)
             }
             best = min(fast, key=lambda stages: fast[stages].step_s)
             yield {
-                "model": name, "gpus_per_root": root, "zero3_s": round(slow.step_s, 2), "mobius_s": round(fast[best].step_s, 2),
-                "stages": best, "ratio": round(slow.step_s / fast[best].step_s, 3),
+                "model": name,
+                "gpus_per_root": root,
+                "zero3_s": round(slow.step_s, 2),
+                "mobius_s": round(fast[best].step_s, 2),
+                "stages": best,
+                "ratio": round(slow.step_s / fast[best].step_s, 3),
                 "by_stages_s": {str(stages): round(each.step_s, 2) for stages, each in fast.items()},
-                "waits_s": {side: {k: round(v, 2) for k, v in each.exposed_s.items() if v > 0.005} for side, each in
-                            (("zero3", slow), ("mobius", fast[best]))},
-            }  # fmt: skip
+                "waits_s": {
+                    side: {k: round(v, 2) for k, v in each.exposed_s.items() if v > 0.005}
+                    for side, each in (("zero3", slow), ("mobius", fast[best]))
+                },
+            }
 
 
 PAPERS: dict[str, tuple[Callable[[], Iterator[Row]], dict[str, str], dict[str, Any]]] = {
-    "lohan": (of_lohan, lohan.SOURCES, {"ratio": lohan.SPEED_UP, "idle": lohan.IDLE, "idle_lohan": lohan.IDLE_LOHAN}),
+    "lohan": (
+        of_lohan,
+        lohan.SOURCES,
+        {"ratio": lohan.SPEED_UP, "idle": lohan.IDLE, "idle_lohan": lohan.IDLE_LOHAN},
+    ),
     "stronghold": (of_stronghold, stronghold.SOURCES, {"ratio": stronghold.SPEED_UP}),
-    "mobius": (of_mobius, mobius.SOURCES, {"ratio": mobius.SPEED_UP, "expected of the last change": mobius.FORESEEN}),
+    "mobius": (
+        of_mobius,
+        mobius.SOURCES,
+        {"ratio": mobius.SPEED_UP, "expected of the last change": mobius.FORESEEN},
+    ),
 }
 """Rows, where constants come from, what is published."""
 WHY = {
-    "lohan": "ZeRO-Infinity's idle share is the published one where a step computes little (batch 8: 48 to 73 %), and falls with "
-    "the batch: here its drives and its host are as fast as their data sheets say. Updates inside backward leave 2 to 8 % at "
-    "batches of 16 and more with 12 drives. The ratio is up to 1.88, where the paper has 2.32 over systems that may not reach "
-    "what their hardware gives. Swaps take up to 17 % off a step, and lengthen none: copies of one block run beside "
-    "another's compute. What is left of the way is the baseline: where its update after backward weighs most, with few drives "
-    "and small batches, LoHan waits for the drives as well.",
-    "stronghold": "Over L2L 1.51 to 2.00 and over ZeRO-Offload 1.10 to 1.23, in or just below the published range; over "
-    "ZeRO-Infinity 2.9 to 5.5 and with parameters on SSD up to 7.7, above it at small batches: its optimizer's state is on "
-    "a drive here. A step is as long as its longest link until compute is (batch 16: 4 % idle). Before gradients left a "
-    "block at a time and updates ran beside backward the ratio over L2L was 1.10 to 1.17. This host's updates fit beside "
-    "backward, so none is left to the next step's forward; with a host half as fast they are at batch 4, which takes a "
-    "fifth off the step. Not in memtune: several streams.",
-    "mobius": "3.9 and 4.3 where all four GPUs share a root, 2.9 and 3.4 where two do, for 3.8 to 5.1. Expected were 4.6 and "
-    "4.9, 3.4 and 3.4; rows before had 2.2 to 2.8. What was missing: ZeRO-3's gathers go through the host, over the root that "
-    "its copies go over (its steps are 16 to 19 % longer by that); what a Mobius stage starts from waited behind the next"
-    " one's weights, which come in parts now; gradients went down while nothing came up, now beside the next stage; "
-    "updates that backward would wait for go on beside the next forward. What is left is the host: two and two, Mobius is"
-    " as long as its updates, 1.7 of 2.2 s and 5.0 of 5.9 s, so a faster link does not help it as it does ZeRO-3. Its end"
-    " waits for the first stage's update and that of the embedding and the head, by one rank with a quarter of the host's"
-    " rate, while the others have none: the simulator shares the host evenly among ranks at all times. In 32 bits, which "
-    "memtune's stages have, weights and gradients take twice the paper's bytes on both sides.",
+    "lohan": (
+        "ZeRO-Infinity's idle share is the published one where a step computes little (batch 8: 48 to 73 %),"
+        " and falls with the batch: here its drives and its host are as fast as their data sheets say."
+        " Updates inside backward leave 2 to 8 % at batches of 16 and more with 12 drives. The ratio is up to"
+        " 1.88, where the paper has 2.32 over systems that may not reach what their hardware gives. Swaps"
+        " take up to 17 % off a step, and lengthen none: copies of one block run beside another's compute."
+        " What is left of the way is the baseline: where its update after backward weighs most, with few"
+        " drives and small batches, LoHan waits for the drives as well."
+    ),
+    "stronghold": (
+        "Over L2L 1.51 to 2.00 and over ZeRO-Offload 1.10 to 1.23, in or just below the published range; over"
+        " ZeRO-Infinity 2.9 to 5.5 and with parameters on SSD up to 7.7, above it at small batches: its"
+        " optimizer's state is on a drive here. A step is as long as its longest link until compute is (batch"
+        " 16: 4 % idle). Before gradients left a block at a time and updates ran beside backward the ratio"
+        " over L2L was 1.10 to 1.17. This host's updates fit beside backward, so none is left to the next"
+        " step's forward; with a host half as fast they are at batch 4, which takes a fifth off the step. Not"
+        " in memtune: several streams."
+    ),
+    "mobius": (
+        "3.9 and 4.3 where all four GPUs share a root, 2.9 and 3.4 where two do, for 3.8 to 5.1. Expected"
+        " were 4.6 and 4.9, 3.4 and 3.4; rows before had 2.2 to 2.8. What was missing: ZeRO-3's gathers go"
+        " through the host, over the root that its copies go over (its steps are 16 to 19 % longer by that);"
+        " what a Mobius stage starts from waited behind the next one's weights, which come in parts now;"
+        " gradients went down while nothing came up, now beside the next stage; updates that backward would"
+        " wait for go on beside the next forward. What is left is the host: two and two, Mobius is as long as"
+        " its updates, 1.7 of 2.2 s and 5.0 of 5.9 s, so a faster link does not help it as it does ZeRO-3."
+        " Its end waits for the first stage's update and that of the embedding and the head, by one rank with"
+        " a quarter of the host's rate, while the others have none: the simulator shares the host evenly"
+        " among ranks at all times. In 32 bits, which memtune's stages have, weights and gradients take twice"
+        " the paper's bytes on both sides."
+    ),
 }
-"""What explains a ratio that is not the published one, written after the first comparison; no constant was changed since."""
+"""What explains a ratio that is not the published one, written after the first comparison; no constant was
+changed since.
+"""
 
 
 def main() -> None:
     """Compare the papers that are asked for, print and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"{', '.join(PAPERS)}; all where none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "papers", nargs="*", metavar="PAPER", help=f"{', '.join(PAPERS)}; all where none is given"
+    )
     parser.add_argument("--json", type=Path, help="keep other papers' rows of this file, write all to it")
     asked = parser.parse_args()
-    found: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {"schema": 1}
+    found: dict[str, Any] = (
+        json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {"schema": 1}
+    )
     with tempfile.TemporaryDirectory() as folder:
         os.environ[offload_dir.VARIABLE] = folder  # looked at, not written to
         for name in asked.papers or PAPERS:

@@ -2,8 +2,8 @@
 
     python benchmarks/op_times.py [--threads 1] [--json]
 
-Each model is recorded on fake tensors and predicted from this machine's rates alone (`memtune doctor --calibrate` stores them),
-then trained for real. A ratio below 1 means that the prediction was too fast.
+Each model is recorded on fake tensors and predicted from this machine's rates alone (`memtune doctor
+--calibrate` stores them), then trained for real. A ratio below 1 means that the prediction was too fast.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ from typing import Any
 import torch
 
 from memtune import apply
-from memtune.autotune.record import record
-from memtune.autotune.simulate import simulate
-from memtune.hardware import Hardware, detect
-from memtune.op_costs import op_class, op_costs
-from memtune.program import Program, RankClass
-from memtune.runtime.loop import train_step
-from memtune.workload import Workload
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record.recorder import record
+from memtune.hardware.roofline import op_class, op_costs
+from memtune.hardware.spec import Hardware, detect
+from memtune.program.step import Program, RankClass
+from memtune.runtime.training_step import train_step
+from memtune.workload.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = (*sorted((ROOT / "tests" / "zoo").glob("*.py")), ROOT / "examples" / "gpt.py", ROOT / "examples" / "cnn.py")
+MODELS = (
+    *sorted((ROOT / "tests" / "zoo").glob("*.py")),
+    ROOT / "examples" / "gpt.py",
+    ROOT / "examples" / "cnn.py",
+)
 
 
-def measured_s(workload: Workload, size: int, seconds: float, settings: dict[str, Any] | None = None) -> float:
+def measured_s(
+    workload: Workload, size: int, seconds: float, settings: dict[str, Any] | None = None
+) -> float:
     """Median of as many real steps as `seconds` holds, three at least, under `settings` where given.
 
     With one thread it is of the time this process had.
@@ -52,9 +58,17 @@ def measured_s(workload: Workload, size: int, seconds: float, settings: dict[str
 
 
 def with_threads(machine: Hardware, threads: int) -> Hardware:
-    """`machine` as `threads` of its cores see it; what was measured is kept, which was with as many threads as torch takes."""
+    """`machine` as `threads` of its cores see it; what was measured is kept, which was with as many threads
+    as torch takes.
+    """
     part = min(1.0, threads / machine.cores)
-    rates = ("fp32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s", "tf32_flops_per_s", "memory_bytes_per_s")
+    rates = (
+        "fp32_flops_per_s",
+        "bf16_flops_per_s",
+        "fp16_flops_per_s",
+        "tf32_flops_per_s",
+        "memory_bytes_per_s",
+    )
     return replace(machine, **{name: getattr(machine, name) * part for name in rates})
 
 
@@ -66,18 +80,28 @@ def row(path: Path, machine: Hardware, size: int, seconds: float) -> dict[str, A
     predicted = simulate(program, machine, level="events").step_s
     costs, classes = op_costs(step, machine).op_s, [op_class(name) for name in step.names]
     spent: dict[str, float] = {}
-    for op, seconds_ in zip(step.op_name.tolist(), costs.tolist(), strict=True):
+    for op, seconds_ in zip(step.ops.name.tolist(), costs.tolist(), strict=True):
         spent[classes[op]] = spent.get(classes[op], 0.0) + seconds_
     real = measured_s(workload, size, seconds)
     top = dict(sorted(spent.items(), key=lambda item: -item[1])[:4])
-    return {"model": path.stem, "ops": step.n_ops, "predicted_s": predicted, "measured_s": real, "ratio": predicted / real,
-            "by_class": {name: round(value / predicted, 3) for name, value in top.items()}}  # fmt: skip
+    return {
+        "model": path.stem,
+        "ops": step.ops.n,
+        "predicted_s": predicted,
+        "measured_s": real,
+        "ratio": predicted / real,
+        "by_class": {name: round(value / predicted, 3) for name, value in top.items()},
+    }
 
 
 def main() -> None:
     """Print one table, or one JSON document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the real steps; more than idle cores only wait")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of the real steps; more than idle cores only wait"
+    )
     parser.add_argument("--size", type=int, default=4, help="micro-batch")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long to train each model")
     parser.add_argument("--json", action="store_true")
@@ -102,7 +126,10 @@ def main() -> None:
         return
     for each in rows:
         times = f"{1e3 * each['predicted_s']:9.2f} ms predicted {1e3 * each['measured_s']:9.2f} ms measured"
-        print(f"{each['model']:<14} {each['ops']:>5} ops {times}   ratio {each['ratio']:.2f}   {each['by_class']}")
+        print(
+            f"{each['model']:<14} {each['ops']:>5} ops {times}   ratio {each['ratio']:.2f}  "
+            f" {each['by_class']}"
+        )
     print(f"{machine.title}, rates {machine.rates_from}, {asked.threads} threads, micro-batch {asked.size}")
     print(f"median ratio {document['median_ratio']:.2f}, worst factor {worst:.2f}")
 

@@ -1,9 +1,11 @@
-"""Operator orders of whole training steps: peaks in program order and in the planner's, at batch 1, and seconds to plan.
+"""Operator orders of whole training steps: peaks in program order and in the planner's, at batch 1, and
+seconds to plan.
 
-Each workload of `--models` is recorded, forward, backward and optimizer, and all its ops may move as far as data and writes
-allow. Random ops and what runs on links keep their order. The peak of program order is counted by the same rule: a storage goes
-after its last use. That is a statement on the graph, not on what PyTorch can run: eager code runs in program order, and compiled
-graphs hold forward and backward of what they were made of, not the optimizer.
+Each workload of `--models` is recorded, forward, backward and optimizer, and all its ops may move as far as
+data and writes allow. Random ops and what runs on links keep their order. The peak of program order is
+counted by the same rule: a storage goes after its last use. That is a statement on the graph, not on what
+PyTorch can run: eager code runs in program order, and compiled graphs hold forward and backward of what they
+were made of, not the optimizer.
 
 Run as `python benchmarks/order.py --json out.json --markdown out.md`.
 """
@@ -20,24 +22,33 @@ from typing import Any
 
 import numpy as np
 
-from memtune.autotune.record import record
-from memtune.planners.order import Ops, low_peak_order
-from memtune.program import FOREVER, READS, Step, Tier
-from memtune.workload import Workload
+from memtune.autotune.record.recorder import record
+from memtune.compile.low_peak_planner import Ops, low_peak_order
+from memtune.program.step import FOREVER, READS, Step, Tier
+from memtune.workload.workload import Workload
 
 LARGE = 10_000
 _ZOO = Path(__file__).parents[1] / "tests" / "zoo"
 
 
 def ops_of(step: Step) -> Ops:
-    """The ops of `step` with the storages on the device; what outlives the step stays, writes keep their order with all else."""
-    device = step.tier == Tier.DEVICE
-    stays = step.held_until == FOREVER
-    storages = zip(np.where(device, step.bytes, 0).tolist(), step.producer.tolist(), stays.tolist(), strict=True)
-    writes = step.use_mutates != READS
+    """The ops of `step` with the storages on the device; what outlives the step stays, writes keep their
+    order with all else.
+    """
+    device = step.storages.tier == Tier.DEVICE
+    stays = step.storages.held_until == FOREVER
+    storages = zip(
+        np.where(device, step.storages.bytes, 0).tolist(),
+        step.storages.producer.tolist(),
+        stays.tolist(),
+        strict=True,
+    )
+    writes = step.uses.mode != READS
     last_write, since = {}, {}
     pairs: list[tuple[int, int]] = []
-    for op, storage, write in zip(step.use_op.tolist(), step.use_storage.tolist(), writes.tolist(), strict=True):
+    for op, storage, write in zip(
+        step.uses.op.tolist(), step.uses.storage.tolist(), writes.tolist(), strict=True
+    ):
         if storage in last_write:
             pairs.append((last_write[storage], op))
         if write:
@@ -45,10 +56,10 @@ def ops_of(step: Step) -> Ops:
             last_write[storage] = op
         else:
             since.setdefault(storage, []).append(op)
-    kept = np.flatnonzero((step.op_rng > 0) | (step.op_group > 0)).tolist()
+    kept = np.flatnonzero((step.ops.rng > 0) | (step.ops.group > 0)).tolist()
     pairs += pairwise(kept)
-    uses = zip(step.use_op.tolist(), step.use_storage.tolist(), strict=True)
-    return Ops.of(step.n_ops, storages, uses, {(first, then) for first, then in pairs if first < then})
+    uses = zip(step.uses.op.tolist(), step.uses.storage.tolist(), strict=True)
+    return Ops.of(step.ops.n, storages, uses, {(first, then) for first, then in pairs if first < then})
 
 
 def row(name: str, ops: Ops) -> dict[str, Any]:
@@ -67,15 +78,23 @@ def row(name: str, ops: Ops) -> dict[str, Any]:
 
 
 def synthetic(kind: str) -> Ops:
-    """Ten thousand ops: sizes and users at random, or updates of 1,250 layers after all of their gradients."""
+    """Ten thousand ops: sizes and users at random, or updates of 1,250 layers after all of their
+    gradients.
+    """
     if kind == "random":
         rng = np.random.default_rng(0)
         storages = [(int(size), op, False) for op, size in enumerate(rng.integers(1, 1 << 20, LARGE))]
         near = np.minimum(np.arange(LARGE)[:, None] + rng.geometric(0.02, (LARGE, 3)), LARGE - 1)
-        return Ops.of(LARGE, storages, [(int(user), each) for each, users in enumerate(near) for user in users])
+        return Ops.of(
+            LARGE, storages, [(int(user), each) for each, users in enumerate(near) for user in users]
+        )
     layers = LARGE // 8
-    storages = [(1 << 20, op, False) for op in range(4 * layers)] + [(1 << 20, 4 * layers + 4 * i, False) for i in range(layers)]
-    uses = [(op + 1, op) for op in range(4 * layers - 1)]  # backward: a chain whose every fourth op makes a gradient
+    storages = [(1 << 20, op, False) for op in range(4 * layers)] + [
+        (1 << 20, 4 * layers + 4 * i, False) for i in range(layers)
+    ]
+    uses = [
+        (op + 1, op) for op in range(4 * layers - 1)
+    ]  # backward: a chain whose every fourth op makes a gradient
     pairs = []
     for layer in range(layers):
         first, temporary = 4 * layers + 4 * layer, 4 * layers + layer
@@ -89,8 +108,14 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Operator orders",
         "",
-        "Made by `make bench-order`. Whole steps (forward, backward, optimizer) at batch 1, all ops free to move; a storage goes",
-        "after its last use in both columns. Seconds are those of one thread. A statement on graphs, not a measurement.",
+        (
+            "Made by `make bench-order`. Whole steps (forward, backward, optimizer) at batch 1, all ops free"
+            " to move; a storage goes"
+        ),
+        (
+            "after its last use in both columns. Seconds are those of one thread. A statement on graphs, not"
+            " a measurement."
+        ),
         "",
         "| graph | ops | program order, MB | planned, MB | planned / program | s |",
         "|---|---|---|---|---|---|",
@@ -107,7 +132,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=Path, default=_ZOO, help="folder with workload files; default: the zoo of the tests")
+    parser.add_argument(
+        "--models", type=Path, default=_ZOO, help="folder with workload files; default: the zoo of the tests"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()

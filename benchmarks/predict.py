@@ -1,11 +1,13 @@
-"""Predicted against measured peak memory on this machine's CPU, for every case of the grid in `predict_grid.py`.
+"""Predicted against measured peak memory on this machine's CPU, for every case of the grid in
+`predict_grid.py`.
 
     python benchmarks/predict.py [--models gpt,vit] [--json FILE] [--markdown FILE]
 
-Predicted: the workload is recorded on fake tensors, rewritten and simulated, with this machine's table of kernel workspaces, as
-`memtune plan --device cpu --config` does; `affine` is the same from micro-batches 2 and 4 alone. Measured: the native ledger's
-peak over a real trial in a fresh process, as `memtune trial` reports it. Nothing is fitted to what was measured, so leaving a
-model out changes no other row. Beside them what other tools say (`predict_peers.py`).
+Predicted: the workload is recorded on fake tensors, rewritten and simulated, with this machine's table of
+kernel workspaces, as `memtune plan --device cpu --config` does; `affine` is the same from micro-batches 2 and
+4 alone. Measured: the native ledger's peak over a real trial in a fresh process, as `memtune trial` reports
+it. Nothing is fitted to what was measured, so leaving a model out changes no other row. Beside them what
+other tools say (`predict_peers.py`).
 """
 
 from __future__ import annotations
@@ -27,17 +29,18 @@ from predict_grid import MODELS, Case, cases
 from predict_peers import accelerate_bytes, mem_tracker
 from predict_report import markdown
 
-from memtune import hardware, measure
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import record
-from memtune.autotune.scoring import Scorer
-from memtune.cores import usable_cores
+from memtune import hardware
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.scoring import Scorer
 from memtune.executors.base import Trial, TrialResult
 from memtune.executors.local import LocalExecutor
-from memtune.program import Recording
-from memtune.runtime.workspace import WorkspaceTable
+from memtune.hardware import cpu_probe
+from memtune.hardware.cpu_cores import usable_cores
+from memtune.memory.workspace import WorkspaceTable
+from memtune.program.step import Recording
 from memtune.technique import Reason, Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 THREADS = 1
@@ -107,11 +110,15 @@ def predict(model: Path, wanted: Iterable[Case]) -> tuple[list[Row], Recording]:
 
 
 def run(wanted: Iterable[tuple[int, Case]], slots: int) -> Iterator[TrialResult]:
-    """A real trial of each case, by number, in a fresh process with `THREADS` threads; `slots` at a time, in any order."""
+    """A real trial of each case, by number, in a fresh process with `THREADS` threads; `slots` at a time, in
+    any order.
+    """
     executor, running = LocalExecutor(slots), 0
     try:
         for number, case in wanted:
-            trial = Trial(number=number, workload=str(case.model), config=case.config(), warmup_steps=1, steps=1)
+            trial = Trial(
+                number=number, workload=str(case.model), config=case.config(), warmup_steps=1, steps=1
+            )
             executor.submit(trial.model_copy(update={"env": {"OMP_NUM_THREADS": str(THREADS)}}))
             running += 1
         while running:
@@ -130,7 +137,9 @@ def compare(model: Path, wanted: Iterable[Case], slots: int) -> tuple[list[Row],
     fitting = [(number, case) for number, case in enumerate(wanted) if rows[number].status == "ok"]
     for result in run(fitting, slots):
         row = rows[result.number]
-        rows[result.number] = replace(row, status=result.status, reason=result.reason, measured_bytes=result.peak_allocated_bytes)
+        rows[result.number] = replace(
+            row, status=result.status, reason=result.reason, measured_bytes=result.peak_allocated_bytes
+        )
     elapsed_s = round(time.monotonic() - started)
     about = {"rung": recording.rung, "record_s": round(recording.record_s, 2), "elapsed_s": elapsed_s}
     return rows, about | {"notes": list(recording.notes)}
@@ -139,20 +148,34 @@ def compare(model: Path, wanted: Iterable[Case], slots: int) -> tuple[list[Row],
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return {"cpu": measure.cpu().title, "capability": capability, "cores": usable_cores(), "torch": str(torch.__version__)}
+    return {
+        "cpu": cpu_probe.cpu().title,
+        "capability": capability,
+        "cores": usable_cores(),
+        "torch": str(torch.__version__),
+    }
 
 
 def sources() -> str:
-    """Which version of memtune and its benchmarks the figures are of: a hash of all sources, the same wherever they lie."""
-    folders, found = ("autotune", "benchmarks", "csrc", "executors", "memtune", "search_spaces"), hashlib.sha256()
+    """Which version of memtune and its benchmarks the figures are of: a hash of all sources, the same
+    wherever they lie.
+    """
+    folders, found = (
+        ("autotune", "benchmarks", "csrc", "executors", "memtune", "search_spaces"),
+        hashlib.sha256(),
+    )
     for folder in folders:
-        for file in sorted(each for each in (ROOT / folder).rglob("*") if each.suffix in (".py", ".cpp", ".h")):
+        for file in sorted(
+            each for each in (ROOT / folder).rglob("*") if each.suffix in (".py", ".cpp", ".h")
+        ):
             found.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """How far each tool is off: over all its cases, and over the plain ones, which every tool can be asked for."""
+    """How far each tool is off: over all its cases, and over the plain ones, which every tool can be asked
+    for.
+    """
     found: dict[str, Any] = {
         "cases": len(rows),
         "measured": sum(row.measured_bytes is not None for row in rows),
@@ -160,12 +183,21 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "failed": sum(row.status not in ("ok", "unfit") for row in rows),
     }
     for tool in ("predicted", "affine", "mem_tracker", "accelerate"):
-        for which, those in (("", rows), ("_plain", [row for row in rows if row.recompute == row.offload == "none"])):
+        for which, those in (
+            ("", rows),
+            ("_plain", [row for row in rows if row.recompute == row.offload == "none"]),
+        ):
             errors = [relative(getattr(row, f"{tool}_bytes"), row.measured_bytes) for row in those]
             sizes = sorted(abs(each) for each in errors if each is not None)
             if sizes:
-                figures = {"n": len(sizes), "median": round(statistics.median(sizes), 5), "worst": round(sizes[-1], 5)}
-                found[tool + which] = figures | {"under": sum(each < 0 for each in errors if each is not None)}
+                figures = {
+                    "n": len(sizes),
+                    "median": round(statistics.median(sizes), 5),
+                    "worst": round(sizes[-1], 5),
+                }
+                found[tool + which] = figures | {
+                    "under": sum(each < 0 for each in errors if each is not None)
+                }
     return found
 
 
@@ -202,16 +234,24 @@ def dumped(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Compare, print, write (after every model, so that an interrupted run leaves what it has); exit code 1 if a trial failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="only these, by name, with commas between; the others stay in FILE as they are")
+    """Compare, print, write (after every model, so that an interrupted run leaves what it has); exit code 1
+    if a trial failed.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", help="only these, by name, with commas between; the others stay in FILE as they are"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     parser.add_argument("--speed", action="store_true", help="also run the two benchmarks of speed")
     asked = parser.parse_args()
     names = set(asked.models.split(",")) if asked.models else {each.stem for each in MODELS}
     before = json.loads(asked.json.read_text()) if asked.models and asked.json and asked.json.exists() else {}
-    figures = [{name: value for name, value in row.items() if name != "error"} for row in before.get("rows", ())]
+    figures = [
+        {name: value for name, value in row.items() if name != "error"} for row in before.get("rows", ())
+    ]
     rows = [row for row in (Row(**each) for each in figures) if row.model not in names]
     models = {name: about for name, about in before.get("models", {}).items() if name not in names}
     found = document(rows, models, speed() if asked.speed else before.get("speed"))
@@ -221,7 +261,11 @@ def main() -> int:
         made, models[model.stem] = compare(model, cases(model), max(1, usable_cores() // THREADS))
         rows = sorted([*rows, *made], key=lambda row: row.model)
         errors = [abs(row.error) for row in made if row.error is not None]
-        print(f"{model.stem:14} {len(errors):3} cases, worst {max(errors, default=0):.2%}", file=sys.stderr, flush=True)
+        print(
+            f"{model.stem:14} {len(errors):3} cases, worst {max(errors, default=0):.2%}",
+            file=sys.stderr,
+            flush=True,
+        )
         found = document(rows, models, found["speed"])
         if asked.json:
             asked.json.write_text(dumped(found))

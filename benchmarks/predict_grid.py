@@ -1,6 +1,7 @@
 """The cases of `predict.py`: every model of `predict_models/` under every recompute, offload and batch.
 
-Committed before the first measurement; a model or setting is added here, never taken out because its error is large.
+Committed before the first measurement; a model or setting is added here, never taken out because its error is
+large.
 """
 
 from __future__ import annotations

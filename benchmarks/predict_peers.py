@@ -1,11 +1,11 @@
 """What other tools say of a case's peak, on this machine and without a GPU; what a tool cannot say is None.
 
-MemTracker (`torch.distributed._tools`) watches two steps on fake tensors. It knows recompute where torch's own
-`checkpoint_wrapper` does it (`full`, `every_nth`), and no offload. SACEstimator of the same package gives the memory and time of
-single ops, for choosing what to recompute, and no peak: it has no column.
+MemTracker (`torch.distributed._tools`) watches two steps on fake tensors. It knows recompute where torch's
+own `checkpoint_wrapper` does it (`full`, `every_nth`), and no offload. SACEstimator of the same package gives
+the memory and time of single ops, for choosing what to recompute, and no peak: it has no column.
 
-Accelerate's `estimate-memory` takes a model's bytes and the dtype, neither batch nor settings: float32 weights, gradients and
-Adam's two moments, four times the model. Its own two functions are called.
+Accelerate's `estimate-memory` takes a model's bytes and the dtype, neither batch nor settings: float32
+weights, gradients and Adam's two moments, four times the model. Its own two functions are called.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 _EVERY = {"none": 0, "full": 1, "every_nth": 2}
 """Of how many blocks one is wrapped; 0: none."""
 
 
 def mem_tracker(workload: Workload, case: Case) -> tuple[int | None, str]:
-    """Peak bytes that MemTracker sees in two steps, or None and why it raised; neither where torch has no such setting."""
+    """Peak bytes that MemTracker sees in two steps, or None and why it raised; neither where torch has no
+    such setting.
+    """
     if case.recompute not in _EVERY or case.offload != "none":
         return None, ""
     batch = workload.make_batch(case.batch)
@@ -58,7 +60,9 @@ def _wrap(model: nn.Module, blocks: list[str], every: int) -> None:
 
 
 def accelerate_bytes(workload: Workload) -> int | None:
-    """What `accelerate estimate-memory` prints as "Training using Adam" for float32; None without accelerate."""
+    """What `accelerate estimate-memory` prints as "Training using Adam" for float32; None without
+    accelerate.
+    """
     try:
         from accelerate.commands.estimate import estimate_training_usage
         from accelerate.utils import calculate_maximum_sizes

@@ -23,14 +23,20 @@ def markdown(found: dict[str, Any]) -> str:
     about, total = found["machine"], found["summary"]
     parts = [
         "# Predicted against measured peak memory, CPU",
-        f"`{found['command']}` on {about['cpu']} ({about['capability']}), {about['cores']} cores, torch {about['torch']}, "
-        f"{found['threads']} thread per trial; {found['elapsed_s']} s in all. {total['cases']} cases: "
-        f"{total['measured']} measured, {total['unfit']} refused by a technique, {total['failed']} failed. "
-        "Nothing is fitted to measurements; but what these models showed to be predicted wrongly has been mended since the grid "
-        "was fixed, so expect larger errors on models that were never looked at.",
+        (
+            f"`{found['command']}` on {about['cpu']} ({about['capability']}), {about['cores']} cores, torch"
+            f" {about['torch']}, {found['threads']} thread per trial; {found['elapsed_s']} s in all."
+            f" {total['cases']} cases: {total['measured']} measured, {total['unfit']} refused by a technique,"
+            f" {total['failed']} failed. Nothing is fitted to measurements; but what these models showed to"
+            " be predicted wrongly has been mended since the grid was fixed, so expect larger errors on"
+            " models that were never looked at."
+        ),
         _tools(total),
-        "MemTracker is given recompute by torch's `checkpoint_wrapper`; where it has no such setting, or raises, it has no case. "
-        "Accelerate's formula knows neither batch nor settings. torch's SACEstimator predicts no peak.",
+        (
+            "MemTracker is given recompute by torch's `checkpoint_wrapper`; where it has no such setting, or"
+            " raises, it has no case. Accelerate's formula knows neither batch nor settings. torch's"
+            " SACEstimator predicts no peak."
+        ),
         "## By model",
         _by(found["rows"], "model", lambda row: str(row["model"])),
         "## By setting",
@@ -42,7 +48,10 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _tools(total: dict[str, Any]) -> str:
-    lines = ["| tool | cases | median error | worst | plain cases | median error | worst |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| tool | cases | median error | worst | plain cases | median error | worst |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for tool, name in _TOOLS.items():
         cells = [total.get(tool), total.get(f"{tool}_plain")]
         figures = " | ".join(_figures(each) for each in cells)
@@ -64,7 +73,9 @@ def _by(rows: Iterable[Row], title: str, key: Callable[[Row], str]) -> str:
         peaks = [row["measured_bytes"] / 2**20 for row in members]
         errors = [abs(row["error"]) for row in members]
         span = f"{min(peaks):.0f} to {max(peaks):.0f}"
-        lines.append(f"| {name} | {len(members)} | {span} | {statistics.median(errors):.2%} | {max(errors):.2%} |")
+        lines.append(
+            f"| {name} | {len(members)} | {span} | {statistics.median(errors):.2%} | {max(errors):.2%} |"
+        )
     return "\n".join(lines)
 
 
@@ -81,7 +92,10 @@ def _outliers(rows: list[Row]) -> list[str]:
 def _speed(found: dict[str, Any]) -> list[str]:
     candidates, allocator = found["candidates_speed"], found["allocator_speed"]["rows"]
     lines = ["| speed, one core | per second |", "|---|---|"]
-    lines.append(f"| candidates rewritten and scored ({candidates['layers']}-block GPT) | {candidates['candidates_per_s']:,} |")
+    lines.append(
+        f"| candidates rewritten and scored ({candidates['layers']}-block GPT) |"
+        f" {candidates['candidates_per_s']:,} |"
+    )
     for row in allocator:
         name = f"allocator events ({row['program']}, {row['settings'] or 'defaults'})"
         lines.append(f"| {name} | {row['events_per_s']:,} |")

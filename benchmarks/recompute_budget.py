@@ -1,16 +1,19 @@
-"""`planned` over a sweep of budgets, beside every other recompute technique and torch's own, on the models of `predict_models/`.
+"""`planned` over a sweep of budgets, beside every other recompute technique and torch's own, on the models of
+`predict_models/`.
 
-    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE [--resume]] [--markdown FILE] [--plot SVG]
+    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE [--resume]]
+    [--markdown FILE] [--plot SVG]
 
-For each model the smallest peak that recomputation by blocks reaches and the plain peak are the ends of the sweep; a budget of
-10 % lies a tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this
-machine's CPU. At each budget stand `planned`, also `by_schedule`, and what takes a budget too: `checkmate`, `dtr`, `megtaichi`,
-`coop`. A second table puts `planned`, without moves to the host, beside each technique that has no budget, at exactly that
-technique's peak: memtune's own, and torch's checkpointing, auto-SAC and `memory_budget` as recorded (`recompute_peers.py`).
-Compiled graphs run single ops again wherever they like, so beside those stands `by_schedule`, which may too; they are counted
-apart: with dropout they are another program than the one that is planned for, since AOTAutograd's masks take a byte and eager
-ones on a CPU four. With `--measure`, so many plans of each model also train for real in a fresh process, and the
-native ledger's peak stands beside the planned one.
+For each model the smallest peak that recomputation by blocks reaches and the plain peak are the ends of the
+sweep; a budget of 10 % lies a tenth of the way between them, and what a plan keeps spare on top. Every
+program is simulated op by op for this machine's CPU. At each budget stand `planned`, also `by_schedule`, and
+what takes a budget too: `checkmate`, `dtr`, `megtaichi`, `coop`. A second table puts `planned`, without moves
+to the host, beside each technique that has no budget, at exactly that technique's peak: memtune's own, and
+torch's checkpointing, auto-SAC and `memory_budget` as recorded (`recompute_peers.py`). Compiled graphs run
+single ops again wherever they like, so beside those stands `by_schedule`, which may too; they are counted
+apart: with dropout they are another program than the one that is planned for, since AOTAutograd's masks take
+a byte and eager ones on a CPU four. With `--measure`, so many plans of each model also train for real in a
+fresh process, and the native ledger's peak stands beside the planned one.
 """
 
 from __future__ import annotations
@@ -33,25 +36,33 @@ from recompute_budget_report import markdown, plot
 from recompute_peers import compiled_steps, torch_steps
 
 from memtune import hardware
-from memtune.autotune.record import record
-from memtune.autotune.simulate import simulate
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record.recorder import record
 from memtune.executors.base import Trial, TrialResult
 from memtune.executors.local import LocalExecutor
-from memtune.program import Phase, Program, RankClass
-from memtune.runtime.workspace import WorkspaceTable
+from memtune.memory.workspace import WorkspaceTable
+from memtune.program.step import Phase, Program, RankClass
 from memtune.search_spaces import find
 from memtune.technique import Plan, Reason, Target, Technique
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 BATCH = 8
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 PEERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("full", {}), ("every_nth", {"n": 2}), ("every_nth", {"n": 3}), ("every_nth", {"n": 4}), ("selective", {}),
-    ("selective", {"scope": "core_attention"}), ("balanced", {}), ("attention_output", {}), ("attention_boundary", {}),
-)  # fmt: skip
+    ("full", {}),
+    ("every_nth", {"n": 2}),
+    ("every_nth", {"n": 3}),
+    ("every_nth", {"n": 4}),
+    ("selective", {}),
+    ("selective", {"scope": "core_attention"}),
+    ("balanced", {}),
+    ("attention_output", {}),
+    ("attention_boundary", {}),
+)
 SAME = 5e-4
-"""Part of a step by which two step times may differ and count as equal, where plans are ordered by the sum of their ops' times:
-the simulation overlaps some of them with what the host does."""
+"""Part of a step by which two step times may differ and count as equal, where plans are ordered by the sum of
+their ops' times: the simulation overlaps some of them with what the host does.
+"""
 BY_BUDGET = ("checkmate", "dtr", "megtaichi", "coop")
 COMPILED = "torch memory_budget"
 
@@ -79,13 +90,16 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
     """The rows of one model, and by row the config of those that a trial can run."""
     workload = Workload.load(model)
     recording = record(workload, sizes={BATCH}, workspace=WorkspaceTable.cached(threads=THREADS))
-    program, target = Program((RankClass(1, recording.at(BATCH)),), BATCH), Target(hardware.detect("cpu"), 1, None)
+    program, target = (
+        Program((RankClass(1, recording.at(BATCH)),), BATCH),
+        Target(hardware.detect("cpu"), 1, None),
+    )
     plain = _simulated(model, "none", program, target, 0.0)
     rows, configs = [plain], {}
     planned = find("recompute", "planned")
     if isinstance(planned(kind="planned", share=0.0).fits(program, target), Reason):
         return rows, configs
-    low, high = (planned(kind="planned", share=end).plan(program, target).decisions["peak_bytes"] for end in (0.0, 1.0))
+    low, high = (planned(kind="planned", share=end).plan(program, target).peak_bytes for end in (0.0, 1.0))
     for share in SHARES:
         budget = math.ceil((low + share * (high - low)) / (1 - planned(kind="planned").spare))
         technique = planned(kind="planned", budget_bytes=budget)
@@ -94,7 +108,10 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         rows.append(_at(_row(model, technique, plan, program, target, plain.step_s), share, budget))
         # The same bytes for all: without moves to the host, which the others lack, and with nothing spare.
         by_schedule = planned(kind="planned", budget_bytes=budget, spare=0.0, host=False, by_schedule=True)
-        for rival in (by_schedule, *(find("recompute", kind)(kind=kind, budget_bytes=budget) for kind in BY_BUDGET)):
+        for rival in (
+            by_schedule,
+            *(find("recompute", kind)(kind=kind, budget_bytes=budget) for kind in BY_BUDGET),
+        ):
             # Where no schedule is faster the plan by blocks is the answer, and is refused if it is too large.
             if rival is not by_schedule and rival.fits(program, target) is not None:
                 continue
@@ -109,16 +126,18 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
     for name, step in torch_steps(workload, recording.rung, program.step, target.hardware, BATCH):
         peers.append(_simulated(model, name, program.with_step(step), target, plain.step_s))
     # Compiled graphs do not say what runs again: it is what they run beyond the plain step.
-    once = float(program.step.op_flops.sum())
+    once = float(program.step.ops.flops.sum())
     for name, step in compiled_steps(workload, BATCH):
         found = _simulated(model, name, program.with_step(step), target, plain.step_s)
-        peers.append(replace(found, again_flops=max(float(step.op_flops.sum()) - once, 0.0)))
+        peers.append(replace(found, again_flops=max(float(step.ops.flops.sum()) - once, 0.0)))
     for found in peers:
         if found.peak_bytes < plain.peak_bytes:  # auto-SAC may save more than the plain model does
             op_by_op = found.technique.startswith(COMPILED)
-            technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False, by_schedule=op_by_op)
+            technique = planned(
+                kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False, by_schedule=op_by_op
+            )
             plan = technique.plan(program, target)
-            if plan.decisions["peak_bytes"] > found.peak_bytes:  # the partitioner of compiled graphs gets below blocks
+            if plan.peak_bytes > found.peak_bytes:  # the partitioner of compiled graphs gets below blocks
                 rows.append(found)
                 continue
             mine = _row(model, technique, plan, program, target, plain.step_s)
@@ -130,10 +149,16 @@ def _at(row: Row, share: float, budget_bytes: int) -> Row:
     return replace(row, budget_share=share, budget_bytes=budget_bytes)
 
 
-def _row(model: Path, technique: Technique, plan: Plan, program: Program, target: Target, plain_s: float) -> Row:
+def _row(
+    model: Path, technique: Technique, plan: Plan, program: Program, target: Target, plain_s: float
+) -> Row:
     after = technique.rewrite(program, plan, target)
     hidden = ("kind", "budget_bytes", "spare", "host")
-    knobs = [f"{name}={value}" for name, value in technique.model_dump(exclude_defaults=True).items() if name not in hidden]
+    knobs = [
+        f"{name}={value}"
+        for name, value in technique.model_dump(exclude_defaults=True).items()
+        if name not in hidden
+    ]
     if technique.kind == "planned":
         knobs = ["by_schedule"] if technique.model_dump()["by_schedule"] else []
     name = technique.kind + (f"({', '.join(knobs)})" if knobs else "")
@@ -142,19 +167,28 @@ def _row(model: Path, technique: Technique, plan: Plan, program: Program, target
 
 def _simulated(model: Path, name: str, program: Program, target: Target, plain_s: float) -> Row:
     found, step = simulate(program, target.hardware, level="events"), program.step
-    flops = float(step.op_flops[(step.op_phase == Phase.RECOMPUTE) | (step.op_copy_of >= 0)].sum())
+    flops = float(step.ops.flops[(step.ops.phase == Phase.RECOMPUTE) | (step.ops.copy_of >= 0)].sum())
     return Row(model.stem, name, found.peak_allocated_bytes, found.step_s, found.step_s - plain_s, flops)
 
 
 def _config(technique: Technique, plan: Plan) -> dict[str, Any]:
-    settings = {"execution": {"micro_batch": BATCH, "accumulate": 1}, "recompute": technique.model_dump(mode="json")}
-    return {"settings": settings, "plan": {"recompute": plan.decisions}}
+    settings = {
+        "execution": {"micro_batch": BATCH, "accumulate": 1},
+        "recompute": technique.model_dump(mode="json"),
+    }
+    return {"settings": settings, "plan": {"recompute": plan.document()}}
 
 
 def measured(model: Path, rows: list[Row], configs: dict[int, dict[str, Any]], count: int) -> list[Row]:
-    """`rows` with the native ledger's peak of real trials, of `count` plans from the smallest to the largest."""
+    """`rows` with the native ledger's peak of real trials, of `count` plans from the smallest to the
+    largest.
+    """
     numbers = sorted(configs)
-    chosen = [numbers[i] for i in np.unique(np.linspace(0, len(numbers) - 1, count).astype(int))] if numbers and count else []
+    chosen = (
+        [numbers[i] for i in np.unique(np.linspace(0, len(numbers) - 1, count).astype(int))]
+        if numbers and count
+        else []
+    )
     rows, executor = list(rows), LocalExecutor(1)
     try:
         for number in chosen:
@@ -165,9 +199,13 @@ def measured(model: Path, rows: list[Row], configs: dict[int, dict[str, Any]], c
             for event in executor.wait(1.0):
                 if isinstance(event, TrialResult):
                     left -= 1
-                    rows[event.number] = replace(rows[event.number], measured_bytes=event.peak_allocated_bytes)
+                    rows[event.number] = replace(
+                        rows[event.number], measured_bytes=event.peak_allocated_bytes
+                    )
                     if event.status != "ok":
-                        print(f"{model.stem}: {event.status} {event.reason}\n{event.log_tail}", file=sys.stderr)
+                        print(
+                            f"{model.stem}: {event.status} {event.reason}\n{event.log_tail}", file=sys.stderr
+                        )
     finally:
         executor.close()
     return rows
@@ -191,7 +229,9 @@ def rivals(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """How often a plan is over its budget, slower than another technique at its peak, or runs more FLOPs again."""
+    """How often a plan is over its budget, slower than another technique at its peak, or runs more FLOPs
+    again.
+    """
     both, beside = list(pairs(rows)), list(rivals(rows))
     compiled = [pair for pair in both if pair[0].technique.startswith(COMPILED)]
     compared = [pair for pair in both if pair not in compiled]
@@ -199,10 +239,14 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     ratios = [max(mine.extra_s, 0.0) / peer.extra_s for peer, mine in costly]
     trials = [(row.measured_bytes, row.budget_bytes, row.peak_bytes) for row in rows if row.measured_bytes]
     plans = [row for row in rows if row.budget_bytes is not None and row.technique.startswith("planned")]
-    swept = sorted((row for row in plans if row.budget_share is not None), key=lambda row: (row.model, row.technique))
+    swept = sorted(
+        (row for row in plans if row.budget_share is not None), key=lambda row: (row.model, row.technique)
+    )
     ordered = [(a, b) for a, b in pairwise(swept) if (a.model, a.technique) == (b.model, b.technique)]
     slower = [after for before, after in ordered if after.step_s > before.step_s * (1 + SAME)]
-    within = {(each.model, each.budget_share) for each in plans if each.peak_bytes <= (each.budget_bytes or 0)}
+    within = {
+        (each.model, each.budget_share) for each in plans if each.peak_bytes <= (each.budget_bytes or 0)
+    }
     return {
         "plans": len(plans),
         "over_budget": sum(row.peak_bytes > (row.budget_bytes or 0) for row in plans),
@@ -221,31 +265,56 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "budgets_met": len(within),
         "measured": len(trials),
         "measured_over_budget": sum(found > (budget or 0) for found, budget, _ in trials),
-        "largest_measured_error": round(max((abs(found / peak - 1) for found, _, peak in trials), default=math.nan), 5),
+        "largest_measured_error": round(
+            max((abs(found / peak - 1) for found, _, peak in trials), default=math.nan), 5
+        ),
     }
 
 
-WRONG = ("over_budget", "larger_budget_slower", "slower", "slower_than_compiled", "slower_by_budget", "measured_over_budget")
+WRONG = (
+    "over_budget",
+    "larger_budget_slower",
+    "slower",
+    "slower_than_compiled",
+    "slower_by_budget",
+    "measured_over_budget",
+)
 """Figures of the summary that must be 0."""
 
 
 def main() -> int:
-    """Sweep, print, write after every model; exit code 1 if a plan is over its budget or slower than another technique."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Sweep, print, write after every model; exit code 1 if a plan is over its budget or slower than another
+    technique.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", help="only these, by name, with commas between")
-    parser.add_argument("--measure", type=int, default=0, metavar="N", help="real trials of N plans of each model")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures, written after every model")
-    parser.add_argument("--resume", action="store_true", help="keep the models that FILE has of the very same sources")
+    parser.add_argument(
+        "--measure", type=int, default=0, metavar="N", help="real trials of N plans of each model"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file for all figures, written after every model"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the models that FILE has of the very same sources"
+    )
     parser.add_argument("--markdown", type=Path, help="file for the tables")
     parser.add_argument("--plot", type=Path, help="file for the plot, an SVG")
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else [each.stem for each in MODELS]
     rows = kept(asked.json) if asked.resume else []
-    for model in (each for each in MODELS if each.stem in names and each.stem not in {row.model for row in rows}):
+    for model in (
+        each for each in MODELS if each.stem in names and each.stem not in {row.model for row in rows}
+    ):
         started = time.monotonic()
         made, configs = sweep(model)
         rows += measured(model, made, configs, asked.measure)
-        print(f"{model.stem:14} {len(made):3} programs, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{model.stem:14} {len(made):3} programs, {time.monotonic() - started:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         _write(rows, asked)
     figures = summary(rows)
     print(json.dumps(figures, indent=1))
@@ -263,12 +332,20 @@ def kept(file: Path | None) -> list[Row]:
 def _write(rows: list[Row], asked: argparse.Namespace) -> None:
     """All that is asked for, of the models that are done."""
     found = {
-        "schema": 2, "command": "make bench-recompute", "sources": sources(), "machine": machine(), "threads": THREADS,
-        "batch": BATCH, "summary": summary(rows), "rows": [],
-    }  # fmt: skip
+        "schema": 2,
+        "command": "make bench-recompute",
+        "sources": sources(),
+        "machine": machine(),
+        "threads": THREADS,
+        "batch": BATCH,
+        "summary": summary(rows),
+        "rows": [],
+    }
     if asked.json:
         body = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
-        asked.json.write_text(json.dumps(found, indent=1).replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n")
+        asked.json.write_text(
+            json.dumps(found, indent=1).replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n"
+        )
     if asked.markdown:
         asked.markdown.write_text(markdown(found, rows, list(pairs(rows)), SHARES, asked.plot))
     if asked.plot:

@@ -9,9 +9,15 @@ from typing import Any
 from memtune.units import format_bytes, format_seconds
 
 _COLOURS = {
-    "planned": "#1b6ca8", "planned(by_schedule)": "#66a182", "checkmate": "#edae49", "dtr": "#8d5a97", "torch full": "#d1495b",
-    "torch selective": "#d1495b", "torch auto-SAC": "#5c5c5c", "torch memory_budget": "#00798c",
-}  # fmt: skip
+    "planned": "#1b6ca8",
+    "planned(by_schedule)": "#66a182",
+    "checkmate": "#edae49",
+    "dtr": "#8d5a97",
+    "torch full": "#d1495b",
+    "torch selective": "#d1495b",
+    "torch auto-SAC": "#5c5c5c",
+    "torch memory_budget": "#00798c",
+}
 _BY_BUDGET = ("planned", "planned(by_schedule)", "checkmate", "dtr", "megtaichi", "coop")
 _TOP, _HEIGHT, _WIDTH, _COLUMNS = 30, 170, 230, 5
 _MOST = 1.5
@@ -19,28 +25,55 @@ _MOST = 1.5
 
 
 def markdown(
-    found: dict[str, Any], rows: Sequence[Any], pairs: Sequence[tuple[Any, Any]], shares: Sequence[float], svg: Path | None
+    found: dict[str, Any],
+    rows: Sequence[Any],
+    pairs: Sequence[tuple[Any, Any]],
+    shares: Sequence[float],
+    svg: Path | None,
 ) -> str:
     """The tables of the page; `rows` and `pairs` are those of `recompute_budget`."""
     lines = [
-        "# Recompute over a sweep of budgets", "", *([f"![slowdown against budget]({svg.name})", ""] if svg else []),
-        f"`{found['command']}` on {found['machine']['cpu']}, {found['threads']} thread, batch {found['batch']}; simulated.",
-        "A budget of 10 % lies a tenth of the way from the smallest peak by blocks to the plain one. Cells: extra step time;",
-        "empty: no way within the budget. `planned` may move tensors to the host and keeps 1 % spare; the others do neither.",
-        "", *(f"- {name.replace('_', ' ')}: {value}" for name, value in found["summary"].items()), "",
-        "| model | technique | " + " | ".join(f"{share:.0%}" for share in shares) + " |", "|---|---|" + "---|" * len(shares),
-    ]  # fmt: skip
+        "# Recompute over a sweep of budgets",
+        "",
+        *([f"![slowdown against budget]({svg.name})", ""] if svg else []),
+        (
+            f"`{found['command']}` on {found['machine']['cpu']}, {found['threads']} thread, batch"
+            f" {found['batch']}; simulated."
+        ),
+        (
+            "A budget of 10 % lies a tenth of the way from the smallest peak by blocks to the plain one."
+            " Cells: extra step time;"
+        ),
+        (
+            "empty: no way within the budget. `planned` may move tensors to the host and keeps 1 % spare; the"
+            " others do neither."
+        ),
+        "",
+        *(f"- {name.replace('_', ' ')}: {value}" for name, value in found["summary"].items()),
+        "",
+        "| model | technique | " + " | ".join(f"{share:.0%}" for share in shares) + " |",
+        "|---|---|" + "---|" * len(shares),
+    ]
     for model in dict.fromkeys(row.model for row in rows):
         mine = [row for row in rows if row.model == model]
         plain, ends = (
             mine[0],
-            f"{model}, {format_bytes(min(row.peak_bytes for row in mine))} to {format_bytes(mine[0].peak_bytes)}",
+            (
+                f"{model}, {format_bytes(min(row.peak_bytes for row in mine))} to"
+                f" {format_bytes(mine[0].peak_bytes)}"
+            ),
         )
         if len(mine) == 1:
-            lines.append(f"| {model} | refused: nothing in its blocks can be recomputed |" + " |" * len(shares))
+            lines.append(
+                f"| {model} | refused: nothing in its blocks can be recomputed |" + " |" * len(shares)
+            )
             continue
         for technique in _BY_BUDGET:
-            extra = {row.budget_share: f"{row.extra_s / plain.step_s:+.1%}" for row in mine if row.technique == technique}
+            extra = {
+                row.budget_share: f"{row.extra_s / plain.step_s:+.1%}"
+                for row in mine
+                if row.technique == technique
+            }
             lines.append(f"| {ends} | {technique} | {' | '.join(extra.get(share, '') for share in shares)} |")
             ends = ""
     columns = "technique | peak | its extra time | planned's | its FLOPs again | planned's"
@@ -54,22 +87,39 @@ def markdown(
     for peer, plan in pairs:
         times = f"{format_seconds(max(peer.extra_s, 0.0))} | {format_seconds(max(plan.extra_s, 0.0))}"
         flops = f"{peer.again_flops / 1e9:.2f} G | {plan.again_flops / 1e9:.2f} G"
-        lines.append(f"| {peer.model} | {peer.technique} | {format_bytes(peer.peak_bytes)} | {times} | {flops} |")
+        lines.append(
+            f"| {peer.model} | {peer.technique} | {format_bytes(peer.peak_bytes)} | {times} | {flops} |"
+        )
     trials = [row for row in rows if row.measured_bytes]
     if trials:
-        lines += ["", "Real trials:", "", "| model | budget | planned | measured | error |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "Real trials:",
+            "",
+            "| model | budget | planned | measured | error |",
+            "|---|---|---|---|---|",
+        ]
         for row in trials:
-            sizes = " | ".join(format_bytes(each or 0) for each in (row.budget_bytes, row.peak_bytes, row.measured_bytes))
+            sizes = " | ".join(
+                format_bytes(each or 0) for each in (row.budget_bytes, row.peak_bytes, row.measured_bytes)
+            )
             lines.append(f"| {row.model} | {sizes} | {(row.measured_bytes or 0) / row.peak_bytes - 1:+.3%} |")
     return "\n".join(lines) + "\n"
 
 
 def plot(rows: Sequence[Any]) -> str:
-    """Step over plain step against peak over plain peak, a panel for each model, as SVG: lines by budget, dots of torch's own."""
-    models = [model for model in dict.fromkeys(row.model for row in rows) if sum(row.model == model for row in rows) > 1]
+    """Step over plain step against peak over plain peak, a panel for each model, as SVG: lines by budget,
+    dots of torch's own.
+    """
+    models = [
+        model
+        for model in dict.fromkeys(row.model for row in rows)
+        if sum(row.model == model for row in rows) > 1
+    ]
     width, height = _WIDTH * _COLUMNS + 20, (_HEIGHT + 30) * -(-len(models) // _COLUMNS) + 30
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="10">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
+        ' font-size="10">'
     ]
     parts.append('<rect width="100%" height="100%" fill="white"/>')
     for number, model in enumerate(models):
@@ -98,7 +148,8 @@ def _panel(left: int, top: int, rows: Sequence[Any]) -> list[str]:
         mine = [
             place(row)
             for row in rows
-            if row.technique.startswith(name) and (row.technique == name or "(" in row.technique[len(name) :][:1])
+            if row.technique.startswith(name)
+            and (row.technique == name or "(" in row.technique[len(name) :][:1])
         ]
         if name.startswith("torch"):
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in mine]

@@ -1,13 +1,16 @@
-"""What the papers say of recompute, held against ours: saved bytes, runs of attention, Checkmate's optimum and rounding.
+"""What the papers say of recompute, held against ours: saved bytes, runs of attention, Checkmate's optimum
+and rounding.
 
     python benchmarks/recompute_claims.py [--graphs 60] [--json FILE] [--markdown FILE]
 
 - Korthikanti et al. 2023, table 2 with t = 1: bytes that a block of a GPT saves, counted on a recorded step.
-- `attention_output`, `attention_boundary`: ops of attention's forward in one real training step on this CPU, counted by a
-  dispatch mode, beside the number of attentions in the model; `full` is there to show that the count can tell.
+- `attention_output`, `attention_boundary`: ops of attention's forward in one real training step on this CPU,
+  counted by a dispatch mode, beside the number of attentions in the model; `full` is there to show that the
+  count can tell.
 - `balanced` (Yuan): the part of a LLaMA block's saved bytes that is kept.
-- Checkmate: cost of the integer program and of its rounding over the optimum that exhaustive search finds, on random graphs of at
-  most eight nodes; the rounding also on chains, where the integer program itself proves the optimum.
+- Checkmate: cost of the integer program and of its rounding over the optimum that exhaustive search finds, on
+  random graphs of at most eight nodes; the rounding also on chains, where the integer program itself proves
+  the optimum.
 
 No figure depends on the machine.
 """
@@ -29,16 +32,16 @@ from predict_grid import MODELS
 from reference.exhaustive import exhaustive_cost
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtune._apply import apply
-from memtune.planners.checkmate import Problem, solve_exactly, solve_rounded
+from memtune.activations.schedules.checkmate_planner import Problem, solve_exactly, solve_rounded
+from memtune.api import apply
 from memtune.search_spaces import find
-from memtune.search_spaces.recompute._keeps import is_attention
+from memtune.search_spaces.recompute._block_planner.fits import is_attention
 from memtune.technique import Technique
 from memtune.testing import rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, config_of
 
-PAPERS = Path(__file__).parents[1] / "tests" / "search_spaces" / "recompute" / "models"
+PAPERS = Path(__file__).parents[1] / "tests" / "support" / "models" / "recompute"
 SEQ, BATCH, DIM, HEADS = 64, 2, 256, 4
 """Of `PAPERS/korthikanti.py` at the micro-batch of recordings."""
 BYTES_ERROR, BALANCED, BALANCED_ERROR, ROUNDING = 0.02, 0.60, 0.05, 1.10
@@ -59,8 +62,9 @@ def saved_bytes() -> list[dict[str, Any]]:
     steps = [(name, rewritten(path, *techniques), round(factor * unit)) for name, techniques, factor in forms]
     return [
         {"form": name, "block": block, "ours": step.saved_bytes(block), "paper": paper}
-        for name, step, paper in steps for block in range(len(step.blocks))
-    ]  # fmt: skip
+        for name, step, paper in steps
+        for block in range(len(step.blocks))
+    ]
 
 
 class _Attentions(TorchDispatchMode):
@@ -74,7 +78,9 @@ class _Attentions(TorchDispatchMode):
 
 
 def attentions(model: Path, *techniques: Technique) -> int:
-    """Runs of attention's forward in the second training step under `techniques`; the first captures what there is."""
+    """Runs of attention's forward in the second training step under `techniques`; the first captures what
+    there is.
+    """
     workload, module, optimizer = build(model)
     apply(module, optimizer, config_of(model, *techniques), strict=False)
     workload.loss(module, workload.make_batch(2)).backward()
@@ -84,7 +90,9 @@ def attentions(model: Path, *techniques: Technique) -> int:
 
 
 def attention_runs() -> list[dict[str, Any]]:
-    """By model and technique: how often attention ran, where it would have run once, or why the technique is refused."""
+    """By model and technique: how often attention ran, where it would have run once, or why the technique is
+    refused.
+    """
     found = []
     for model in MODELS:
         once = attentions(model)
@@ -92,7 +100,15 @@ def attention_runs() -> list[dict[str, Any]]:
             technique = _technique(kind)
             reason = technique.fits(plain_program(model), target_of(technique))
             runs = attentions(model, technique) if reason is None else None
-            found.append({"model": model.stem, "technique": kind, "attentions": once, "runs": runs, "refused": str(reason or "")})
+            found.append(
+                {
+                    "model": model.stem,
+                    "technique": kind,
+                    "attentions": once,
+                    "runs": runs,
+                    "refused": str(reason or ""),
+                }
+            )
             print(found[-1], file=sys.stderr, flush=True)
     return found
 
@@ -101,7 +117,9 @@ def balanced() -> list[float]:
     """Part of each block's saved bytes that `balanced` keeps of a LLaMA in 7B's proportions."""
     path = PAPERS / "llama_7b_block.py"
     plain, mine = rewritten(path), rewritten(path, _technique("balanced"))
-    return [round(mine.saved_bytes(block) / plain.saved_bytes(block), 4) for block in range(len(plain.blocks))]
+    return [
+        round(mine.saved_bytes(block) / plain.saved_bytes(block), 4) for block in range(len(plain.blocks))
+    ]
 
 
 def checkmate(graphs: int) -> dict[str, Any]:
@@ -121,28 +139,41 @@ def checkmate(graphs: int) -> dict[str, Any]:
         proven, rounded = solve_exactly(_chain(length, budget)), solve_rounded(_chain(length, budget))
         assert proven is not None
         assert proven.proven
-        chains.append({"forward nodes": length, "budget": budget, "ratio": round(rounded.cost_s / proven.cost_s, 4)})
+        chains.append(
+            {"forward nodes": length, "budget": budget, "ratio": round(rounded.cost_s / proven.cost_s, 4)}
+        )
     return {
-        "graphs": graphs, "without a schedule": none, "exact over exhaustive, worst": max(exact, default=None),
-        "rounded within the budget": len(rounding), "rounded over exhaustive, worst": round(max(rounding, default=0.0), 4),
+        "graphs": graphs,
+        "without a schedule": none,
+        "exact over exhaustive, worst": max(exact, default=None),
+        "rounded within the budget": len(rounding),
+        "rounded over exhaustive, worst": round(max(rounding, default=0.0), 4),
         "chains": chains,
-    }  # fmt: skip
+    }
 
 
 def _graph(random: np.random.Generator) -> Problem:
     n = int(random.integers(2, 9))
     reads = tuple(
-        tuple(sorted({int(each) for each in random.integers(0, i, random.integers(1, 3))})) if i else () for i in range(n)
+        tuple(sorted({int(each) for each in random.integers(0, i, random.integers(1, 3))})) if i else ()
+        for i in range(n)
     )
     cost, n_bytes, scratch = random.integers(1, 5, n), random.integers(1, 5, n), random.integers(0, 4, n)
     budget = int(random.integers(6, 6 + 2 * n))
-    return Problem(tuple(map(float, cost)), tuple(map(int, n_bytes)), reads, (budget,) * n, tuple(map(int, scratch)))
+    return Problem(
+        tuple(map(float, cost)), tuple(map(int, n_bytes)), reads, (budget,) * n, tuple(map(int, scratch))
+    )
 
 
 def _chain(length: int, budget: int) -> Problem:
-    """Forward nodes of one byte in a row, and their backward, each of the gradient before and its forward's input."""
+    """Forward nodes of one byte in a row, and their backward, each of the gradient before and its forward's
+    input.
+    """
     forward = [(i - 1,) if i else () for i in range(length)]
-    back = [tuple(sorted({*((i - 1,) if i else ()), 2 * length - 2 - i} - {length - 1})) for i in reversed(range(length))]
+    back = [
+        tuple(sorted({*((i - 1,) if i else ()), 2 * length - 2 - i} - {length - 1}))
+        for i in reversed(range(length))
+    ]
     back[0] = (length - 2,)
     return Problem((1.0,) * 2 * length, (1,) * 2 * length, (*forward, *back), (budget,) * 2 * length)
 
@@ -150,7 +181,9 @@ def _chain(length: int, budget: int) -> Problem:
 def wrong(found: dict[str, Any]) -> list[str]:
     """Claims that do not hold."""
     names = []
-    names += ["saved bytes"] * any(abs(row["ours"] / row["paper"] - 1) > BYTES_ERROR for row in found["saved_bytes"])
+    names += ["saved bytes"] * any(
+        abs(row["ours"] / row["paper"] - 1) > BYTES_ERROR for row in found["saved_bytes"]
+    )
     once = [row for row in found["attention"] if row["technique"] != "full" and row["runs"] is not None]
     names += ["attention runs"] * (not once or any(row["runs"] != row["attentions"] for row in once))
     names += ["balanced"] * any(abs(part - BALANCED) > BALANCED_ERROR for part in found["balanced"])
@@ -162,31 +195,55 @@ def wrong(found: dict[str, Any]) -> list[str]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The page."""
-    lines = ["# Recompute: what the papers say", "", f"`{found['command']}`; no figure depends on the machine.", ""]
+    lines = [
+        "# Recompute: what the papers say",
+        "",
+        f"`{found['command']}`; no figure depends on the machine.",
+        "",
+    ]
     lines += ["| saved by a block | ours | paper | difference |", "|---|---|---|---|"]
     for row in found["saved_bytes"]:
-        lines.append(f"| {row['form']} | {row['ours']} | {row['paper']} | {row['ours'] / row['paper'] - 1:+.2%} |")
-    lines += ["", "| model | technique | attentions | runs of its forward in a real step |", "|---|---|---|---|"]
+        lines.append(
+            f"| {row['form']} | {row['ours']} | {row['paper']} | {row['ours'] / row['paper'] - 1:+.2%} |"
+        )
+    lines += [
+        "",
+        "| model | technique | attentions | runs of its forward in a real step |",
+        "|---|---|---|---|",
+    ]
     for row in found["attention"]:
         runs = f"refused: {row['refused']}" if row["runs"] is None else row["runs"]
         lines.append(f"| {row['model']} | {row['technique']} | {row['attentions']} | {runs} |")
-    lines += ["", f"`balanced` keeps of each LLaMA block: {', '.join(f'{part:.3f}' for part in found['balanced'])}.", ""]
-    lines += [f"- checkmate, {name}: {value}" for name, value in found["checkmate"].items() if name != "chains"]
+    lines += [
+        "",
+        f"`balanced` keeps of each LLaMA block: {', '.join(f'{part:.3f}' for part in found['balanced'])}.",
+        "",
+    ]
+    lines += [
+        f"- checkmate, {name}: {value}" for name, value in found["checkmate"].items() if name != "chains"
+    ]
     ratios = ", ".join(f"{each['ratio']:.3f}" for each in found["checkmate"]["chains"])
     return "\n".join([*lines, f"- checkmate, rounded over exact on chains: {ratios}"]) + "\n"
 
 
 def main() -> int:
     """Count, print, write; exit code 1 if a claim does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--graphs", type=int, default=60, help="random graphs for Checkmate")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
     asked = parser.parse_args()
     found = {
-        "schema": 1, "command": "python benchmarks/recompute_claims.py", "sources": sources(), "saved_bytes": saved_bytes(),
-        "attention": attention_runs(), "balanced": balanced(), "checkmate": checkmate(asked.graphs),
-    }  # fmt: skip
+        "schema": 1,
+        "command": "python benchmarks/recompute_claims.py",
+        "sources": sources(),
+        "saved_bytes": saved_bytes(),
+        "attention": attention_runs(),
+        "balanced": balanced(),
+        "checkmate": checkmate(asked.graphs),
+    }
     print(markdown(found))
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""Dynamic recompute on the DTR artifact's logs: cost against budget by heuristic, and the smallest budget of each system.
+"""Dynamic recompute on the DTR artifact's logs: cost against budget by heuristic, and the smallest budget of
+each system.
 
 Run with MEMTUNE_DTR_LOGS set: `python benchmarks/recompute_dynamic.py --json out.json --markdown out.md`.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import dtr_logs
 from recompute_report import markdown, plot
 
-from memtune.remat import COOP, DTR, MEGTAICHI, Policy, Replay, Trace, replay
+from memtune.activations.eviction.policy import COOP, DTR, MEGTAICHI, Policy, Replay, Trace, replay
 
 RATIOS = tuple(step / 10 for step in range(10, 0, -1))
 ARTIFACT = Policy()
@@ -47,11 +48,16 @@ _PERCENTS = (100, 95, 90, 85, 80, 75, 70, 65, *range(60, 4, -1))
 
 def curves(trace: Trace, base: Replay) -> dict[str, list[float | None]]:
     """Slowdown by ratio for each heuristic on a counter of bytes, None where it fails."""
-    return {name: [_slowdown(_at(trace, policy, base, ratio)) for ratio in RATIOS] for name, policy in HEURISTICS.items()}
+    return {
+        name: [_slowdown(_at(trace, policy, base, ratio)) for ratio in RATIOS]
+        for name, policy in HEURISTICS.items()
+    }
 
 
 def smallest(trace: Trace, policy: Policy, base: Replay) -> dict[str, Any]:
-    """The smallest budget above which all work, in hundredths of the plain peak, and the mean fragmentation up to there."""
+    """The smallest budget above which all work, in hundredths of the plain peak, and the mean fragmentation
+    up to there.
+    """
     lowest, shares, start = 100, list[float](), time.perf_counter()
     for percent in _PERCENTS:
         done = _at(trace, policy, base, percent / 100)
@@ -94,7 +100,11 @@ def main() -> None:
             "curves": curves(trace, base),
             "smallest": {system: smallest(trace, policy, base) for system, policy in SYSTEMS.items()},
         }
-        print(name, {system: found["percent"] for system, found in results[name]["smallest"].items()}, flush=True)
+        print(
+            name,
+            {system: found["percent"] for system, found in results[name]["smallest"].items()},
+            flush=True,
+        )
         if args.json:
             args.json.write_text(json.dumps({"ratios": RATIOS, "logs": results}, indent=1) + "\n")
     if not results:

@@ -1,16 +1,19 @@
-"""What torch itself does about activations, recorded as it runs: the rows that `recompute_budget.py` holds `planned` against.
+"""What torch itself does about activations, recorded as it runs: the rows that `recompute_budget.py` holds
+`planned` against.
 
-torch's `checkpoint` is put around every block of the live model and a step is recorded on fake tensors, so that its peak and its
-second runs are its own and no pass of memtune's takes part.
+torch's `checkpoint` is put around every block of the live model and a step is recorded on fake tensors, so
+that its peak and its second runs are its own and no pass of memtune's takes part.
 
 - `torch full`: `checkpoint(use_reentrant=False)`.
-- `torch selective`: with `create_selective_checkpoint_contexts`, outputs of matrix products, convolutions and attention saved.
-- `torch auto-SAC`: the integer program of `torch.distributed._tools.sac_ilp` for one module: of a block's ops save those whose
-  second run takes longest, within a part of the bytes that all its ops make; random ops all or none, in-place ops with what they
-  write into. torch solves it with pulp over the roofline times of `SACEstimator`; here scipy solves it over memtune's op times,
-  since pulp is no dependency and the estimator's times are those of GPUs. All blocks get the same part.
-- `torch memory_budget`: the min-cut partitioner of AOTAutograd under `activation_memory_budget`, over compiled blocks; recorded
-  from its graphs as `aot_eager` runs them, op by op.
+- `torch selective`: with `create_selective_checkpoint_contexts`, outputs of matrix products, convolutions and
+  attention saved.
+- `torch auto-SAC`: the integer program of `torch.distributed._tools.sac_ilp` for one module: of a block's ops
+  save those whose second run takes longest, within a part of the bytes that all its ops make; random ops all
+  or none, in-place ops with what they write into. torch solves it with pulp over the roofline times of
+  `SACEstimator`; here scipy solves it over memtune's op times, since pulp is no dependency and the
+  estimator's times are those of GPUs. All blocks get the same part.
+- `torch memory_budget`: the min-cut partitioner of AOTAutograd under `activation_memory_budget`, over
+  compiled blocks; recorded from its graphs as `aot_eager` runs them, op by op.
 """
 
 from __future__ import annotations
@@ -26,20 +29,19 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memtune.autotune.compiled import CompiledRecordings
-from memtune.autotune.record import Trace, start_session, step_of
-from memtune.calls import Call
-from memtune.hardware import Hardware
-from memtune.op_costs import op_costs
-from memtune.passes.recompute import calls_of
-from memtune.program import Step
-from memtune.runtime.compiled import Compiling
-from memtune.runtime.workspace import WorkspaceTable
-from memtune.search_spaces.recompute._calls import Block, blocks_of
-from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.autotune.record.compiled import CompiledRecordings
+from memtune.autotune.record.recorder import Trace, start_session, step_of
+from memtune.compile.regions import Compiling
+from memtune.hardware.roofline import op_costs
+from memtune.hardware.spec import Hardware
+from memtune.memory.workspace import WorkspaceTable
+from memtune.program.op_addresses import OpAddress, calls_of
+from memtune.program.step import Step
+from memtune.search_spaces.recompute._block_planner.call_selection import Block, block_graphs
+from memtune.search_spaces.recompute._block_planner.fits import is_matmul_or_attention
 from memtune.search_spaces.recompute.memory_budget import MemoryBudget
 from memtune.technique import Reason
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 PARTS = (0.2, 0.4, 0.6, 0.8)
 """Of the bytes that a block's ops make, saved by auto-SAC."""
@@ -47,18 +49,23 @@ PARTS = (0.2, 0.4, 0.6, 0.8)
 BUDGETS = (0.75, 0.5, 0.25, 0.0)
 """Shares of what compiled graphs save anyway, given to the partitioner."""
 
-Saves = Callable[[Call], bool]
+Saves = Callable[[OpAddress], bool]
 
 
-def torch_steps(workload: Workload, rung: str, plain: Step, hardware: Hardware, batch: int) -> Iterator[tuple[str, Step]]:
+def torch_steps(
+    workload: Workload, rung: str, plain: Step, hardware: Hardware, batch: int
+) -> Iterator[tuple[str, Step]]:
     """The recorded step of each peer by name; `plain` is the step without any."""
     recorded = partial(_recorded, workload, rung, batch)
-    blocks = blocks_of(plain)
+    blocks = block_graphs(plain)
     yield "torch full", recorded([None] * len(blocks))
     yield "torch selective", recorded([_by_name] * len(blocks))
     op_s = op_costs(plain, hardware).op_s
     for part in PARTS:
-        yield f"torch auto-SAC({part})", recorded([auto_sac(plain, block, op_s, part).__contains__ for block in blocks])
+        yield (
+            f"torch auto-SAC({part})",
+            recorded([auto_sac(plain, block, op_s, part).__contains__ for block in blocks]),
+        )
 
 
 def compiled_steps(workload: Workload, batch: int) -> Iterator[tuple[str, Step]]:
@@ -73,7 +80,7 @@ def compiled_steps(workload: Workload, batch: int) -> Iterator[tuple[str, Step]]
         yield f"torch memory_budget({budget})", found.at(batch)
 
 
-def _by_name(call: Call) -> bool:
+def _by_name(call: OpAddress) -> bool:
     return is_matmul_or_attention(call[0])
 
 
@@ -90,7 +97,9 @@ def _recorded(workload: Workload, rung: str, batch: int, saves: list[Saves | Non
 
 
 def _contexts(saves: Saves) -> Any:
-    """Contexts of one run of a region: ops are told apart by name and by how many of that name came before."""
+    """Contexts of one run of a region: ops are told apart by name and by how many of that name came
+    before.
+    """
     seen: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -102,18 +111,21 @@ def _contexts(saves: Saves) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def auto_sac(step: Step, block: Block, op_s: Any, part: float) -> frozenset[Call]:
+def auto_sac(step: Step, block: Block, op_s: Any, part: float) -> frozenset[OpAddress]:
     """Calls of `block` whose outputs are saved, within `part` of the bytes that its ops make."""
     ops = np.asarray([op for op in block.ops if block.makes[op]], np.int32)
     call_of = {op: call for op, _, call in calls_of(step, np.asarray(block.ops, np.int32))}
-    n_bytes = np.asarray([step.bytes[block.makes[op]].sum() for op in ops], float)
-    random = np.flatnonzero(step.op_rng[ops])
+    n_bytes = np.asarray([step.storages.bytes[block.makes[op]].sum() for op in ops], float)
+    random = np.flatnonzero(step.ops.rng[ops])
     together = [np.eye(len(ops))[a] - np.eye(len(ops))[b] for a, b in pairwise(random)]
     written = [not block.spoiled.isdisjoint({op}) for op in ops.tolist()]
     rows = [LinearConstraint(n_bytes[None], -np.inf, part * n_bytes.sum())]
     rows += [LinearConstraint(np.stack(together), 0, 0)] if together else []
     found = milp(
-        -op_s[ops] - 1e-12, constraints=rows, integrality=np.ones(len(ops)), bounds=Bounds(0, np.where(written, 0, 1)),
+        -op_s[ops] - 1e-12,
+        constraints=rows,
+        integrality=np.ones(len(ops)),
+        bounds=Bounds(0, np.where(written, 0, 1)),
         options={"time_limit": 10, "mip_rel_gap": 0.05},
-    )  # fmt: skip
+    )
     return frozenset(call_of[op] for op, chosen in zip(ops.tolist(), found.x, strict=True) if chosen > 0.5)

@@ -12,19 +12,39 @@ coop's smallest budget at most DTR's on every log, 0.8 to 1.0 times it on most;
 its fragmentation when a search starts 2 to 4 %; megtaichi at 0.95 of DTR on the ResNet.
 The settings of megtaichi (neighbourhoods, fit, area of small pieces) and coop (fit, neighbourhoods) were then chosen among a
 dozen variants on these same logs; one step of the grid is 4 to 7 % of the smallest budgets, and with best fit plain DTR itself
-gets along with 11 % on the ResNet."""
+gets along with 11 % on the ResNet."""  # noqa: E501
 
 
 def markdown(ratios: Sequence[float], results: dict[str, Any], svg: str) -> str:
     """The page."""
-    lines = ["# Dynamic recompute on the DTR artifact's operator logs", "", f"![slowdown against budget]({svg})", ""]
+    lines = [
+        "# Dynamic recompute on the DTR artifact's operator logs",
+        "",
+        f"![slowdown against budget]({svg})",
+        "",
+    ]
     lines += [
-        "Costs are the logs' own times; a run fails where nothing is left to evict or five times the plain cost is exceeded.",
-        "The systems' budgets are one arena with addresses: what does not fit in one hole does not fit. `dtr` is DTR",
-        "with equivalence classes, first fit; the smallest budget is the one above which all budgets work, in steps of 1 %.",
-        "Fragmentation is the share of the arena that is free, in holes too small, whenever a search for victims starts: the",
-        "mean over all budgets that work, and at the smallest one.", "", _PREDICTED, "",
-    ]  # fmt: skip
+        (
+            "Costs are the logs' own times; a run fails where nothing is left to evict or five times the"
+            " plain cost is exceeded."
+        ),
+        (
+            "The systems' budgets are one arena with addresses: what does not fit in one hole does not fit."
+            " `dtr` is DTR"
+        ),
+        (
+            "with equivalence classes, first fit; the smallest budget is the one above which all budgets"
+            " work, in steps of 1 %."
+        ),
+        (
+            "Fragmentation is the share of the arena that is free, in holes too small, whenever a search for"
+            " victims starts: the"
+        ),
+        "mean over all budgets that work, and at the smallest one.",
+        "",
+        _PREDICTED,
+        "",
+    ]
     lines += ["## Smallest budget, % of the plain peak (fragmentation %: mean, at the smallest)", ""]
     systems = list(next(iter(results.values()))["smallest"])
     lines += ["| log | " + " | ".join(systems) + " |", "|---" * (len(systems) + 1) + "|"]
@@ -37,12 +57,19 @@ def markdown(ratios: Sequence[float], results: dict[str, Any], svg: str) -> str:
         lines += ["| budget | " + " | ".join(heuristics) + " |", "|---" * (len(heuristics) + 1) + "|"]
         for row, ratio in enumerate(ratios):
             cells = (result["curves"][each][row] for each in heuristics)
-            lines.append(f"| {ratio} | " + " | ".join("fails" if cell is None else f"{cell:.4f}" for cell in cells) + " |")
+            lines.append(
+                f"| {ratio} | "
+                + " | ".join("fails" if cell is None else f"{cell:.4f}" for cell in cells)
+                + " |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def _cell(found: dict[str, Any]) -> str:
-    return f"{found['percent']} ({100 * found['fragmentation']:.1f}, {100 * found['fragmentation_at_smallest']:.1f})"
+    return (
+        f"{found['percent']} ({100 * found['fragmentation']:.1f},"
+        f" {100 * found['fragmentation_at_smallest']:.1f})"
+    )
 
 
 def _aims(results: dict[str, Any]) -> list[str]:
@@ -69,7 +96,9 @@ def _met(holds: bool) -> str:
 def plot(ratios: Sequence[float], results: dict[str, Any]) -> str:
     """Slowdown against budget, one panel per log, as SVG."""
     width, height, top = 230, 190, 30
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * len(results) + 20}" height="{height + 60}"']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * len(results) + 20}" height="{height + 60}"'
+    ]
     parts.append(' font-family="sans-serif" font-size="10"><rect width="100%" height="100%" fill="white"/>')
     for panel, (log, result) in enumerate(results.items()):
         left = panel * width + 35
@@ -79,14 +108,18 @@ def plot(ratios: Sequence[float], results: dict[str, Any]) -> str:
             parts.append(f'<text x="{left - 24}" y="{y + 3:.1f}">{slowdown:.1f}×</text>')
             parts.append(f'<line x1="{left}" x2="{left + 180}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         for ratio in (0.2, 0.6, 1.0):
-            parts.append(f'<text x="{left + 200 * ratio - 28:.0f}" y="{height + 14}">{100 * ratio:.0f} %</text>')
+            parts.append(
+                f'<text x="{left + 200 * ratio - 28:.0f}" y="{height + 14}">{100 * ratio:.0f} %</text>'
+            )
         for name, colour in zip(_SHOWN, _COLOURS, strict=True):
             points = [
                 f"{left + 200 * ratio - 20:.1f},{top + (2.0 - cost) * (height - top):.1f}"
                 for ratio, cost in zip(ratios, result["curves"][name], strict=True)
                 if cost is not None and cost <= 2.0
             ]
-            parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+            parts.append(
+                f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+            )
     for index, (name, colour) in enumerate(zip(_SHOWN, _COLOURS, strict=True)):
         parts.append(f'<text x="{35 + 80 * index}" y="{height + 40}" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

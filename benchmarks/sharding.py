@@ -1,9 +1,10 @@
-"""What the sharding axis is measured by: exactness, bytes, peaks, published ratios, and what is lost by quantising.
+"""What the sharding axis is measured by: exactness, bytes, peaks, published ratios, and what is lost by
+quantising.
 
     python benchmarks/sharding.py [published …] [--only PATTERN] [--json FILE] [--markdown FILE]
 
-Without names all parts run; with names those alone, and the others' results stay as the JSON file has them. With a pattern, so
-do the rows of techniques that it is not found in.
+Without names all parts run; with names those alone, and the others' results stay as the JSON file has them.
+With a pattern, so do the rows of techniques that it is not found in.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ import torch
 Wanted = Callable[[str], bool]
 Rows = list[dict[str, Any]]
 PARTS: dict[str, tuple[str, Callable[[Wanted], Rows], Callable[[Rows], list[str]]]] = {
-    "exact": ("Five steps against one rank", lambda only: ranks.exact(only) + shared.exact(only), ranks.exact_lines),
-    "bytes": ("Bytes on each class of link", lambda only: ranks.bytes_sent(only) + shared.bytes_sent(only), ranks.bytes_lines),
+    "exact": (
+        "Five steps against one rank",
+        lambda only: ranks.exact(only) + shared.exact(only),
+        ranks.exact_lines,
+    ),
+    "bytes": (
+        "Bytes on each class of link",
+        lambda only: ranks.bytes_sent(only) + shared.bytes_sent(only),
+        ranks.bytes_lines,
+    ),
     "peak": ("Peaks", lambda only: ranks.peak(only) + shared.peak(only), ranks.peak_lines),
     "quantised": ("Quantised training", ranks.quantised, ranks.quantised_lines),
     "published": ("The simulator against published ratios", published.all_compared, published.lines),
@@ -38,26 +47,45 @@ PARTS: dict[str, tuple[str, Callable[[Wanted], Rows], Callable[[Rows], list[str]
 
 def main() -> None:
     """Run the parts that are asked for and write one JSON and one Markdown document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all where none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all where none is given"
+    )
     parser.add_argument("--json", type=Path, help="read the other parts from this file, write all to it")
     parser.add_argument("--markdown", type=Path, help="write tables to this file")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression in a technique's name")
-    parser.add_argument("--rewrite", action="store_true", help="run nothing, write the tables of what the JSON file has")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="a regular expression in a technique's name"
+    )
+    parser.add_argument(
+        "--rewrite", action="store_true", help="run nothing, write the tables of what the JSON file has"
+    )
     asked = parser.parse_args()
     known: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {}
-    found = {"schema": 1, "torch": torch.__version__, **{name: known[name] for name in PARTS if name in known}}
+    found = {
+        "schema": 1,
+        "torch": torch.__version__,
+        **{name: known[name] for name in PARTS if name in known},
+    }
     for name in () if asked.rewrite else asked.parts or PARTS:
         began = time.perf_counter()
         rows = PARTS[name][1](lambda technique: re.search(asked.only, technique) is not None)
         kept = [
-            row for row in found.get(name, ()) if asked.only and not re.search(asked.only, row.get("technique") or row["paper"])
+            row
+            for row in found.get(name, ())
+            if asked.only and not re.search(asked.only, row.get("technique") or row["paper"])
         ]
         found[name] = kept + rows
         print(f"{name}: {len(rows)} rows in {time.perf_counter() - began:.0f} s", flush=True)
         if asked.json:  # what is found stays found, whatever becomes of the next part
             asked.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    text = ["# Sharding", "", "Written by `make bench-sharding`; the JSON file beside it has every number.", ""]
+    text = [
+        "# Sharding",
+        "",
+        "Written by `make bench-sharding`; the JSON file beside it has every number.",
+        "",
+    ]
     for name in (each for each in PARTS if each in found):
         heading, _, lines = PARTS[name]
         text += [f"## {heading}", "", *lines(found[name]), ""]

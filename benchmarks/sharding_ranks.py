@@ -1,7 +1,8 @@
-"""Sharding on real gloo ranks of this machine: five steps against one rank, counted bytes, measured peaks, quantised training.
+"""Sharding on real gloo ranks of this machine: five steps against one rank, counted bytes, measured peaks,
+quantised training.
 
-Each part starts its ranks once and runs all its cases on them; two neighbours are a node. The models and loops are those of the
-tests.
+Each part starts its ranks once and runs all its cases on them; two neighbours are a node. The models and
+loops are those of the tests.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "memtune" / "runtime"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "parallel" / "collectives"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "parallel" / "sharding"))
 
 import torch
 import torch.distributed as dist
-from five_steps import alone, loss, on_this_rank
-from gloo import run_ranks
-from sharded_suite import peaks
-from test_communication import converged
-from test_states import EVEN, batches, build, sent
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.ranks.data_parallel_steps import alone, loss, on_this_rank
+from support.suites.sharded_suite import peaks
+from support.zoo_paths import ZOO
+from test_fsdp_comm_hooks import converged
+from test_nested_sharding import EVEN, batches, build, sent
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.cut import CutRecordings
-from memtune.factors import Bytes, Factors, Rotation, Schedule, by_link, every, traffic
-from memtune.runtime import nodes
-from memtune.runtime.rotate import rotatable
+from memtune.api import apply
+from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.parallel.model.weight_rotation import rotatable
+from memtune.parallel.sharding.factors import Bytes, Factors, Rotation, Schedule, by_link, every, traffic
+from memtune.runtime import link_classes
 from memtune.technique import Reason, Target
-from memtune.testing.drift import recording_of
-from memtune.workload import Workload
+from memtune.testing.drift_check import recording_of
+from memtune.workload.workload import Workload
 
 NODE, DEADLINE_S = 2, 3500
 STEPS, EXACT, PEAK, LOSS = 200, 1e-6, 0.02, 0.01
@@ -58,39 +60,55 @@ def cases(ranks: int) -> list[Case]:
     if ranks > NODE:
         found += [("mics", {"kind": "mics", "group": NODE}, Factors(NODE, NODE, NODE))]
         found += [
-            (f"paro {each}", {"kind": "paro", "strategy": each, "group": NODE}, Factors(*(over[letter] for letter in each)))
+            (
+                f"paro {each}",
+                {"kind": "paro", "strategy": each, "group": NODE},
+                Factors(*(over[letter] for letter in each)),
+            )
             for each in _LETTERS
         ]
     found += [
         ("amsp {}, {}, {}".format(*astuple(each)), {"kind": "amsp", **each.document()}, each)
-        for each in every(ranks) if each.optimizer > 1
-    ]  # fmt: skip
+        for each in every(ranks)
+        if each.optimizer > 1
+    ]
     return [(name, {"states": states}, factors) for name, states, factors in found]
 
 
 def _communications(*, lossy: bool) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
-        "hierarchical": {"kind": "hierarchical"}, "ho_ring": {"kind": "ho_ring"},
-        "ho_ring, both ways": {"kind": "ho_ring", "reductions": True}, "zeropp hpZ": {"kind": "zeropp"},
-    }  # fmt: skip
+        "hierarchical": {"kind": "hierarchical"},
+        "ho_ring": {"kind": "ho_ring"},
+        "ho_ring, both ways": {"kind": "ho_ring", "reductions": True},
+        "zeropp hpZ": {"kind": "zeropp"},
+    }
     if lossy:
         quantised = {"kind": "zeropp", "hpz": False, "exact_below": 1000}
         found |= {"zeropp qwZ": quantised | {"qwz": True}, "zeropp qgZ": quantised | {"qgz": True}}
-    return {name: {"states": {"kind": "fsdp"}, "communication": {**how, "ranks_per_node": NODE}} for name, how in found.items()}
+    return {
+        name: {"states": {"kind": "fsdp"}, "communication": {**how, "ranks_per_node": NODE}}
+        for name, how in found.items()
+    }
 
 
 def _rotations(*degrees: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for degree in degrees:
         rtp = {"kind": "rtp", "degree": degree, "in_place": False}
-        found |= {f"rtp of {degree}": {"parallel": rtp}, f"rtp of {degree}, in place": {"parallel": {**rtp, "in_place": True}}}
+        found |= {
+            f"rtp of {degree}": {"parallel": rtp},
+            f"rtp of {degree}, in place": {"parallel": {**rtp, "in_place": True}},
+        }
     return found
 
 
 def _divided_rotations() -> dict[str, dict[str, Any]]:
     """Rings of two, and states divided between the rings."""
     ring = {"kind": "rtp", "degree": 2, "in_place": False}
-    return {f"rtp of 2, {kind}": {"parallel": ring, "states": {"kind": kind}} for kind in ("ddp", "zero1", "zero2", "zero3")}
+    return {
+        f"rtp of 2, {kind}": {"parallel": ring, "states": {"kind": kind}}
+        for kind in ("ddp", "zero1", "zero2", "zero3")
+    }
 
 
 def _config(sharding: dict[str, Any], layers: Callable[[int], list[str]]) -> dict[str, Any]:
@@ -100,7 +118,7 @@ def _config(sharding: dict[str, Any], layers: Callable[[int], list[str]]) -> dic
     return {"settings": {"sharding": sharding}, "plan": plan}
 
 
-# -- five steps ---------------------------------------------------------------------------------------------------
+# -- five steps ----------------------------------------------------------------------------------------------
 
 
 def _largest(ours: dict[Any, Any], wanted: dict[Any, Any]) -> float:
@@ -120,23 +138,30 @@ def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             ours, wanted = on_this_rank(model, optimizer, tuned, batches, parts, clip), plain[clip]
             losses = torch.tensor(ours["losses"], dtype=torch.float64)
             dist.all_reduce(losses)
-            off = (losses / dist.get_world_size() - torch.tensor(wanted["losses"], dtype=torch.float64)).abs().max()
+            off = (
+                (losses / dist.get_world_size() - torch.tensor(wanted["losses"], dtype=torch.float64))
+                .abs()
+                .max()
+            )
             found = {"weights": _largest(ours["weights"], wanted["weights"]), "losses": float(off)}
             found["momenta"] = _largest(ours["momenta"], wanted["momenta"])
             rows.append({"technique": name, "accumulate": parts, "clipping": clip, **found})
-            nodes.declare(None)
+            link_classes.declare(None)
     return rows
 
 
 def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The largest difference from one rank after five steps, over the ranks, per technique, accumulation and clipping.
+    """The largest difference from one rank after five steps, over the ranks, per technique, accumulation and
+    clipping.
 
     Args:
         wanted: Of a technique's name; what is not wanted is not run. As of the other parts.
     """
     rows = []
     for ranks in (2, 4):
-        asked = {name: sharding for name, sharding, _ in cases(ranks)} | _rotations(2)  # the rows of some layers are seven
+        asked = {name: sharding for name, sharding, _ in cases(ranks)} | _rotations(
+            2
+        )  # the rows of some layers are seven
         if ranks > NODE:
             asked |= _communications(lossy=False) | _divided_rotations()
         asked = {name: sharding for name, sharding in asked.items() if wanted(name)}
@@ -151,10 +176,15 @@ def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 def exact_lines(rows: list[dict[str, Any]]) -> list[str]:
     """One line per technique and number of ranks: the worst over accumulation and clipping."""
     out = [
-        f"Largest difference from one rank after 5 steps, over accumulation 1 and 4 and clipping off and on ({len(rows)} runs, "
-        f"{sum(not row['within'] for row in rows)} beyond {EXACT:g}, of losses above 1 relatively).",
-        "", "| technique | ranks | weights | momenta | losses |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        (
+            "Largest difference from one rank after 5 steps, over accumulation 1 and 4 and clipping off and"
+            f" on ({len(rows)} runs, {sum(not row['within'] for row in rows)} beyond {EXACT:g}, of losses"
+            " above 1 relatively)."
+        ),
+        "",
+        "| technique | ranks | weights | momenta | losses |",
+        "|---|---|---|---|---|",
+    ]
     for name, ranks in dict.fromkeys((row["technique"], row["ranks"]) for row in rows):
         mine = [row for row in rows if (row["technique"], row["ranks"]) == (name, ranks)]
         worst = (max(row[state] for row in mine) for state in ("weights", "momenta", "losses"))
@@ -162,11 +192,13 @@ def exact_lines(rows: list[dict[str, Any]]) -> list[str]:
     return out
 
 
-# -- bytes --------------------------------------------------------------------------------------------------------
+# -- bytes ---------------------------------------------------------------------------------------------------
 
 
 def _formulas(parts: int) -> dict[str, tuple[float, float]]:
-    """Bytes inside a node and between two nodes of two, per step of `parts` micro-batches, of each way to communicate."""
+    """Bytes inside a node and between two nodes of two, per step of `parts` micro-batches, of each way to
+    communicate.
+    """
     flat, inside, between = _WHOLE * 3 / 4, _WHOLE / 2, _WHOLE / 4
     by_node = (2 * parts * inside, parts * (2 * between + flat))
     return {
@@ -191,13 +223,20 @@ def _rotated(how: dict[str, Any], parts: int) -> tuple[float, float]:
 def _counted(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     return [
-        {"technique": name, "accumulate": parts, "counted": sent(_config(sharding, lambda degree: ["0.0", "1.0", "2.0"]), parts)}
-        for name, sharding in asked.items() for parts in (1, 4)
-    ]  # fmt: skip
+        {
+            "technique": name,
+            "accumulate": parts,
+            "counted": sent(_config(sharding, lambda degree: ["0.0", "1.0", "2.0"]), parts),
+        }
+        for name, sharding in asked.items()
+        for parts in (1, 4)
+    ]
 
 
 def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """Bytes that a rank receives in a step on each class of link beside the formula, four ranks on two nodes."""
+    """Bytes that a rank receives in a step on each class of link beside the formula, four ranks on two
+    nodes.
+    """
     found = cases(4)
     asked = {name: sharding for name, sharding, _ in found} | _communications(lossy=True) | _rotations(2, 4)
     asked = {name: sharding for name, sharding in asked.items() if wanted(name)}
@@ -213,10 +252,20 @@ def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
         else:
             formula = _formulas(parts)[name]
         flags = 6 * 4 * 8 * parts  # divided by hops: a number for each of six parameters, in few messages
-        counted = [tuple(row["counted"].get(link, 0) for link in ("intra_link", "inter_link")) for row in each]
-        within = all(0 <= ours - wants <= flags for row in counted for ours, wants in zip(row, formula, strict=True))
+        counted = [
+            tuple(row["counted"].get(link, 0) for link in ("intra_link", "inter_link")) for row in each
+        ]
+        within = all(
+            0 <= ours - wants <= flags for row in counted for ours, wants in zip(row, formula, strict=True)
+        )
         rows.append(
-            {"technique": name, "accumulate": parts, "counted": list(max(counted)), "formula": list(formula), "within": within}
+            {
+                "technique": name,
+                "accumulate": parts,
+                "counted": list(max(counted)),
+                "formula": list(formula),
+                "within": within,
+            }
         )
     return rows
 
@@ -224,25 +273,38 @@ def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 def bytes_lines(rows: list[dict[str, Any]]) -> list[str]:
     """A line per technique and accumulation."""
     out = [
-        f"Per rank and step, four ranks on two nodes, a model of {_WHOLE:,} bytes; equal up to padding and flags.", "",
-        "| technique | micro-batches | inside nodes | formula | between nodes | formula | equal |", "|---" * 7 + "|",
-    ]  # fmt: skip
+        (
+            f"Per rank and step, four ranks on two nodes, a model of {_WHOLE:,} bytes; equal up to padding"
+            " and flags."
+        ),
+        "",
+        "| technique | micro-batches | inside nodes | formula | between nodes | formula | equal |",
+        "|---" * 7 + "|",
+    ]
     for row in rows:
-        pairs = " | ".join(f"{ours:,} | {wants:,.0f}" for ours, wants in zip(row["counted"], row["formula"], strict=True))
-        out.append(f"| {row['technique']} | {row['accumulate']} | {pairs} | {'yes' if row['within'] else 'no'} |")
+        pairs = " | ".join(
+            f"{ours:,} | {wants:,.0f}" for ours, wants in zip(row["counted"], row["formula"], strict=True)
+        )
+        out.append(
+            f"| {row['technique']} | {row['accumulate']} | {pairs} | {'yes' if row['within'] else 'no'} |"
+        )
     return out
 
 
-# -- peaks --------------------------------------------------------------------------------------------------------
+# -- peaks ---------------------------------------------------------------------------------------------------
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "alone": {}, "full": {"recompute": {"kind": "full"}}, "selective": {"recompute": {"kind": "selective"}},
+    "alone": {},
+    "full": {"recompute": {"kind": "full"}},
+    "selective": {"recompute": {"kind": "selective"}},
     "copy_out": {"offload": {"activations": {"kind": "copy_out"}}},
-}  # fmt: skip
+}
 
 
 def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The native ledger's peak on four ranks beside that of the rewritten program, alone and with what else changes peaks."""
+    """The native ledger's peak on four ranks beside that of the rewritten program, alone and with what else
+    changes peaks.
+    """
     plain = recording_of(ZOO["gpt"])
     cut = CutRecordings(Workload.load(ZOO["gpt"]), plain)
     rewriter = Rewriter(plain, Target(hardware.detect("cpu"), 4, cut=cut))
@@ -260,16 +322,23 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
                 rows.append({"technique": name, "beside": beside, "accumulate": parts, "refused": str(made)})
                 continue
             settings[name, beside] = {key: value for key, value in document.items() if key != "execution"}
-            plans[name, beside] = {slot: plan.decisions for slot, plan in made.plans.items()}
+            plans[name, beside] = {slot: plan.document() for slot, plan in made.plans.items()}
             wanted[name, beside] = made.program.step.peak_bytes()
         measured = run_ranks(peaks, 4, str(ZOO["gpt"]), settings, parts, plans, deadline_s=DEADLINE_S)
         for key, predicted in wanted.items():
             most = max(each for rank in measured for each in rank[key][1])
             off = most / predicted - 1
-            rows.append({
-                "technique": key[0], "beside": key[1], "accumulate": parts, "measured": most, "predicted": predicted, "off": off,
-                "within": abs(off) <= PEAK,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "technique": key[0],
+                    "beside": key[1],
+                    "accumulate": parts,
+                    "measured": most,
+                    "predicted": predicted,
+                    "off": off,
+                    "within": abs(off) <= PEAK,
+                }
+            )
     return rows
 
 
@@ -277,19 +346,26 @@ def peak_lines(rows: list[dict[str, Any]]) -> list[str]:
     """A line per technique: how far the prediction is off, beside what else."""
     ran = [row for row in rows if "off" in row]
     out = [
-        f"Measured over predicted peak, less 1, the worse of 1 and 2 micro-batches ({len(ran)} runs, "
-        f"{sum(not row['within'] for row in ran)} beyond {PEAK:.0%}).",
-        "", "| technique | " + " | ".join(BESIDE) + " |", "|---" * (1 + len(BESIDE)) + "|",
-    ]  # fmt: skip
+        (
+            f"Measured over predicted peak, less 1, the worse of 1 and 2 micro-batches ({len(ran)} runs, "
+            f"{sum(not row['within'] for row in ran)} beyond {PEAK:.0%})."
+        ),
+        "",
+        "| technique | " + " | ".join(BESIDE) + " |",
+        "|---" * (1 + len(BESIDE)) + "|",
+    ]
     for name in dict.fromkeys(row["technique"] for row in rows):
-        worst = [[row["off"] for row in ran if (row["technique"], row["beside"]) == (name, beside)] for beside in BESIDE]
+        worst = [
+            [row["off"] for row in ran if (row["technique"], row["beside"]) == (name, beside)]
+            for beside in BESIDE
+        ]
         cells = (f"{max(each, key=abs):+.3%}" if each else "refused" for each in worst)
         out.append(f"| {name} | {' | '.join(cells)} |")
     refused = {row["refused"]: row["technique"] for row in rows if "refused" in row}
     return out + [""] + [f"- refused: {name}: {reason}" for reason, name in refused.items()]
 
 
-# -- what quantising costs ----------------------------------------------------------------------------------------
+# -- what quantising costs -----------------------------------------------------------------------------------
 
 
 def quantised(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
@@ -302,6 +378,7 @@ def quantised(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 def quantised_lines(rows: list[dict[str, Any]]) -> list[str]:
     """The two losses."""
     return [
-        f"{row['steps']} steps, hpZ, qwZ (8 bits) and qgZ (4 bits): mean loss {row['lossy']:.4f} against {row['exact']:.4f} "
-        f"exact ({row['off']:+.2%}), from {row['exact first']:.4f} at first." for row in rows
-    ]  # fmt: skip
+        f"{row['steps']} steps, hpZ, qwZ (8 bits) and qgZ (4 bits): mean loss {row['lossy']:.4f} against"
+        f" {row['exact']:.4f} exact ({row['off']:+.2%}), from {row['exact first']:.4f} at first."
+        for row in rows
+    ]

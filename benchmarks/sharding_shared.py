@@ -1,6 +1,8 @@
-"""Techniques that share a model's layers, on real gloo ranks: five steps against one rank, bytes beside the formula, and peaks.
+"""Techniques that share a model's layers, on real gloo ranks: five steps against one rank, bytes beside the
+formula, and peaks.
 
-The models and loops are those of the tests: blocks of which several ranks work on one micro-batch, or that are stages.
+The models and loops are those of the tests: blocks of which several ranks work on one micro-batch, or that
+are stages.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "search_spaces" / "sharding" / "parallel"))
 
-import shared_layers
-import shared_stages as stages
 import test_head_context as contexts
 import torch
-from gloo import run_ranks
 from sharding_ranks import BESIDE, PEAK
+from support.gloo import run_ranks
+from support.ranks import model_parallel_runs
+from support.ranks import pipeline_runs as stages
 
 from memtune import hardware
-from memtune.autotune.candidates import Choice
-from memtune.autotune.simulate import simulate
-from memtune.runtime import nodes
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.space.candidates import Choice
+from memtune.runtime import link_classes
 from memtune.technique import Reason
 
 NODE, DEADLINE_S = 2, 3500
@@ -51,7 +53,9 @@ def techniques(ranks: int) -> dict[str, tuple[str, Knobs]]:
             "head_context, helpers": ("head_context", {"balance": "helpers"}),
         }
         two = {"schedule": "1f1b", "degree": stages.STAGES}
-        found |= {f"pipeline of 2, {states}": ("pipeline", {**two, "states": states}) for states in stages.STATES}
+        found |= {
+            f"pipeline of 2, {states}": ("pipeline", {**two, "states": states}) for states in stages.STATES
+        }
     return found
 
 
@@ -59,7 +63,7 @@ def _document(kind: str, knobs: Knobs, ranks: int, parts: int) -> dict[str, Any]
     if kind == "pipeline":
         beside, own = _beside(knobs)
         return stages.document(stages.CHAIN, ranks, beside, accumulate=parts, **own)
-    return shared_layers.config(kind, ranks, accumulate=parts, **knobs)
+    return model_parallel_runs.config(kind, ranks, accumulate=parts, **knobs)
 
 
 def _beside(knobs: Knobs) -> tuple[dict[str, Any], Knobs]:
@@ -68,10 +72,12 @@ def _beside(knobs: Knobs) -> tuple[dict[str, Any], Knobs]:
     return (stages.beside(knobs["states"]) if "states" in knobs else {}), own
 
 
-def _trained(kind: str, ranks: int, document: dict[str, Any] | None, clip: bool, parts: int) -> dict[str, Any]:
+def _trained(
+    kind: str, ranks: int, document: dict[str, Any] | None, clip: bool, parts: int
+) -> dict[str, Any]:
     if kind == "pipeline":
         return stages.trained(stages.CHAIN, ranks, document, clip, parts)
-    return shared_layers.trained(ranks, document, clip, parts, momentum=True)
+    return model_parallel_runs.trained(ranks, document, clip, parts, momentum=True)
 
 
 def _all_trained(ranks: int, asked: list[tuple[str, str, int, bool, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -84,24 +90,34 @@ def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     for ranks in (2, 4):
         asked = [
             (name, kind, parts, clip, _document(kind, knobs, ranks, parts))
-            for name, (kind, knobs) in techniques(ranks).items() if wanted(name)
-            for parts in (1, 4) for clip in (False, True)
-        ]  # fmt: skip
+            for name, (kind, knobs) in techniques(ranks).items()
+            if wanted(name)
+            for parts in (1, 4)
+            for clip in (False, True)
+        ]
         if not asked:
             continue
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as on the ranks
-        plain = {(kind == "pipeline", parts, clip): _trained(kind, ranks, None, clip, parts) for _, kind, parts, clip, _ in asked}
+        plain = {
+            (kind == "pipeline", parts, clip): _trained(kind, ranks, None, clip, parts)
+            for _, kind, parts, clip, _ in asked
+        }
         torch.set_num_threads(threads)
         found = run_ranks(_all_trained, ranks, ranks, asked, deadline_s=DEADLINE_S)
         for (name, kind, parts, clip, _), runs in zip(asked, zip(*found, strict=True), strict=True):
             off = _off(runs, plain[kind == "pipeline", parts, clip])
-            rows.append({"technique": name, "ranks": ranks, "accumulate": parts, "clipping": 0.5 * clip, **off})
+            rows.append(
+                {"technique": name, "ranks": ranks, "accumulate": parts, "clipping": 0.5 * clip, **off}
+            )
     return rows
 
 
 def _off(runs: tuple[dict[str, Any], ...], wanted: dict[str, Any]) -> dict[str, Any]:
-    pairs = {"weights": [(run["model"][name], each) for run in runs for name, each in wanted["model"].items()], "momenta": []}
+    pairs = {
+        "weights": [(run["model"][name], each) for run in runs for name, each in wanted["model"].items()],
+        "momenta": [],
+    }
     for run in runs:
         for index, state in wanted["optimizer"].items():
             name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
@@ -125,18 +141,21 @@ def _counted(asked: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, 
             found.append((float(stages.measured(stages.CHAIN, document)[1]), 0.0))
         else:
             found.append(contexts.measured({"one": document}, NODE)["one"][1:])
-        nodes.declare(None)
+        link_classes.declare(None)
     return found
 
 
 def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """As `sharding_ranks.bytes_sent`, a row per rank whose bytes are others: of `head_context` and of pipelines."""
+    """As `sharding_ranks.bytes_sent`, a row per rank whose bytes are others: of `head_context` and of
+    pipelines.
+    """
     rows: list[dict[str, Any]] = []
     chosen = [
         (name, kind, knobs, parts)
-        for name, (kind, knobs) in techniques(4).items() if kind in ("head_context", "pipeline") and wanted(name)
+        for name, (kind, knobs) in techniques(4).items()
+        if kind in ("head_context", "pipeline") and wanted(name)
         for parts in (1, 4)
-    ]  # fmt: skip
+    ]
     if not chosen:
         return rows
     asked = [(name, kind, _document(kind, knobs, 4, parts)) for name, kind, knobs, parts in chosen]
@@ -144,12 +163,21 @@ def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     for at, (name, kind, knobs, parts) in enumerate(chosen):
         seen = set()
         for rank in range(4):
-            formula = _stage_bytes(rank, parts, knobs) if kind == "pipeline" else contexts.sent(4, parts, NODE, rank, **knobs)
+            formula = (
+                _stage_bytes(rank, parts, knobs)
+                if kind == "pipeline"
+                else contexts.sent(4, parts, NODE, rank, **knobs)
+            )
             ours = counted[rank][at]
             if (ours, formula) not in seen:
                 seen.add((ours, formula))
                 label = name if not seen - {(ours, formula)} else f"{name}, rank {rank}"
-                row = {"technique": label, "accumulate": parts, "counted": list(map(int, ours)), "formula": list(formula)}
+                row = {
+                    "technique": label,
+                    "accumulate": parts,
+                    "counted": list(map(int, ours)),
+                    "formula": list(formula),
+                }
                 rows.append({**row, "within": tuple(ours) == tuple(formula)})
     return rows
 
@@ -162,7 +190,11 @@ def _peaks(asked: list[tuple[str, dict[str, Any]]]) -> list[int]:
     found = []
     for kind, document in asked:
         gc.collect()  # the model before is in cycles
-        found.append(stages.measured(stages.CHAIN, document)[0] if kind == "pipeline" else shared_layers.peak(document))
+        found.append(
+            stages.measured(stages.CHAIN, document)[0]
+            if kind == "pipeline"
+            else model_parallel_runs.peak(document)
+        )
     return found
 
 
@@ -174,27 +206,40 @@ def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     for name, (kind, knobs) in techniques(4).items():
         for beside, more in _BESIDE.items() if wanted(name) else ():
             states, own = _beside(knobs)
-            settings = {**shared_layers.settings(kind, **own), **states, **more}
-            rewriter = shared_layers.rewriter(stages.CHAIN if kind == "pipeline" else shared_layers.SEPARATE, 4)
+            settings = {**model_parallel_runs.settings(kind, **own), **states, **more}
+            rewriter = model_parallel_runs.rewriter(
+                stages.CHAIN if kind == "pipeline" else model_parallel_runs.SEPARATE, 4
+            )
             made = rewriter.candidate(Choice.from_document(settings))
             if isinstance(made, Reason):
                 rows.append({"technique": name, "beside": beside, "accumulate": 1, "refused": str(made)})
                 continue
-            plan = {slot: each.decisions for slot, each in made.plans.items()}
+            plan = {slot: each.document() for slot, each in made.plans.items()}
             asked.append((kind, {"settings": settings, "plan": plan}))
-            predicted.append((name, beside, simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes))
+            predicted.append(
+                (name, beside, simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes)
+            )
     if not asked:
         return rows
     found = run_ranks(_peaks, 4, asked, deadline_s=DEADLINE_S)
     for (name, beside, n_bytes), each in zip(predicted, zip(*found, strict=True), strict=True):
         off = max(each) / n_bytes - 1
-        row = {"technique": name, "beside": beside, "accumulate": 1, "measured": max(each), "predicted": n_bytes, "off": off}
+        row = {
+            "technique": name,
+            "beside": beside,
+            "accumulate": 1,
+            "measured": max(each),
+            "predicted": n_bytes,
+            "off": off,
+        }
         rows.append({**row, "within": abs(off) <= PEAK})
     return rows
 
 
 def _stage_bytes(rank: int, parts: int, knobs: Knobs) -> tuple[float, float]:
-    """A block's output goes to the next stage and its gradient to the one before, for each micro-batch of all four ranks."""
+    """A block's output goes to the next stage and its gradient to the one before, for each micro-batch of all
+    four ranks.
+    """
     if "states" in knobs:
         inside, between = stages.link_bytes(knobs["states"], rank, parts)
         return float(inside), float(between)

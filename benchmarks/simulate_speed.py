@@ -1,4 +1,5 @@
-"""Candidates per second of `simulate` on one core, for a step the size of a 24-block GPT's (synthetic columns).
+"""Candidates per second of `simulate` on one core, for a step the size of a 24-block GPT's (synthetic
+columns).
 
 python benchmarks/simulate_speed.py [--json]
 """
@@ -8,22 +9,41 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import fields
-from typing import Any
 
 import numpy as np
 
-from memtune.autotune.simulate import Level, simulate
-from memtune.hardware import find
-from memtune.program import FOREVER, Kind, Phase, Program, RankClass, Resource, Step
+from memtune.autotune.predict.simulation import Level, simulate
+from memtune.hardware.spec import find
+from memtune.program.step import (
+    FOREVER,
+    CallInputs,
+    Calls,
+    Kind,
+    Ops,
+    Phase,
+    Program,
+    RankClass,
+    Resource,
+    Saves,
+    Step,
+    Storages,
+    Uses,
+)
 
 BLOCKS, OPS_PER_BLOCK, USES_PER_OP = 24, 100, 3
-NAMES = ("aten.addmm.default", "aten.mm.default", "aten.gelu.default", "aten.add.Tensor", "aten.native_layer_norm.default")
-TYPES = {"I32": np.int32, "I64": np.int64, "U8": np.uint8, "F64": np.float64}
+NAMES = (
+    "aten.addmm.default",
+    "aten.mm.default",
+    "aten.gelu.default",
+    "aten.add.Tensor",
+    "aten.native_layer_norm.default",
+)
 
 
 def synthetic_step(seed: int = 0) -> Step:
-    """Forward and backward over `BLOCKS` blocks and an optimizer; every forward op's output is saved for its mirror image."""
+    """Forward and backward over `BLOCKS` blocks and an optimizer; every forward op's output is saved for its
+    mirror image.
+    """
     rng = np.random.default_rng(seed)
     body = BLOCKS * OPS_PER_BLOCK
     n, half, parameters = body + body // 10, body // 2, BLOCKS * 12
@@ -33,27 +53,65 @@ def synthetic_step(seed: int = 0) -> Step:
     use_op = np.repeat(op, USES_PER_OP)
     recent = parameters + np.maximum(use_op - rng.integers(1, 8, len(use_op)), 0)
     use_storage = np.where(rng.random(len(use_op)) < 0.7, recent, rng.integers(0, parameters, len(use_op)))
-    columns: dict[str, Any] = {
-        "op_name": rng.integers(0, len(NAMES), n),
-        "op_phase": np.where(op < half, Phase.FORWARD, np.where(op < body, Phase.BACKWARD, Phase.OPTIMIZER)),
-        "op_resource": np.where(rng.random(n) < 0.03, Resource.DEVICE_TO_HOST, Resource.COMPUTE),
-        "op_flops": rng.uniform(1e6, 1e10, n),
-        "op_traffic_bytes": rng.integers(10**5, 10**8, n),
-        "bytes": rng.integers(2**10, 2**26, m),
-        "kind": np.where(np.arange(m) < parameters, Kind.PARAMETER, Kind.TEMPORARY),
-        "producer": producer,
-        "held_until": np.where(producer < 0, FOREVER, -1),
-        "use_op": use_op,
-        "use_storage": use_storage,
-        "save_storage": parameters + op[:half],
-        "save_until": body - 1 - op[:half],
-    }
-    rows = {"op": n, "use": len(use_op), "save": half, "input": 0, "call": 0, "landing": 0, "returned": 0}
-    for each in fields(Step):
-        if str(each.type) in TYPES:
-            neutral = np.full(rows.get(each.name.split("_")[0], m), -1 if each.name == "op_call" else 0)
-            columns[each.name] = np.asarray(columns.get(each.name, neutral), TYPES[str(each.type)])
-    return Step(names=NAMES, modules=("",), blocks=(), parameters=(), **columns)
+    none, zeros = np.empty(0, np.int32), np.zeros(n, np.int32)
+    return Step(
+        names=NAMES,
+        modules=("",),
+        blocks=(),
+        parameters=(),
+        ops=Ops(
+            name=rng.integers(0, len(NAMES), n).astype(np.int32),
+            module=zeros,
+            call=np.full(n, -1, np.int32),
+            phase=np.where(
+                op < half, Phase.FORWARD, np.where(op < body, Phase.BACKWARD, Phase.OPTIMIZER)
+            ).astype(np.uint8),
+            resource=np.where(rng.random(n) < 0.03, Resource.DEVICE_TO_HOST, Resource.COMPUTE).astype(
+                np.uint8
+            ),
+            flops=rng.uniform(1e6, 1e10, n),
+            traffic_bytes=rng.integers(10**5, 10**8, n),
+            rng=zeros.astype(np.uint8),
+            group=zeros,
+            sequence_nr=zeros,
+            copy_of=zeros,
+            stream=zeros.astype(np.uint8),
+            prefetch=zeros.astype(np.uint8),
+            match=zeros,
+            elementwise_bytes=zeros.astype(np.uint8),
+        ),
+        storages=Storages(
+            bytes=rng.integers(2**10, 2**26, m),
+            tier=np.zeros(m, np.uint8),
+            kind=np.where(np.arange(m) < parameters, Kind.PARAMETER, Kind.TEMPORARY).astype(np.uint8),
+            producer=producer.astype(np.int32),
+            held_until=np.where(producer < 0, FOREVER, -1).astype(np.int32),
+            grad_ready_after=np.zeros(m, np.int32),
+            owner=np.zeros(m, np.int32),
+        ),
+        uses=Uses(
+            op=use_op.astype(np.int32),
+            storage=use_storage.astype(np.int32),
+            mode=np.zeros(len(use_op), np.uint8),
+        ),
+        saves=Saves(
+            storage=(parameters + op[:half]).astype(np.int32),
+            packed_before=zeros[:half],
+            held_until=(body - 1 - op[:half]).astype(np.int32),
+            used_until=zeros[:half],
+            unpacked_before=zeros[:half],
+            unpack_order=zeros[:half],
+            is_output=zeros[:half].astype(np.uint8),
+            call=zeros[:half],
+        ),
+        calls=Calls(none, none.astype(np.uint8), CallInputs(none, none)),
+        forward_starts=none,
+        forward_ends=none,
+        grad_order=none,
+        returned=none,
+        partly_written=none,
+        read_by_host=none,
+    )
 
 
 def candidates_per_s(program: Program, level: Level, seconds: float) -> float:
@@ -77,11 +135,24 @@ def main() -> None:
     step.validate()
     program = Program((RankClass(1, step),), micro_batch=4)
     levels: tuple[Level, ...] = ("coarse", "events")
-    rows = [{"level": level, "candidates_per_s": round(candidates_per_s(program, level, asked.seconds))} for level in levels]
+    rows = [
+        {"level": level, "candidates_per_s": round(candidates_per_s(program, level, asked.seconds))}
+        for level in levels
+    ]
     if asked.json:
-        print(json.dumps({"schema": 1, "ops": step.n_ops, "storages": step.n_storages, "uses": len(step.use_op), "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "schema": 1,
+                    "ops": step.ops.n,
+                    "storages": step.storages.n,
+                    "uses": step.uses.n,
+                    "rows": rows,
+                }
+            )
+        )
         return
-    print(f"{step.n_ops} ops, {step.n_storages} storages, {len(step.use_op)} uses (synthetic)")
+    print(f"{step.ops.n} ops, {step.storages.n} storages, {step.uses.n} uses (synthetic)")
     for row in rows:
         print(f"{row['level']:<8} {row['candidates_per_s']:>8} candidates/s")
 

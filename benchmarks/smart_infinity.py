@@ -2,8 +2,9 @@
 
     python benchmarks/smart_infinity.py [--json FILE]
 
-Constants are those of `published/smart_infinity.py`, written down before the first comparison; nothing is fitted. Both steps are
-memtune's own techniques, `zero_infinity` over one striped file and `smart_infinity` with an updater per drive.
+Constants are those of `published/smart_infinity.py`, written down before the first comparison; nothing is
+fitted. Both steps are memtune's own techniques, `zero_infinity` over one striped file and `smart_infinity`
+with an updater per drive.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from typing import Any
 
 from published import smart_infinity as paper
 
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import Recording, record
-from memtune.autotune.simulate import Prediction, simulate
-from memtune.autotune.translate import translate
-from memtune.hardware import Hardware
-from memtune.runtime import offload_dir
+from memtune.autotune.predict.simulation import Prediction, simulate
+from memtune.autotune.record.recorder import Recording, record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.translate.translation import translate
+from memtune.hardware.spec import Hardware
+from memtune.ssd import offload_dir
 from memtune.technique import Reason, Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 MODEL = Path(__file__).parent / "published" / "gpt16.py"
 
 WHY = (
-    "Inside the published range with 6 drives, 2 % above it with 10. With one drive the paper is slightly slower, since its "
-    "FPGA updates more slowly than a server's processor, and here slightly faster: what is modelled of an updater is the memory "
-    "beside it. Gradients, which the paper's baseline writes to SSD as well, stay in host memory here, in both."
+    "Inside the published range with 6 drives, 2 % above it with 10. With one drive the paper is slightly"
+    " slower, since its FPGA updates more slowly than a server's processor, and here slightly faster: what is"
+    " modelled of an updater is the memory beside it. Gradients, which the paper's baseline writes to SSD as"
+    " well, stay in host memory here, in both."
 )
 """Written after the first comparison; nothing was changed since."""
 
@@ -44,7 +46,11 @@ def predicted(recording: Recording, hardware: Hardware, states: dict[str, Any]) 
     """
     rewriter = Rewriter(translate(recording, hardware), Target(hardware, 1), validate=False)
     execution = {"micro_batch": paper.MICRO_BATCH, "accumulate": 1}
-    settings = {"execution": execution, "recompute": {"kind": "full"}, "offload": {"states": {"update": "master", **states}}}
+    settings = {
+        "execution": execution,
+        "recompute": {"kind": "full"},
+        "offload": {"states": {"update": "master", **states}},
+    }
     found = rewriter.candidate(Choice.from_document(settings))
     if isinstance(found, Reason):
         raise ValueError(f"{states['kind']}: {found}")
@@ -54,22 +60,37 @@ def predicted(recording: Recording, hardware: Hardware, states: dict[str, Any]) 
 def rows() -> list[dict[str, Any]]:
     """A row per number of drives."""
     shape, found = paper.SHAPE, []
-    sizes = {"LAYERS": shape.layers, "DIM": shape.dim, "HEADS": shape.heads, "SEQ": shape.seq, "VOCAB": shape.vocab}
-    os.environ.update({f"MEMTUNE_GPT_{name}": str(value) for name, value in {**sizes, "TIED": 0, "BF16": 0}.items()})
+    sizes = {
+        "LAYERS": shape.layers,
+        "DIM": shape.dim,
+        "HEADS": shape.heads,
+        "SEQ": shape.seq,
+        "VOCAB": shape.vocab,
+    }
+    os.environ.update(
+        {f"MEMTUNE_GPT_{name}": str(value) for name, value in {**sizes, "TIED": 0, "BF16": 0}.items()}
+    )
     recording = record(Workload.load(MODEL), sizes={paper.MICRO_BATCH}, target="cuda")
     for drives in paper.DRIVES:
         slow = predicted(recording, paper.baseline(drives), {"kind": "zero_infinity"})
         fast = predicted(recording, paper.smart(drives), {"kind": "smart_infinity", "domains": drives})
-        found.append({
-            "drives": drives, "zero_infinity_s": round(slow.step_s, 2), "smart_infinity_s": round(fast.step_s, 2),
-            "ratio": round(slow.step_s / fast.step_s, 3), "published": paper.PUBLISHED.get(drives),
-        })  # fmt: skip
+        found.append(
+            {
+                "drives": drives,
+                "zero_infinity_s": round(slow.step_s, 2),
+                "smart_infinity_s": round(fast.step_s, 2),
+                "ratio": round(slow.step_s / fast.step_s, 3),
+                "published": paper.PUBLISHED.get(drives),
+            }
+        )
     return found
 
 
 def main() -> None:
     """Print the curve, or write it as JSON too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,16 @@
-"""The SSD engine against `fio`: file, block size, depth, direct I/O and size of pages alike; and what checksums cost.
+"""The SSD engine against `fio`: file, block size, depth, direct I/O and size of pages alike; and what
+checksums cost.
 
-Every round times every contestant once, in an order of its own: reading and writing with and without checksums, and fio's read
-and write of the file that the engine has laid out. Ratios are medians over rounds of the ratios within a round.
+Every round times every contestant once, in an order of its own: reading and writing with and without
+checksums, and fio's read and write of the file that the engine has laid out. Ratios are medians over rounds
+of the ratios within a round.
 
-The engine's buffers are on huge pages. fio's own are on pages of 4 KiB: each of its reads of 1 MiB asks the drive for up to 256
-pieces of memory, where the engine's asks for one, which alone can halve the rate of a virtual drive. What is compared is fio on
-huge pages; its rate without is beside it.
+The engine's buffers are on huge pages. fio's own are on pages of 4 KiB: each of its reads of 1 MiB asks the
+drive for up to 256 pieces of memory, where the engine's asks for one, which alone can halve the rate of a
+virtual drive. What is compared is fio on huge pages; its rate without is beside it.
 
-fio is Debian's (`apt-get install fio`); without it the comparison is skipped with the reason, and checksums are still priced.
+fio is Debian's (`apt-get install fio`); without it the comparison is skipped with the reason, and checksums
+are still priced.
 """
 
 from __future__ import annotations
@@ -30,18 +33,21 @@ from typing import Any
 
 import torch
 
-from memtune.runtime import offload_dir
-from memtune.runtime.disk import Disk
-from memtune.runtime.ssd_file import Extent
+from memtune.ssd import offload_dir
+from memtune.ssd.ssd_tensors import Disk, Extent
 from memtune.units import MIB
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Has malloc, and so fio, ask for huge pages (glibc 2.35 and later); the system may refuse them, as it may the engine's."""
+"""Has malloc, and so fio, ask for huge pages (glibc 2.35 and later); the system may refuse them, as it may
+the engine's.
+"""
 FIO = {"fio": HUGE_PAGES, "fio, pages of 4 KiB": {}}
 FIO_MISSING = "fio is not installed (Debian: apt-get install fio): not compared"
 
 
-def ours(folder: Path, n_bytes: int, depth: int, block_bytes: int, checksums: bool) -> tuple[Disk, Extent, torch.Tensor]:
+def ours(
+    folder: Path, n_bytes: int, depth: int, block_bytes: int, checksums: bool
+) -> tuple[Disk, Extent, torch.Tensor]:
     """A file with one tensor, written once."""
     disk = Disk(folder / f"tensors-{checksums}", depth=depth, block_bytes=block_bytes, checksums=checksums)
     memory = torch.randint(-(2**31), 2**31 - 1, (n_bytes // 4,), dtype=torch.int32)
@@ -50,15 +56,35 @@ def ours(folder: Path, n_bytes: int, depth: int, block_bytes: int, checksums: bo
     return disk, extent, memory
 
 
-def fio(mode: str, disk: Disk, extent: Extent, depth: int, block_bytes: int, environment: dict[str, str]) -> float:
-    """Seconds that fio takes to read or write `extent` of the engine's file once, through io_uring with registered buffers."""
+def fio(
+    mode: str, disk: Disk, extent: Extent, depth: int, block_bytes: int, environment: dict[str, str]
+) -> float:
+    """Seconds that fio takes to read or write `extent` of the engine's file once, through io_uring with
+    registered buffers.
+    """
     command = [
-        "fio", f"--name={mode}", f"--filename={disk.path}", f"--offset={extent.offset}", f"--size={extent.n_bytes}",
-        f"--rw={mode}", f"--bs={block_bytes}", f"--iodepth={depth}", f"--direct={int(disk.direct)}", "--ioengine=io_uring",
-        "--fixedbufs=1", f"--iomem_align={2 * MIB}", "--allow_file_create=0", "--fallocate=none", "--overwrite=1",
-        "--refill_buffers=0", "--scramble_buffers=0", "--output-format=json",
-    ]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+        "fio",
+        f"--name={mode}",
+        f"--filename={disk.path}",
+        f"--offset={extent.offset}",
+        f"--size={extent.n_bytes}",
+        f"--rw={mode}",
+        f"--bs={block_bytes}",
+        f"--iodepth={depth}",
+        f"--direct={int(disk.direct)}",
+        "--ioengine=io_uring",
+        "--fixedbufs=1",
+        f"--iomem_align={2 * MIB}",
+        "--allow_file_create=0",
+        "--fallocate=none",
+        "--overwrite=1",
+        "--refill_buffers=0",
+        "--scramble_buffers=0",
+        "--output-format=json",
+    ]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
     return extent.n_bytes / float(json.loads(ran.stdout)["jobs"][0][mode]["bw_bytes"])
 
 
@@ -81,7 +107,9 @@ def contestants(folder: Path, n_bytes: int, depth: int, block_bytes: int) -> dic
         found[f"{name}: read"] = timed(lambda d=disk, e=extent, m=memory: d.read(e, m))  # type: ignore[misc]
     if shutil.which("fio") is not None:  # in the file without checksums: what it writes there has none
         for (name, environment), mode in itertools.product(FIO.items(), ("write", "read")):
-            found[f"{name}: {mode}"] = functools.partial(fio, mode, disk, extent, depth, block_bytes, environment)
+            found[f"{name}: {mode}"] = functools.partial(
+                fio, mode, disk, extent, depth, block_bytes, environment
+            )
     return found
 
 
@@ -91,14 +119,19 @@ def measure(folder: Path, n_bytes: int, depth: int, block_bytes: int, rounds: in
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
     for round_ in range(rounds + 1):
-        for name in order.sample(sorted(calls), len(calls)):  # whoever comes first after a process has started pays for it
+        for name in order.sample(
+            sorted(calls), len(calls)
+        ):  # whoever comes first after a process has started pays for it
             taken = calls[name]()
             if round_:
                 seconds[name].append(taken)
     rows = {}
     for name, taken_s in seconds.items():
         spread = quartiles(taken_s)
-        rows[name] = {**{f"{which}_s": s for which, s in spread.items()}, "bytes_per_s": n_bytes / spread["median"]}
+        rows[name] = {
+            **{f"{which}_s": s for which, s in spread.items()},
+            "bytes_per_s": n_bytes / spread["median"],
+        }
     found: dict[str, Any] = {}
     for mode in ("write", "read"):
         if f"fio: {mode}" in seconds:
@@ -109,7 +142,14 @@ def measure(folder: Path, n_bytes: int, depth: int, block_bytes: int, rounds: in
         found[f"{mode} with checksums of without (aim 0.97)"] = ratio(
             seconds[f"ours, no checksums: {mode}"], seconds[f"ours: {mode}"]
         )
-    return {"bytes": n_bytes, "depth": depth, "block_bytes": block_bytes, "rounds": rounds, "rows": rows, "ratios": found}
+    return {
+        "bytes": n_bytes,
+        "depth": depth,
+        "block_bytes": block_bytes,
+        "rounds": rounds,
+        "rows": rows,
+        "ratios": found,
+    }
 
 
 def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
@@ -142,7 +182,13 @@ def main() -> None:
         if shutil.which("fio")
         else FIO_MISSING
     )
-    machine = {"file_system": system, "kernel": platform.release(), "cores": os.cpu_count(), "engine": backend, "fio": version}
+    machine = {
+        "file_system": system,
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "engine": backend,
+        "fio": version,
+    }
     machine["load"] = os.getloadavg()  # type: ignore[assignment]
     for row, value in result["rows"].items():
         print(f"{row:<30} {value['median_s'] * 1e3:9.1f} ms  {value['bytes_per_s'] / 1e9:6.2f} GB/s")

@@ -1,10 +1,12 @@
-"""How much better step times are predicted once trials have taught op times: ratios, in CPU time of one thread.
+"""How much better step times are predicted once trials have taught op times: ratios, in CPU time of one
+thread.
 
     python benchmarks/step_calibration.py [--seconds 1] [--json FILE] [--markdown FILE]
 
-Each model takes one plain step with a clock around every op, as a search's first guard does. Predictions of each model, plain and
-with every block recomputed, are then made from this machine's rates alone, with what the *other* models taught (a later run), and
-with what this model's plain step taught (the same search), and held against real steps. The plain step under `same` is in-sample.
+Each model takes one plain step with a clock around every op, as a search's first guard does. Predictions of
+each model, plain and with every block recomputed, are then made from this machine's rates alone, with what
+the *other* models taught (a later run), and with what this model's plain step taught (the same search), and
+held against real steps. The plain step under `same` is in-sample.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from typing import Any
 import torch
 from op_times import MODELS, measured_s, with_threads
 
-from memtune.autotune.calibrate import residuals
-from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.record import record
-from memtune.autotune.simulate import simulate
-from memtune.hardware import Hardware, detect
-from memtune.program import Program
-from memtune.runtime.loop import train_step
-from memtune.runtime.op_clock import OpClock
-from memtune.runtime.op_times import OpTime, op_times
+from memtune.autotune.predict.calibration import residuals
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.hardware.op_clock import OpClock
+from memtune.hardware.op_timings import OpTime, op_times
+from memtune.hardware.spec import Hardware, detect
+from memtune.program.step import Program
+from memtune.runtime.training_step import train_step
 from memtune.technique import Reason, Target
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "full recompute": {"recompute": {"kind": "full"}}}
 HOW = ("rates", "others", "same")
@@ -67,7 +69,9 @@ def rows(models: list[dict[str, Any]], machine: Hardware) -> list[dict[str, Any]
         known = dict(zip(HOW, ([], others, each["op_times"]), strict=True))
         taught = {how: replace(machine, residuals=residuals(of, machine)) for how, of in known.items()}
         for name, (program, real_s) in each["steps"].items():
-            ratios = {how: simulate(program, on, level="events").step_s / real_s for how, on in taught.items()}
+            ratios = {
+                how: simulate(program, on, level="events").step_s / real_s for how, on in taught.items()
+            }
             found.append({"model": each["model"], "setting": name, "measured_s": real_s, **ratios})
     return found
 
@@ -79,7 +83,12 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for how in HOW:
             factors = [max(each[how], 1 / each[how]) for each in found if each["setting"] == name]
             lines.append(
-                {"setting": name, "known": how, "median_factor": statistics.median(factors), "worst_factor": max(factors)}
+                {
+                    "setting": name,
+                    "known": how,
+                    "median_factor": statistics.median(factors),
+                    "worst_factor": max(factors),
+                }
             )
     return lines
 
@@ -89,26 +98,42 @@ def markdown(document: dict[str, Any]) -> str:
     out = [
         "# Step times before and after trials taught op times",
         "",
-        f"`benchmarks/step_calibration.py` on {document['machine']}, rates: {document['rates']}, torch {torch.__version__}, 1 "
-        f"thread, CPU time, micro-batch {document['micro_batch']}. A factor of 1 is exact.",
+        (
+            f"`benchmarks/step_calibration.py` on {document['machine']}, rates: {document['rates']}, torch"
+            f" {torch.__version__}, 1 thread, CPU time, micro-batch {document['micro_batch']}. A factor of 1"
+            " is exact."
+        ),
         "",
         "| setting | known | median factor | worst factor |",
         "|---|---|---|---|",
     ]
-    words = {"rates": "rates alone", "others": "what other models taught", "same": "what this model's plain step taught"}
+    words = {
+        "rates": "rates alone",
+        "others": "what other models taught",
+        "same": "what this model's plain step taught",
+    }
     for each in document["summary"]:
-        out.append(f"| {each['setting']} | {words[each['known']]} | {each['median_factor']:.2f} | {each['worst_factor']:.2f} |")
+        out.append(
+            f"| {each['setting']} | {words[each['known']]} | {each['median_factor']:.2f} |"
+            f" {each['worst_factor']:.2f} |"
+        )
     out += ["", "| model | setting | rates | others | same |", "|---|---|---|---|---|"]
     for each in document["rows"]:
-        out.append(f"| {each['model']} | {each['setting']} | " + " | ".join(f"{each[how]:.2f}" for how in HOW) + " |")
+        out.append(
+            f"| {each['model']} | {each['setting']} | " + " | ".join(f"{each[how]:.2f}" for how in HOW) + " |"
+        )
     return "\n".join([*out, "", "Ratios of the second table are predicted over measured.", ""])
 
 
 def main() -> None:
     """Measure, predict, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=int, default=4, help="micro-batch")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long to train each model in each setting")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="how long to train each model in each setting"
+    )
     parser.add_argument("--models", default="", help="names of the zoo, separated by commas; default: all")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -119,9 +144,13 @@ def main() -> None:
     machine = with_threads(detect("cpu"), 1)
     found = rows([steps(path, machine, asked.size, asked.seconds) for path in wanted], machine)
     document = {
-        "schema": 1, "machine": machine.title, "rates": machine.rates_from, "micro_batch": asked.size, "rows": found,
+        "schema": 1,
+        "machine": machine.title,
+        "rates": machine.rates_from,
+        "micro_batch": asked.size,
+        "rows": found,
         "summary": summary(found),
-    }  # fmt: skip
+    }
     if asked.json:
         asked.json.write_text(json.dumps(document, indent=1) + "\n")
     if asked.markdown:

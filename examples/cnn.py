@@ -2,9 +2,9 @@
 
     memtune search examples/cnn.py --gpus 1
 
-Environment variables: MEMTUNE_CNN_WIDTH (channels of the first stage), MEMTUNE_CNN_DEPTH (residual blocks per stage),
-MEMTUNE_CNN_IMAGE (pixels), MEMTUNE_CNN_BATCH (samples per optimizer step over all ranks). BatchNorm mixes the samples of a
-micro-batch, so memtune keeps the micro-batch as it is here, and says so.
+Environment variables: MEMTUNE_CNN_WIDTH (channels of the first stage), MEMTUNE_CNN_DEPTH (residual blocks per
+stage), MEMTUNE_CNN_IMAGE (pixels), MEMTUNE_CNN_BATCH (samples per optimizer step over all ranks). BatchNorm
+mixes the samples of a micro-batch, so memtune keeps the micro-batch as it is here, and says so.
 
 Shapes: B samples, C channels, S pixels.
 """
@@ -34,7 +34,9 @@ class Residual(nn.Module):
         self.conv2, self.bn2 = nn.Conv2d(n_out, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or n_in != n_out:
-            self.shortcut = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, S, S)
         """One residual block."""
@@ -47,11 +49,15 @@ class ResNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()
+        )
         stages, n_in = [], WIDTH
         for stage in range(3):
             n_out = WIDTH * 2**stage
-            blocks = [Residual(n_in if i == 0 else n_out, n_out, 2 if i == 0 and stage else 1) for i in range(DEPTH)]
+            blocks = [
+                Residual(n_in if i == 0 else n_out, n_out, 2 if i == 0 and stage else 1) for i in range(DEPTH)
+            ]
             stages.append(nn.Sequential(*blocks))
             n_in = n_out
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(n_in, CLASSES)

@@ -1,12 +1,13 @@
-"""A GPT on real text: pre-LN blocks, learned positions, causal attention, GELU; about 30M parameters as it stands.
+"""A GPT on real text: pre-LN blocks, learned positions, causal attention, GELU; about 30M parameters as it
+stands.
 
     memtune search examples/gpt.py --gpus 8
     MEMTUNE_GPT_SIZE=1.3b memtune plan examples/gpt.py --gpus 8 --gpu-type h100-80g
 
-The text is the source of Python's own standard library, byte by byte, so there is nothing to download. Everything can be
-changed by environment variables: MEMTUNE_GPT_SIZE (tiny, 30m, 124m, 350m, 1.3b, 7b), then one by one MEMTUNE_GPT_LAYERS,
-_DIM, _HEADS, _SEQ, _VOCAB, _DROPOUT, _TIED (0 or 1), _BF16 (1: forward under autocast) and _BATCH (samples per optimizer step
-over all ranks).
+The text is the source of Python's own standard library, byte by byte, so there is nothing to download.
+Everything can be changed by environment variables: MEMTUNE_GPT_SIZE (tiny, 30m, 124m, 350m, 1.3b, 7b), then
+one by one MEMTUNE_GPT_LAYERS, _DIM, _HEADS, _SEQ, _VOCAB, _DROPOUT, _TIED (0 or 1), _BF16 (1: forward under
+autocast) and _BATCH (samples per optimizer step over all ranks).
 
 Shapes: B samples, T tokens, D dim, H heads, V vocabulary.
 """
@@ -22,7 +23,14 @@ from torch import Tensor, nn
 _SIZES = {
     # size: (layers, dim, heads, seq, vocab, global batch)
     "tiny": (4, 64, 4, 64, 256, 8),
-    "30m": (36, 256, 4, 64, 256, 8),  # deep and narrow, few tokens: a step takes a second or two on two CPU cores
+    "30m": (
+        36,
+        256,
+        4,
+        64,
+        256,
+        8,
+    ),  # deep and narrow, few tokens: a step takes a second or two on two CPU cores
     "124m": (12, 768, 12, 1024, 50304, 64),
     "350m": (24, 1024, 16, 1024, 50304, 64),
     "1.3b": (24, 2048, 16, 2048, 50304, 64),
@@ -36,7 +44,8 @@ def _setting(name: str, default: float) -> float:
 
 _size = _SIZES[os.environ.get("MEMTUNE_GPT_SIZE", "30m").lower()]
 LAYERS, DIM, HEADS, SEQ, VOCAB, global_batch = (
-    int(_setting(name, default)) for name, default in zip(("LAYERS", "DIM", "HEADS", "SEQ", "VOCAB", "BATCH"), _size, strict=True)
+    int(_setting(name, default))
+    for name, default in zip(("LAYERS", "DIM", "HEADS", "SEQ", "VOCAB", "BATCH"), _size, strict=True)
 )
 DROPOUT, TIED, BF16 = _setting("DROPOUT", 0.0), bool(_setting("TIED", 1)), bool(_setting("BF16", 0))
 
@@ -50,8 +59,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         """Mixes each position with those before it."""
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))  # (B, H, T, D/H)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=DROPOUT if self.training else 0.0, is_causal=True)
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )  # (B, H, T, D/H)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=DROPOUT if self.training else 0.0, is_causal=True
+        )
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -61,7 +74,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(DIM), Attention()
-        self.ln_2, self.mlp = nn.LayerNorm(DIM), nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+        self.ln_2, self.mlp = (
+            nn.LayerNorm(DIM),
+            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)),
+        )
         self.drop = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
@@ -82,7 +98,9 @@ class GPT(nn.Module):
             self.head.weight = self.wte.weight
         self.apply(self._init)
         for name, param in self.named_parameters():
-            if name.endswith(("proj.weight", "mlp.2.weight")):  # what adds to the residual stream, as in GPT-2
+            if name.endswith(
+                ("proj.weight", "mlp.2.weight")
+            ):  # what adds to the residual stream, as in GPT-2
                 nn.init.normal_(param, std=0.02 / (2 * LAYERS) ** 0.5)
 
     @staticmethod
@@ -102,10 +120,14 @@ class GPT(nn.Module):
 
 @functools.cache
 def text() -> Tensor:
-    """The larger modules of the standard library as one row of bytes (about 3 MB); their few non-ASCII letters are left out."""
+    """The larger modules of the standard library as one row of bytes (about 3 MB); their few non-ASCII
+    letters are left out.
+    """
     library = Path(os.__file__).parent
     parts = [path.read_bytes() for path in sorted(library.glob("*.py")) if path.stat().st_size > 30_000]
-    return torch.frombuffer(bytearray(b"\n".join(parts).decode("ascii", "ignore").encode()), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"\n".join(parts).decode("ascii", "ignore").encode()), dtype=torch.uint8
+    )
 
 
 def model() -> nn.Module:

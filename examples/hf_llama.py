@@ -3,8 +3,9 @@
     pip install transformers
     memtune search examples/hf_llama.py --gpus 8
 
-Environment variables: MEMTUNE_LLAMA_LAYERS, _DIM, _HEADS, _KV_HEADS, _SEQ, _VOCAB and _BATCH (samples per optimizer step
-over all ranks). Layers 32, dim 4096, heads 32, vocab 32000 is Llama-7B. The text is Python's own source, as bytes.
+Environment variables: MEMTUNE_LLAMA_LAYERS, _DIM, _HEADS, _KV_HEADS, _SEQ, _VOCAB and _BATCH (samples per
+optimizer step over all ranks). Layers 32, dim 4096, heads 32, vocab 32000 is Llama-7B. The text is Python's
+own source, as bytes.
 """
 
 import functools

@@ -3,8 +3,8 @@
     memtune search examples/gpt.py --device cpu --workers 2 --max-memory 540MiB
     memtune run tuned.yaml -- python examples/train_gpt.py tuned.yaml
 
-The one line that matters is `memtune.apply`; the rest is a plain training loop. A config made for several ranks starts that
-many processes through torchrun when the script was started as one.
+The one line that matters is `memtune.apply`; the rest is a plain training loop. A config made for several
+ranks starts that many processes through torchrun when the script was started as one.
 """
 
 import argparse
@@ -20,22 +20,36 @@ import memtune
 
 def main() -> None:
     """Parse, start the ranks the config was made for, train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", nargs="?", default="tuned.yaml")
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     config = memtune.load_config(arguments.config)
     ranks = config.made_for.ranks if config.made_for else 1
     if ranks > 1 and "RANK" not in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))  # else each rank takes all cores
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))
+        )  # else each rank takes all cores
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
         os.execv(sys.executable, [*launcher, *sys.argv])
     train(config, arguments.steps)
 
 
 def train(config: "memtune.TunedConfig", steps: int) -> None:
     """A plain loop: warm the learning rate up, step, print the loss."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     torch.manual_seed(0)
     model = gpt.model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

@@ -1,1 +1,55 @@
-"""Ways to run a trial in fresh processes: on this machine, on a Ray cluster, or computed instead of run."""
+"""Run trials in fresh processes: on this machine, on a Ray cluster, or simulated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.executors.base import CAPACITY_ERRORS, Executor, Progress, Trial, TrialResult
+    from memtune.executors.gradient_digest import largest_difference
+    from memtune.executors.local import LocalExecutor
+    from memtune.executors.merge_results import last_line
+    from memtune.executors.monitor import SILENCE_S, Event, RankLost, run_monitored
+    from memtune.executors.preflight import Probing, probe, probing
+    from memtune.executors.rank_group import (
+        CLOSE_S,
+        WORKER,
+        LocalRanks,
+        Place,
+        end_supervisor,
+        make_log_dir,
+        start_supervisor,
+    )
+    from memtune.executors.slot_pool import PoolExecutor
+    from memtune.executors.supervisor import descendants
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "CAPACITY_ERRORS",
+    "CLOSE_S",
+    "SILENCE_S",
+    "WORKER",
+    "Event",
+    "Executor",
+    "LocalExecutor",
+    "LocalRanks",
+    "Place",
+    "PoolExecutor",
+    "Probing",
+    "Progress",
+    "RankLost",
+    "Trial",
+    "TrialResult",
+    "descendants",
+    "end_supervisor",
+    "largest_difference",
+    "last_line",
+    "make_log_dir",
+    "probe",
+    "probing",
+    "run_monitored",
+    "start_supervisor",
+]

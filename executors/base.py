@@ -1,4 +1,4 @@
-"""A trial and its result: the only things that cross between the search and the processes that run trials."""
+"""Trials and their results: the only data exchanged between the search and the processes that run trials."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from memtune.executors.evidence import GradientRecord
-from memtune.runtime.op_times import OpTime
+from memtune.executors.gradient_digest import GradientRecord
+from memtune.hardware import OpTime
 
 Status = Literal["ok", "oom", "timeout", "crash", "unfit"]
 
-NO_ROOM = ("MT362", "MT366")
-"""Errors of the environment that are no fault of it: a config asks for more than there is on SSD or in host memory."""
-OF_AMOUNTS = (*NO_ROOM, "MT337")
-"""Refusals for how much there is of something: other knobs of the same techniques may do with it."""
+CAPACITY_ERRORS = ("MT362", "MT366")
+"""Environment errors that are the config's fault: it needs more SSD or host memory than there is."""
+AMOUNT_REFUSALS = (*CAPACITY_ERRORS, "MT337")
+"""Refusals because of an amount: other knobs of the same techniques may fit."""
 
-ECHO = "MT377"
-"""What a rank says whose collective failed because another one had ended."""
+PEER_FAILURE = "MT377"
+"""Error code of a rank whose collective failed because another rank had ended."""
 
 
 class Trial(BaseModel):
-    """One candidate to be built and measured for real, as plain data."""
+    """One candidate to build and measure for real, as plain data."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,49 +30,52 @@ class Trial(BaseModel):
     workload: str
     """`path/to/model.py` or `path/to/model.py:name`."""
     config: dict[str, Any]
-    """A whole TunedConfig document: `settings`, and `plan` where a technique needs one."""
+    """A full TunedConfig document: `settings`, and `plan` where a technique needs one."""
     device: Literal["cpu", "cuda"] = "cpu"
     ranks: int = 1
     budget_bytes: int | None = None
-    """Device bytes per rank; overrun ends the trial as `oom`."""
+    """Device bytes per rank; exceeding them ends the trial as `oom`."""
     warmup_steps: int = 2
-    """Not timed: the second step is the first with activations beside optimizer state, so memory is still touched anew."""
+    """Not timed. The second step is the first with both activations and optimizer state, so it still touches
+    new memory.
+    """
     steps: int = 3
     """Measured steps after the warm-up."""
     seed: int = 0
     global_batch: int | None = None
-    """Samples per optimizer step over all ranks; the workload's own when None."""
+    """Samples per optimizer step over all ranks; None for the workload's own."""
     deadline_s: float = 300.0
     fingerprint: bool = True
     """Hash the gradients of the first step."""
     gradient_steps: int = 0
-    """Of so many first steps every gradient is told of (`TrialResult.gradients`)."""
+    """Number of first steps of which to report every gradient (`TrialResult.gradients`)."""
     deterministic: bool = False
-    """Use torch's deterministic algorithms where there are any."""
+    """Use torch's deterministic algorithms where they exist."""
     clock_ops: bool = False
-    """One more step with a clock around every op; not beside torch.compile. Of several ranks the first one tells
-    (`TrialResult.op_times`)."""
+    """Run one more step with a clock around every op; not with torch.compile. Rank 0 reports the times
+    (`TrialResult.op_times`).
+    """
     dropout: bool = True
-    """Off: drop nothing, so that runs that cut their batch differently can be compared."""
+    """False disables dropout, so that runs that split their batch differently can be compared."""
     env: dict[str, str] = {}
-    """Environment of the trial's processes beyond the parent's (what `Technique.env` asks for)."""
+    """Environment of the trial's processes in addition to the parent's (from `Technique.env`)."""
 
 
 class TrialResult(BaseModel):
-    """What came of a trial. Out of memory, a crash and a hang are results like any other."""
+    """Result of a trial. Out of memory, a crash and a hang are results like any other."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     number: int
     status: Status
     reason: str = ""
-    """One line for people: what ran out, which rank failed with what, how long it hung."""
+    """One line for display: what ran out, which rank failed with what, how long it hung."""
     code: str = ""
-    """Of the error of memtune's that ended it (`MT366`), empty for all else."""
+    """Code of the memtune error that ended it (`MT366`), otherwise empty."""
     raised_at: str = ""
-    """Where in memtune that error was raised, as module and line."""
+    """Module and line in memtune where that error was raised."""
     exit_code: int = 0
-    """Of that error, where the config was not at fault but a drive or the machine; 0 for all else."""
+    """Exit code of that error if a drive or the machine was at fault and not the config; otherwise 0."""
     log_tail: str = ""
     """Last lines of the failing rank's output."""
     peak_allocated_bytes: int | None = None
@@ -87,11 +90,13 @@ class TrialResult(BaseModel):
     """Global loss of each step, warm-up included."""
     gradients_sha256: str | None = None
     gradients: list[dict[str, GradientRecord]] = []
-    """Of the first steps, by parameter; only where the trial was asked for it."""
+    """Of the first steps, by parameter; only if the trial requested it."""
     memory_by_kind: dict[str, int] = {}
-    """Device bytes of the heaviest rank at its peak: parameters, gradients, optimizer, buffers, activations and temporaries."""
+    """Device bytes at the peak of the rank with the largest one: parameters, gradients, optimizer, buffers,
+    activations and temporaries.
+    """
     op_times: list[OpTime] = []
-    """How long ops of each class and size took on rank 0; only where the trial was asked for it."""
+    """Times of ops by class and size on rank 0; only if the trial requested it."""
     audit: dict[str, Any] = {}
     link_bytes: dict[str, int] = {}
     """Bytes moved per step and rank by link: host_to_device, device_to_host, collective."""
@@ -100,21 +105,21 @@ class TrialResult(BaseModel):
 
     @property
     def refusal(self) -> str | None:
-        """What all refusals of the live model for one reason have in common, whatever numbers and names their messages hold.
+        """Return a key of the reason of a refusal, without the numbers and names of its message.
 
-        None where nothing was refused, or only how much of something there is.
+        None if nothing was refused, or only an amount.
         """
-        refused = self.status == "unfit" and self.code and self.code not in OF_AMOUNTS
+        refused = self.status == "unfit" and self.code and self.code not in AMOUNT_REFUSALS
         return f"{self.code} {self.raised_at}" if refused else None
 
     @property
     def spread_s(self) -> float:
-        """Half the range of the measured steps: what `step_s` can be trusted to."""
+        """Return half the range of the measured steps, the uncertainty of `step_s`."""
         return (max(self.step_s_all) - min(self.step_s_all)) / 2 if self.step_s_all else 0.0
 
 
 class Progress(BaseModel):
-    """A sign of life from a running trial."""
+    """A heartbeat of a running trial."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -125,18 +130,18 @@ class Progress(BaseModel):
 
 
 class Executor(Protocol):
-    """Runs trials in fresh processes; `submit` returns at once, `wait` yields what happens until something finishes."""
+    """Runs trials in fresh processes; `submit` returns at once, `wait` yields events."""
 
     name: str
     slots: int
-    """How many trials run at the same time."""
+    """Number of trials that run at the same time."""
 
     def submit(self, trial: Trial) -> None:
-        """Start `trial`; never raises for what the trial does."""
+        """Start `trial`; never raises errors of the trial itself."""
         ...
 
     def wait(self, timeout_s: float) -> Iterator[Progress | TrialResult]:
-        """What has happened since the last call, waiting up to `timeout_s` for the first event."""
+        """Yield events since the last call, waiting up to `timeout_s` for the first one."""
         ...
 
     def cancel(self, number: int) -> None:
@@ -144,5 +149,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """End everything that still runs; no process survives."""
+        """End all running trials; no process survives."""
         ...

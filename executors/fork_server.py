@@ -1,14 +1,19 @@
-"""A process that has imported what every rank imports, and forks shims that fork ranks: a trial starts without waiting for torch.
+"""A server process with torch imported, from which supervisors and ranks are forked.
+
+Trials start without importing torch.
 
 Rules:
-1. A rank forked here is as fresh as one that is executed: it has run nothing but imports, has the same environment, and the
-   program runs in it as `__main__`. Variables are read by libraries as they are loaded, so ranks whose environment differs from
-   the server's in more than their place in the trial are executed instead. So is all that may touch a GPU driver.
-2. The server answers one request, `the working directory`, with a shim of its own fork, and never waits for it: it knows nothing
-   of trials. End of file on its socket means that the driver is gone, and with the server's end its shims end (shim rule 1).
-3. A forked rank keeps the environment of the server in /proc, so the trial's marker is not seen there. What a shim that was
-   killed has left behind is what carries the server's marker and is not below the server.
-4. Whatever goes wrong with the server costs time only: ranks are executed then.
+
+1. A forked rank is as fresh as an executed one: it has run only imports, has the same environment, and runs
+  the program as `__main__`. Libraries read variables while loading, so ranks whose environment differs from
+  the server's in more than their place in the trial are executed instead. So are all ranks that may use a GPU
+  driver.
+2. The server answers one request, `the working directory`, with a forked supervisor, and never waits for it:
+  it knows nothing of trials. End of file on its socket means that the driver is gone, and when the server
+  ends, its supervisors end (supervisor rule 1).
+3. /proc shows the server's environment for a forked rank, so the trial's marker is missing there. Leftovers
+  of a killed supervisor are the processes that carry the server's marker and are not its descendants.
+4. A failure of the server costs time only: ranks are executed then.
 """
 
 from __future__ import annotations
@@ -30,18 +35,29 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any, Final
 
-from memtune.executors import shim
+from memtune.executors import supervisor as shim
 
 MARKER: Final = "MEMTUNE_FORK_SERVER"
-OF_ONE_RANK: Final = frozenset({
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MEMTUNE_RENDEZVOUS", "MEMTUNE_TRIAL_FILE", "MEMTUNE_GROUP", "MEMTUNE_OFFLOAD_DIR",
-})  # fmt: skip
-"""Variables that nothing reads while it is imported."""
+OF_ONE_RANK: Final = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MEMTUNE_RENDEZVOUS",
+        "MEMTUNE_TRIAL_FILE",
+        "MEMTUNE_GROUP",
+        "MEMTUNE_OFFLOAD_DIR",
+    }
+)
+"""Variables that no library reads at import."""
 READY_S, ANSWER_S, END_S = 120.0, 20.0, 5.0
 
 
-class ForkedShim:
-    """A running shim; as much of `subprocess.Popen` as is needed of one. How it ended is not known."""
+class ForkedSupervisor:
+    """A running supervisor, with the needed part of `subprocess.Popen`'s interface.
+
+    Its exit status is unknown.
+    """
 
     returncode: Final = None
 
@@ -50,7 +66,7 @@ class ForkedShim:
         self._pidfd, self._marker, self._server = pidfd, marker, server
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for its end, and end what it may have left.
+        """Wait for its end, and kill its leftovers.
 
         Raises:
             subprocess.TimeoutExpired: It still runs.
@@ -66,12 +82,12 @@ class ForkedShim:
         self._end_strays()
 
     def kill(self) -> None:
-        """Kill it, not what is below it."""
+        """Kill it, but not its descendants."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _end_strays(self) -> None:
-        """Rule 3."""
+        """Kill its leftovers (rule 3)."""
         stop_s = time.monotonic() + END_S
         while time.monotonic() < stop_s:
             below = shim.descendants(self._server)
@@ -83,10 +99,10 @@ class ForkedShim:
 
 
 class ForkServer:
-    """Starts the server when it is first needed, and again should it have ended; may be used by several threads.
+    """Starts the server when first needed, and again if it has ended; thread-safe.
 
     Args:
-        preload: Module that ranks run, or that imports what they import.
+        preload: Module that ranks run, or that imports the same modules.
     """
 
     def __init__(self, preload: str = "memtune.executors.worker") -> None:
@@ -101,16 +117,18 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
     def pid(self) -> int | None:
-        """Of the server, None where none runs."""
+        """Return the server's pid, None if none runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def shim(self, command: Sequence[str], env: Mapping[str, str]) -> ForkedShim | None:
-        """A shim whose ranks are forked; None where ranks must be executed (Rules 1 and 4).
+    def shim(self, command: Sequence[str], env: Mapping[str, str]) -> ForkedSupervisor | None:
+        """Return a supervisor whose ranks are forked; None if ranks must be executed (rules 1 and 4).
 
         Args:
             command: Program and arguments of a rank.
@@ -131,7 +149,7 @@ class ForkServer:
                 return None
 
     def close(self) -> None:
-        """End the server, and with it what it has forked; may be called twice."""
+        """End the server and all its forks; may be called twice."""
         with self._lock:
             self._failures = 2
             self._end()
@@ -141,17 +159,27 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "memtune.executors.fork_server", str(theirs.fileno()), self._preload],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "memtune.executors.fork_server",
+                    str(theirs.fileno()),
+                    self._preload,
+                ],
                 env={**shared, MARKER: self._marker.partition("=")[2]},
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),), start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
         self._socket.settimeout(READY_S)
         if not self._socket.recv(16):
             raise ConnectionError("it ended while it imported")
         self._socket.settimeout(ANSWER_S)
 
-    def _forked(self) -> ForkedShim:
+    def _forked(self) -> ForkedSupervisor:
         assert self._socket is not None
         assert self._process is not None
         (read_in, write_in), (read_out, write_out) = os.pipe(), os.pipe()
@@ -168,7 +196,7 @@ class ForkServer:
             os.close(read_in)
             os.close(write_out)
         stdin, stdout = os.fdopen(write_in, "wb"), os.fdopen(read_out, "rb")
-        return ForkedShim(stdin, stdout, pidfds[0], self._marker, self._process.pid)
+        return ForkedSupervisor(stdin, stdout, pidfds[0], self._marker, self._process.pid)
 
     def _end(self) -> None:
         if self._socket is not None:
@@ -183,16 +211,16 @@ class ForkServer:
 
 
 def module_of(command: Sequence[str]) -> str | None:
-    """The module that `command` runs, if it is this Python with a safe path and a module."""
+    """Return the module that `command` runs, if it is this Python with a safe path and a module."""
     python, *rest = command
     return rest[2] if python == sys.executable and rest[:2] == ["-P", "-m"] and len(rest) == 3 else None
 
 
-# -- in the server ---------------------------------------------------------------------------------------------------------
+# -- in the server -------------------------------------------------------------------------------------------
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a shim for every request until the driver is gone."""
+    """Fork a supervisor for every request until the driver is gone."""
     while True:
         try:
             folder, ends, _, _ = socket.recv_fds(requests, 1 << 16, 2)
@@ -202,7 +230,7 @@ def serve(requests: socket.socket) -> None:
             return
         pid = os.fork()
         if pid == 0:
-            _be_shim(folder.decode(), *ends)
+            _run_supervisor(folder.decode(), *ends)
         for end in ends:
             os.close(end)
         pidfd = os.pidfd_open(pid)
@@ -211,7 +239,7 @@ def serve(requests: socket.socket) -> None:
         os.close(pidfd)
 
 
-def _be_shim(folder: str, stdin: int, stdout: int) -> None:
+def _run_supervisor(folder: str, stdin: int, stdout: int) -> None:
     try:
         os.setsid()
         os.chdir(folder)
@@ -225,7 +253,7 @@ def _be_shim(folder: str, stdin: int, stdout: int) -> None:
 
 
 def run_here(spec: dict[str, Any], report_end: int) -> None:
-    """What a rank would execute, in this process; does not return."""
+    """Run in this process the program that a rank would execute; does not return."""
     env = {**spec["env"], MARKER: os.environ[MARKER], shim.REPORT_FD: str(report_end)}
     os.environ.clear()
     os.environ.update(env)
@@ -235,7 +263,9 @@ def run_here(spec: dict[str, Any], report_end: int) -> None:
     os.closerange(3, report_end)
     os.closerange(report_end + 1, _open_files())
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # as a process of its own would have; Python's own generator sees to itself
+        sys.modules[
+            "numpy"
+        ].random.seed()  # as a process of its own would have; Python's own generator sees to itself
     module = module_of(spec["argv"])
     assert module is not None
     sys.argv = [module]
@@ -252,18 +282,20 @@ def run_here(spec: dict[str, Any], report_end: int) -> None:
         traceback.print_exc()
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed or replaced it
+        with contextlib.suppress(
+            AttributeError, OSError, ValueError
+        ):  # the user's code may have closed or replaced it
             stream.flush()
     os._exit(code or 0)
 
 
 def _open_files() -> int:
-    """One more than the highest descriptor in use."""
+    """Return one more than the highest descriptor in use."""
     return 1 + max(int(each) for each in os.listdir("/proc/self/fd"))
 
 
 def main() -> None:
-    """Import, say so, serve."""
+    """Import, report readiness, serve."""
     _, descriptor, preload = sys.argv
     requests = socket.socket(fileno=int(descriptor))
     requests.set_inheritable(False)

@@ -6,21 +6,22 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from memtune.cores import usable_cores
 from memtune.executors.base import Progress, Trial, TrialResult
 from memtune.executors.fork_server import ForkServer
-from memtune.executors.group import WORKER, make_log_dir, run_group
-from memtune.executors.pool import PoolExecutor
-from memtune.executors.watch import SILENCE_S
+from memtune.executors.monitor import SILENCE_S
+from memtune.executors.rank_group import WORKER, make_log_dir, run_group
+from memtune.executors.slot_pool import PoolExecutor
+from memtune.hardware import usable_cores
 
 
 class LocalExecutor(PoolExecutor):
-    """Runs each trial in fresh child processes below a shim of its own, forked where no GPU driver is near (see `fork_server`).
+    """Runs each trial in fresh child processes below its own supervisor, forked without a GPU driver.
 
     Args:
-        slots: How many trials run at the same time; they share the processor cores evenly.
-        log_dir: Folder for the output of the ranks; a fresh temporary one when None.
-        gpus: Ids (as in CUDA_VISIBLE_DEVICES) that the slots share evenly; empty leaves the choice to the trial.
+        slots: Number of concurrent trials; they share the processor cores evenly.
+        log_dir: Folder of the ranks' output; a fresh temporary one when None.
+        gpus: Ids (as in CUDA_VISIBLE_DEVICES) that the slots share evenly; empty leaves the choice to the
+            trial.
         command: Program and arguments of one rank.
         silence_s: Once steps are made, a rank silent for longer than this and than 20 steps has hung.
 
@@ -45,7 +46,7 @@ class LocalExecutor(PoolExecutor):
         super().__init__(slots)
 
     def close(self) -> None:
-        """End everything that still runs; no process survives. May be called twice."""
+        """End all running trials; no process survives. May be called twice."""
         super().close()
         self._server.close()
 

@@ -1,4 +1,4 @@
-"""Trials that are not run but computed: for tests of the search, and to try a search where there is no hardware."""
+"""Trials that are computed instead of run: for tests of the search, and to try a search without hardware."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class SimulatedExecutor:
     """Answers each trial with `predict(trial)`, in the order of submission.
 
     Args:
-        predict: Computes the result of a trial; whatever it raises is raised by `wait`.
-        slots: How many trials the search may have in flight.
+        predict: Computes the result of a trial; its exceptions are raised by `wait`.
+        slots: Number of trials that the search may have in flight.
     """
 
     name = "simulated"
@@ -24,20 +24,20 @@ class SimulatedExecutor:
         self._todo: deque[Trial] = deque()
 
     def submit(self, trial: Trial) -> None:
-        """Queue `trial`; it is computed by the next `wait`."""
+        """Queue `trial`; the next `wait` computes it."""
         self._todo.append(trial)
 
     def wait(self, timeout_s: float) -> Iterator[Progress | TrialResult]:
-        """The start and the result of the oldest waiting trial; nothing, at once, where none waits."""
+        """Yield start and result of the oldest queued trial; nothing if the queue is empty."""
         if self._todo:
             trial = self._todo.popleft()
             yield Progress(number=trial.number, stage="starting")
             yield self._predict(trial)
 
     def cancel(self, number: int) -> None:
-        """Forget a waiting trial."""
+        """Remove a queued trial."""
         self._todo = deque(trial for trial in self._todo if trial.number != number)
 
     def close(self) -> None:
-        """Forget all waiting trials."""
+        """Remove all queued trials."""
         self._todo.clear()

@@ -1,8 +1,8 @@
-"""The body of a trial: one rank builds the model, applies the config, warms up, measures, and reports one record.
+"""One rank of a trial: build the model, apply the config, warm up, measure, and report one record.
 
-Runs as `python -m memtune.executors.worker` in a fresh process. What it is told stands in the file named by
-MEMTUNE_TRIAL_FILE and in RANK, WORLD_SIZE, LOCAL_RANK and MEMTUNE_RENDEZVOUS; what it has to say goes as JSON lines to the
-descriptor named by MEMTUNE_REPORT_FD: `{"stage": ...}` as signs of life, at last `{"result": {...}}`.
+Runs as `python -m memtune.executors.worker` in a fresh process. Its input is the file named by
+MEMTUNE_TRIAL_FILE and RANK, WORLD_SIZE, LOCAL_RANK and MEMTUNE_RENDEZVOUS; it reports JSON lines to the
+descriptor named by MEMTUNE_REPORT_FD: `{"stage": ...}` as heartbeats, finally `{"result": {...}}`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memtune._apply import Tuned, apply, begins_with_shards
-from memtune.batches import split_batch
+from memtune.api import Tuned, apply, begins_with_shards
 from memtune.config import TunedConfig, load_config
-from memtune.errors import ApplyError, MemtuneError, raised_at
-from memtune.executors.base import NO_ROOM, Trial
-from memtune.executors.evidence import GradientRecord, gradient_records, gradients_of, record_of, sha256_of, sha256_of_all
-from memtune.out_of_memory import is_out_of_memory
-from memtune.runtime.deferred import deferred
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.no_dropout import no_dropout
-from memtune.runtime.op_clock import OpClock
-from memtune.runtime.op_times import OpTime, op_times
-from memtune.runtime.prepare import prepare_model
-from memtune.runtime.tiers import HOST, tier
-from memtune.runtime.transfer import COUNTERS
+from memtune.deferred_init import deferred
+from memtune.errors import ApplyError, MemtuneError, is_out_of_memory, raised_at
+from memtune.executors.base import CAPACITY_ERRORS, Trial
+from memtune.executors.gradient_digest import (
+    GradientRecord,
+    gradient_records,
+    gradients_of,
+    record_of,
+    sha256_of,
+    sha256_of_all,
+)
+from memtune.hardware import OpClock, OpTime, op_times
+from memtune.memory import Ledger
+from memtune.runtime import COUNTERS, HOST, no_dropout, prepare_model, tier
 from memtune.units import bytes_in_words
-from memtune.workload import Workload
+from memtune.workload import Workload, split_batch
 
 
 @dataclass
@@ -60,8 +61,8 @@ class _Rank:
 
 
 @dataclass
-class _Measured:
-    """What the rank has measured so far."""
+class _Measurements:
+    """Measurements of the rank so far."""
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -78,7 +79,7 @@ class _Measured:
 
 
 def run(rank: _Rank) -> dict[str, Any]:
-    """Build, apply, warm up, measure; returns the record of this rank.
+    """Build, apply, warm up, measure; return the record of this rank.
 
     Raises:
         torch.OutOfMemoryError: The budget or the device is exceeded.
@@ -104,9 +105,9 @@ def run(rank: _Rank) -> dict[str, Any]:
     tuned, model = _build(rank, workload)
     ledger.watch(model, tuned.optimizer)
     ledger.reset_peak()  # the peak is that of the steps: a model cast to bf16 needed more while it was built
-    measured = _Measured()
+    measured = _Measurements()
     if trial.fingerprint or trial.gradient_steps:
-        _look_at_gradients(rank, tuned, model, ledger, measured)
+        _digest_gradients(rank, tuned, model, ledger, measured)
     with nullcontext() if trial.dropout else no_dropout(model):
         for step in range(trial.warmup_steps + trial.steps):
             rank.say(stage=_stage(trial, step, tuned), device_bytes=ledger.live_bytes())
@@ -118,8 +119,8 @@ def run(rank: _Rank) -> dict[str, Any]:
     return {**_record(tuned, ledger, measured), "samples_per_step": samples}
 
 
-def _clock_ops(rank: _Rank, workload: Workload, tuned: Tuned, measured: _Measured) -> list[OpTime]:
-    """One more step, whose ops are timed one by one; no peak, loss or step time is taken from it."""
+def _clock_ops(rank: _Rank, workload: Workload, tuned: Tuned, measured: _Measurements) -> list[OpTime]:
+    """Run one more step with a clock around every op; no peak, loss or step time is taken from it."""
     rank.say(stage="timing ops")
     trial = rank.trial
     batches = _batches(rank, workload, tuned, trial.warmup_steps + trial.steps)
@@ -132,11 +133,13 @@ def _clock_ops(rank: _Rank, workload: Workload, tuned: Tuned, measured: _Measure
         return []
     step_s = statistics.median(measured.step_s)
     waiting = clock.waiting() if rank.world > 1 else 0.0
-    return op_times(clock.observed, step_s, ranks=rank.world, host_computes=trial.device == "cpu", waiting=waiting)
+    return op_times(
+        clock.observed, step_s, ranks=rank.world, host_computes=trial.device == "cpu", waiting=waiting
+    )
 
 
 def _stage(trial: Trial, step: int, tuned: Tuned) -> str:
-    """What is going on; compilers work in the first step and say nothing for minutes, which is no hang of a step."""
+    """Return the current stage; compilers work silently for minutes in the first step, which is no hang."""
     compiles = step == 0 and tuned.config.settings.execution.compile
     return f"{'compiling, ' if compiles else ''}step {step + 1}/{trial.warmup_steps + trial.steps}"
 
@@ -152,7 +155,10 @@ def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
 
 
 def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
-    """The model on the device; without memory, to be made shard by shard, where the whole does not fit."""
+    """Return the model on the device.
+
+    On the meta device, to be materialised shard by shard, if it does not fit.
+    """
     torch.manual_seed(rank.trial.seed)
     try:
         return workload.build_model().to(rank.device)
@@ -168,7 +174,8 @@ def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
         raise too_large from None
 
 
-# Hooks run in the order of their registration, and offloading takes the gradients away in a hook: ours must come first.
+# Hooks run in the order of their registration, and offloading takes the gradients away in a hook: ours must
+# come first.
 _FIRST_HOOK: dict[int, Any] = {}
 
 
@@ -178,19 +185,26 @@ def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
         if action is not None:
             action()
 
-    first.__module__ = "memtune.executors.worker"  # as a program this file is `__main__`, and hooks of the user's own are refused
+    # as a program this file is `__main__`, and hooks of the user's own are refused
+    first.__module__ = "memtune.executors.worker"
     optimizer.register_step_pre_hook(first)
 
 
-def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measured) -> None:
-    """What is to be told of the gradients is taken just before each of the first optimizer steps.
+def _digest_gradients(
+    rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measurements
+) -> None:
+    """Digest the gradients just before each of the first optimizer steps.
 
-    Those that are used and let go inside backward are looked at there.
+    Gradients that are used and freed inside backward are digested there.
     """
-    trial, names = rank.trial, {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
+    trial, names = (
+        rank.trial,
+        {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()},
+    )
     early_sha256: dict[str, str] = {}
     early: dict[str, GradientRecord] = {}
-    elsewhere, represented = tuned._context.elsewhere, tuned._context.represented
+    placement = tuned._context.placement
+    remote, optimizer_params = placement.remote_parameters, placement.optimizer_params
 
     def before_use(parameter: nn.Parameter, gradient: Tensor) -> None:
         with tier(HOST), torch.no_grad():
@@ -199,16 +213,19 @@ def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledg
             if len(measured.gradients) < trial.gradient_steps:
                 early[names[parameter]] = record_of(gradient)
 
-    tuned._context.before_use.append(before_use)
+    tuned._context.events.before_grad_use.subscribe(before_use)
 
     def action() -> None:
         measured.note_peaks(ledger)
         with tier(HOST), torch.no_grad():
             if trial.fingerprint and measured.gradients_sha256 is None:
-                left = {name: sha256_of(gradient) for name, gradient in gradients_of(model, elsewhere, represented)}
+                left = {
+                    name: sha256_of(gradient)
+                    for name, gradient in gradients_of(model, remote, optimizer_params)
+                }
                 measured.gradients_sha256 = sha256_of_all(early_sha256 | left)
             if len(measured.gradients) < trial.gradient_steps:
-                measured.gradients.append(early | gradient_records(model, elsewhere, represented))
+                measured.gradients.append(early | gradient_records(model, remote, optimizer_params))
                 early.clear()
         ledger.reset_peak()
         if len(measured.gradients) == trial.gradient_steps:
@@ -217,7 +234,7 @@ def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledg
     _FIRST_HOOK[id(tuned.optimizer)] = action
 
 
-def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _Measured) -> None:
+def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _Measurements) -> None:
     batches = _batches(rank, workload, tuned, step)
     torch.manual_seed(rank.trial.seed * 1_000_003 + step * 1009 + rank.rank)
     COUNTERS.take()
@@ -238,7 +255,7 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
 
 
 def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[Any]:
-    """This rank's samples of the step, the same for every config, cut into the config's micro-batches."""
+    """Return this rank's samples of the step, equal for all configs, split into micro-batches."""
     execution = tuned.config.settings.execution
     micro = _micro_batch(rank, workload, tuned)
     torch.manual_seed((rank.trial.seed + 1) * 7919 + step * 104_729 + rank.rank)
@@ -246,11 +263,18 @@ def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[A
         if execution.accumulate == 1:
             return [workload.make_batch(micro)]
         parts = split_batch(workload.make_batch(micro * execution.accumulate), execution.accumulate)
-        return parts if isinstance(parts, list) else [workload.make_batch(micro) for _ in range(execution.accumulate)]
+        return (
+            parts
+            if isinstance(parts, list)
+            else [workload.make_batch(micro) for _ in range(execution.accumulate)]
+        )
 
 
 def _micro_batch(rank: _Rank, workload: Workload, tuned: Tuned) -> int:
-    """Samples of one micro-batch: the config's, else what its accumulation leaves of this rank's share of the global batch."""
+    """Return the samples of one micro-batch.
+
+    The config's, else this rank's share of the global batch over its accumulation.
+    """
     execution = tuned.config.settings.execution
     wanted = rank.trial.global_batch or workload.global_batch
     return execution.micro_batch or (max(1, wanted // rank.world // execution.accumulate) if wanted else 1)
@@ -263,7 +287,7 @@ def _synchronise(rank: _Rank) -> None:
         torch.cuda.synchronize()
 
 
-def _record(tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]:
+def _record(tuned: Tuned, ledger: Ledger, measured: _Measurements) -> dict[str, Any]:
     return {
         "status": "ok",
         "peak_allocated_bytes": measured.peak_allocated,
@@ -272,7 +296,9 @@ def _record(tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]
         "step_s_all": measured.step_s,
         "losses": measured.losses,
         "gradients_sha256": measured.gradients_sha256,
-        "gradients": [{name: each.model_dump() for name, each in step.items()} for step in measured.gradients],
+        "gradients": [
+            {name: each.model_dump() for name, each in step.items()} for step in measured.gradients
+        ],
         "memory_by_kind": {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n},
         "op_times": [each.model_dump() for each in measured.op_times],
         "audit": tuned.audit(),
@@ -281,12 +307,15 @@ def _record(tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]
 
 
 def main() -> int:
-    """Run this rank; whatever happens ends in one record, out of memory and bad configs included."""
+    """Run this rank; every outcome is reported as one record, including out of memory and bad configs."""
     trial = Trial.model_validate_json(Path(os.environ["MEMTUNE_TRIAL_FILE"]).read_text())
     place = {
-        name: int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+        name: int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     }
-    rank = _Rank(trial, place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"], int(os.environ["MEMTUNE_REPORT_FD"]))
+    rank = _Rank(
+        trial, place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"], int(os.environ["MEMTUNE_REPORT_FD"])
+    )
     rank.say(stage="starting")
     try:
         result = run(rank)
@@ -294,12 +323,20 @@ def main() -> int:
         result = {"status": "oom", "reason": bytes_in_words(str(error).split("\n")[0])}
     except MemtuneError as error:  # says what, why and how to go on; a traceback helps nobody
         print(error, file=sys.stderr)
-        # A technique saw on the live model what the recording does not show, or there is no room on the host or on SSD.
-        refused = isinstance(error, ApplyError) or error.code in NO_ROOM
+        # A technique saw on the live model what the recording does not show, or there is no room on the host
+        # or on SSD.
+        refused = isinstance(error, ApplyError) or error.code in CAPACITY_ERRORS
         fault = {} if refused else {"exit_code": error.exit_code}
-        result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split()), "code": error.code, **fault}
+        result = {
+            "status": "unfit" if refused else "crash",
+            "reason": " ".join(str(error).split()),
+            "code": error.code,
+            **fault,
+        }
         result["raised_at"] = raised_at(error)
-    except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
+    except (
+        Exception
+    ) as error:  # user code may raise anything; the log has the traceback, the record its last line
         first_line = str(error).strip().splitlines()[0] if str(error) else ""
         out_of_memory = is_out_of_memory(error)
         if not out_of_memory:

@@ -1,7 +1,8 @@
-"""memtune: finds how to train a PyTorch model fast inside the memory at hand, and applies it with one line.
+"""memtune: finds how to train a PyTorch model fast inside the memory of its GPU, and applies it with one
+line.
 
-The names below are loaded at first use, so that `import memtune` costs milliseconds, touches no device, and a training
-image needs nothing of what only the search uses.
+The names below are loaded at first use, so that `import memtune` costs milliseconds, touches no device, and a
+training image needs nothing of what only the search uses.
 """
 
 from __future__ import annotations
@@ -11,32 +12,42 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memtune._apply import Tuned, apply
-    from memtune.autotune.study import search
-    from memtune.config import TunedConfig, load_config
-    from memtune.runtime.deferred import deferred
+    from memtune.api import Tuned, apply
+    from memtune.autotune.search.study import search
+    from memtune.config.tuned_config import TunedConfig, load_config
+    from memtune.deferred_init.deferred_init import deferred
     from memtune.technique import Technique
-    from memtune.workload import Workload
+    from memtune.workload.workload import Workload
 
     __version__: str
 
-__all__ = ["Technique", "Tuned", "TunedConfig", "Workload", "__version__", "apply", "deferred", "load_config", "search"]
+__all__ = [
+    "Technique",
+    "Tuned",
+    "TunedConfig",
+    "Workload",
+    "__version__",
+    "apply",
+    "deferred",
+    "load_config",
+    "search",
+]
 
 _HOME = {
     "Technique": "memtune.technique",
-    "Tuned": "memtune._apply",
-    "TunedConfig": "memtune.config",
-    "Workload": "memtune.workload",
-    "apply": "memtune._apply",
-    "deferred": "memtune.runtime.deferred",
-    "load_config": "memtune.config",
-    "search": "memtune.autotune.study",
+    "Tuned": "memtune.api",
+    "TunedConfig": "memtune.config.tuned_config",
+    "Workload": "memtune.workload.workload",
+    "apply": "memtune.api",
+    "deferred": "memtune.deferred_init.deferred_init",
+    "load_config": "memtune.config.tuned_config",
+    "search": "memtune.autotune.search.study",
 }
 
 
 # torch takes another CUDA allocator only before CUDA starts: not before this import, and not much later.
 if "MEMTUNE_ALLOCATOR" in os.environ:
-    importlib.import_module("memtune.runtime.cuda_arena").install_from_environment()
+    importlib.import_module("memtune.memory.cuda_arena").install_from_environment()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Every error a user can meet: what happened, the evidence, and what to do next.
 
 An error carries a stable code (`MT101`) and the process exit code that `memtune --help` documents:
-0 done · 1 nothing feasible · 2 usage, config or `model.py` · 3 environment or storage · 4 bug in memtune · 130 interrupted.
+0 done · 1 nothing feasible · 2 usage, config or `model.py` · 3 environment or storage · 4 bug in memtune ·
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class MemtuneError(Exception):
 
     Args:
         what: One sentence: what is wrong, with the value that is wrong.
-        evidence: What was seen (a line of code, a number, a list of names); empty when `what` says it all.
+        evidence: The observation (a line of code, a number, a list of names); may be empty.
         fix: The next action, as something that can be typed or edited.
         code: Stable identifier, `MT` and three digits.
     """
@@ -66,10 +67,33 @@ class ApplyError(UsageError):
 
 
 def raised_at(error: BaseException) -> str:
-    """Module and line of memtune's that raised `error`, empty where none did: a rule has one place, whatever it names."""
+    """Module and line of memtune's that raised `error`, empty where none did: a rule has one place, whatever
+    it names.
+    """
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("memtune."):
             found = f"{module}:{line}"
     return found
+
+
+# Whether an error says that the device had no memory left, whoever raised it.
+_MESSAGES_BY_SOURCE = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""Beginnings of messages of plain RuntimeErrors from other sources than torch's allocator: memtune's
+allocator, which knows nothing of torch and cannot raise its class; the driver, of a kernel or a context that
+finds no memory outside of the allocator; cuBLAS.
+"""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if `error` is an out-of-memory error of the device."""
+    import torch  # here, so that importing the errors loads no torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and str(error).lstrip().startswith(_MESSAGES_BY_SOURCE)

@@ -1,4 +1,6 @@
-"""Bytes and seconds: parsed from what people type, printed as what people read. Inside memtune only bytes and seconds exist."""
+"""Bytes and seconds: parsed from what people type, printed as what people read. Inside memtune only bytes and
+seconds exist.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,24 @@ from memtune.errors import UsageError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _BYTE_UNITS = {
-    "": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "k": KIB, "m": MIB, "g": GIB, "t": 2**40,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": KIB,
+    "m": MIB,
+    "g": GIB,
+    "t": 2**40,
+}
 _COUNTED = re.compile(
-    r"\b([0-9]+) bytes\b|\b([0-9]+)(?= of the [0-9]+ bytes\b)|(?:(?<=device )|(?<=host )|(?<=ssd ))([0-9]{4,})(?=[,;])"
+    r"\b([0-9]+) bytes\b|\b([0-9]+)(?= of the [0-9]+ bytes\b)|(?:(?<=device )|(?<=host )|(?<=ssd"
+    r" ))([0-9]{4,})(?=[,;])"
 )
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -20,12 +35,16 @@ _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60
 def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in units:
-        raise UsageError(f"'{text}' is not a quantity I can read.", fix=f"write it like {example}", code="MT203")
+        raise UsageError(
+            f"'{text}' is not a quantity I can read.", fix=f"write it like {example}", code="MT203"
+        )
     return float(match[1]) * units[match[2].lower()]
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from text like `24GiB`, `600MiB`, `1.5g` (binary) or `80GB` (decimal); raises UsageError otherwise."""
+    """Bytes from text like `24GiB`, `600MiB`, `1.5g` (binary) or `80GB` (decimal); raises UsageError
+    otherwise.
+    """
     return int(_parse(text, _BYTE_UNITS, "24GiB or 600MiB"))
 
 
@@ -35,7 +54,9 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """`n_bytes` with three significant digits in the largest binary unit that leaves at least one: `1.50 GiB`."""
+    """`n_bytes` with three significant digits in the largest binary unit that leaves at least one: `1.50
+    GiB`.
+    """
     sign, size = ("-" if n_bytes < 0 else ""), abs(float(n_bytes))
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
@@ -47,7 +68,9 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def bytes_in_words(text: str) -> str:
-    """`text` with its numbers of bytes as `format_bytes` has them: `2097152 bytes`, `100 of the 200 bytes`, `device 565407,`."""
+    """`text` with its numbers of bytes as `format_bytes` has them: `2097152 bytes`, `100 of the 200 bytes`,
+    `device 565407,`.
+    """
     return _COUNTED.sub(lambda found: format_bytes(int(found[1] or found[2] or found[3])), text)
 
 

@@ -1,4 +1,5 @@
-"""The catalogue: one technique, one file. The folder is the registry: `recompute: {kind: full}` is `recompute/full.py`.
+"""The catalogue: one technique, one file. The folder is the registry: `recompute: {kind: full}` is
+`recompute/full.py`.
 
 A slot is a folder (`sharding.states` is `sharding/states/`), a kind is the stem of a file in it that does not
 start with an underscore. Nothing else has to be told about a new technique.
@@ -40,7 +41,8 @@ PASS_ORDER = (
 )
 """The slots in the order of the passes, from the inside out; execution comes before them all.
 
-A sharding pass must see every use of a weight, the recomputed ones too, and offloading moves what sharding left.
+A sharding pass must see every use of a weight, the recomputed ones too, and offloading moves what sharding
+left.
 """
 
 NULL_KINDS = {slot: {"allocator": "native", "execution.order": "program"}.get(slot, "none") for slot in SLOTS}
@@ -56,10 +58,14 @@ def kinds(slot: str) -> tuple[str, ...]:
     """
     if slot not in SLOTS:
         raise ConfigError(
-            f"There is no axis '{slot}'.{did_you_mean(slot, SLOTS)}", evidence=f"Known: {', '.join(SLOTS)}.", code="MT201"
+            f"There is no axis '{slot}'.{did_you_mean(slot, SLOTS)}",
+            evidence=f"Known: {', '.join(SLOTS)}.",
+            code="MT201",
         )
     package = importlib.import_module(f"memtune.search_spaces.{slot}")
-    found = {each.name for each in pkgutil.iter_modules(package.__path__) if not each.ispkg and each.name[0] != "_"}
+    found = {
+        each.name for each in pkgutil.iter_modules(package.__path__) if not each.ispkg and each.name[0] != "_"
+    }
     return tuple(sorted(found, key=lambda kind: (kind != NULL_KINDS[slot], kind)))
 
 
@@ -79,7 +85,9 @@ def find(slot: str, kind: str) -> type[Technique]:
             code="MT201",
         )
     module = importlib.import_module(f"memtune.search_spaces.{slot}.{kind}")
-    found = [each for each in vars(module).values() if _is_technique(each) and each.__module__ == module.__name__]
+    found = [
+        each for each in vars(module).values() if _is_technique(each) and each.__module__ == module.__name__
+    ]
     if len(found) != 1:
         raise TypeError(f"{module.__name__} must define one Technique, it defines {len(found)}")
     return found[0]  # type: ignore[no-any-return]  # _is_technique tells
@@ -104,4 +112,9 @@ def did_you_mean(word: str, known: tuple[str, ...] | list[str]) -> str:
 
 
 def _is_technique(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Technique) and value is not Technique and value.__name__[0] != "_"
+    return (
+        isinstance(value, type)
+        and issubclass(value, Technique)
+        and value is not Technique
+        and value.__name__[0] != "_"
+    )

@@ -1,25 +1,88 @@
-"""Shared by all tests: no network, plain terminal output, and what a test marked gpu or ray needs."""
+"""Shared by all tests: an environment, a home directory and a CPU of their own, no network, plain terminal
+output.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import os
+import shutil
+import site
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-# Before anything imports torch or a hub client; child processes inherit it. What earlier searches taught stays out of tests.
-os.environ |= {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "COLUMNS": "130", "MEMTUNE_LEARN": "0"}
-# Tests share the cores: a thread that spins while it waits for its team takes them from the one that it waits for.
+# Variables of the user's shell that memtune, its examples, torch, Ray or rich would follow, by how they
+# begin.
+_FOLLOWED = (
+    *("MEMTUNE_CACHE", "MEMTUNE_OFFLOAD_DIR", "MEMTUNE_ALLOCATOR", "MEMTUNE_SEARCH_OWN_ALLOCATORS"),
+    *("MEMTUNE_GPT_", "MEMTUNE_CNN_", "MEMTUNE_LLAMA_"),
+    *("XDG_", "RAY_", "PYTORCH_", "CUBLAS_WORKSPACE_CONFIG", "FORCE_COLOR"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+for _name in [each for each in os.environ if each.startswith(_FOLLOWED)]:
+    del os.environ[_name]
+
+# Before anything imports torch or a hub client; child processes inherit it. What earlier searches taught
+# stays out of tests.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "NO_COLOR": "1",
+    "COLUMNS": "130",
+    "MEMTUNE_LEARN": "0",
+}
+# Tests share the cores: a thread that spins while it waits for its team takes them from the one that it waits
+# for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+# The same examples everywhere, however long each takes; --hypothesis-profile=default draws others.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the home directory of this test run, and save the rates of its CPU there; processes that tests
+    start inherit it.
+    """
+    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist is such a process
+        os.environ.setdefault(
+            "PYTHONUSERBASE", site.getuserbase()
+        )  # packages installed for the user alone stay importable
+        home = os.environ["HOME"] = tempfile.mkdtemp(prefix="memtune-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    from fixed_cpu import rates
+
+    from memtune.hardware import cpu_probe
+
+    cpu = rates(os.environ.get("MEMTUNE_TEST_SPEED", "1"))
+    cpu_probe.save(cpu)
+    assert (
+        cpu_probe.cpu() == cpu
+    )  # from now on in this process, also in a test that moves the cache directory
+
+
+@pytest.fixture
+def fixed_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU of `fixed_cpu.py` at any MEMTUNE_TEST_SPEED, for what is planned in this process."""
+    from fixed_cpu import RATES
+
+    from memtune.hardware import cpu_probe
+
+    monkeypatch.setattr(cpu_probe, "cpu", lambda: RATES)
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where a test marked gpu runs: `cuda`, or what MEMTUNE_DEVICE says (`make gpu-check DEVICE=cpu` says cpu)."""
+    """Where a test marked gpu runs: `cuda`, or what MEMTUNE_DEVICE says (`make gpu-check DEVICE=cpu` says
+    cpu).
+    """
     import torch
 
     name = os.environ.get("MEMTUNE_DEVICE", "cuda")
@@ -31,7 +94,7 @@ def device() -> str:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small tensors on a shared machine: a second thread mostly waits."""
-    from memtune.cores import cpu_threads
+    from memtune.hardware.cpu_cores import cpu_threads
 
     with cpu_threads(1):
         yield
@@ -40,18 +103,20 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where tensors on SSD go; nothing may be left there when the test's models are gone."""
-    from memtune.runtime import disk, offload_dir
+    from memtune.ssd import offload_dir, ssd_tensors
 
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
     yield tmp_path
     gc.collect()
-    used = disk.opened()
+    used = ssd_tensors.opened()
     assert used is None or used.used_bytes == 0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_stays_is_not_searched_again() -> Iterator[None]:
-    """Recordings and programs that a module leaves behind are millions of objects; each collection after it would visit them."""
+    """Recordings and programs that a module leaves behind are millions of objects; each collection after it
+    would visit them.
+    """
     yield
     gc.collect()
     gc.freeze()
@@ -64,7 +129,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`drawn(n)`: n of a test's cases run by default, evenly spread and other ones for each test; the rest is marked slow."""
+    """`drawn(n)`: n of a test's cases run by default, evenly spread and other ones for each test; the rest is
+    marked slow.
+    """
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("drawn"):

@@ -1,8 +1,12 @@
-"""Imports run one way, and techniques know nothing of each other: read from the source, so that lazy imports count too."""
+"""Rooms: imports run one way, others import from a room's door, passes and planners know no torch.
+
+Everything is read from the source, so that lazy imports count too.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,139 +15,311 @@ from pathlib import Path
 import pytest
 
 from memtune import errors
+from memtune._door import read_exports
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("memtune", "autotune", "executors", "search_spaces")
 
-# From top to bottom; a module may import from its own line and from those below. What no line names stands on the last.
-LAYERS = (
-    ("memtune.cli", "memtune.tui", "memtune.testing", "memtune.__main__", "memtune.autotune.tui", "memtune.autotune.report"),
-    ("memtune.autotune",),
-    ("memtune.executors",),
-    ("memtune._apply", "memtune.config"),
-    ("memtune.search_spaces",),
-    ("memtune.technique", "memtune.runtime", "memtune.ops"),
-    ("memtune.program", "memtune.workload", "memtune.hardware", "memtune.errors", "memtune.units", "memtune._native"),
-)
+# From the bottom to the top: a room imports from its own line and from the lines above it. Files of memtune/
+# itself count as rooms. Rooms of search_spaces are one room here: the catalogue.
+ORDER = """
+errors units _native _door _optional
+program
+workload
+hardware
+effects
+runtime
+ssd memory
+technique
+deferred_init
+compile
+activations.offload
+activations.recompute
+activations.capture
+activations.tiling
+activations.schedules
+activations.eviction
+parallel.ranks
+parallel.collectives
+parallel.sharding
+parallel.replicas
+parallel.model
+parallel.pipeline
+offload.core
+offload.gradients
+offload.optimizer
+offload.parameters
+offload.chunks
+offload.tiles
+offload.layer_major
+offload.multiplexed
+offload.ssd_states
+offload.near_storage
+offload.experts
+search_spaces
+config
+checkpointer
+audit
+api
+executors
+executors.ray
+autotune.translate
+autotune.record
+autotune.record_parallel
+autotune.predict
+autotune.space
+autotune.search
+autotune.ui
+testing
+cli
+__main__
+"""
+LEVEL = {room: level for level, line in enumerate(ORDER.split("\n")) for room in line.split()}
+LIGHT_UP_TO = LEVEL["api"]
+"""Rooms up to here are what a training image holds."""
 LIGHT = {"torch", "numpy", "pydantic", "ruamel", "memtune"}
-LIGHT_FROM = 3  # the layers from _apply, config down are what a training image holds
+GPU_KERNELS = "memtune.parallel.collectives.quantization_triton"
+PLAIN = ("_pass", "_planner", "_plan", "_pattern")
+"""Stems of files that work on plain data: they import neither torch nor a file that does."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement: who imports whom, and where it stands."""
+    """One import of one name: which module imports what from where."""
 
     importer: str
-    target: str
+    module: str
+    name: str
     line: int
 
     def __str__(self) -> str:
-        return f"{self.importer}:{self.line} imports {self.target}"
+        return f"{self.importer}:{self.line} imports {self.name or 'all'} of {self.module}"
 
 
 def sources() -> dict[str, Path]:
-    """Dotted module name → file, for every Python file of the package; rglob does not enter the links."""
+    """Return the file of each module of the package; rglob does not enter the links."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts if package == "memtune" else ("memtune", *parts))
-            found[name.removesuffix(".__init__")] = path
+            found[
+                ".".join(parts if package == "memtune" else ("memtune", *parts)).removesuffix(".__init__")
+            ] = path
     return found
 
 
-def imports_of(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
-    """Every import in `path`; `from package import module` counts as the module."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+SOURCES = sources()
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
+IS_ROOM = {name for name, path in SOURCES.items() if path.name == "__init__.py"}
+
+
+def imports_of(name: str) -> Iterator[Import]:
+    """Yield every import in the module `name`, one for each imported name."""
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
-            yield from (Import(name, alias.name, node.lineno) for alias in node.names)
+            yield from (Import(name, alias.name, "", node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
             assert node.level == 0, f"{name}:{node.lineno}: imports are absolute"
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                yield Import(name, full if full in known or base == "memtune" else base, node.lineno)
+            yield from (Import(name, node.module or "", alias.name, node.lineno) for alias in node.names)
 
 
-def all_imports() -> list[Import]:
-    known = sources()
-    return [found for name, path in known.items() for found in imports_of(name, path, known)]
+ALL = [each for name in SOURCES for each in imports_of(name)]
 
 
-def layer(module: str) -> int:
-    """Number of the line in LAYERS with the longest name that is `module` or holds it."""
-    fits = [(len(name), row) for row, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
-    return max(fits)[1] if fits else len(LAYERS) - 1
+def room_of(module: str) -> str:
+    """Return the room of a module, without `memtune.`; a file of memtune/ itself is its own room."""
+    room = module if module in IS_ROOM else module.rpartition(".")[0]
+    if room == "memtune":
+        return module.removeprefix("memtune.")
+    return "search_spaces" if room.startswith("memtune.search_spaces") else room.removeprefix("memtune.")
 
 
-def is_technique(module: str, known: dict[str, Path]) -> bool:
-    """A file of search_spaces/<axis>/ that is neither a package nor a helper (`_name`)."""
-    path = known.get(module)
-    return (
-        path is not None
-        and module.startswith("memtune.search_spaces.")
-        and not path.stem.startswith("_")
-        and path.parent != ROOT / "search_spaces"
-    )
+def target_of(each: Import) -> str | None:
+    """Return the module that an import reaches inside memtune: a submodule, or the module that it names."""
+    full = f"{each.module}.{each.name}"
+    return full if full in SOURCES else each.module if each.module in SOURCES else None
 
 
-def test_the_sources_are_found() -> None:
-    known = sources()
-    assert {"memtune", "memtune.errors", "memtune.autotune", "memtune.executors", "memtune.search_spaces"} <= set(known)
-    assert len(set(known.values())) == len(known)
+def home_of(each: Import) -> str | None:
+    """Return the file that defines what an import reaches, through the door of its room."""
+    target = target_of(each)
+    return read_exports(target).get(each.name, target) if target in IS_ROOM else target
 
 
-def test_imports_run_from_top_to_bottom() -> None:
-    inside = [found for found in all_imports() if found.target.startswith("memtune.") and found.importer != "memtune"]
-    upward = [str(found) for found in inside if layer(found.importer) > layer(found.target)]
+INSIDE = [each for each in ALL if target_of(each) not in (None, "memtune") and each.importer != "memtune"]
+
+
+def test_order_names_every_room() -> None:
+    assert {room_of(name) for name in SOURCES} - {
+        "memtune",
+        "activations",
+        "parallel",
+        "offload",
+        "autotune",
+    } <= set(LEVEL)
+
+
+def test_imports_run_one_way_between_rooms() -> None:
+    upward = [
+        str(each)
+        for each in INSIDE
+        if (mine := room_of(each.importer)) != (theirs := room_of(target_of(each)))
+        and not each.importer.endswith(("activations", "parallel", "offload", "autotune"))
+        and LEVEL[theirs] > LEVEL[mine]
+    ]
     assert not upward, "\n".join(upward)
 
 
+def test_other_rooms_import_from_the_door() -> None:
+    """Files of one room name each other; everyone else names the room, and only what it exports."""
+    around = []
+    for each in INSIDE:
+        target = target_of(each)
+        mine = each.importer if each.importer in IS_ROOM else each.importer.rpartition(".")[0]
+        theirs = target if target in IS_ROOM else target.rpartition(".")[0]
+        if (
+            mine == theirs
+            or theirs in ("memtune", "memtune.cli")
+            or theirs.startswith("memtune.search_spaces")
+        ):
+            continue
+        if not each.name:
+            continue  # `import memtune.runtime.seam` registers operators and uses no name
+        if each.module != theirs and target not in IS_ROOM:
+            around.append(f"{each}: import it from {theirs}")
+        elif each.module == theirs and each.name not in exported(theirs):
+            around.append(f"{each}: {theirs} does not export it")
+    assert not around, "\n".join(around)
+
+
+def exported(room: str) -> set[str]:
+    """Return the names in `__all__` of a room."""
+    for node in TREES[room].body:
+        if isinstance(node, ast.Assign) and [getattr(each, "id", "") for each in node.targets] == ["__all__"]:
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+DOORS = sorted(name for name in IS_ROOM if "open_door" in SOURCES[name].read_text())
+
+
+@pytest.mark.parametrize("room", DOORS)
+def test_door_exports_what_it_lists(room: str) -> None:
+    exports = read_exports(room)
+    assert set(exports) == exported(room)
+    # An attribute of a package that is also a submodule would hide the export once the submodule is loaded.
+    hidden = {
+        name for name, home in exports.items() if f"{room}.{name}" in SOURCES and home != f"{room}.{name}"
+    }
+    assert not hidden
+    missing = {name: home for name, home in exports.items() if home not in SOURCES}
+    assert not missing
+
+
+def test_open_door_loads_an_export_and_names_what_it_does_not_export() -> None:
+    hardware = importlib.import_module("memtune.hardware")
+    assert hardware.Hardware.__module__ == "memtune.hardware.spec"
+    with pytest.raises(AttributeError, match="exports no 'nothing'"):
+        _ = hardware.nothing
+
+
+def test_passes_and_planners_know_no_torch() -> None:
+    """Planning runs on plain data: passes and planners import neither torch nor a file that imports torch."""
+    with_torch = {name for name, tree in TREES.items() if imports_torch(tree)}
+    plain = {name for name in SOURCES if name.endswith(PLAIN) or name.startswith("memtune.program.")}
+    wrong = [str(each) for each in ALL if each.importer in plain and each.module.partition(".")[0] == "torch"]
+    wrong += [
+        f"{each}, which imports torch"
+        for each in INSIDE
+        if each.importer in plain and home_of(each) in with_torch and not inside_type_checking(each)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def imports_torch(tree: ast.Module) -> bool:
+    """Return whether loading the module loads torch: an import inside a function does not."""
+    modules = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    return any(name.partition(".")[0] == "torch" for name in modules)
+
+
+def inside_type_checking(each: Import) -> bool:
+    """Return whether the import stands under `if TYPE_CHECKING:`."""
+    return any(
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+        and node.lineno <= each.line <= node.body[-1].end_lineno
+        for node in TREES[each.importer].body
+    )
+
+
+def is_technique(module: str | None) -> bool:
+    """Return whether a module is a file of search_spaces/<axis>/, no package and no helper (`_name`)."""
+    parts = (module or "").split(".")
+    return (
+        parts[:2] == ["memtune", "search_spaces"]
+        and len(parts) > 3
+        and module not in IS_ROOM
+        and not any(part.startswith("_") for part in parts)
+    )
+
+
 def test_no_technique_imports_another() -> None:
-    known = sources()
-    pairs = [found for found in all_imports() if is_technique(found.importer, known) and is_technique(found.target, known)]
-    assert not pairs, "\n".join(map(str, pairs))
-
-
-GPU_KERNELS = "memtune.runtime.quantised_triton"
+    pairs = [str(each) for each in INSIDE if is_technique(each.importer) and is_technique(target_of(each))]
+    assert not pairs, "\n".join(pairs)
 
 
 def test_light_runtime_imports_only_what_a_training_image_has() -> None:
     allowed = LIGHT | set(sys.stdlib_module_names)
-    light = [found for found in all_imports() if layer(found.importer) >= LIGHT_FROM]
-    light = [
-        found for found in light if not (found.importer.startswith("memtune.planners.") and found.target.startswith("scipy."))
-    ]
-    # torch's CUDA builds bring Triton along, and the file is imported for tensors on a GPU alone.
-    light = [found for found in light if (found.importer, found.target.partition(".")[0]) != (GPU_KERNELS, "triton")]
-    heavy = [str(found) for found in light if found.target.partition(".")[0] not in allowed]
+    heavy = []
+    for each in ALL:
+        top = each.module.partition(".")[0]
+        if (
+            each.importer in ("memtune", *IS_ROOM)
+            or LEVEL[room_of(each.importer)] > LIGHT_UP_TO
+            or top in allowed
+        ):
+            continue
+        if top == "scipy" and each.importer.endswith("_planner"):
+            continue  # only a search plans
+        if top == "triton" and each.importer == GPU_KERNELS:
+            continue  # torch's CUDA builds bring Triton, and the file is imported for tensors on a GPU alone
+        heavy.append(str(each))
     assert not heavy, "\n".join(heavy)
 
 
 @pytest.mark.parametrize(
     ("package", "homes"),
     [
-        ("ray", ("memtune.executors",)),
+        ("ray", ("memtune.executors.ray",)),
         ("optuna", ("memtune.autotune",)),
-        ("scipy", ("memtune.planners",)),
+        (
+            "scipy",
+            ("memtune.activations.schedules", "memtune.offload.multiplexed", "memtune.parallel.pipeline"),
+        ),
         ("typer", ("memtune.cli",)),
-        ("textual", ("memtune.tui", "memtune.autotune.tui")),
+        ("textual", ("memtune.autotune.ui",)),
     ],
 )
 def test_each_large_package_has_its_home(package: str, homes: tuple[str, ...]) -> None:
-    users = [found for found in all_imports() if found.target.partition(".")[0] == package]
-    strays = [str(found) for found in users if not found.importer.startswith(homes)]
+    users = [each for each in ALL if each.module.partition(".")[0] == package]
+    strays = [str(each) for each in users if not each.importer.startswith(homes)]
     assert not strays, "\n".join(strays)
 
 
 def test_an_error_code_means_one_exit_code():
     """A script that sees MT301 must not have to guess whether nothing fits or a package is missing."""
     exits: dict[str, dict[int, str]] = {}
-    for name, path in sources().items():
-        calls = (node for node in ast.walk(ast.parse(path.read_text(), str(path))) if isinstance(node, ast.Call))
+    for name, tree in TREES.items():
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
         for call in calls:
             raised = getattr(errors, call.func.id, None) if isinstance(call.func, ast.Name) else None
-            codes = [each.value.value for each in call.keywords if each.arg == "code" and isinstance(each.value, ast.Constant)]
+            codes = [
+                each.value.value
+                for each in call.keywords
+                if each.arg == "code" and isinstance(each.value, ast.Constant)
+            ]
             if isinstance(raised, type) and codes:
                 exits.setdefault(codes[0], {})[raised.exit_code] = f"{name}:{call.lineno}"
     assert len(exits) > 60

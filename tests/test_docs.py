@@ -1,4 +1,6 @@
-"""The tables of techniques in README and docs/compile.md name what is registered, and say of each what it says of itself."""
+"""The tables of techniques in README and docs/compile.md name what is registered, and say of each what it
+says of itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ BACKENDS = {"aot_eager"}
 def rows(document: str) -> list[tuple[str, str]]:
     """First and second cell of every row of every table."""
     lines = (ROOT / document).read_text().splitlines()
-    return [(cells[0].strip(), cells[1].strip()) for line in lines if len(cells := line.strip("|").split("|")) > 1]
+    return [
+        (cells[0].strip(), cells[1].strip()) for line in lines if len(cells := line.strip("|").split("|")) > 1
+    ]
 
 
 def quoted(text: str) -> set[str]:
@@ -31,7 +35,11 @@ def test_the_readme_names_every_technique_and_no_other() -> None:
 
 
 def test_what_works_with_compile_is_what_techniques_say() -> None:
-    eager = {(slot, kind): bool(find(slot, kind).eager_only) for slot in SLOTS for kind in KINDS[slot]}
+    eager = {
+        (slot, kind): bool(find(slot, kind)(kind=kind).effects.eager_only)
+        for slot in SLOTS
+        for kind in KINDS[slot]
+    }
     said = {}
     for technique, scope in rows("docs/compile.md"):
         slot = technique.replace(",", " ").split()[0] if technique else ""
@@ -40,4 +48,6 @@ def test_what_works_with_compile_is_what_techniques_say() -> None:
             said |= {(slot, kind): scope == "no" for kind in named}
     assert {key: no for key, no in said.items() if eager[key] is not no} == {}
     beside = {"sharding.communication", "execution.order"}  # the text below the table has them
-    assert {(slot, kind) for slot, kind in eager if slot not in beside and kind != NULL_KINDS[slot]} <= set(said)
+    assert {(slot, kind) for slot, kind in eager if slot not in beside and kind != NULL_KINDS[slot]} <= set(
+        said
+    )

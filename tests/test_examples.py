@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALLER = {
@@ -44,7 +44,9 @@ def test_an_example_learns_and_repeats_under_a_seed(stem, monkeypatch):
     assert losses[:3] == trained(workload, 3, 8)
 
 
-@pytest.mark.parametrize(("stem", "millions", "blocks"), [("gpt", (27, 33), 36), ("cnn", (0.5, 1), 6), ("hf_llama", (4, 8), 8)])
+@pytest.mark.parametrize(
+    ("stem", "millions", "blocks"), [("gpt", (27, 33), 36), ("cnn", (0.5, 1), 6), ("hf_llama", (4, 8), 8)]
+)
 def test_an_example_has_the_size_it_says(stem, millions, blocks):
     workload = Workload.load(EXAMPLES / f"{stem}.py")
     with torch.device("meta"):
@@ -56,7 +58,9 @@ def test_an_example_has_the_size_it_says(stem, millions, blocks):
     assert workload.global_batch % 8 == 0
 
 
-@pytest.mark.parametrize(("size", "billions"), [("tiny", 0.00022), ("124m", 0.124), ("350m", 0.35), ("1.3b", 1.3), ("7b", 6.7)])
+@pytest.mark.parametrize(
+    ("size", "billions"), [("tiny", 0.00022), ("124m", 0.124), ("350m", 0.35), ("1.3b", 1.3), ("7b", 6.7)]
+)
 def test_gpt_sizes_are_what_their_names_say(size, billions, monkeypatch):
     monkeypatch.setenv("MEMTUNE_GPT_SIZE", size)
     with torch.device("meta"):
@@ -65,7 +69,16 @@ def test_gpt_sizes_are_what_their_names_say(size, billions, monkeypatch):
 
 
 def test_each_gpt_setting_counts(monkeypatch):
-    chosen = {"LAYERS": "3", "DIM": "32", "HEADS": "2", "SEQ": "16", "VOCAB": "100", "DROPOUT": "0.1", "TIED": "0", "BATCH": "12"}
+    chosen = {
+        "LAYERS": "3",
+        "DIM": "32",
+        "HEADS": "2",
+        "SEQ": "16",
+        "VOCAB": "100",
+        "DROPOUT": "0.1",
+        "TIED": "0",
+        "BATCH": "12",
+    }
     for name, value in chosen.items():
         monkeypatch.setenv(f"MEMTUNE_GPT_{name}", value)
     workload = Workload.load(EXAMPLES / "gpt.py")

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune.autotune.trials import run_trial
+from memtune.autotune.search.trials import run_trial
 from memtune.search_spaces.allocator.gmlake import GMLake
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,9 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def plain(device):
-    return run_trial(str(ZOO["gpt"]), {"settings": {"execution": {"micro_batch": 8}}}, device=device, executor="local")
+    return run_trial(
+        str(ZOO["gpt"]), {"settings": {"execution": {"micro_batch": 8}}}, device=device, executor="local"
+    )
 
 
 def test_plain_trial_runs(plain, device):
@@ -78,8 +80,11 @@ def test_what_is_written_through_a_stitched_block_is_read_back(device):
 def test_budget_ends_in_out_of_memory(settings, device):
     budget = 2**20 if device == "cpu" else 4 * 2**20
     result = run_trial(
-        str(ZOO["gpt"]), {"settings": {"execution": {"micro_batch": 8}, **settings}}, device=device, executor="local",
+        str(ZOO["gpt"]),
+        {"settings": {"execution": {"micro_batch": 8}, **settings}},
+        device=device,
+        executor="local",
         budget_bytes=budget,
-    )  # fmt: skip
+    )
     assert result.status == "oom"
     assert result.reason

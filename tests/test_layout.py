@@ -34,9 +34,13 @@ def test_each_linked_folder_is_one_module_of_memtune(name: str) -> None:
 
 
 def build(kind: str, out: Path) -> Path:
-    """The built `wheel` or `sdist`. The wheel goes without its native module: only its list of files is looked at."""
+    """The built `wheel` or `sdist`. The wheel goes without its native module: only its list of files is
+    looked at.
+    """
     settings = {"wheel.cmake": "false", "wheel.py-api": "py3"}
-    call = f"from scikit_build_core.build import build_{kind} as build; print(build({str(out)!r}, {settings!r}))"
+    call = (
+        f"from scikit_build_core.build import build_{kind} as build; print(build({str(out)!r}, {settings!r}))"
+    )
     done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.split()[-1]

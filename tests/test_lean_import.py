@@ -40,6 +40,7 @@ def test_light_runtime_loads_no_search_package_and_touches_no_device(tmp_path: P
     assert {"memtune.technique", "memtune.search_spaces", "memtune.runtime"} <= set(modules)
     already = loaded_after("import torch", tmp_path)  # torch may load some of these on its own one day
     code = (
-        f"import importlib, torch\nfor name in {modules}: importlib.import_module(name)\nassert not torch.cuda.is_initialized()"
+        f"import importlib, torch\nfor name in {modules}: importlib.import_module(name)\nassert not"
+        " torch.cuda.is_initialized()"
     )
     assert not (loaded_after(code, tmp_path) - already) & SEARCH_ONLY

@@ -11,9 +11,15 @@ global_batch = 8
 class Bert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions, self.segments = nn.Embedding(VOCAB, DIM), nn.Embedding(SEQ, DIM), nn.Embedding(2, DIM)
+        self.tokens, self.positions, self.segments = (
+            nn.Embedding(VOCAB, DIM),
+            nn.Embedding(SEQ, DIM),
+            nn.Embedding(2, DIM),
+        )
         self.norm, self.drop = nn.LayerNorm(DIM), nn.Dropout(0.1)
-        layer = nn.TransformerEncoderLayer(DIM, HEADS, 4 * DIM, dropout=0.1, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            DIM, HEADS, 4 * DIM, dropout=0.1, activation="gelu", batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.transform, self.decoder = nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
 

@@ -21,7 +21,10 @@ class Block(nn.Module):
         return self.mlp(self.ln_2(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         if self.checkpointed:
             return x + checkpoint(self.feed_forward, x, use_reentrant=False)
@@ -31,7 +34,10 @@ class Block(nn.Module):
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(VOCAB, DIM), nn.ModuleList(Block(i % 2 == 0) for i in range(LAYERS))
+        self.embed, self.blocks = (
+            nn.Embedding(VOCAB, DIM),
+            nn.ModuleList(Block(i % 2 == 0) for i in range(LAYERS)),
+        )
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""ConvNeXt-like under bf16 autocast: depthwise convolutions, channels-last norms, layer scale; AdamW without foreach."""
+"""ConvNeXt-like under bf16 autocast: depthwise convolutions, channels-last norms, layer scale; AdamW without
+foreach.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +35,9 @@ class ConvNeXt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         before = (3, *WIDTHS[:-1])
-        self.shrink = nn.ModuleList(Shrink(a, b, 4 if a == 3 else 2) for a, b in zip(before, WIDTHS, strict=True))
+        self.shrink = nn.ModuleList(
+            Shrink(a, b, 4 if a == 3 else 2) for a, b in zip(before, WIDTHS, strict=True)
+        )
         self.stages = nn.ModuleList(nn.Sequential(*(Block(width) for _ in range(DEPTH))) for width in WIDTHS)
         self.norm, self.head = nn.LayerNorm(WIDTHS[-1]), nn.Linear(WIDTHS[-1], CLASSES)
 

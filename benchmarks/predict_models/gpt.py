@@ -17,7 +17,10 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.drop(self.out(attended))
         return x + self.mlp(self.ln_2(x))
@@ -52,4 +55,6 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=3e-4)
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=3e-4
+    )

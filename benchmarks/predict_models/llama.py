@@ -28,14 +28,19 @@ class Block(nn.Module):
         super().__init__()
         self.norm_1, self.norm_2 = RMSNorm(), RMSNorm()
         self.q = nn.Linear(DIM, DIM, bias=False)
-        self.k, self.v = nn.Linear(DIM, KV_HEADS * HEAD, bias=False), nn.Linear(DIM, KV_HEADS * HEAD, bias=False)
+        self.k, self.v = (
+            nn.Linear(DIM, KV_HEADS * HEAD, bias=False),
+            nn.Linear(DIM, KV_HEADS * HEAD, bias=False),
+        )
         self.o = nn.Linear(DIM, DIM, bias=False)
         self.gate, self.up = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN, bias=False)
         self.down = nn.Linear(HIDDEN, DIM, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y = self.norm_1(x)
-        q, k, v = (project(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k, v = (
+            project(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))

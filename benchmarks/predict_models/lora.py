@@ -12,7 +12,10 @@ class Adapted(nn.Module):
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
         self.base = nn.Linear(n_in, n_out)
-        self.a, self.b = nn.Parameter(torch.randn(RANK, n_in) / n_in**0.5), nn.Parameter(torch.zeros(n_out, RANK))
+        self.a, self.b = (
+            nn.Parameter(torch.randn(RANK, n_in) / n_in**0.5),
+            nn.Parameter(torch.zeros(n_out, RANK)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + (F.dropout(x, 0.05, self.training).float() @ self.a.T @ self.b.T).to(x.dtype)

@@ -1,4 +1,6 @@
-"""Mixture of experts: top-2 routing over a fixed capacity, dense dispatch by one-hot masks, a balancing loss."""
+"""Mixture of experts: top-2 routing over a fixed capacity, dense dispatch by one-hot masks, a
+balancing loss.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,10 @@ class Block(nn.Module):
         self.qkv, self.out, self.experts = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), Experts()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         mixed, balance = self.experts(self.norm_2(x))
         return x + mixed, balance

@@ -18,7 +18,9 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride > 1 or n_in != n_out:
-            self.downsample = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
@@ -31,7 +33,11 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.bn1, self.relu = nn.Conv2d(3, WIDTH, 7, 2, 3, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(inplace=True)
+        self.conv1, self.bn1, self.relu = (
+            nn.Conv2d(3, WIDTH, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(WIDTH),
+            nn.ReLU(inplace=True),
+        )
         self.pool = nn.MaxPool2d(3, 2, 1)
         width = WIDTH
         for number, depth in enumerate(STAGES, 1):

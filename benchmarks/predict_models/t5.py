@@ -1,4 +1,6 @@
-"""T5-like: encoder and decoder with cross-attention, relative position biases, RMS norms; Adafactor from torch."""
+"""T5-like: encoder and decoder with cross-attention, relative position biases, RMS norms; Adafactor from
+torch.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,11 @@ class Layer(nn.Module):
         self.norm, self.attention = nn.RMSNorm(DIM), Attention()
         self.cross_norm = nn.RMSNorm(DIM) if crossing else None
         self.cross = Attention() if crossing else None
-        self.ff_norm, self.wi, self.wo = nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
+        self.ff_norm, self.wi, self.wo = (
+            nn.RMSNorm(DIM),
+            nn.Linear(DIM, 4 * DIM, bias=False),
+            nn.Linear(4 * DIM, DIM, bias=False),
+        )
 
     def forward(self, x: Tensor, bias: Tensor, memory: Tensor | None = None) -> Tensor:
         y = self.norm(x)

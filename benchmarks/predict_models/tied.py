@@ -16,7 +16,10 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
@@ -24,7 +27,11 @@ class Layer(nn.Module):
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers, self.norm = nn.Embedding(VOCAB, DIM), nn.ModuleList((Layer(), Layer())), nn.LayerNorm(DIM)
+        self.embed, self.layers, self.norm = (
+            nn.Embedding(VOCAB, DIM),
+            nn.ModuleList((Layer(), Layer())),
+            nn.LayerNorm(DIM),
+        )
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 

@@ -1,4 +1,6 @@
-"""Diffusion U-Net: GroupNorm, a time embedding, skip connections, one attention at the bottom, noise as the target."""
+"""Diffusion U-Net: GroupNorm, a time embedding, skip connections, one attention at the bottom, noise as the
+target.
+"""
 
 import math
 
@@ -26,7 +28,11 @@ class Residual(nn.Module):
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.GroupNorm(8, width), nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.norm, self.qkv, self.out = (
+            nn.GroupNorm(8, width),
+            nn.Conv2d(width, 3 * width, 1),
+            nn.Conv2d(width, width, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, dim=-1)
@@ -44,7 +50,9 @@ class UNet(nn.Module):
         self.shrink = nn.ModuleList((nn.Conv2d(one, one, 3, 2, 1), nn.Conv2d(two, two, 3, 2, 1)))
         self.attention = Attention(four)
         self.up = nn.ModuleList((Residual(four + two, two), Residual(two + one, one)))
-        self.grow = nn.ModuleList((nn.ConvTranspose2d(four, four, 4, 2, 1), nn.ConvTranspose2d(two, two, 4, 2, 1)))
+        self.grow = nn.ModuleList(
+            (nn.ConvTranspose2d(four, four, 4, 2, 1), nn.ConvTranspose2d(two, two, 4, 2, 1))
+        )
         self.out = nn.Conv2d(one, 3, 3, padding=1)
 
     def forward(self, x: Tensor, steps: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""ViT: convolutional patches, a class token, stochastic depth in the last blocks, mixed targets; SGD with momentum."""
+"""ViT: convolutional patches, a class token, stochastic depth in the last blocks, mixed targets; SGD with
+momentum.
+"""
 
 import torch
 import torch.nn.functional as F

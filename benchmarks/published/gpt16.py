@@ -1,4 +1,6 @@
-"""The GPT of `examples/gpt.py` with 16-bit weights and gradients, as the papers' systems send them; shapes by its environment."""
+"""The GPT of `examples/gpt.py` with 16-bit weights and gradients, as the papers' systems send them; shapes by
+its environment.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +14,12 @@ assert _spec.loader is not None
 _example = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_example)
 
-batch, loss, optimizer, global_batch = _example.batch, _example.loss, _example.optimizer, _example.global_batch
+batch, loss, optimizer, global_batch = (
+    _example.batch,
+    _example.loss,
+    _example.optimizer,
+    _example.global_batch,
+)
 
 
 def model() -> nn.Module:

@@ -1,7 +1,8 @@
 """Mobius: Feng et al. 2023, ASPLOS 23. Written down before anything was compared.
 
-The paper: on servers of four consumer GPUs without links of their own a step takes 3.8 to 5.1 times less than with DeepSpeed's
-heterogeneous memory (ZeRO-3, its shards in host memory), over several sizes of models and ways to share PCIe roots.
+The paper: on servers of four consumer GPUs without links of their own a step takes 3.8 to 5.1 times less than
+with DeepSpeed's heterogeneous memory (ZeRO-3, its shards in host memory), over several sizes of models and
+ways to share PCIe roots.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 from published.paper import Shape
 
-from memtune.hardware import Hardware, find
+from memtune.hardware.spec import Hardware, find
 
 RANKS = 4
 SPEED_UP = (3.8, 5.1)
@@ -18,17 +19,23 @@ ROOTS = (4, 2)
 CHANNEL_BYTES_PER_S = 12e9
 MICRO_BATCH = 2
 FORESEEN = {"3B": {4: 4.6, 2: 3.4}, "8B": {4: 4.9, 2: 3.4}}
-"""Ratios by GPUs per root that were expected of two mechanisms before either was built: gathers that go through the host share
-the root with copies (11 |W| instead of 9 |W| in one direction, beside the update), and updates on the host that go on beside the
-next step's forward, so that a step is as long as its longest link or the host, and not their sum. Neither changes a constant."""
+"""Ratios by GPUs per root that were expected of two mechanisms before either was built: gathers that go
+through the host share the root with copies (11 |W| instead of 9 |W| in one direction, beside the update), and
+updates on the host that go on beside the next step's forward, so that a step is as long as its longest link
+or the host, and not their sum. Neither changes a constant.
+"""
 SOURCES = {
     "SPEED_UP": "abstract: 3.8 to 5.1 times less time than prior art, for several models and topologies",
     "RANKS": "four GPUs (fm); a step has a micro-batch of each",
     "ROOTS": "GPUs behind one root complex: all four, or two and two (fm)",
-    "CHANNEL_BYTES_PER_S": "what PCIe 3.0 x16 gives pinned copies, of 15.75 GB/s on the wire; shared behind one root",
+    "CHANNEL_BYTES_PER_S": (
+        "what PCIe 3.0 x16 gives pinned copies, of 15.75 GB/s on the wire; shared behind one root"
+    ),
     "MICRO_BATCH": "(fm)",
-    "HARDWARE": "the hardware table's RTX 3090 for the paper's 3090 Ti (fm); gathers between GPUs that cannot reach each other "
-    "go through the host, over the root that its copies go over, and share it with them",
+    "HARDWARE": (
+        "the hardware table's RTX 3090 for the paper's 3090 Ti (fm); gathers between GPUs that cannot reach"
+        " each other go through the host, over the root that its copies go over, and share it with them"
+    ),
 }
 SHAPES = {
     "3B": Shape(32, 2560, 32, 512, 50304, "the paper's number of parameters; layers and width are ours"),

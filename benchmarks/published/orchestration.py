@@ -1,8 +1,9 @@
 """Tensor Movement Orchestration: Lin et al. 2023, HPCA 23. Written down before anything was compared.
 
-The paper: replicas whose footprint is 1.33 to 2 times their GPU's memory, over one PCIe channel to the host, are on average 38.3
-to 31.8 % faster than large-model support that does not know of contention. Which models, batches and GPUs those are means of is
-not in the abstract. So the shape and the batches here are ours, and the whole curve over batches is compared, not one point.
+The paper: replicas whose footprint is 1.33 to 2 times their GPU's memory, over one PCIe channel to the host,
+are on average 38.3 to 31.8 % faster than large-model support that does not know of contention. Which models,
+batches and GPUs those are means of is not in the abstract. So the shape and the batches here are ours, and
+the whole curve over batches is compared, not one point.
 """
 
 from __future__ import annotations
@@ -11,15 +12,22 @@ from dataclasses import replace
 
 from published.paper import Shape
 
-from memtune.hardware import find
+from memtune.hardware.spec import find
 
 RANKS = 4
 CHANNEL_BYTES_PER_S = 12e9
 PUBLISHED = (1.318, 1.383)
 SOURCES = {
-    "PUBLISHED": "abstract: average speedups of 38.3 % to 31.8 % for footprints of 1.33 to 2 times the GPU memory",
-    "RANKS": "four GPUs behind one root complex, as data-parallel servers of that time have them; the paper's number (fm)",
-    "CHANNEL_BYTES_PER_S": "what PCIe 3.0 x16 gives pinned copies, of 15.75 GB/s on the wire; all four share it",
+    "PUBLISHED": (
+        "abstract: average speedups of 38.3 % to 31.8 % for footprints of 1.33 to 2 times the GPU memory"
+    ),
+    "RANKS": (
+        "four GPUs behind one root complex, as data-parallel servers of that time have them; the paper's"
+        " number (fm)"
+    ),
+    "CHANNEL_BYTES_PER_S": (
+        "what PCIe 3.0 x16 gives pinned copies, of 15.75 GB/s on the wire; all four share it"
+    ),
     "HARDWARE": "V100 of the hardware table",
 }
 HARDWARE = replace(
@@ -32,6 +40,8 @@ HARDWARE = replace(
 SHAPE = Shape(24, 1024, 16, 512, 30522, "BERT-large's sizes, as a decoder")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ACCUMULATE = (1, 16)
-"""How often gradients are exchanged, on which the paper's gain depends; added after the first comparison, in which it was 1."""
+"""How often gradients are exchanged, on which the paper's gain depends; added after the first comparison, in
+which it was 1.
+"""
 WINDOW = 2
 STRIDE = RANKS

@@ -1,4 +1,6 @@
-"""What a paper of sharded training says it measured, and on what: plain data, written down before anything is compared."""
+"""What a paper of sharded training says it measured, and on what: plain data, written down before anything is
+compared.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memtune.hardware import Hardware
+from memtune.hardware.spec import Hardware
 
 Sharding = Mapping[str, Mapping[str, Any]]
 """`states` and `communication` of a config."""
@@ -51,7 +53,10 @@ class Paper:
     hardware: Hardware
     """`inter_link_bytes_per_s` is a GPU's share of its node's network cards."""
     sources: Mapping[str, str]
-    """By field of `hardware` that is not the table's: where it comes from. (fm): from memory of the paper, not looked up."""
+    """By field of `hardware` that is not the table's: where it comes from. (fm): from memory of the paper,
+    not looked up.
+    """
     claims: tuple[Claim, ...]
     other_networks_gbit_per_s: tuple[int, ...] = field(default=())
-    """Networks of a node that are simulated as well, where it is not known for sure which one the paper had."""
+    """Networks of a node that are simulated as well, where it is not known for sure which one the paper had.
+    """

@@ -1,4 +1,4 @@
-// One training step as columns, in the meaning of memtune/program.py; nothing here owns memory.
+// One training step as columns, in the meaning of memtune/program/step.py; nothing here owns memory.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,4 @@
-"""The command line: arguments in, calls out. Everything heavy is imported by the command that needs it.
-
-Results go to stdout, everything else to stderr. With `--json` stdout holds one document and nothing else, errors included.
-"""
+"""The `memtune` command."""
 
 from __future__ import annotations
 
@@ -29,7 +26,9 @@ def run(argv: list[str]) -> int:
     from memtune.cli._app import app
     from memtune.errors import MemtuneError
 
-    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows belongs to the command that `run` starts
+    own = (
+        argv[: argv.index("--")] if "--" in argv else argv
+    )  # what follows belongs to the command that `run` starts
     as_json = "--json" in own
     try:
         try:
@@ -65,7 +64,10 @@ def _usage(error: object, as_json: bool, fix: str) -> int:
 
     message = (error.format_message() if hasattr(error, "format_message") else str(error)).replace("?.", "?")
     if message:  # a group without a command has shown its help, and says nothing more
-        _say(UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix=fix, code="MT100"), as_json)
+        _say(
+            UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix=fix, code="MT100"),
+            as_json,
+        )
     return 2
 
 
@@ -94,7 +96,7 @@ def _bug(as_json: bool) -> int:
 
 def _cache_folder() -> Path:
     try:
-        from memtune.runtime.shim import cache_dir
+        from memtune.memory import cache_dir
     except Exception:  # it needs torch, and a broken torch may be what is being reported
         import tempfile
 

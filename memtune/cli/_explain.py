@@ -1,4 +1,6 @@
-"""`memtune explain`: what each setting of a config does, why it is there, what it costs and saves; then the numbers."""
+"""`memtune explain`: what each setting of a config does, why it is there, what it costs and saves; then the
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
-from memtune.cli._crash import told
+from memtune.cli._crash_report import told
 from memtune.cli._output import emit, results
 from memtune.config import TunedConfig, load_config
 from memtune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memtune.autotune.ablation import Ablation, Without
+    from memtune.autotune.space import AblatedSetting, Ablation
 
 SCHEMA = 1
 _INDENT = 21
@@ -27,22 +29,28 @@ def explain(given: dict[str, Any]) -> int:
     if given["model"] is not None:
         _options.workload(given["model"])
 
-    with nullcontext() if given["model"] is None else told(given["model"], given["as_json"]), results() as stream:
+    with (
+        nullcontext() if given["model"] is None else told(given["model"], given["as_json"]),
+        results() as stream,
+    ):
         found, origin = _ablation(tuned, given)
         budget = _budget(tuned, given)
         rows = [*_rows(tuned)]
         if given["as_json"]:
             emit(_document(tuned, rows, found, origin, budget), stream)
             return 0
-        lines = (*_setting_lines(tuned, rows, found, origin, budget), *_number_lines(tuned), *_over_budget(tuned.certificate))
+        lines = (
+            *_setting_lines(tuned, rows, found, origin, budget),
+            *_number_lines(tuned),
+            *_over_budget(tuned.certificate),
+        )
         print("\n".join(lines), file=stream)
     return 0
 
 
 def _ablation(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | None, str]:
     """What each setting costs and saves, and where that is from or why it is not known."""
-    from memtune.autotune.ablation import Ablation
-    from memtune.autotune.candidates import Choice
+    from memtune.autotune.space import Ablation, Choice
 
     if given["model"] is not None:
         return _simulated(tuned, given)
@@ -51,16 +59,18 @@ def _ablation(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | Non
         return None, "not in this config; add --model model.py to record the model and simulate it"
     found = Ablation.read(document, Choice(tuned.settings.execution, tuned.settings.techniques))
     if found is None:
-        return None, "the settings were changed since it was simulated; add --model model.py to simulate it again"
+        return (
+            None,
+            "the settings were changed since it was simulated; add --model model.py to simulate it again",
+        )
     return found, "simulated when the config was written"
 
 
 def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | None, str]:
     """By recording the model; the target is what the config was made for where nothing else is said."""
     from memtune import hardware
-    from memtune.autotune.ablation import ablate
-    from memtune.autotune.options import PlanOptions
-    from memtune.autotune.setup import prepare
+    from memtune.autotune.search import prepare
+    from memtune.autotune.space import PlanOptions, ablate
     from memtune.technique import Reason
 
     made = tuned.made_for
@@ -71,9 +81,15 @@ def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | No
         device, ranks = ("cuda" if made.device == "cuda" else "cpu"), made.ranks
         gpu_type = made.hardware if made.hardware in hardware.names() else None
     options = PlanOptions(
-        workload=given["model"], device=device, ranks=ranks, gpu_type=gpu_type, nodes=given["nodes"],
-        budget_bytes=_budget(tuned, given), global_batch=None if made is None else made.global_batch, config=given["config"],
-    )  # fmt: skip
+        workload=given["model"],
+        device=device,
+        ranks=ranks,
+        gpu_type=gpu_type,
+        nodes=given["nodes"],
+        budget_bytes=_budget(tuned, given),
+        global_batch=None if made is None else made.global_batch,
+        config=given["config"],
+    )
     setup = prepare(options, say=lambda text: print(text, file=sys.stderr), for_trials=False)
     assert setup.only is not None
     found = ablate(setup.scorer, setup.only)
@@ -84,7 +100,9 @@ def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | No
 
 
 def _budget(tuned: TunedConfig, given: dict[str, Any]) -> int | None:
-    """What was asked for, else what the config is certified for; a certificate may have been edited by hand."""
+    """What was asked for, else what the config is certified for; a certificate may have been edited by
+    hand.
+    """
     certified = tuned.certificate.get("budget_bytes")
     asked = _options.memory(given["max_memory"])
     return asked or (certified if isinstance(certified, int) and certified > 0 else None)
@@ -108,15 +126,24 @@ def _document(
     tuned: TunedConfig, rows: list[dict[str, Any]], found: Ablation | None, origin: str, budget: int | None
 ) -> dict[str, Any]:
     def judged(setting: str) -> dict[str, Any]:
-        from memtune.autotune.ablation import trade, why
+        from memtune.autotune.space import ablation_reason, trade
 
         row = _of(found, setting)
         if found is None or row is None:
             return {}
-        taken = {"unfit": row.unfit} if row.taken is None else {**asdict(row.taken), **trade(found.whole, row.taken)}
-        return {"why": why(found.whole, row, budget), "without": {"instead": row.instead, **taken}}
+        taken = (
+            {"unfit": row.unfit}
+            if row.taken is None
+            else {**asdict(row.taken), **trade(found.whole, row.taken)}
+        )
+        return {
+            "why": ablation_reason(found.whole, row, budget),
+            "without": {"instead": row.instead, **taken},
+        }
 
-    execution = [each.setting for each in (found.without if found else ()) if each.setting.startswith("execution.")]
+    execution = [
+        each.setting for each in (found.without if found else ()) if each.setting.startswith("execution.")
+    ]
     return {
         "schema": SCHEMA,
         "execution": tuned.settings.execution.model_dump(mode="json"),
@@ -139,7 +166,10 @@ def _setting_lines(
             yield from _trade_lines(found, each, budget)
     for row in rows:
         knobs = ", ".join(f"{name}={value}" for name, value in row["knobs"].items())
-        yield f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} · {row['exactness']}"
+        yield (
+            f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} ·"
+            f" {row['exactness']}"
+        )
         yield f"{'':{_INDENT}}{row['what']}"
         yield f"{'':{_INDENT}}{row['source']}"
         yield from _trade_lines(found, _of(found, row["slot"]), budget)
@@ -147,22 +177,22 @@ def _setting_lines(
     yield f"costs and savings    {origin}"
 
 
-def _trade_lines(found: Ablation | None, row: Without | None, budget: int | None) -> Iterator[str]:
-    from memtune.autotune.ablation import trade_text, why
+def _trade_lines(found: Ablation | None, row: AblatedSetting | None, budget: int | None) -> Iterator[str]:
+    from memtune.autotune.space import ablation_reason, trade_text
 
     if found is None or row is None:
         return
-    yield f"{'':{_INDENT}}why: {why(found.whole, row, budget)}"
+    yield f"{'':{_INDENT}}why: {ablation_reason(found.whole, row, budget)}"
     if row.taken is not None:
         yield f"{'':{_INDENT}}instead of {row.instead} it {trade_text(found.whole, row.taken)}"
 
 
-def _of(found: Ablation | None, setting: str) -> Without | None:
+def _of(found: Ablation | None, setting: str) -> AblatedSetting | None:
     return next((each for each in (found.without if found else ()) if each.setting == setting), None)
 
 
 def _number_lines(tuned: TunedConfig) -> Iterator[str]:
-    from memtune.autotune.exposure import time_lines
+    from memtune.autotune.predict import time_lines
 
     for name in ("measured", "predicted", "certificate"):
         part = getattr(tuned, name)
@@ -170,24 +200,38 @@ def _number_lines(tuned: TunedConfig) -> Iterator[str]:
             yield f"{name:<20} {_numbers(part)}"
         if name == "predicted":
             yield from (f"  {line}" for line in time_lines(part))
-            part = {key: value for key, value in part.items() if key not in ("critical_s", "exposed_by_op", "ablation")}
+            part = {
+                key: value
+                for key, value in part.items()
+                if key not in ("critical_s", "exposed_by_op", "ablation")
+            }
         for group, inner in part.items():
             for key, value in inner.items() if isinstance(inner, dict) else ():
-                yield f"  {f'{group}, {key}':<24} {_numbers(value) if isinstance(value, dict) else _human(key, value)}"
+                yield (
+                    f"  {f'{group}, {key}':<24}"
+                    f" {_numbers(value) if isinstance(value, dict) else _human(key, value)}"
+                )
 
 
 def _over_budget(certificate: dict[str, Any]) -> Iterator[str]:
-    """What a config that trains is still predicted not to have the memory for; a certificate may have been edited by hand."""
+    """What a config that trains is still predicted not to have the memory for; a certificate may have been
+    edited by hand.
+    """
     budget, moments = certificate.get("budget_bytes"), certificate.get("moments")
     for name, moment in moments.items() if isinstance(moments, dict) else ():
         needs = moment.get("peak_bytes") if isinstance(moment, dict) else None
         if isinstance(budget, int) and isinstance(needs, int) and needs > budget:
             more = format_bytes(needs - budget)
-            yield f"{name.replace('_', ' ')} exceeds the budget: {format_bytes(needs)} predicted, {more} too much"
+            yield (
+                f"{name.replace('_', ' ')} exceeds the budget: {format_bytes(needs)} predicted, {more} too"
+                " much"
+            )
 
 
 def _numbers(part: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {_human(key, value)}" for key, value in part.items() if not isinstance(value, dict | list))
+    return ", ".join(
+        f"{key} {_human(key, value)}" for key, value in part.items() if not isinstance(value, dict | list)
+    )
 
 
 def _human(key: str, value: Any) -> str:

@@ -1,4 +1,6 @@
-"""From what was typed to the options of a search or plan; everything that can be refused early is refused here."""
+"""From what was typed to the options of a search or plan; everything that can be refused early is refused
+here.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,18 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
         one_of("--device", device, ("cpu", "cuda"))
     if device == "cpu":
         if gpus is not None:
-            raise UsageError("--gpus goes with GPUs, not with --device cpu.", fix=f"--device cpu --workers {gpus}", code="MT100")
+            raise UsageError(
+                "--gpus goes with GPUs, not with --device cpu.",
+                fix=f"--device cpu --workers {gpus}",
+                code="MT100",
+            )
         return "cpu", workers or 1
     if workers is not None:
-        raise UsageError("--workers is the number of ranks on CPU.", fix="--device cpu --workers N, or --gpus N", code="MT100")
+        raise UsageError(
+            "--workers is the number of ranks on CPU.",
+            fix="--device cpu --workers N, or --gpus N",
+            code="MT100",
+        )
     if not for_trials:
         return "cuda", gpus or 1
     visible = visible_gpus()
@@ -61,7 +71,10 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
         raise EnvironmentFault(
             "No GPU is visible here.",
             evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}",
-            fix="--device cpu --workers 2  runs the search on this CPU;  memtune plan --gpus 8 --gpu-type h100-80g  needs none",
+            fix=(
+                "--device cpu --workers 2  runs the search on this CPU;  memtune plan --gpus 8 --gpu-type"
+                " h100-80g  needs none"
+            ),
             code="MT104",
         )
     if gpus is not None and gpus > visible and not given.get("ray_address"):
@@ -75,7 +88,9 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
 
 
 def visible_gpus() -> int:
-    """GPUs that torch sees; without a driver's device file there is no need to ask it, which takes seconds."""
+    """GPUs that torch sees; without a driver's device file there is no need to ask it, which takes
+    seconds.
+    """
     if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
         return 0
     import torch
@@ -92,7 +107,9 @@ def _axes() -> tuple[str, ...]:
     """What people may call an axis or a slot."""
     from memtune.search_spaces import SLOTS
 
-    return tuple(dict.fromkeys(["execution", *(slot.split(".")[0] for slot in SLOTS), *SLOTS, "micro_batch", *_SHORT]))
+    return tuple(
+        dict.fromkeys(["execution", *(slot.split(".")[0] for slot in SLOTS), *SLOTS, "micro_batch", *_SHORT])
+    )
 
 
 def frozen(pairs: list[str] | None) -> dict[str, str]:
@@ -107,7 +124,8 @@ def frozen(pairs: list[str] | None) -> dict[str, str]:
         one_of("--freeze", axis, (*_axes(), "compile", "compile_backend"))
         if axis in SLOTS and kind not in kinds(axis):
             raise UsageError(
-                f"--freeze {pair}: there is no technique '{kind}' for {axis}.{did_you_mean(kind, kinds(axis))}",
+                f"--freeze {pair}: there is no technique '{kind}' for"
+                f" {axis}.{did_you_mean(kind, kinds(axis))}",
                 evidence=f"Known: {', '.join(kinds(axis))}.",
                 fix="memtune techniques  lists what there is",
                 code="MT201",
@@ -118,7 +136,7 @@ def frozen(pairs: list[str] | None) -> dict[str, str]:
 
 def offload_dir(given: dict[str, Any], *, for_trials: bool) -> None:
     """`--offload-dir` for this process and those it starts; where trials run, it must be usable here."""
-    from memtune.runtime import offload_dir
+    from memtune.ssd import offload_dir
 
     if given["offload_dir"] is not None:
         os.environ[offload_dir.VARIABLE] = given["offload_dir"]
@@ -149,13 +167,15 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
 
 def search_only(given: dict[str, Any]) -> dict[str, Any]:
     """What a search has beyond a plan; the file to write is checked now rather than after the search."""
-    from memtune.autotune.store import check_writable
+    from memtune.autotune.search import check_writable
 
-    check_writable(given["out"], force=given["force"] or given["resume"])  # the study knows what it may replace on resume
+    check_writable(
+        given["out"], force=given["force"] or given["resume"]
+    )  # the study knows what it may replace on resume
     if given["ray_address"] is not None:
-        from memtune.executors.ray_address import reach
+        from memtune.executors.ray import check_reachable
 
-        reach(given["ray_address"])
+        check_reachable(given["ray_address"])
     return {
         "out": given["out"],
         "force": given["force"],

@@ -1,4 +1,6 @@
-"""Results on stdout, everything else on stderr: what `model.py` or a library prints must not end up among the results."""
+"""Results on stdout, everything else on stderr: what `model.py` or a library prints must not end up among the
+results.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from typing import Any, TextIO
 
 @contextlib.contextmanager
 def results() -> Iterator[TextIO]:
-    """Yield the stream for results; while inside, everything else written to stdout, by child processes too, goes to stderr."""
+    """Yield the stream for results; while inside, everything else written to stdout, by child processes too,
+    goes to stderr.
+    """
     sys.stdout.flush()
     try:
         handle = sys.stdout.fileno()
@@ -33,8 +37,13 @@ def results() -> Iterator[TextIO]:
 
 
 def emit(document: dict[str, Any] | list[Any], stream: TextIO | None = None) -> None:
-    """One JSON document, on stdout or on the stream that `results` gave. What JSON cannot say (infinity) becomes null."""
-    print(json.dumps(_finite(document), indent=1, allow_nan=False, ensure_ascii=False), file=stream or sys.stdout)
+    """One JSON document, on stdout or on the stream that `results` gave. What JSON cannot say (infinity)
+    becomes null.
+    """
+    print(
+        json.dumps(_finite(document), indent=1, allow_nan=False, ensure_ascii=False),
+        file=stream or sys.stdout,
+    )
 
 
 def say(text: str) -> None:

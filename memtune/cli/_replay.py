@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from memtune.autotune.allocator_model import AllocatorResult, AllocatorSettings, replay
-from memtune.autotune.snapshot import Trace, read_trace
+from memtune.autotune.predict import AllocatorResult, AllocatorSettings, Trace, read_trace, replay
 from memtune.cli._options import memory
 from memtune.cli._output import emit, say
 from memtune.errors import UsageError
@@ -17,12 +16,19 @@ from memtune.search_spaces import find
 from memtune.units import format_bytes
 
 SCHEMA = 1
-_SUGGESTED = ("expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512", "roundup_power2_divisions:8")
+_SUGGESTED = (
+    "expandable_segments:True",
+    "max_split_size_mb:128",
+    "max_split_size_mb:512",
+    "roundup_power2_divisions:8",
+)
 """Tried where nothing is asked for: what PyTorch's documentation offers against fragmentation."""
 _STITCHED, _WITH_STEPS = "gmlake", ("planned_layout", "lifetime_pools")
 
 
-def replay_snapshot(path: Path, given: list[str], device: int | None, capacity: str | None, as_json: bool) -> int:
+def replay_snapshot(
+    path: Path, given: list[str], device: int | None, capacity: str | None, as_json: bool
+) -> int:
     """Print what each setting would have reserved; exit 0, or 1 where none of them fits the capacity."""
     asked = [_settings(text) for text in given or _SUGGESTED]
     capacity_bytes = memory(capacity, "--capacity")
@@ -44,23 +50,32 @@ def _settings(text: str) -> tuple[str, AllocatorSettings]:
     if kind in _WITH_STEPS:
         raise UsageError(
             f"--set {kind} cannot be replayed on a recorded trace.",
-            evidence="It learns from one step what the next ones ask for, and a trace does not say where steps end.",
-            fix="--set gmlake, or train with it:  memtune trial", code="MT145",
-        )  # fmt: skip
+            evidence=(
+                "It learns from one step what the next ones ask for, and a trace does not say where steps"
+                " end."
+            ),
+            fix="--set gmlake, or train with it:  memtune trial",
+            code="MT145",
+        )
     if kind != _STITCHED:
         return written, AllocatorSettings.parse(written)
     given = dict(each.partition(":")[::2] for each in knobs.split(",") if each)
     try:
-        return written, AllocatorSettings.from_env(find("allocator", kind).model_validate_strings(given, strict=False).env())
+        return written, AllocatorSettings.from_env(
+            find("allocator", kind).model_validate_strings(given, strict=False).env()
+        )
     except ValidationError as error:
         wrong = error.errors()[0]
         raise UsageError(
             f"--set {written} cannot be used: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.",
-            fix="memtune techniques  shows what gmlake can be given", code="MT140",
-        ) from None  # fmt: skip
+            fix="memtune techniques  shows what gmlake can be given",
+            code="MT140",
+        ) from None
 
 
-def _replayed(trace: Trace, asked: list[tuple[str, AllocatorSettings]], capacity_bytes: int | None) -> dict[str, AllocatorResult]:
+def _replayed(
+    trace: Trace, asked: list[tuple[str, AllocatorSettings]], capacity_bytes: int | None
+) -> dict[str, AllocatorResult]:
     """By settings, those of the recorded run first."""
     try:
         recorded = [(trace.recorded.settings, AllocatorSettings.parse(trace.recorded.settings))]
@@ -73,7 +88,9 @@ def _replayed(trace: Trace, asked: list[tuple[str, AllocatorSettings]], capacity
 
 def _row(result: AllocatorResult) -> dict[str, Any]:
     found = {name: value for name, value in result.to_dict().items() if not name.startswith("step_")}
-    return found | ({} if result.oom_op is None else {"oom": {"entry": result.oom_op - 1, "reason": result.oom}})
+    return found | (
+        {} if result.oom_op is None else {"oom": {"entry": result.oom_op - 1, "reason": result.oom}}
+    )
 
 
 def _document(
@@ -97,16 +114,22 @@ def _show(trace: Trace, rows: dict[str, AllocatorResult], least: str | None) -> 
     recorded = asdict(trace.recorded)
     width = max(len("settings"), *(len(_name(text)) for text in rows))
     print(
-        f"{'settings':<{width}}  {'reserved':>9}  {'allocated':>9}  {'unused at peak':>14}  {'driver calls':>12}  {'retries':>7}"
+        f"{'settings':<{width}}  {'reserved':>9}  {'allocated':>9}  {'unused at peak':>14} "
+        f" {'driver calls':>12}  {'retries':>7}"
     )
     print(_line("recorded", width, recorded))
     for text, row in rows.items():
         print(_line(_name(text), width, _row(row)))
     if least is None:
         first = next(iter(rows.values()))
-        print(f"none of these fits; {_name(next(iter(rows)))} fails at entry {(first.oom_op or 1) - 1}: {first.oom}")
+        print(
+            f"none of these fits; {_name(next(iter(rows)))} fails at entry {(first.oom_op or 1) - 1}:"
+            f" {first.oom}"
+        )
     else:
-        best, was = (format_bytes(each) for each in (rows[least].peak_reserved_bytes, recorded["peak_reserved_bytes"]))
+        best, was = (
+            format_bytes(each) for each in (rows[least].peak_reserved_bytes, recorded["peak_reserved_bytes"])
+        )
         print(f"{_name(least)} would need the least: {best} reserved, {was} recorded")
     for note in trace.notes:
         say(note)

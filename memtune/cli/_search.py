@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
-from memtune.cli._crash import told
-from memtune.cli._loading import loading
+from memtune.cli._crash_report import told
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
 
+if TYPE_CHECKING:
+    from memtune.autotune.search import SearchOutcome
+
+
 _FILE_COLUMNS = 160
 """Width of a table that goes to a file or a pipe."""
-
-if TYPE_CHECKING:
-    from memtune.autotune.outcome import SearchOutcome
 
 
 def search(given: dict[str, Any]) -> int:
@@ -26,10 +29,9 @@ def search(given: dict[str, Any]) -> int:
     common = _options.common(given, for_trials=not given["dry_run"])
 
     with loading():
-        from memtune.autotune.control import Control
-        from memtune.autotune.options import SearchOptions
-        from memtune.autotune.study import search as run_search
-        from memtune.autotune.study import study_folder
+        from memtune.autotune.search import Control, study_folder
+        from memtune.autotune.search import search as run_search
+        from memtune.autotune.space import SearchOptions
 
     options = SearchOptions(**common, **only)
     folder = study_folder(options)
@@ -44,11 +46,11 @@ def search(given: dict[str, Any]) -> int:
             with control.catch_signals():
                 outcome = work()
         elif screen:
-            from memtune.autotune.tui import with_tui
+            from memtune.autotune.ui import with_tui
 
             outcome = with_tui(work, folder.events, control)
         else:
-            from memtune.autotune.lines import with_lines
+            from memtune.autotune.ui import with_lines
 
             outcome = with_lines(work, folder.events, control)
         if given["as_json"]:
@@ -66,13 +68,14 @@ def search(given: dict[str, Any]) -> int:
 
 
 def _wants_screen(given: dict[str, Any]) -> bool:
-    return not (given["no_tui"] or given["as_json"]) and all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
+    return not (given["no_tui"] or given["as_json"]) and all(
+        each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)
+    )
 
 
 def _summary(log: Path, out: str) -> None:
-    from memtune.autotune.events import read_events
-    from memtune.autotune.lines import summary_lines, use_color
-    from memtune.autotune.view import SearchView
+    from memtune.autotune.search import read_events
+    from memtune.autotune.ui import SearchView, summary_lines, use_color
 
     view = SearchView()
     for event in read_events(log):
@@ -87,13 +90,13 @@ def plan(given: dict[str, Any]) -> int:
     if given["config"] is not None:
         load_config(given["config"])  # a typo in it is found before the workload is recorded
 
-    from memtune.executors.probe import probing
+    from memtune.executors import probing
 
     # The child that looks at the workload loads torch as this process does: side by side.
     with told(given["model"], given["as_json"]), results() as stream, probing(given["model"]) as begun:
         with loading():
-            from memtune.autotune.options import PlanOptions
-            from memtune.autotune.planning import plan as make_plan
+            from memtune.autotune.search import plan as make_plan
+            from memtune.autotune.space import PlanOptions
 
         options = PlanOptions(
             **common,
@@ -109,7 +112,26 @@ def plan(given: dict[str, Any]) -> int:
         else:
             from rich.console import Console
 
-            from memtune.autotune.plan_text import render
+            from memtune.autotune.ui import render
 
             Console(file=stream, width=None if stream.isatty() else _FILE_COLUMNS).print(render(report))
     return 0 if report.feasible else 1
+
+
+# How a command that needs torch loads what it needs.
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """While inside, modules are loaded without garbage collections, and later ones leave out what is there in
+    the end.
+
+    It leaves hardly any garbage, but each collection looks through all that torch has made: a quarter of the
+    time it takes.
+    """
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collected:
+            gc.enable()

@@ -1,31 +1,41 @@
-"""Copies between tiers: a side stream with events on CUDA, a thread on CPU, and a counter of the bytes on every link.
+"""Copies between tiers: a side stream with events on CUDA, a thread on CPU, and a counter of the bytes on
+every link.
 
-To and from SSD (`runtime.disk`) likewise: `to_ssd` and `from_ssd` only start; `written` and `wait` say when they are over.
+Another tier that fills host memory (`ssd.ssd_tensors`) says so by `started`, and its reads are waited for in
+the same way.
 
-`to_host` and `copy_to_host` only *start* a copy; whoever reads the host tensor or frees the source calls `wait` first.
-`to_device` and `copy_to_device` wait for what they read and are complete, in stream order, when they return; but `to_device`
-inside `ahead_apart` only starts, and `is_there` says when what it returned is there.
+`to_host` and `copy_to_host` only *start* a copy; whoever reads the host tensor or frees the source calls
+`wait` first. `to_device` and `copy_to_device` wait for what they read and are complete, in stream order, when
+they return; but `to_device` inside `prefetching_separately` only starts, and `wait_tensor` says when what it
+returned is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memtune import _native
 from memtune.errors import EnvironmentFault
-from memtune.runtime import disk
-from memtune.runtime.huge_pages import in_huge_pages
-from memtune.runtime.page_locked import page_locked
-from memtune.runtime.ssd_file import Ticket
-from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.memory_tiers import HOST, tier
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """A copy into host memory that is under way on another thread or engine."""
+
+    def result(self) -> object:
+        """Return when it is complete, or raise what went wrong."""
 
 
 class ByteCounters:
@@ -52,13 +62,14 @@ _pool: ThreadPoolExecutor | None = None
 _upload_pool: ThreadPoolExecutor | None = None
 _side_streams: dict[int, torch.cuda.Stream] = {}
 _upload_streams: dict[int, torch.cuda.Stream] = {}
-# What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA, a read from SSD.
-_pending: dict[int, Future[None] | torch.cuda.Event | Ticket] = {}
-_coming: dict[int, Future[None] | torch.cuda.Event] = {}
-"""What comes `ahead_apart`, by address of the storage on the device."""
+# What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA,
+# another tier's read.
+_pending: dict[int, Pending | torch.cuda.Event] = {}
+_prefetched: dict[int, Future[None] | torch.cuda.Event] = {}
+"""What comes `prefetching_separately`, by address of the storage on the device."""
 _is_apart = False
-_room = _ROOM = 256
-"""As many copies may be under way before those that are over are looked for."""
+_pending_limit = _PENDING_LIMIT = 256
+"""Number of entries in `_pending` from which on finished events are searched for and dropped."""
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -112,17 +123,17 @@ def _start(host: Tensor, x: Tensor) -> None:
 
 
 def _forget_passed() -> None:
-    """Drop the events that have passed, of host tensors that nobody may ask about any more."""
-    global _room
-    if len(_pending) >= _room:
+    """Drop events that have passed, of host tensors that no caller waits for."""
+    global _pending_limit
+    if len(_pending) >= _pending_limit:
         waiting = list(_pending.items())  # at once: other threads read from SSD meanwhile
         for key in [key for key, each in waiting if isinstance(each, torch.cuda.Event) and each.query()]:
             _pending.pop(key, None)
-        _room = max(_ROOM, 2 * len(_pending))
+        _pending_limit = max(_PENDING_LIMIT, 2 * len(_pending))
 
 
 def _copy(pair: list[Tensor]) -> None:
-    """Copy the second of `pair` into the first, and hold neither once that is known to be done."""
+    """Copy the second of `pair` into the first, and drop the references once the copy is known to be done."""
     with torch.no_grad():
         pair[0].copy_(pair[1], non_blocking=True)
     pair.clear()
@@ -131,7 +142,7 @@ def _copy(pair: list[Tensor]) -> None:
 def wait(host: Tensor) -> None:
     """Return once the copy into `host` is complete (CPU), or make the current stream wait for it (CUDA)."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Future | Ticket):
+    if isinstance(pending, Pending):
         pending.result()
     elif pending is not None:
         pending.wait()
@@ -142,27 +153,32 @@ def wait(host: Tensor) -> None:
 def finish(host: Tensor) -> None:
     """Return once the copy into `host` is complete for the host as well: host code may read it."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Future | Ticket):
+    if isinstance(pending, Pending):
         pending.result()
     elif pending is not None:
         pending.synchronize()
 
 
+def started(host: Tensor, pending: Pending) -> None:
+    """Have `wait` and `finish` wait for `pending`, which another tier has started and which fills `host`."""
+    _pending[host.untyped_storage()._cdata] = pending
+
+
 def to_host(x: Tensor) -> Tensor:
-    """A host tensor of `x`'s layout into which a copy has been started."""
+    """Return a new host tensor of `x`'s layout and start the copy of `x` into it."""
     host = host_like(x)
     _start(host, x)
     return host
 
 
-def host_like(x: Tensor) -> Tensor:
-    """Host memory of `x`'s layout, page-locked where `x` is on a GPU."""
+def host_like(x: Tensor, *, locked: bool | None = None) -> Tensor:
+    """Return host memory of `x`'s layout, page-locked if `locked`, by default if `x` is on a GPU."""
     with tier(HOST):
-        return page_locked(partial(_like, x), wanted=x.is_cuda)
+        return page_locked(partial(_like, x), wanted=x.is_cuda if locked is None else locked)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A new tensor on `device` with the values of `x`."""
+    """Return a new tensor on `device` with the values of `x`."""
     wait(x)
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
     _fill(out, x)
@@ -170,7 +186,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def to_device_beside(x: Tensor, beside: Tensor, device: torch.device) -> Tensor:
-    """A new tensor on `device` with the values of `x`, of one dimension, and then those of `beside`, which is there already."""
+    """Return a new 1-D tensor on `device`: the values of the host tensor `x`, then those of the device tensor
+    `tail`.
+    """
     wait(x)
     out = torch.empty(x.numel() + beside.numel(), dtype=x.dtype, device=device)
     with torch.no_grad():
@@ -182,25 +200,26 @@ def to_device_beside(x: Tensor, beside: Tensor, device: torch.device) -> Tensor:
 
 
 def _fill(out: Tensor, x: Tensor) -> None:
-    """Copy the host tensor `x` into `out`, or start to do so where it comes `ahead_apart`."""
+    """Copy the host tensor `x` into `out`, or start to do so where it comes `prefetching_separately`."""
     COUNTERS.add("host_to_device", x.nbytes)
     key = out.untyped_storage()._cdata
     if _is_apart and out.device.type != "cuda":
-        _coming[key] = _upload_threads().submit(_copy, [out, x])
+        _prefetched[key] = _upload_threads().submit(_copy, [out, x])
         return
     with torch.no_grad():
         out.copy_(x, non_blocking=True)
     if _is_apart:
         event = torch.cuda.Event()
         event.record()
-        _coming[key] = event
+        _prefetched[key] = event
 
 
 @contextlib.contextmanager
-def ahead(device: torch.device) -> Iterator[None]:
-    """Copies to `device` inside, and memory taken for them, are on a stream of their own, after all work issued so far.
+def prefetching(device: torch.device) -> Iterator[None]:
+    """Copies to `device` inside, and memory taken for them, are on a stream of their own, after all work
+    issued so far.
 
-    So memory that compute has just given back is not overwritten under it; see `caught_up`.
+    So memory that compute has just given back is not overwritten under it; see `wait_prefetched`.
     """
     if device.type != "cuda":
         yield
@@ -211,14 +230,14 @@ def ahead(device: torch.device) -> Iterator[None]:
         yield
 
 
-def caught_up(device: torch.device) -> None:
-    """The current stream goes on when all that was copied `ahead` is there."""
+def wait_prefetched(device: torch.device) -> None:
+    """The current stream goes on when all that was copied `prefetching` is there."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_upload_stream(device))
 
 
 def issued(device: torch.device) -> torch.cuda.Event | None:
-    """Passes when all that the current stream was given so far is done; None on CPU, where it is."""
+    """Return an event that passes when the work issued to the current stream is done; None on CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -227,20 +246,24 @@ def issued(device: torch.device) -> torch.cuda.Event | None:
 
 
 @contextlib.contextmanager
-def ahead_apart(device: torch.device) -> Iterator[None]:
-    """As `ahead`, and each tensor that `to_device` gives is waited for by itself (`is_there`); on CPU a thread copies."""
+def prefetching_separately(device: torch.device) -> Iterator[None]:
+    """As `prefetching`, and each tensor that `to_device` gives is waited for by itself (`wait_tensor`); on
+    CPU a thread copies.
+    """
     global _is_apart
     _is_apart = True
     try:
-        with ahead(device):
+        with prefetching(device):
             yield
     finally:
         _is_apart = False
 
 
-def is_there(out: Tensor) -> None:
-    """Return once `out`, which came `ahead_apart`, is there (CPU), or make the current stream wait for it (CUDA)."""
-    coming = _coming.pop(out.untyped_storage()._cdata, None)
+def wait_tensor(out: Tensor) -> None:
+    """Return once `out`, which came `prefetching_separately`, is there (CPU), or make the current stream wait
+    for it (CUDA).
+    """
+    coming = _prefetched.pop(out.untyped_storage()._cdata, None)
     if isinstance(coming, Future):
         coming.result()
     elif coming is not None:
@@ -260,46 +283,56 @@ def copy_to_device(x: Tensor, host: Tensor) -> None:
         x.copy_(host, non_blocking=True)
 
 
-def to_ssd(host: Tensor, name: str) -> Tensor:
-    """A tensor on SSD to which a write of `host` has been started, once the copy into `host` is complete for the host as well.
-
-    Raises:
-        EnvironmentFault: There is no room, with `name` in the message; or the offload directory cannot be used.
-    """
-    finish(host)
-    place = disk.current()
-    ssd = place.tensor(name, host)
-    COUNTERS.add("ssd_write", host.nbytes)
-    place.store(ssd, host)
-    return ssd
-
-
-def from_ssd(ssd: Tensor) -> Tensor:
-    """A host tensor of `ssd`'s layout into which a read has been started."""
-    with tier(HOST):
-        host = page_locked(partial(_like, ssd), wanted=torch.cuda.is_available())  # it goes on to a device, where there is one
-    COUNTERS.add("ssd_read", ssd.nbytes)
-    _pending[host.untyped_storage()._cdata] = disk.current().load(host, ssd)
-    return host
-
-
-def write_ssd(ssd: Tensor, host: Tensor) -> None:
-    """Start writing `host` to the tensor `ssd`, in whose order of memory."""
-    finish(host)
-    if host.stride() != ssd.stride() and not (host.is_contiguous() and ssd.is_contiguous()):
-        with tier(HOST):
-            host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype).copy_(host)
-    COUNTERS.add("ssd_write", host.nbytes)
-    disk.current().store(ssd, host)
-
-
-def written(ssd: Tensor) -> None:
-    """Return once what was stored in `ssd` is there, or raise what went wrong; nothing for a fake tensor."""
-    if not isinstance(ssd, FakeTensor):
-        disk.current().written(ssd)
-
-
 def abandon(host: Tensor) -> None:
-    """Wait for what is under way into `host`, whose bytes nobody wants."""
+    """Wait for the copy in flight into `host`, whose bytes are no longer needed."""
     with contextlib.suppress(EnvironmentFault):
         finish(host)
+
+
+# Host memory in pages of 2 MiB: what streams through it each step (gradients, masters, moments) walks fewer
+# page tables.
+PAGE_BYTES = 2 << 20
+
+
+def in_huge_pages(memory: Tensor) -> Tensor:
+    """Ask the system for large pages for `memory`, which must not have been written yet; return `memory`.
+
+    It is a hint: a system without large pages ignores it. Only whole large pages inside the tensor are
+    requested, so resident memory does not grow.
+    """
+    if memory.nbytes >= PAGE_BYTES and not (isinstance(memory, FakeTensor) or memory.is_meta):
+        _native.wish_huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory
+
+
+# Host memory that copies to and from a GPU go through: page-locked, and pageable where the system gives no
+# more of that.
+_reported = False
+
+
+def page_locked(make: Callable[[bool], Tensor], wanted: bool) -> Tensor:
+    """Return `make(locked)`, page-locked if `wanted` and the system allows it; report once per process if it
+    does not.
+
+    Args:
+        make: Makes a new tensor in host memory; called with whether to page-lock it.
+        wanted: True if copies to or from a GPU use the tensor.
+    """
+    if wanted:
+        try:
+            return make(True)
+        except RuntimeError as error:  # torch.AcceleratorError among them
+            _report(str(error).splitlines()[0] if str(error) else type(error).__name__)
+    return make(False)
+
+
+def _report(reason: str) -> None:
+    global _reported
+    if not _reported:
+        _reported = True
+        warnings.warn(
+            f"The system locks no more host memory for copies to the GPU ({reason}): they go through pageable"
+            " memory, which is slower. Give the container more memory or a higher limit, or move less to the"
+            " host.",
+            stacklevel=4,
+        )

@@ -1,11 +1,7 @@
-"""What every technique must pass, as a pytest base class, and the defects that it must notice.
+"""The conformance suite for techniques: drift check, seeded defects, training runs."""
 
-A technique's test inherits `TechniqueSuite`, says which technique and which models, and adds one to three cases of its
-own. pytest is imported when a suite is defined, not when this package is.
-"""
-
-from memtune.testing.drift import compare, drift, recorded, rewritten
-from memtune.testing.mutations import Mutation, mutations
+from memtune.testing.drift_check import compare, drift, recorded, rewritten
+from memtune.testing.seeded_defects import Mutation, mutations
 from memtune.testing.suite import TechniqueSuite
 from memtune.testing.training import Run, differences, train
 

@@ -1,4 +1,4 @@
-"""The conformance suite: what every technique must pass, whoever wrote it."""
+"""The conformance suite: the tests that every technique must pass, built-in or third-party."""
 
 from __future__ import annotations
 
@@ -14,22 +14,35 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from memtune._apply import Tuned, apply
+from memtune.api import Tuned, apply
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
-from memtune.cores import cpu_threads
 from memtune.errors import ApplyError, MemtuneError
-from memtune.runtime.tiers import DEVICE, current_tier
+from memtune.hardware import cpu_threads
+from memtune.runtime import DEVICE, current_tier
 from memtune.search_spaces import find, kinds
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Exactness, Plan, Technique
-from memtune.testing.drift import drift, plain_program, target_of
-from memtune.testing.mutations import Mutation, mutations
+from memtune.testing.drift_check import drift, plain_program, target_of
+from memtune.testing.seeded_defects import Mutation, mutations
 from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train_under
 
 _FINALIZERS = ("forget", "_forget", "__del__")
 """Called by the collector, which prints what they raise and goes on: no failure of `apply`."""
-_OURS = ("memtune.runtime", "memtune.search_spaces")
-_WAY_BACK = (".context", ".tiers", ".first_failure")
+_ROOMS = (
+    "activations",
+    "checkpointer",
+    "compile",
+    "deferred_init",
+    "memory",
+    "offload",
+    "parallel",
+    "runtime",
+    "search_spaces",
+    "ssd",
+)
+_OURS = tuple(f"memtune.{room}" for room in _ROOMS)
+_PLAIN = ("_pass", "_planner", "_plan", "_pattern")
+_WAY_BACK = (".context", ".memory_tiers", ".error_propagation")
 """It does not fail itself; the last one ends when all is applied."""
 
 
@@ -42,7 +55,7 @@ class TechniqueSuite:
         others: Names and files of further models, which single tests name themselves.
         variants: Knob settings to test; the defaults when empty.
         quick: Names of the models on which the seeded mutations are tried, cheapest first.
-        not_shown: Names of mutations that change nothing about this technique; say beside them why.
+        not_shown: Names of mutations that change nothing about this technique; add the reason as a comment.
         tolerance: For `Exactness.REORDERED`: largest difference relative to the largest value of a tensor.
     """
 
@@ -57,7 +70,8 @@ class TechniqueSuite:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Gives the subclass a copy of every test, once per model, variant or mutation.
 
-        The grids carry the mark `drawn(n)`: a test run that takes too long may leave all but n of a grid's cases to a longer one.
+        The grids carry the mark `drawn(n)`: a test run that takes too long may leave all but n of a grid's
+        cases to a longer one.
         """
         import pytest
 
@@ -80,17 +94,23 @@ class TechniqueSuite:
             "test_suite_fails_under": (mutation, drawn(3)),
         }.items():
             if name not in vars(cls):
-                setattr(cls, name, functools.reduce(lambda test, mark: mark(test), marks, _copied(getattr(TechniqueSuite, name))))
+                setattr(
+                    cls,
+                    name,
+                    functools.reduce(
+                        lambda test, mark: mark(test), marks, _copied(getattr(TechniqueSuite, name))
+                    ),
+                )
 
     @classmethod
     def default(cls) -> Technique:
         """The technique with default knobs."""
         return cls.technique(kind=cls.technique.__module__.rpartition(".")[2])
 
-    # -- the catalogue -----------------------------------------------------------------------------------------------------
+    # -- the catalogue ---------------------------------------------------------------------------------------
 
     def test_kind_is_the_file_and_slot_the_folder(self) -> None:
-        """`find(slot, kind)` is this class, and its record tells what it stands for."""
+        """`find(slot, kind)` is this class, and its record names what it configures."""
         technique = self.default()
         assert technique.kind in kinds(self.technique.slot)
         assert find(self.technique.slot, technique.kind) is self.technique
@@ -112,10 +132,12 @@ class TechniqueSuite:
         assert one.sha256 == other.sha256
         assert type(one).model_validate_json(one.model_dump_json()) == one
 
-    # -- against the plain model --------------------------------------------------------------------------------------------
+    # -- against the plain model -----------------------------------------------------------------------------
 
     def test_trains_as_the_plain_model(self, model: str, variant: Technique) -> None:
-        """Losses, every gradient, and the weights and buffers after three optimizer steps, in its class of exactness."""
+        """Losses, every gradient, and the weights and buffers after three optimizer steps, in its class of
+        exactness.
+        """
         self._skip_unless_it_fits(model, variant)
         self.check_training(model, variant)
 
@@ -125,11 +147,15 @@ class TechniqueSuite:
         self.check_drift(model, variant)
 
     def test_failed_apply_leaves_everything_untouched(self, variant: Technique) -> None:
-        """Whatever fails, and wherever in `apply`, the model and its optimizer train as if nothing had been tried."""
+        """A failure anywhere in `apply` leaves model and optimizer able to train as if nothing had been
+        tried.
+        """
         self.check_untouched(self._quick()[0], variant)
 
     def test_audit_tells_whether_it_is_in_effect(self) -> None:
-        """The audit passes after a step, and fails when a parameter is in no group or the technique was undone."""
+        """The audit passes after a step, and fails when a parameter is in no group or the technique was
+        undone.
+        """
         workload, model, optimizer = build(self._path(self._quick()[0]))
         tuned = apply(model, optimizer, self._config(self._quick()[0], self.default()), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -151,7 +177,7 @@ class TechniqueSuite:
             with pytest.raises(ApplyError):
                 tuned.audit()
 
-    # -- the suite itself ----------------------------------------------------------------------------------------------------
+    # -- the suite itself ------------------------------------------------------------------------------------
 
     def test_suite_fails_under(self, mutation: Mutation) -> None:
         """The check that should show a seeded defect does."""
@@ -159,7 +185,11 @@ class TechniqueSuite:
             import pytest
 
             pytest.skip(f"no model {mutation.needs} in this suite")
-        check = {"drift": self.check_drift, "training": self.check_training, "untouched": self.check_untouched}[mutation.shown_by]
+        check = {
+            "drift": self.check_drift,
+            "training": self.check_training,
+            "untouched": self.check_untouched,
+        }[mutation.shown_by]
         model = mutation.needs or self._quick()[0]
         plain(self._path(model))  # what it is compared with is made before the defect
         variant = (self.variants or (self.default(),))[0]
@@ -170,7 +200,7 @@ class TechniqueSuite:
                 return
         raise AssertionError(f"nothing failed although {mutation}")
 
-    # -- the checks ----------------------------------------------------------------------------------------------------------
+    # -- the checks ------------------------------------------------------------------------------------------
 
     def check_training(self, model: str, variant: Technique) -> None:
         """Raise AssertionError where training with `variant` differs from the plain model's."""
@@ -203,7 +233,9 @@ class TechniqueSuite:
             except _InjectedError:
                 pass
             assert _state(net, optimizer) == before, f"call {at} of {calls.count} failed and left a trace"
-            assert current_tier() == DEVICE, f"call {at} of {calls.count} failed and left the tier {current_tier()}"
+            assert current_tier() == DEVICE, (
+                f"call {at} of {calls.count} failed and left the tier {current_tier()}"
+            )
             got = one_step(workload, net, optimizer, None, seed=SEED + 1)
             workload, net, optimizer = build(path)
             one_step(workload, net, optimizer, None, seed=SEED)
@@ -234,7 +266,7 @@ class TechniqueSuite:
 def _forget_parameters(tuned: Tuned) -> None:
     for group in tuned.optimizer.param_groups:
         group["params"].clear()
-    tuned._context.represented.clear()
+    tuned._context.placement.optimizer_params.clear()
 
 
 class _InjectedError(Exception):
@@ -242,7 +274,9 @@ class _InjectedError(Exception):
 
 
 class _Failing:
-    """Inside, the `at`-th call of a function of memtune's mechanisms fails; with None, calls are only counted."""
+    """Inside, the `at`-th call of a function of memtune's mechanisms fails; with None, calls are only
+    counted.
+    """
 
     def __init__(self, at: int | None) -> None:
         self.count, self._at = 0, at
@@ -260,7 +294,7 @@ class _Failing:
 
     def _call(self, frame: FrameType, event: str, arg: object) -> None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_OURS) or name.endswith(_WAY_BACK):
+        if not name.startswith(_OURS) or name.endswith((*_WAY_BACK, *_PLAIN)):
             return
         if frame.f_code.co_name in _FINALIZERS:
             return
@@ -270,10 +304,14 @@ class _Failing:
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What must be as it was, by identity: modules and their attributes, parameters, optimizer groups, state and hooks."""
+    """Return the state that a failed `apply` must leave unchanged, by identity: modules and their attributes,
+    parameters, optimizer groups, state and hooks.
+    """
     return {
         "modules": {name: (type(module), _all_ids(vars(module))) for name, module in model.named_modules()},
-        "parameters": [(name, id(parameter), parameter._version) for name, parameter in model.named_parameters()],
+        "parameters": [
+            (name, id(parameter), parameter._version) for name, parameter in model.named_parameters()
+        ],
         "groups": [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
         "state": {id(parameter): _all_ids(state) for parameter, state in optimizer.state.items()},
         "optimizer": {key: _ids(value) for key, value in vars(optimizer).items() if "hooks" in key},
@@ -304,5 +342,11 @@ def _one_thread(self: Any) -> Iterator[None]:
 
 def _copied(function: Any) -> Any:
     """A function of its own with the same body, so that marks on it stay with one suite."""
-    twin = type(function)(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    twin = type(function)(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     return functools.update_wrapper(twin, function, updated=())

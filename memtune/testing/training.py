@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtune._apply import Tuned, apply
-from memtune.runtime.loop import accumulate
-from memtune.runtime.prepare import prepare_model
-from memtune.runtime.tiers import HOST, tier
+from memtune.api import Tuned, apply
+from memtune.runtime import HOST, accumulate, prepare_model, tier
 from memtune.technique import Technique
 from memtune.workload import Workload
 
@@ -26,7 +24,7 @@ SEED = 7
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a few training steps gave, copied."""
+    """Losses, gradients and weights of a few training steps, copied."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor]]
@@ -45,7 +43,7 @@ def settings_of(*techniques: Technique) -> dict[str, Any]:
 
 def config_of(path: Path, *techniques: Technique, micro_batch: int = 2) -> dict[str, Any]:
     """A config that holds the given techniques, with the plans that they make for the workload in `path`."""
-    from memtune.testing.drift import planned
+    from memtune.testing.drift_check import planned
 
     plans = (
         planned(path, *techniques, micro_batch=micro_batch)[1]
@@ -54,7 +52,7 @@ def config_of(path: Path, *techniques: Technique, micro_batch: int = 2) -> dict[
     )
     return {
         "settings": settings_of(*techniques),
-        "plan": {slot: plan.decisions for slot, plan in plans.items() if plan.decisions},
+        "plan": {slot: plan.document() for slot, plan in plans.items() if not plan.is_empty},
     }
 
 
@@ -67,7 +65,8 @@ def build(path: Path) -> tuple[Workload, nn.Module, Optimizer]:
 
 
 def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int = 2, size: int = 2) -> Run:
-    """Train the workload in `path` for a few optimizer steps with `techniques` applied; none of them: the plain model.
+    """Train the workload in `path` for a few optimizer steps with `techniques` applied; none of them: the
+    plain model.
 
     Args:
         path: The workload's file.
@@ -80,13 +79,17 @@ def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int
     return train_under(path, config, steps=steps, micro_batches=micro_batches, size=size)
 
 
-def train_under(path: Path, config: Mapping[str, Any] | None, *, steps: int = 3, micro_batches: int = 2, size: int = 2) -> Run:
-    """As `train`, with the config's document in the place of techniques."""
+def train_under(
+    path: Path, config: Mapping[str, Any] | None, *, steps: int = 3, micro_batches: int = 2, size: int = 2
+) -> Run:
+    """Train as `train` does, with the config's document instead of techniques."""
     workload, model, optimizer = build(path)
     tuned = None if config is None else apply(model, optimizer, config, strict=False)
     losses, gradients = [], []
     for step in range(steps):
-        loss, gradient = one_step(workload, model, optimizer, tuned, seed=SEED + 1 + step, micro_batches=micro_batches, size=size)
+        loss, gradient = one_step(
+            workload, model, optimizer, tuned, seed=SEED + 1 + step, micro_batches=micro_batches, size=size
+        )
         losses.append(loss)
         gradients.append(gradient)
     if tuned is not None:
@@ -116,9 +119,11 @@ def one_step(
     with tier(HOST):
         batches = [workload.make_batch(size) for _ in range(micro_batches)]
     runner = model if tuned is None else tuned.model
-    sync = None if tuned is None else tuned._context.sync
-    order = None if tuned is None else tuned._context.order
-    loss = accumulate(runner, workload.loss, batches, CPU, sync=sync or (lambda last: nullcontext()), order=order)
+    sync = None if tuned is None else tuned._context.loop.sync
+    order = None if tuned is None else tuned._context.loop.order
+    loss = accumulate(
+        runner, workload.loss, batches, CPU, sync=sync or (lambda last: nullcontext()), order=order
+    )
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -132,12 +137,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def differences(got: Run, wanted: Run, tolerance: float = 0.0) -> list[str]:
-    """What is not equal, one line each.
+    """Return the differences, one line each.
 
     Args:
         got: A run with techniques.
         wanted: The plain model's.
-        tolerance: Largest difference allowed, relative to the largest value of the tensor; 0 asks for equal bits.
+        tolerance: Largest difference allowed, relative to the largest value of the tensor; 0 asks for equal
+            bits.
     """
     found = []
     for step, (one, other) in enumerate(zip(got.losses, wanted.losses, strict=True)):
@@ -148,7 +154,9 @@ def differences(got: Run, wanted: Run, tolerance: float = 0.0) -> list[str]:
     return found + _named("after the last step", got.weights, wanted.weights, tolerance)
 
 
-def _named(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> list[str]:
+def _named(
+    what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float
+) -> list[str]:
     if set(mine) != set(theirs):
         return [f"{what}: only one of the two has {sorted(set(mine) ^ set(theirs))[:3]}"]
     return [f"{what}: {name}" for name in theirs if not _equal(mine[name], theirs[name], tolerance)]

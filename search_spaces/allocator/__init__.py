@@ -11,11 +11,12 @@ _REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
 
 def not_remapped(target: Target) -> Reason | None:
-    """Why torch's memory cannot be mapped by the driver behind addresses of its own, as `expandable_segments` and `async` do.
+    """Why torch's memory cannot be mapped by the driver behind addresses of its own, as `expandable_segments`
+    and `async` do.
 
-    The other things that do not go with it cannot come up here: CUDA graphs, which memtune never captures, and pools inside a
-    pluggable allocator, which is another technique of the same slot. Sharing CUDA tensors between processes by legacy IPC handles
-    is the user's own doing and cannot be seen; torch raises then.
+    The other things that do not go with it cannot come up here: CUDA graphs, which memtune never captures,
+    and pools inside a pluggable allocator, which is another technique of the same slot. Sharing CUDA tensors
+    between processes by legacy IPC handles is the user's own doing and cannot be seen; torch raises then.
     """
     if target.device == "cpu":
         return Reason(NO_EFFECT_ON_CPU)
@@ -28,7 +29,8 @@ def not_remapped(target: Target) -> Reason | None:
 def environment(options: dict[str, object]) -> dict[str, str]:
     """What carries allocator `options` into torch before CUDA starts; empty for no options.
 
-    Both names are set: torch before 2.9 reads only the second, and a leftover of either must not win over the other.
+    Both names are set: torch before 2.9 reads only the second, and a leftover of either must not win over the
+    other.
     """
     text = ",".join(f"{name}:{value}" for name, value in options.items())
     return {"PYTORCH_ALLOC_CONF": text, "PYTORCH_CUDA_ALLOC_CONF": text} if text else {}

@@ -10,16 +10,20 @@ from memtune.technique import Exactness, Reason, Target, Technique
 
 
 class Async(Technique):
-    """Trades a call of the driver per request for memory that the driver remaps behind fixed addresses: little fragmentation.
+    """Trades a call of the driver per request for memory that the driver remaps behind fixed addresses:
+    little fragmentation.
 
-    Predicted approximately: live bytes in pages of 32 MiB, nothing lost to fragmentation, kept until memory runs out. What the
-    driver really holds it alone decides; memory snapshots and `torch.cuda.MemPool` do not exist under it.
+    Predicted approximately: live bytes in pages of 32 MiB, nothing lost to fragmentation, kept until memory
+    runs out. What the driver really holds it alone decides; memory snapshots and `torch.cuda.MemPool` do not
+    exist under it.
     """
 
     kind: Literal["async"] = "async"
     slot: ClassVar[str] = "allocator"
     title: ClassVar[str] = "cudaMallocAsync (modelled approximately)"
-    source: ClassVar[str] = "NVIDIA, CUDA stream-ordered memory allocator; PyTorch: backend:cudaMallocAsync of PYTORCH_ALLOC_CONF"
+    source: ClassVar[str] = (
+        "NVIDIA, CUDA stream-ordered memory allocator; PyTorch: backend:cudaMallocAsync of PYTORCH_ALLOC_CONF"
+    )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:

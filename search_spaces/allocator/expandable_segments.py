@@ -1,4 +1,6 @@
-"""Segments that grow: device memory is mapped into one long address range as it is needed, so that freed parts rejoin."""
+"""Segments that grow: device memory is mapped into one long address range as it is needed, so that freed
+parts rejoin.
+"""
 
 from __future__ import annotations
 

@@ -6,15 +6,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.arena_settings import ArenaSettings
-from memtune.search_spaces.allocator._arena import OwnAllocator
+from memtune.memory import ArenaSettings
+from memtune.search_spaces.allocator._own_allocator import OwnAllocator
 from memtune.technique import Target
 
 
 class GMLake(OwnAllocator):
-    """Trades calls of the driver in the first steps, while blocks are stitched, for memory that no hole can hide.
+    """Trades calls of the driver in the first steps, while blocks are stitched, for memory that no hole can
+    hide.
 
-    Distinguishing test: after every second of many blocks is freed, one request as large as their sum needs no new memory.
+    Distinguishing test: after every second of many blocks is freed, one request as large as their sum needs
+    no new memory.
     """
 
     kind: Literal["gmlake"] = "gmlake"
@@ -24,25 +26,37 @@ class GMLake(OwnAllocator):
     defragment: bool = True
     """Stitch at all; without it pieces are only split and reused."""
     stitch_from_mb: Annotated[int, Field(ge=2, le=1024)] = 2
-    """Smaller requests (MiB, the paper's fragLimit) are not stitched: fewer mappings, more holes. The paper's code has 512."""
+    """Smaller requests (MiB, the paper's fragLimit) are not stitched: fewer mappings, more holes. The paper's
+    code has 512.
+    """
     reuse_limit: Annotated[int, Field(ge=1, le=16)] = 10
-    """A stitched block serves requests of at least this part of its size: fewer mappings, more pieces held by small requests."""
+    """A stitched block serves requests of at least this part of its size: fewer mappings, more pieces held by
+    small requests.
+    """
     most_stitched_gb: Annotated[int, Field(ge=1)] = 1000
     """Addresses (GiB) in stitched blocks before the longest unused ones are given up (the paper's autoGC)."""
     arena_below_mb: Annotated[int, Field(ge=2, le=64)] = 2
-    """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their own."""
+    """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their
+    own.
+    """
 
     def record(self, target: Target) -> dict[str, Any]:
         """The allocator and its knobs."""
         return {"allocator": {"stitched": dict(self.knobs())}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """From when on requests are stitched (at once; the paper's value for small models), and which share pages."""
+        """From when on requests are stitched (at once; the paper's value for small models), and which share
+        pages.
+        """
         return {"stitch_from_mb": (2, 256), "arena_below_mb": (2, 20, 64)}
 
     def settings(self) -> ArenaSettings:
         """The knobs as the allocator takes them."""
         return ArenaSettings(
-            kind=self.kind, defragment=self.defragment, stitch_from_mb=self.stitch_from_mb, reuse_limit=self.reuse_limit,
-            most_stitched_mb=self.most_stitched_gb * 1024, arena_below_mb=self.arena_below_mb,
-        )  # fmt: skip
+            kind=self.kind,
+            defragment=self.defragment,
+            stitch_from_mb=self.stitch_from_mb,
+            reuse_limit=self.reuse_limit,
+            most_stitched_mb=self.most_stitched_gb * 1024,
+            arena_below_mb=self.arena_below_mb,
+        )

@@ -1,4 +1,5 @@
-"""How a step is executed: samples per micro-batch, micro-batches per step, compiled or not; `order/` says in which order ops run.
+"""How a step is executed: samples per micro-batch, micro-batches per step, compiled or not; `order/` says in
+which order ops run.
 
 The first pass: everything else works on the step that this one describes.
 """
@@ -13,18 +14,26 @@ from memtune.technique import CompileScope
 
 
 class Execution(BaseModel):
-    """Micro-batch × accumulation under a fixed global batch: the same samples per step, in more and smaller parts."""
+    """Micro-batch × accumulation under a fixed global batch: the same samples per step, in more and smaller
+    parts.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     micro_batch: int | None = Field(default=None, ge=1)
-    """Samples per forward on each rank; None leaves it to the training script. Smaller: fewer activations, more launches."""
+    """Samples per forward on each rank; None leaves it to the training script. Smaller: fewer activations,
+    more launches.
+    """
     accumulate: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step; larger: the same step from smaller parts."""
     compile: CompileScope = False
-    """torch.compile: `blocks` each block by itself, so that equal ones share a graph; `model` (or true) the whole model."""
+    """torch.compile: `blocks` each block by itself, so that equal ones share a graph; `model` (or true) the
+    whole model.
+    """
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
-    """`inductor`: fused kernels, by Triton on CUDA and a C++ compiler on CPU; `aot_eager`: the same saved tensors, op by op."""
+    """`inductor`: fused kernels, by Triton on CUDA and a C++ compiler on CPU; `aot_eager`: the same saved
+    tensors, op by op.
+    """
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -40,10 +49,18 @@ class Execution(BaseModel):
     def summary(self) -> str:
         """`mb 4×2, compiled`: what differs from the plain step, for people; empty when nothing does."""
         accumulate = f"×{self.accumulate}" if self.accumulate > 1 else ""
-        size = f"mb {self.micro_batch}{accumulate}" if self.micro_batch else f"mb {accumulate}" if accumulate else ""
+        size = (
+            f"mb {self.micro_batch}{accumulate}"
+            if self.micro_batch
+            else f"mb {accumulate}"
+            if accumulate
+            else ""
+        )
         return " ".join(part for part in (size, self._compiled()) if part)
 
     def _compiled(self) -> str:
         if not self.compile:
             return ""
-        return f"compiled({self.compile}" + (f", {self.compile_backend})" if self.compile_backend != "inductor" else ")")
+        return f"compiled({self.compile}" + (
+            f", {self.compile_backend})" if self.compile_backend != "inductor" else ")"
+        )

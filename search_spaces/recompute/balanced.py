@@ -1,53 +1,70 @@
-"""Recompute norms and activation functions, keep what else autograd saved: the cheapest bytes first (Yuan et al. 2024)."""
+"""Recompute norms and activation functions, keep what else autograd saved: the cheapest bytes first (Yuan et
+al. 2024).
+"""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from memtune.passes.recompute import recompute_blocks
+from memtune.activations.recompute import recompute_blocks
+from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import Program
-from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._calls import calls_in, frees_something, inputs_of_products, plan_calls
-from memtune.search_spaces.recompute._fits import why_not
+from memtune.runtime import Context
+from memtune.search_spaces.recompute._block_planner import (
+    CallsPlan,
+    calls_in,
+    frees_something,
+    inputs_of_products,
+    plan_calls,
+    why_not,
+)
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class Balanced(Technique):
-    """Trades a second run of norms and activation functions for their outputs, which are the inputs of matrix products.
+    """Trades a second run of norms and activation functions for their outputs, which are the inputs of matrix
+    products.
 
-    What attention reads and makes, the residual stream and what products make are kept; nothing else runs twice, but for
-    random numbers that are drawn and tensors that are written in place, which cannot be kept.
+    What attention reads and makes, the residual stream and what products make are kept; nothing else runs
+    twice, but for random numbers that are drawn and tensors that are written in place, which cannot be kept.
 
-    Distinguishing test: of a LLaMA block's activations 0.60 are kept, and only norm, activation and gate run twice.
+    Distinguishing test: of a LLaMA block's activations 0.60 are kept, and only norm, activation and gate run
+    twice.
     """
 
     kind: Literal["balanced"] = "balanced"
     slot: ClassVar[str] = "recompute"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (CallsPlan,)
     title: ClassVar[str] = "Recompute norms and activation functions"
     source: ClassVar[str] = (
-        "Yuan et al. 2024, Accelerating the Training of Large Language Models using Efficient Activation Rematerialization and "
-        "Optimal Hybrid Parallelism, USENIX ATC, compute-memory balanced checkpointing"
+        "Yuan et al. 2024, Accelerating the Training of Large Language Models using Efficient Activation"
+        " Rematerialization and Optimal Hybrid Parallelism, USENIX ATC, compute-memory balanced checkpointing"
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
+    effects: ClassVar[Effects] = Effects(activations="block", eager_only=DISPATCH_MODE)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs norms or activation functions that feed matrix products, in blocks that can run again, in eager mode."""
+        """Needs norms or activation functions that feed matrix products, in blocks that can run again, in
+        eager mode.
+        """
         reason = why_not(program.step, target.compiled)
         if reason is None and not frees_something(program.step, inputs_of_products):
-            return Reason("no norm or activation function in the blocks feeds a matrix product alone", "recompute: {kind: full}")
+            return Reason(
+                "no norm or activation function in the blocks feeds a matrix product alone",
+                "recompute: {kind: full}",
+            )
         return reason
 
-    def plan(self, program: Program, target: Target) -> Plan:
+    def plan(self, program: Program, target: Target) -> CallsPlan:
         """Which calls of each block are kept, run again, or not needed again."""
         return plan_calls(program.step, inputs_of_products)
 
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+    def rewrite(self, program: Program, plan: CallsPlan, target: Target) -> Program:
         """Every block's norms and activation functions run again before its backward."""
         blocks = list(range(len(program.step.blocks)))
         return program.with_step(recompute_blocks(program.step, blocks, calls_in(plan, len(blocks))))
 
-    def apply(self, context: Context, plan: Plan) -> None:
+    def apply(self, context: Context, plan: CallsPlan) -> None:
         """Claim every block in the activation table, with the calls that do not run again."""
         calls = calls_in(plan, len(context.activations.regions))
         for region in context.activations.regions:

@@ -1,4 +1,6 @@
-"""Compute any op of the model again, as often as it pays, by an integer program over the whole step (Jain et al. 2020)."""
+"""Compute any op of the model again, as often as it pays, by an integer program over the whole step (Jain et
+al. 2020).
+"""
 
 from __future__ import annotations
 
@@ -6,54 +8,85 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
-from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._block_options import Exact
-from memtune.search_spaces.recompute._by_blocks import (
-    FoundByBlocks,
+from memtune.runtime import Context
+from memtune.search_spaces._plan_fields import Bytes
+from memtune.search_spaces.recompute._schedule_planner import (
+    SCHEDULED,
+    BlockSchedules,
+    BudgetBlocksPlan,
+    CheckmateSchedule,
+    Exact,
+    SchedulePlan,
+    cannot_freeze,
     cannot_run_blocks,
-    decisions_of,
+    comes_and_goes,
     found_by_blocks,
     install_blocks,
-    is_by_blocks,
+    install_schedule,
+    not_asked_for,
+    place_of,
+    plan_by_blocks,
+    rewritten_by,
     rewritten_by_blocks,
+    schedule_for,
 )
-from memtune.search_spaces.recompute._checkmate import Found, schedule_for
-from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, not_asked_for, place_of
-from memtune.search_spaces.recompute._schedules import install_schedule, rewritten_by
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 
+class CheckmatePlan(SchedulePlan):
+    """A schedule of the whole model, and what it comes to."""
+
+    peak_bytes: Bytes
+    """Peak of the whole program after every later pass."""
+    plain_bytes: Bytes
+    """Peak without a schedule."""
+    again_s: float
+    """Seconds of what runs again in a micro-batch."""
+
+
 class Checkmate(Technique):
-    """Trades op runs for bytes anywhere in the model: what runs again, how often, and what is let go early, is one program.
+    """Trades op runs for bytes anywhere in the model: what runs again, how often, and what is let go early,
+    is one program.
 
-    The model's ops, forward and backward, are joined to a few nodes; Checkmate's program over them is relaxed, rounded and
-    improved, or solved exactly. A frozen schedule then takes the place of the model's forward and backward.
+    The model's ops, forward and backward, are joined to a few nodes; Checkmate's program over them is
+    relaxed, rounded and improved, or solved exactly. A frozen schedule then takes the place of the model's
+    forward and backward.
 
-    Distinguishing test: the measured peak is the schedule's, to the byte, and values are made three times and more where
-    that pays.
+    Distinguishing test: the measured peak is the schedule's, to the byte, and values are made three times and
+    more where that pays.
     """
 
     kind: Literal["checkmate"] = "checkmate"
     slot: ClassVar[str] = "recompute"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (CheckmatePlan, BudgetBlocksPlan)
     title: ClassVar[str] = "Recompute by an integer program over all ops"
-    source: ClassVar[str] = "Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys"
+    source: ClassVar[str] = (
+        "Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys"
+    )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    eager_only: ClassVar[str] = "a schedule takes the place of the model's own code, compiled or not"
+    effects: ClassVar[Effects] = SCHEDULED
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target gives."""
+    """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target
+    gives.
+    """
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     """In place of bytes: 0 is the smallest peak that was found, 1 the peak without recomputation."""
     nodes: Annotated[int, Field(ge=4, le=80)] = 16
     """Stretches of ops that are decided on: more decide finer and take longer to solve, 16 about a second."""
     solver: Literal["approx", "exact"] = "approx"
-    """`approx`: linear program, rounded; `exact`: then the integer program as well, for up to a minute for each budget."""
+    """`approx`: linear program, rounded; `exact`: then the integer program as well, for up to a minute for
+    each budget.
+    """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a budget that plain training exceeds and a schedule meets, and a model whose ops do not depend on its data."""
+        """Needs a budget that plain training exceeds and a schedule meets, and a model whose ops do not
+        depend on its data.
+        """
         by_blocks = comes_and_goes(program, target)
         reason = cannot_run_blocks(program, target) if by_blocks else cannot_freeze(program, target)
         if reason is not None:
@@ -62,8 +95,15 @@ class Checkmate(Technique):
             return Reason("budget_bytes and share both say what the budget is", "give one of them")
         budget = self.budget_bytes or target.budget_bytes
         if budget is None and self.share is None:
-            return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
-        if self.budget_bytes is None and self.share is None and (reason := not_asked_for(program, target, self.kind)):
+            return Reason(
+                "there is no budget to plan for",
+                "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}",
+            )
+        if (
+            self.budget_bytes is None
+            and self.share is None
+            and (reason := not_asked_for(program, target, self.kind))
+        ):
             return reason
         if self.share is None and budget is not None:
             place = place_of(program, target)
@@ -84,35 +124,39 @@ class Checkmate(Technique):
             return Reason("nothing could be let go that is worth computing again", "recompute: {kind: none}")
         return None
 
-    def plan(self, program: Program, target: Target) -> Plan:
-        """What runs when and again, and what is let go after which op, of the model or of each block; and what it costs."""
+    def plan(self, program: Program, target: Target) -> CheckmatePlan | BudgetBlocksPlan:
+        """What runs when and again, and what is let go after which op, of the model or of each block; and
+        what it costs.
+        """
         if self.share is None and (self.budget_bytes or target.budget_bytes) is None:
             raise ApplyError(
-                "recompute: {kind: checkmate} has no budget to plan for.", fix="give budget_bytes or share", code="MT316"
+                "recompute: {kind: checkmate} has no budget to plan for.",
+                fix="give budget_bytes or share",
+                code="MT316",
             )
         found = self._found(program, target)
         if isinstance(found, str):
             raise ApplyError(f"recompute: {{kind: checkmate}} finds nothing to plan: {found}.", code="MT316")
-        if isinstance(found, FoundByBlocks):
-            return Plan(decisions=decisions_of(found))
-        return Plan(
-            decisions={
-                "schedule": found.schedule.to_plain(),
-                "peak_bytes": found.peak_bytes,
-                "plain_bytes": found.plain_bytes,
-                "again_s": round(found.again_s, 9),
-            }
+        if isinstance(found, BlockSchedules):
+            return plan_by_blocks(found)
+        return CheckmatePlan(
+            schedule=found.schedule,
+            peak_bytes=found.peak_bytes,
+            plain_bytes=found.plain_bytes,
+            again_s=round(found.again_s, 9),
         )
 
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+    def rewrite(self, program: Program, plan: CheckmatePlan | BudgetBlocksPlan, target: Target) -> Program:
         """The model's ops in the order of the schedule."""
-        if is_by_blocks(plan):
+        if isinstance(plan, BudgetBlocksPlan):
             return rewritten_by_blocks(plan, program, self.kind)
         return rewritten_by(plan, program)
 
-    def apply(self, context: Context, plan: Plan) -> None:
-        """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
-        if is_by_blocks(plan):
+    def apply(self, context: Context, plan: CheckmatePlan | BudgetBlocksPlan) -> None:
+        """Put the executor of the schedule in the place of the model's forward; the audit asks whether it
+        ran.
+        """
+        if isinstance(plan, BudgetBlocksPlan):
             install_blocks(plan, context, self.kind)
             return
         install_schedule(plan, context, made_by=self.kind)
@@ -123,7 +167,7 @@ class Checkmate(Technique):
         asked: Any = f"share {self.share}" if self.share is not None else budget or "no budget"
         return {"activations.recompute": {"checkmate": asked, "nodes": self.nodes, "solver": self.solver}}
 
-    def _found(self, program: Program, target: Target) -> Found | FoundByBlocks | str:
+    def _found(self, program: Program, target: Target) -> CheckmateSchedule | BlockSchedules | str:
         budget = None if self.share is not None else self.budget_bytes or target.budget_bytes
         if comes_and_goes(program, target):
             return found_by_blocks(place_of(program, target), self._sources(), budget, self.share or 0.0)

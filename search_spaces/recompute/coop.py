@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from memtune.remat import COOP, Policy
-from memtune.search_spaces.recompute._dynamic import _Dynamic
+from memtune.activations.eviction import COOP, Policy
+from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
 
 
-class Coop(_Dynamic):
+class Coop(DynamicPolicy):
     """Trades second runs of ops for bytes in an arena that stays free of holes.
 
-    A window slides over the arena in address order; the cheapest run of pieces that holds the request is evicted. Ops that
-    change a tensor in place keep its address. What the policy did on the recorded step is frozen into a schedule.
+    A window slides over the arena in address order; the cheapest run of pieces that holds the request is
+    evicted. Ops that change a tensor in place keep its address. What the policy did on the recorded step is
+    frozen into a schedule.
 
-    Distinguishing test: victims are neighbours, and fragmentation when a search starts stays within a few percent.
+    Distinguishing test: victims are neighbours, and fragmentation when a search starts stays within a few
+    percent.
     """
 
     kind: Literal["coop"] = "coop"
@@ -24,7 +26,6 @@ class Coop(_Dynamic):
     title: ClassVar[str] = "Evict neighbours in a sliding window (Coop)"
     source: ClassVar[str] = "Zhang et al. 2023, Coop: Memory is not a Commodity, NeurIPS, arXiv:2311.00591"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    eager_only: ClassVar[str] = "a frozen schedule takes the place of the model's code, compiled or not"
 
     groups: Literal[1, 2] = 1
     """2: outputs of cheap ops live at the other end of the arena than those of products and convolutions."""

@@ -1,4 +1,6 @@
-"""Dynamic tensor rematerialization (DTR): when memory is short, the tensor that is cheapest to have again per byte goes."""
+"""Dynamic tensor rematerialization (DTR): when memory is short, the tensor that is cheapest to have again per
+byte goes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.remat import DTR, Policy
-from memtune.search_spaces.recompute._dynamic import _Dynamic
+from memtune.activations.eviction import DTR, Policy
+from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
 
 _HEURISTICS: dict[str, dict[str, Any]] = {
@@ -22,11 +24,12 @@ _HEURISTICS: dict[str, dict[str, Any]] = {
 }
 
 
-class Dtr(_Dynamic):
+class Dtr(DynamicPolicy):
     """Trades second and third runs of single ops for bytes, down to budgets that whole blocks cannot reach.
 
-    A tensor's score is what it and its evicted neighbours cost, over its bytes and the time since it was used; the lowest goes.
-    The policy is played on the recorded step with modelled costs, and what it did is frozen into a schedule.
+    A tensor's score is what it and its evicted neighbours cost, over its bytes and the time since it was
+    used; the lowest goes. The policy is played on the recorded step with modelled costs, and what it did is
+    frozen into a schedule.
 
     Distinguishing test: on the DTR artifact's logs its costs are the artifact's own.
     """
@@ -36,11 +39,11 @@ class Dtr(_Dynamic):
     title: ClassVar[str] = "Evict and run again by cost, size and age (DTR)"
     source: ClassVar[str] = "Kirisame et al. 2021, Dynamic Tensor Rematerialization, ICLR, arXiv:2006.09616"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    eager_only: ClassVar[str] = "a frozen schedule takes the place of the model's code, compiled or not"
 
     heuristic: Literal["e_star", "classes", "local", "lru", "size", "msps", "random"] = "e_star"
-    """What a score counts: exact evicted neighbourhoods, their union-find classes, the tensor's own cost, its age alone, its size
-    alone, cost with evicted ancestors per byte, or nothing."""
+    """What a score counts: exact evicted neighbourhoods, their union-find classes, the tensor's own cost, its
+    age alone, its size alone, cost with evicted ancestors per byte, or nothing.
+    """
     sample: bool = False
     """Look at a random part of the candidates only, about the square root of their number."""
     ignore_small: Annotated[float, Field(ge=0, lt=1)] = 0.0

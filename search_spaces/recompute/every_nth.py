@@ -1,4 +1,6 @@
-"""Recompute one block in n: a dial between no recomputation and all of it (Megatron-LM's block method; Chen et al. 2016)."""
+"""Recompute one block in n: a dial between no recomputation and all of it (Megatron-LM's block method; Chen
+et al. 2016).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.errors import ApplyError
-from memtune.passes.recompute import recompute_blocks
+from memtune.activations.recompute import recompute_blocks
+from memtune.effects import Effects
 from memtune.program import Program
-from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import blocks_of, in_one_graph, why_not
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.runtime import Context
+from memtune.search_spaces.recompute._block_planner import in_one_graph, no_blocks, why_not
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class EveryNth(Technique):
@@ -25,6 +27,7 @@ class EveryNth(Technique):
     title: ClassVar[str] = "Recompute one block in n"
     source: ClassVar[str] = "Chen et al. 2016, arXiv:1604.06174; block method of NVIDIA Megatron-LM"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    effects: ClassVar[Effects] = Effects(activations="block")
 
     n: Annotated[int, Field(ge=1)] = 2
     """One block in n is recomputed; larger n keeps more bytes and recomputes less."""
@@ -32,29 +35,25 @@ class EveryNth(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs more than n blocks that do not change their input, in eager mode."""
         reason = in_one_graph(target.compiled) or why_not(program.step, False)
-        return reason or self._too_few(len(program.step.blocks))
+        return reason or self.refuses(Facts.of(program, target))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Blocks 0, n, 2n, … run again in backward."""
-        return program.with_step(recompute_blocks(program.step, list(range(0, len(program.step.blocks), self.n))))
+        return program.with_step(
+            recompute_blocks(program.step, list(range(0, len(program.step.blocks), self.n)))
+        )
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim blocks 0, n, 2n, … in the activation table."""
-        regions = blocks_of(context, self.kind)
-        reason = self._too_few(len(regions))
-        if reason is not None:
-            raise ApplyError(
-                f"recompute: {{kind: every_nth, n: {self.n}}} does not fit this model.", evidence=f"{reason.text}.",
-                fix=reason.fix, code="MT303",
-            )  # fmt: skip
-        for region in regions[:: self.n]:
+        for region in context.activations.regions[:: self.n]:
             context.activations.claim_recompute(region.index)
 
-    def _too_few(self, blocks: int) -> Reason | None:
-        """Why `n` is too large for so many blocks; None if it is not."""
-        if self.n == 1 or self.n < blocks:
-            return None
-        return Reason(f"n={self.n} would recompute one of {blocks} blocks", f"n below {blocks}" if blocks > 2 else "n: 1")
+    def refuses(self, facts: Facts) -> Reason | None:
+        """No blocks, or an `n` that is too large for so many."""
+        if (reason := no_blocks(facts)) is not None or self.n == 1 or self.n < facts.blocks:
+            return reason
+        fix = f"n below {facts.blocks}" if facts.blocks > 2 else "n: 1"
+        return Reason(f"n={self.n} would recompute one of {facts.blocks} blocks", fix, "MT303")
 
     def record(self, target: Target) -> dict[str, Any]:
         """With n = 1 this is `full`."""

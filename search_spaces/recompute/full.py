@@ -1,14 +1,17 @@
-"""Recompute every block: only its input is kept, its forward runs once more in backward (Chen et al. 2016, Algorithm 1)."""
+"""Recompute every block: only its input is kept, its forward runs once more in backward (Chen et al. 2016,
+Algorithm 1).
+"""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from memtune.passes.recompute import recompute_blocks
+from memtune.activations.recompute import recompute_blocks
+from memtune.effects import Effects
 from memtune.program import Program
-from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import blocks_of, in_one_graph, why_not
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.runtime import Context
+from memtune.search_spaces.recompute._block_planner import in_one_graph, no_blocks, why_not
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class Full(Technique):
@@ -20,8 +23,15 @@ class Full(Technique):
     kind: Literal["full"] = "full"
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute every block"
-    source: ClassVar[str] = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
+    source: ClassVar[str] = (
+        "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
+    )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    effects: ClassVar[Effects] = Effects(activations="uniform")
+
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Needs blocks."""
+        return no_blocks(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that do not change their input, in eager mode."""
@@ -33,7 +43,7 @@ class Full(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim every block in the activation table."""
-        for region in blocks_of(context, self.kind):
+        for region in context.activations.regions:
             context.activations.claim_recompute(region.index)
 
     def record(self, target: Target) -> dict[str, Any]:

@@ -7,16 +7,17 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.remat import MEGTAICHI, Policy
-from memtune.search_spaces.recompute._dynamic import NOT_THE_POLICYS, _Dynamic
+from memtune.activations.eviction import MEGTAICHI, Policy
+from memtune.search_spaces.recompute._schedule_planner import NOT_THE_POLICYS, DynamicPolicy
 from memtune.technique import Exactness
 
 
-class Megtaichi(_Dynamic):
+class Megtaichi(DynamicPolicy):
     """Trades second runs of ops for bytes in an arena, counting the free bytes beside a tensor as its own.
 
-    The budget is one arena with addresses on the policy's books; what was brought back often is spared a little. What the policy
-    did on the recorded step is frozen into a schedule. A tensor that is missing may be made and read part by part.
+    The budget is one arena with addresses on the policy's books; what was brought back often is spared a
+    little. What the policy did on the recorded step is frozen into a schedule. A tensor that is missing may
+    be made and read part by part.
 
     Distinguishing test: of two tensors alike, the one beside a hole goes.
     """
@@ -26,14 +27,17 @@ class Megtaichi(_Dynamic):
     title: ClassVar[str] = "Evict by cost and address (MegTaiChi)"
     source: ClassVar[str] = "Hu et al. 2022, MegTaiChi, ICS; the score as in MegEngine"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    eager_only: ClassVar[str] = "a frozen schedule takes the place of the model's code, compiled or not"
 
     foresight: bool = False
-    """Age is the time until the next use, as the recorded step shows it (the paper's access pattern), not that since the last."""
+    """Age is the time until the next use, as the recorded step shows it (the paper's access pattern), not
+    that since the last.
+    """
     parts: Annotated[int, Field(ge=1, le=64)] = 4
-    """Where room is short, an element-wise op and those that make what it misses run together in so many parts, so that what is
-    made again in between never exists whole (the paper's tensor partition); 1: never. Only ops that make the same bits in parts:
-    on a GPU all that work by elements, on CPU not those with an exponential."""
+    """Where room is short, an element-wise op and those that make what it misses run together in so many
+    parts, so that what is made again in between never exists whole (the paper's tensor partition); 1: never.
+    Only ops that make the same bits in parts: on a GPU all that work by elements, on CPU not those with an
+    exponential.
+    """
     cost_power: Annotated[float, Field(ge=0)] = 1.0
     """Power of the cost in the score."""
     size_power: Annotated[float, Field(ge=0)] = 1.0
@@ -45,4 +49,6 @@ class Megtaichi(_Dynamic):
 
     def policy(self) -> Policy:
         """MegEngine's score with the chosen powers."""
-        return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in NOT_THE_POLICYS})
+        return replace(
+            MEGTAICHI, **{name: value for name, value in self.knobs() if name not in NOT_THE_POLICYS}
+        )

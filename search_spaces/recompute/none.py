@@ -1,4 +1,6 @@
-"""Every activation that autograd saves is kept until backward has used it: the fastest choice where it fits."""
+"""Every activation that autograd saves is kept until backward has used it: the fastest choice where it
+fits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Head and cross-entropy, MLPs and norms over parts of the tokens: logits and inner activations of all never exist at once."""
+"""Head and cross-entropy, MLPs and norms over parts of the tokens: logits and inner activations of all never
+exist at once.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +9,106 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from memtune.passes.loss_pattern import LossPattern, loss_pattern
-from memtune.passes.position_wise import PositionWise, norms, position_wise
-from memtune.passes.tiled_loss import tile_loss
-from memtune.passes.tiled_region import tile_regions
+from memtune.activations.tiling import (
+    LossPattern,
+    PositionWise,
+    install_lazy_head,
+    install_tiled_modules,
+    loss_pattern,
+    norms,
+    position_wise,
+    tile_loss,
+    tile_regions,
+)
+from memtune.effects import Effects
+from memtune.errors import ApplyError
 from memtune.program import Program, Step
-from memtune.runtime.context import Context
-from memtune.runtime.lazy_head import install_lazy_head
-from memtune.runtime.tiled_region import install_tiled_modules
+from memtune.runtime import Context
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 _WORTH = 0.05
 """Logits, or what MLPs or norms save, that take less of the step's peak than this are left whole."""
 _KEEPS_PRODUCTS = {"activations.recompute": {"every": 1, "keep": "matmul_and_attention"}}
-"""What `selective` stands for: by name it would keep the products of all parts, which are what the parts are to save."""
+"""What `selective` stands for: by name it would keep the products of all parts, which are what the parts are
+to save.
+"""
+
+
+class TiledPlan(Plan):
+    """The module that makes the logits, and the modules of the blocks that run in parts; what is not in parts
+    is left out.
+    """
+
+    head: str | None = None
+    """Name of the module that makes the logits, '' the model itself; none given: the widest linear layer
+    outside blocks.
+    """
+    weight: str | None = None
+    """Name of the parameter that the logits are a product with."""
+    mlps: tuple[str, ...] | None = None
+    """Names of the MLPs in parts."""
+    norms: tuple[str, ...] | None = None
+    """Names of the norms in parts."""
 
 
 class Tiled(Technique):
-    """Trades `chunks` small products for one large one; saves the logits, their log-probabilities and both gradients.
+    """Trades `chunks` small products for one large one; saves the logits, their log-probabilities and both
+    gradients.
 
-    The head's output is computed where the loss reads it, part by part, and goes back to the gradients of head and hidden states
-    at once, so nothing runs twice. Model and loss function stay as they are: views, casts and element-wise ops between head and
-    `F.cross_entropy` are followed; whatever else reads the logits gets them whole, as the plain model makes them.
+    The head's output is computed where the loss reads it, part by part, and goes back to the gradients of
+    head and hidden states at once, so nothing runs twice. Model and loss function stay as they are: views,
+    casts and element-wise ops between head and `F.cross_entropy` are followed; whatever else reads the logits
+    gets them whole, as the plain model makes them.
 
-    `mlp` does the same to modules in blocks that treat every token alike (Linear, activation, Linear, with norms inside): they
-    save their input alone, and each part's forward runs again just before its backward. `norm` does it to norms: in plain ops,
-    or in float32 over bfloat16 inputs, they save up to three tensors as large as their input; fused, nothing worth cutting.
+    `mlp` does the same to modules in blocks that treat every token alike (Linear, activation, Linear, with
+    norms inside): they save their input alone, and each part's forward runs again just before its backward.
+    `norm` does it to norms: in plain ops, or in float32 over bfloat16 inputs, they save up to three tensors
+    as large as their input; fused, nothing worth cutting.
 
-    Reordered: a weight's gradient is the sum of n parts, each rounded once, and the mean's 1/N is put on after the sum and not
-    before. Both differ from the plain gradient by at most (n + 2)·eps·Σ|part| beside what the plain sum itself rounds.
+    Reordered: a weight's gradient is the sum of n parts, each rounded once, and the mean's 1/N is put on
+    after the sum and not before. Both differ from the plain gradient by at most (n + 2)·eps·Σ|part| beside
+    what the plain sum itself rounds.
 
-    Distinguishing test: a step holds at most 1/chunks of the logits at any moment, and runs as many FLOPs as the plain one.
+    Distinguishing test: a step holds at most 1/chunks of the logits at any moment, and runs as many FLOPs as
+    the plain one.
     """
 
     kind: Literal["tiled"] = "tiled"
     slot: ClassVar[str] = "split"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (TiledPlan,)
     title: ClassVar[str] = "Logits and loss, MLPs and norms in parts"
-    source: ClassVar[str] = "Nie et al. 2022, TSPLIT, ICDE 22; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, tiling"
+    source: ClassVar[str] = (
+        "Nie et al. 2022, TSPLIT, ICDE 22; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, tiling"
+    )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
-    eager_only: ClassVar[str] = "compiled graphs make the logits themselves"
 
     chunks: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Parts of the tokens in head and loss; more of them take fewer bytes and more, smaller kernels. 1 leaves them whole."""
+    """Parts of the tokens in head and loss; more of them take fewer bytes and more, smaller kernels. 1 leaves
+    them whole.
+    """
     mlp: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Parts of the tokens in every MLP of the blocks, with the norms inside it; each part runs again in backward. 1 leaves them
-    whole."""
+    """Parts of the tokens in every MLP of the blocks, with the norms inside it; each part runs again in
+    backward. 1 leaves them whole.
+    """
     norm: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Parts of the tokens in every norm of the blocks that saves more than its input, but those that `mlp` cuts. 1 leaves them
-    whole."""
+    """Parts of the tokens in every norm of the blocks that saves more than its input, but those that `mlp`
+    cuts. 1 leaves them whole.
+    """
+
+    @property
+    def effects(self) -> Effects:
+        """MLPs run in parts where they are cut."""
+        return Effects(
+            calls="parts" if self.mlp > 1 else "plain",
+            eager_only="compiled graphs make the logits themselves",
+        )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter; MLPs and norms that do."""
+        """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter; MLPs and
+        norms that do.
+        """
         if target.compiled:
-            return Reason(self.eager_only, "execution.compile: false")
+            return Reason(self.effects.eager_only, "execution.compile: false")
         if self.chunks == self.mlp == self.norm == 1:
             return Reason("nothing is cut", "split: {kind: none}")
         reason = None if self.mlp == 1 else self._mlp_fits(program.step, target)
@@ -93,14 +142,19 @@ class Tiled(Technique):
     def _regions(self, step: Step) -> tuple[tuple[PositionWise, int], ...]:
         """What is cut in the blocks, and into how many parts."""
         mlps = position_wise(step) if self.mlp > 1 else ()
-        return (*((each, self.mlp) for each in mlps), *((each, self.norm) for each in self._norms(step) if self.norm > 1))
+        return (
+            *((each, self.mlp) for each in mlps),
+            *((each, self.norm) for each in self._norms(step) if self.norm > 1),
+        )
 
     def _loss_fits(self, step: Step) -> Reason | None:
         pattern = loss_pattern(step)
         if isinstance(pattern, str):
             return Reason(pattern)
         if pattern.head == "(outside)":
-            return Reason("the logits are made outside of the model", "the head's product in the model's forward")
+            return Reason(
+                "the logits are made outside of the model", "the head's product in the model's forward"
+            )
         if pattern.rows < self.chunks:
             return Reason(f"there are {pattern.rows} tokens, fewer than {self.chunks} parts", "fewer chunks")
         share = _logits_bytes(step, pattern) / max(step.peak_bytes(), 1)
@@ -108,34 +162,37 @@ class Tiled(Technique):
             return Reason(f"the logits are {share:.1%} of the peak")
         return None
 
-    def plan(self, program: Program, target: Target) -> Plan:
+    def plan(self, program: Program, target: Target) -> TiledPlan:
         """Which module makes the logits, and with which weight; which modules of the blocks are cut."""
-        decisions: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.chunks > 1:
             pattern = _pattern(program.step)
             weight = pattern.step.parameters[pattern.step.parameter_of[pattern.weight.plain]].name
-            decisions = {"head": pattern.head, "weight": weight}
+            fields = {"head": pattern.head, "weight": weight}
         if self.mlp > 1:
-            decisions["mlps"] = [region.module for region in position_wise(program.step)]
+            fields["mlps"] = tuple(region.module for region in position_wise(program.step))
         if self.norm > 1:
-            decisions["norms"] = [region.module for region in self._norms(program.step)]
-        return Plan(decisions=decisions)
+            fields["norms"] = tuple(region.module for region in self._norms(program.step))
+        return TiledPlan(**fields)
 
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Head, loss and their gradients part by part in forward, backward scales them; MLPs and norms part by part in both."""
+    def rewrite(self, program: Program, plan: TiledPlan, target: Target) -> Program:
+        """Head, loss and their gradients part by part in forward, backward scales them; MLPs and norms part
+        by part in both.
+        """
         regions = self._regions(program.step)
         step = tile_regions(program.step, regions) if regions else program.step
         return program.with_step(step if self.chunks == 1 else tile_loss(_pattern(step), self.chunks))
 
-    def apply(self, context: Context, plan: Plan) -> None:
-        """Make the head return logits that are computed where they are read, and MLPs and norms run over parts of the tokens."""
-        decided = plan.decisions
+    def apply(self, context: Context, plan: TiledPlan) -> None:
+        """Make the head return logits that are computed where they are read, and MLPs and norms run over
+        parts of the tokens.
+        """
         if self.chunks > 1:
-            install_lazy_head(context, decided.get("head"), chunks=self.chunks, weight=decided.get("weight"))
+            install_lazy_head(context, plan.head, chunks=self.chunks, weight=plan.weight)
         if self.mlp > 1:
-            _install(context, decided.get("mlps"), self.mlp, "split.modules")
+            _install(context, plan.mlps, self.mlp, "split.modules")
         if self.norm > 1:
-            _install(context, decided.get("norms"), self.norm, "split.norms")
+            _install(context, plan.norms, self.norm, "split.norms")
 
     def record(self, target: Target) -> dict[str, Any]:
         """What is cut, and into how many parts."""
@@ -147,11 +204,23 @@ class Tiled(Technique):
         return {"chunks": (8, 32, 1), "mlp": (1, 8), "norm": (1, 8)}
 
 
-def _install(context: Context, names: list[str] | None, parts: int, check: str) -> None:
-    install_tiled_modules(context, None if names is None else dict.fromkeys(names, parts), check=check)
+def _install(context: Context, names: tuple[str, ...] | None, parts: int, check: str) -> None:
+    if names is None:
+        raise ApplyError(
+            f"{'norms' if check == 'split.norms' else 'MLPs'} in parts need a plan of which modules they"
+            " are.",
+            fix=(
+                "memtune search  writes it with the config; or"
+                f" {'norm' if check == 'split.norms' else 'mlp'}: 1"
+            ),
+            code="MT316",
+        )
+    install_tiled_modules(context, dict.fromkeys(names, parts), check=check)
 
 
-def _too_little(step: Step, regions: tuple[PositionWise, ...], parts: int, what: str, fix: str) -> Reason | None:
+def _too_little(
+    step: Step, regions: tuple[PositionWise, ...], parts: int, what: str, fix: str
+) -> Reason | None:
     """Why `regions` are not worth cutting into so many parts, or cannot be."""
     rows = min(region.rows for region in regions)
     if rows < parts:
@@ -170,6 +239,10 @@ def _pattern(step: Step) -> LossPattern:
 def _logits_bytes(step: Step, pattern: LossPattern) -> int:
     """Most bytes of logits, and what is made of them, at any moment of the step."""
     storages = np.asarray([*pattern.made[:-1], *pattern.gradients])
-    moments = np.asarray([*pattern.forward, *pattern.backward, *(each.op for each in (pattern.dx, pattern.dweight) if each)])
-    live = (step.producer[storages] <= moments[:, None]) & (step.end[storages] >= moments[:, None])
-    return int((live * step.bytes[storages]).sum(1).max())
+    moments = np.asarray(
+        [*pattern.forward, *pattern.backward, *(each.op for each in (pattern.dx, pattern.dweight) if each)]
+    )
+    live = (step.storages.producer[storages] <= moments[:, None]) & (
+        step.freed_after[storages] >= moments[:, None]
+    )
+    return int((live * step.storages.bytes[storages]).sum(1).max())

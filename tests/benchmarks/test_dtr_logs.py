@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memtune.remat import Policy, replay
+from memtune.activations.eviction.policy import Policy, replay
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LOGS = os.environ.get("MEMTUNE_DTR_LOGS")
@@ -21,25 +21,32 @@ HEURISTICS = {
     "msps": Policy(neighbours="ancestors", by_staleness=False),
 }
 
-# Slowdown by ratio of the artifact's unmodified simulator (commit eff53cc4, eager eviction); None where it fails.
+# Slowdown by ratio of the artifact's unmodified simulator (commit eff53cc4, eager eviction); None where it
+# fails.
 CURVES = {
-    "resnet32-56": (10_061_179_152, {
-        "closure": (1.0021, 1.0131, 1.0248, 1.0463, 1.0737, 1.1068, 1.1404, 1.1782, 1.3711, 2.2229),
-        "classes": (1.0021, 1.0131, 1.0248, 1.0463, 1.0737, 1.1068, 1.1404, 1.1786, 1.3322, None),
-        "own": (1.0021, 1.0131, 1.0413, 1.0675, 1.1333, 1.1965, 2.9855, 4.1249, None, None),
-        "lru": (1.0025, 1.0323, 1.0672, 1.0952, 1.1301, None, None, None, None, None),
-        "size": (1.0021, 1.0299, 1.0646, 1.0925, 1.2336, 1.4516, 1.7384, 2.0830, None, None),
-        "msps": (1.0021, 1.0127, 1.0244, 1.0371, 1.0631, 1.1062, 1.1456, 1.2087, 1.4306, None),
-    }),
-    "transformer-10": (9_864_405_000, {
-        "closure": (1.0015, 1.0090, 1.0199, 1.0314, 1.0442, 1.0584, 1.0832, 1.1234, 1.3517, None),
-        "classes": (1.0015, 1.0090, 1.0199, 1.0314, 1.0442, 1.0584, 1.0914, 1.1238, 1.5449, None),
-        "own": (1.0015, 1.0097, 1.0219, 1.0373, 1.0601, 1.1121, 1.1610, 1.5049, 1.6417, None),
-        "lru": (1.0000, 1.0334, 1.0649, 1.0985, 1.1337, 2.7649, 3.1361, 3.8242, None, None),
-        "size": (1.0025, 1.0162, 1.0283, 1.0461, 1.0533, 1.0655, 1.0803, 1.1347, None, None),
-        "msps": (1.0015, 1.0089, 1.0180, 1.0353, 1.0477, 1.0666, 1.0886, 1.1125, 1.3326, None),
-    }),
-}  # fmt: skip
+    "resnet32-56": (
+        10_061_179_152,
+        {
+            "closure": (1.0021, 1.0131, 1.0248, 1.0463, 1.0737, 1.1068, 1.1404, 1.1782, 1.3711, 2.2229),
+            "classes": (1.0021, 1.0131, 1.0248, 1.0463, 1.0737, 1.1068, 1.1404, 1.1786, 1.3322, None),
+            "own": (1.0021, 1.0131, 1.0413, 1.0675, 1.1333, 1.1965, 2.9855, 4.1249, None, None),
+            "lru": (1.0025, 1.0323, 1.0672, 1.0952, 1.1301, None, None, None, None, None),
+            "size": (1.0021, 1.0299, 1.0646, 1.0925, 1.2336, 1.4516, 1.7384, 2.0830, None, None),
+            "msps": (1.0021, 1.0127, 1.0244, 1.0371, 1.0631, 1.1062, 1.1456, 1.2087, 1.4306, None),
+        },
+    ),
+    "transformer-10": (
+        9_864_405_000,
+        {
+            "closure": (1.0015, 1.0090, 1.0199, 1.0314, 1.0442, 1.0584, 1.0832, 1.1234, 1.3517, None),
+            "classes": (1.0015, 1.0090, 1.0199, 1.0314, 1.0442, 1.0584, 1.0914, 1.1238, 1.5449, None),
+            "own": (1.0015, 1.0097, 1.0219, 1.0373, 1.0601, 1.1121, 1.1610, 1.5049, 1.6417, None),
+            "lru": (1.0000, 1.0334, 1.0649, 1.0985, 1.1337, 2.7649, 3.1361, 3.8242, None, None),
+            "size": (1.0025, 1.0162, 1.0283, 1.0461, 1.0533, 1.0655, 1.0803, 1.1347, None, None),
+            "msps": (1.0015, 1.0089, 1.0180, 1.0353, 1.0477, 1.0666, 1.0886, 1.1125, 1.3326, None),
+        },
+    ),
+}
 
 
 @pytest.mark.skipif(not LOGS, reason="MEMTUNE_DTR_LOGS does not say where the DTR artifact's logs are")
@@ -58,4 +65,6 @@ def test_curves_are_the_artifacts(log: str, monkeypatch: pytest.MonkeyPatch) -> 
             budget = int(base_bytes * ratio)
             done = replay(trace, HEURISTICS[heuristic], budget, settle=True, cost_limit=5 * base.first_cost)
             got = done.slowdown if done.outcome == "done" else None
-            assert got == (None if wanted is None else pytest.approx(wanted, abs=6e-5)), f"{heuristic} at {ratio}"
+            assert got == (None if wanted is None else pytest.approx(wanted, abs=6e-5)), (
+                f"{heuristic} at {ratio}"
+            )

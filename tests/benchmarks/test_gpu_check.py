@@ -19,7 +19,9 @@ def test_its_benchmarks_find_each_other(program: str) -> None:
     assert settings is not None
     done = subprocess.run(
         ["bash", "-c", f'site={ROOT} device=cpu; {settings[0]}; "$0" {program} --help', sys.executable],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert "--device" in done.stdout

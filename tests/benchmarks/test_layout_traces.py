@@ -1,4 +1,6 @@
-"""The committed traces: native loses a fifth of what it reserves on each, stitched memory and a layout next to nothing."""
+"""The committed traces: native loses a fifth of what it reserves on each, stitched memory and a layout next
+to nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ TRACES = sorted((ROOT / "benchmarks" / "traces").glob("*.csv"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import layout_traces  # noqa: E402
+from buffer_layout import fault, lay_out  # noqa: E402
 
-from memtune.autotune.allocator_model import replay  # noqa: E402
-from memtune.planners.layout import fault, lay_out  # noqa: E402
+from memtune.autotune.predict.caching_allocator import replay  # noqa: E402
 
 
 def test_there_are_four() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memtune.runtime import shim
+from memtune.memory import cpu_allocator
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS = json.loads((BENCHMARKS / "results" / "offload-peaks.json").read_text())["rows"]
@@ -39,11 +39,17 @@ def test_committed_peaks_and_bytes_are_the_predicted_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 def test_updates_beside_backward_have_a_bound(tmp_path: Path) -> None:
     """For real: how many gradients wait on the host is no race."""
     file = tmp_path / "rows.json"
-    asked = [sys.executable, str(BENCHMARKS / "offload_peaks.py"), "per_layer / gpt|harmony / packs", "--json", str(file)]
+    asked = [
+        sys.executable,
+        str(BENCHMARKS / "offload_peaks.py"),
+        "per_layer / gpt|harmony / packs",
+        "--json",
+        str(file),
+    ]
     subprocess.run(asked, check=True, env={**os.environ, "MEMTUNE_LEARN": "0"}, timeout=300)
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 3

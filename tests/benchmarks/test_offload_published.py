@@ -1,4 +1,6 @@
-"""The simulator against published ratios of offloading: what is committed is what the scripts find, from their constants."""
+"""The simulator against published ratios of offloading: what is committed is what the scripts find, from
+their constants.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,23 @@ def test_results_are_from_the_constants_that_are_there(scripts: ModuleType) -> N
 
 
 def test_what_is_inside_the_published_ranges() -> None:
-    """Idle shares of ZeRO-Infinity, next to none with updates in backward; STRONGHOLD over L2L; orchestrated copies."""
+    """Idle shares of ZeRO-Infinity, next to none with updates in backward; STRONGHOLD over L2L; orchestrated
+    copies.
+    """
     rows: list[dict[str, Any]] = PUBLISHED["lohan"]["rows"]
     low, high = PUBLISHED["lohan"]["published"]["idle"]
     assert any(low <= row["idle"]["zero_infinity"] <= high for row in rows)
-    assert any(row["idle"]["lohan, no swaps"] <= PUBLISHED["lohan"]["published"]["idle_lohan"] for row in rows)
+    assert any(
+        row["idle"]["lohan, no swaps"] <= PUBLISHED["lohan"]["published"]["idle_lohan"] for row in rows
+    )
     assert all(min(row["ratio"].values()) > 1 for row in rows)
     low, high = PUBLISHED["stronghold"]["published"]["ratio"]
     assert all(low <= row["ratio"]["l2l"] <= high for row in PUBLISHED["stronghold"]["rows"])
     assert all(min(row["ratio"].values()) > 1 for row in PUBLISHED["stronghold"]["rows"])
     assert all(row["ratio"] > 2 for row in PUBLISHED["mobius"]["rows"])
-    of_one = [row["ratio_of_a_micro_batch"] for row in ORCHESTRATION["rows"] if "ratio_of_a_micro_batch" in row]
+    of_one = [
+        row["ratio_of_a_micro_batch"] for row in ORCHESTRATION["rows"] if "ratio_of_a_micro_batch" in row
+    ]
     low, high = ORCHESTRATION["published"]
     assert low <= max(each["disjoint"] for each in of_one) <= high <= max(each["token"] for each in of_one)
 

@@ -1,4 +1,6 @@
-"""The benchmark of predicted peaks: a case of its grid for real, and what its models have shown to be hard to predict."""
+"""The benchmark of predicted peaks: a case of its grid for real, and what its models have shown to be hard to
+predict.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from memtune.runtime import shim
+from memtune.memory import cpu_allocator
 from memtune.search_spaces.recompute.every_nth import EveryNth
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import Technique
-from memtune.testing.drift import drift
+from memtune.testing.drift_check import drift
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODELS = BENCHMARKS / "predict_models"
@@ -24,7 +26,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.slow
 def test_one_case_from_the_recording_to_the_page() -> None:
     import predict
@@ -32,7 +34,9 @@ def test_one_case_from_the_recording_to_the_page() -> None:
     from predict_report import markdown
 
     # Kept convolutions with scratch, under autocast.
-    rows, about = predict.compare(MODELS / "convnext.py", [Case(MODELS / "convnext.py", "selective", "none", 3)], slots=1)
+    rows, about = predict.compare(
+        MODELS / "convnext.py", [Case(MODELS / "convnext.py", "selective", "none", 3)], slots=1
+    )
     (row,) = rows
     assert (row.status, about["rung"]) == ("ok", "fake")
     assert row.error is not None

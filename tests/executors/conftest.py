@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from memtune.executors.base import Trial
-from memtune.executors.shim import marked, send
+from memtune.executors.supervisor import marked, send
 
-RANK = (sys.executable, str(Path(__file__).with_name("rank.py")))
+RANK = (sys.executable, str(Path(__file__).parents[1] / "support" / "processes" / "rank.py"))
 
 
 def until(holds: Callable[[], Any], patience_s: float = 60.0) -> Any:
-    """What `holds` returns as soon as that is true."""
+    """Wait until `holds` returns a true value; return it."""
     stop = time.monotonic() + patience_s
     while not (value := holds()):
         assert time.monotonic() < stop, f"still not so after {patience_s} s"
@@ -29,7 +29,7 @@ def until(holds: Callable[[], Any], patience_s: float = 60.0) -> Any:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and is no zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -53,7 +53,14 @@ def ground(tmp_path, monkeypatch):
         return [each for each in marked(marker) if each != os.getpid()]
 
     yield SimpleNamespace(
-        trial=trial, pid=pid, left=left, path=tmp_path, logs=tmp_path / "logs", command=RANK, alive=alive, until=until
+        trial=trial,
+        pid=pid,
+        left=left,
+        path=tmp_path,
+        logs=tmp_path / "logs",
+        command=RANK,
+        alive=alive,
+        until=until,
     )
     outlived = left()
     send(outlived, signal.SIGKILL)

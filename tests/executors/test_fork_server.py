@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
 from memtune.executors.base import Trial, TrialResult
 from memtune.executors.fork_server import ForkServer, module_of
-from memtune.executors.group import WORKER, run_group, start_shim
 from memtune.executors.local import LocalExecutor
+from memtune.executors.rank_group import WORKER, run_group, start_supervisor
 
 MODULE = (sys.executable, "-P", "-m", "rank")
 
@@ -23,7 +23,7 @@ MODULE = (sys.executable, "-P", "-m", "rank")
 @pytest.fixture
 def server(monkeypatch, ground):
     """Its ranks are those of `rank.py`."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "processes"))
     monkeypatch.setattr("tempfile.tempdir", str(ground.path))
     with ForkServer(preload="json") as server:
         yield server
@@ -49,7 +49,12 @@ def test_ranks_are_forked_with_their_own_environment(ground, server):
     ("do", "status", "says", "log"),
     [
         ("segfault", "crash", "rank 1 was ended by SIGSEGV", "in segfault"),
-        ("exit_three", "crash", "rank 1 ended with exit code 3 before its result: no licence server found", ""),
+        (
+            "exit_three",
+            "crash",
+            "rank 1 ended with exit code 3 before its result: no licence server found",
+            "",
+        ),
         ("exit_zero", "crash", "all done, bye", ""),
         ("raises", "crash", "shapes do not match on rank 1", 'rank.py", line'),
         ("out_of_memory", "oom", "rank 1: asked for 5 GiB", ""),
@@ -58,9 +63,11 @@ def test_ranks_are_forked_with_their_own_environment(ground, server):
     ],
 )
 def test_ends_as_if_executed(ground, server, monkeypatch, do, status, says, log):
-    monkeypatch.setattr("memtune.executors.watch.GRACE_S", 0.5)
+    monkeypatch.setattr("memtune.executors.monitor.GRACE_S", 0.5)
     hangs = status == "timeout"
-    result = run(ground, server, do, ranks=1 if hangs else 2, on=0 if hangs else 1, deadline_s=2.0 if hangs else 60.0)
+    result = run(
+        ground, server, do, ranks=1 if hangs else 2, on=0 if hangs else 1, deadline_s=2.0 if hangs else 60.0
+    )
     assert (result.status, result.retried) == (status, False)
     assert says in result.reason
     assert log in result.log_tail
@@ -89,7 +96,9 @@ def test_a_killed_rank_is_tried_once_more(ground, server):
 
 @pytest.mark.parametrize("do", ["daemon_then_sleep", "forked_daemon_then_sleep"])
 def test_a_killed_shim_takes_all_with_it_and_leaves_no_daemon(ground, server, do):
-    killed = killed_meanwhile(ground, server, do, lambda pid: psutil.Process(pid).parent().kill(), deadline_s=2.0)
+    killed = killed_meanwhile(
+        ground, server, do, lambda pid: psutil.Process(pid).parent().kill(), deadline_s=2.0
+    )
     assert (killed.status, killed.retried) == ("timeout", True)
     assert not ground.alive(ground.pid("daemon"))
 
@@ -109,9 +118,13 @@ def test_a_killed_server_is_replaced(ground, server):
 def test_what_cannot_be_forked_is_executed(ground, server, monkeypatch):
     run(ground, server, "well")
     started = []
-    monkeypatch.setattr("memtune.executors.group.start_shim", lambda: started.append(1) or start_shim())
+    monkeypatch.setattr(
+        "memtune.executors.rank_group.start_supervisor", lambda: started.append(1) or start_supervisor()
+    )
     trials = [ground.trial("well").model_copy(update={"env": env}) for env in ({}, {"MALLOC_ARENA_MAX": "1"})]
-    assert [run_group(each, MODULE, log_dir=ground.logs, cores=2, server=server).status for each in trials] == ["ok", "ok"]
+    assert [
+        run_group(each, MODULE, log_dir=ground.logs, cores=2, server=server).status for each in trials
+    ] == ["ok", "ok"]
     assert len(started) == 1
     env = dict(os.environ)
     assert server.shim((sys.executable, "-P", "rank.py"), env) is None
@@ -120,10 +133,15 @@ def test_what_cannot_be_forked_is_executed(ground, server, monkeypatch):
 
 
 def test_a_server_that_cannot_start_costs_nothing_but_time(ground, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "processes"))
     with ForkServer(preload="no_such_module") as server:
         for number in range(3):
-            assert run_group(ground.trial("well", number=number), MODULE, log_dir=ground.logs, server=server).status == "ok"
+            assert (
+                run_group(
+                    ground.trial("well", number=number), MODULE, log_dir=ground.logs, server=server
+                ).status
+                == "ok"
+            )
         assert server.pid is None
 
 
@@ -142,12 +160,21 @@ def test_real_trials_give_the_same_numbers(ground, tmp_path):
         if close:
             executor._server.close()
         trial = Trial(
-            number=1, workload=str(ZOO["gpt"]), config={"settings": {"sharding": {"states": {"kind": "ddp"}}}}, ranks=2,
-            steps=1, warmup_steps=1, fingerprint=True,
-        )  # fmt: skip
+            number=1,
+            workload=str(ZOO["gpt"]),
+            config={"settings": {"sharding": {"states": {"kind": "ddp"}}}},
+            ranks=2,
+            steps=1,
+            warmup_steps=1,
+            fingerprint=True,
+        )
         executor.submit(trial)
         found: list[TrialResult] = []
-        ground.until(lambda: found.extend(each for each in executor.wait(0.2) if isinstance(each, TrialResult)) or found)
+        ground.until(
+            lambda: (
+                found.extend(each for each in executor.wait(0.2) if isinstance(each, TrialResult)) or found
+            )
+        )
         executor.close()
         return found
 

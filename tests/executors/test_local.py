@@ -14,7 +14,7 @@ import pytest
 from memtune.errors import EnvironmentFault
 from memtune.executors.base import Executor, TrialResult
 from memtune.executors.local import LocalExecutor
-from memtune.executors.shim import send
+from memtune.executors.supervisor import send
 
 DRIVER = """
 import signal, sys

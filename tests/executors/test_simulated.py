@@ -11,7 +11,9 @@ def trial(number):
 
 
 def test_answers_in_order_and_forgets_the_cancelled():
-    executor: Executor = SimulatedExecutor(lambda each: TrialResult(number=each.number, status="ok", step_s=each.number / 2))
+    executor: Executor = SimulatedExecutor(
+        lambda each: TrialResult(number=each.number, status="ok", step_s=each.number / 2)
+    )
     for number in (1, 2, 3):
         executor.submit(trial(number))
     executor.cancel(2)

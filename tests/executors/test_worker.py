@@ -1,4 +1,4 @@
-"""What a trial tells of the gradients, also those that have left early; and models larger than the budget."""
+"""Gradients that a trial reports, including those freed in backward; and models larger than the budget."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packs_suite import CHAIN, config
-from zoo_paths import ZOO
+from support.suites.layer_major_suite import CHAIN, config
+from support.zoo_paths import ZOO
 
-from memtune.autotune.trials import run_trial
+from memtune.autotune.search.trials import run_trial
 from memtune.executors.base import TrialResult
 from memtune.search_spaces import find
 
@@ -32,7 +32,8 @@ def plain() -> TrialResult:
         {"offload": {"states": {"kind": "zero_offload", "bucket_mib": 0.1}}},
         pytest.param({"execution": EXECUTION | {"order": {"kind": "roam"}}}, marks=pytest.mark.slow),
         pytest.param(
-            {"offload": {"states": {"kind": "optimizer_cpu", "update": "native", "trigger": "per_layer"}}}, marks=pytest.mark.slow
+            {"offload": {"states": {"kind": "optimizer_cpu", "update": "native", "trigger": "per_layer"}}},
+            marks=pytest.mark.slow,
         ),
         pytest.param({"offload": {"states": {"kind": "l2l"}}}, marks=pytest.mark.slow),
     ],
@@ -86,5 +87,10 @@ def test_a_model_larger_than_the_budget_is_built_in_shards(tmp_path: Path) -> No
     whole = run_trial(str(tmp_path / "large.py"), document, **each)
     shards = run_trial(str(tmp_path / "large.py"), document, budget_bytes=int(0.95 * LARGE_BYTES), **each)
     assert (shards.status, shards.losses) == ("ok", whole.losses), shards.log_tail
-    plain = run_trial(str(tmp_path / "large.py"), {"settings": {}}, budget_bytes=int(0.95 * LARGE_BYTES), **{**each, "ranks": 1})
+    plain = run_trial(
+        str(tmp_path / "large.py"),
+        {"settings": {}},
+        budget_bytes=int(0.95 * LARGE_BYTES),
+        **{**each, "ranks": 1},
+    )
     assert plain.status == "oom"

@@ -1,7 +1,8 @@
-"""PyTorch's CUDA caching allocator, slow and obvious: memory is a list of segments, a segment a list of pieces.
+"""PyTorch's CUDA caching allocator, slow and obvious: memory is a list of segments, a segment a list of
+pieces.
 
-Written from torch's documentation and source, not from csrc: it shares no code with the native one, keeps no indices, and
-answers every question by looking at everything.
+Written from torch's documentation and source, not from csrc: it shares no code with the native one, keeps no
+indices, and answers every question by looking at everything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Piece:
 
 @dataclass(eq=False)
 class Segment:
-    """What one cudaMalloc returned, or one reserved range of addresses; its pieces in order of address, without gaps."""
+    """What one cudaMalloc returned, or one reserved range of addresses; its pieces in order of address,
+    without gaps.
+    """
 
     small: bool
     stream: int
@@ -129,7 +132,9 @@ class Allocator:
             cut = rest > MIB and (self.max_split_bytes is None or size < self.max_split_bytes)
         if cut:
             at = segment.pieces.index(piece)
-            segment.pieces.insert(at + 1, Piece(piece.address + size, rest, freed_at_search=self.searches[small]))
+            segment.pieces.insert(
+                at + 1, Piece(piece.address + size, rest, freed_at_search=self.searches[small])
+            )
             piece.size = size
         piece.used = True
         return segment, piece
@@ -160,7 +165,11 @@ class Allocator:
                 best += 1
         segment, piece = fitting[best]
         if self.max_split_bytes is not None:
-            slack = self.large_segment_bytes if self.max_non_split_rounding_bytes is None else self.max_non_split_rounding_bytes
+            slack = (
+                self.large_segment_bytes
+                if self.max_non_split_rounding_bytes is None
+                else self.max_non_split_rounding_bytes
+            )
             if size < self.max_split_bytes <= piece.size:
                 return None
             if size >= self.max_split_bytes and piece.size >= size + slack:
@@ -207,7 +216,9 @@ class Allocator:
         segment, first = self.place(size, small, stream)
         start = segment.pieces[first].address
         while True:
-            here = next(piece for piece in segment.pieces if piece.address <= start < piece.address + piece.size)
+            here = next(
+                piece for piece in segment.pieces if piece.address <= start < piece.address + piece.size
+            )
             if here.mapped and here.size >= size:
                 return segment, here
             if not here.mapped:
@@ -219,8 +230,12 @@ class Allocator:
                 return None
 
     def place(self, size: int, small: bool, stream: int) -> tuple[Segment, int]:
-        """The lowest hole from which, with a free piece just before it, there are `size` bytes without a used one."""
-        ranges = [each for each in self.segments if each.page and each.small == small and each.stream == stream]
+        """The lowest hole from which, with a free piece just before it, there are `size` bytes without a used
+        one.
+        """
+        ranges = [
+            each for each in self.segments if each.page and each.small == small and each.stream == stream
+        ]
         for segment in ranges:
             for i, piece in enumerate(segment.pieces):
                 if piece.mapped:
@@ -257,7 +272,9 @@ class Allocator:
         pages = [
             address
             for address in range(
-                base + (piece.address - base) // segment.page * segment.page, piece.address + piece.size, segment.page
+                base + (piece.address - base) // segment.page * segment.page,
+                piece.address + piece.size,
+                segment.page,
             )
             if address >= piece.address and address + segment.page <= piece.address + piece.size
         ]
@@ -265,7 +282,10 @@ class Allocator:
             return
         first, end, stop = pages[0], pages[-1] + segment.page, piece.address + piece.size
         now = self.searches[segment.small]
-        cut = [Piece(piece.address, first - piece.address, freed_at_search=now), Piece(first, end - first, mapped=False)]
+        cut = [
+            Piece(piece.address, first - piece.address, freed_at_search=now),
+            Piece(first, end - first, mapped=False),
+        ]
         cut.append(Piece(end, stop - end, freed_at_search=now))
         at = segment.pieces.index(piece)
         segment.pieces[at : at + 1] = [each for each in cut if each.size]
@@ -317,7 +337,9 @@ class Allocator:
             self.give_back(enough[0])
             return True
         released = 0
-        for segment, piece in reversed([each for each in free if self.max_split_bytes <= each[1].size < wanted]):
+        for segment, piece in reversed(
+            [each for each in free if self.max_split_bytes <= each[1].size < wanted]
+        ):
             if released >= wanted:
                 break
             if not segment.page:
@@ -356,7 +378,9 @@ Event = tuple[int, int, int, int, int, int]
 
 
 def replay(events: list[Event], first_of_step: list[int], **settings: object) -> Outcome:
-    """(action, storage, bytes, stream, op, ready_op) rows through an allocator; a failed allocation is as if it was caught."""
+    """(action, storage, bytes, stream, op, ready_op) rows through an allocator; a failed allocation is as if
+    it was caught.
+    """
     allocator, out = Allocator(**settings), Outcome()  # type: ignore[arg-type]
     live: dict[int, tuple[Segment, Piece] | None] = {}
     allocated = 0
@@ -386,12 +410,20 @@ def replay(events: list[Event], first_of_step: list[int], **settings: object) ->
                 address = got[1].address
         allocator.check()
         if allocator.highest > out.peak_reserved_bytes:
-            out.peak_reserved_bytes, out.peak_event, out.allocated_at_peak_bytes = allocator.highest, number, allocated
+            out.peak_reserved_bytes, out.peak_event, out.allocated_at_peak_bytes = (
+                allocator.highest,
+                number,
+                allocated,
+            )
         out.step_reserved_bytes[-1] = max(out.step_reserved_bytes[-1], allocator.highest)
         out.step_allocated_bytes[-1] = max(out.step_allocated_bytes[-1], allocated)
         out.peak_allocated_bytes = max(out.peak_allocated_bytes, allocated)
         out.reserved_bytes.append(allocator.reserved)
         out.allocated_bytes.append(allocated)
         out.address.append(address)
-    out.device_allocs, out.device_frees, out.retries = allocator.device_allocs, allocator.device_frees, allocator.retries
+    out.device_allocs, out.device_frees, out.retries = (
+        allocator.device_allocs,
+        allocator.device_frees,
+        allocator.retries,
+    )
     return out

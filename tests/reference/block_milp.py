@@ -1,7 +1,9 @@
-"""The exact answer to what `planned` asks, as a mixed-integer program over every tensor of every block (HiGHS).
+"""The exact answer to what `planned` asks, as a mixed-integer program over every tensor of every block
+(HiGHS).
 
-For op i of block b: x = its outputs are there in backward, r = it runs again, r ≤ x; a saved op has x = 1; r needs x of all it
-reads; what is there and not run again (x − r) is held. At every moment at most the budget. It shares no code with the planner.
+For op i of block b: x = its outputs are there in backward, r = it runs again, r ≤ x; a saved op has x = 1; r
+needs x of all it reads; what is there and not run again (x − r) is held. At every moment at most the budget.
+It shares no code with the planner.
 """
 
 from __future__ import annotations
@@ -12,16 +14,21 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from memtune.search_spaces.recompute._options import Made
+from memtune.search_spaces.recompute._block_planner.tensor_options import Made
 
 
 def least_seconds(
-    blocks: Sequence[tuple[Made, ...]], own_bytes: Sequence[int], after_bytes: int, budget_bytes: int, limit_s: float
+    blocks: Sequence[tuple[Made, ...]],
+    own_bytes: Sequence[int],
+    after_bytes: int,
+    budget_bytes: int,
+    limit_s: float,
 ) -> float | None:
     """Fewest seconds within the budget, None if there is no way or no proof in `limit_s` seconds.
 
     Args:
-        blocks: Ops of each block, in forward order; a block that runs needs `own_bytes` besides what those before it hold.
+        blocks: Ops of each block, in forward order; a block that runs needs `own_bytes` besides what those
+            before it hold.
         own_bytes: By block.
         after_bytes: Between the last forward and the first backward, besides what all blocks hold.
         budget_bytes: No moment may need more.
@@ -50,9 +57,14 @@ def least_seconds(
     for row, (coefficients, _) in enumerate(rows):
         for column, value in coefficients.items():
             matrix[row, column] = value
-    unit = float(cost.max()) or 1.0  # HiGHS also stops 1e-6 away from the best, whatever the cost is counted in
+    unit = (
+        float(cost.max()) or 1.0
+    )  # HiGHS also stops 1e-6 away from the best, whatever the cost is counted in
     found = milp(
-        cost / unit, integrality=np.ones(2 * n), bounds=Bounds(low, high), options={"time_limit": limit_s, "mip_rel_gap": 1e-6},
+        cost / unit,
+        integrality=np.ones(2 * n),
+        bounds=Bounds(low, high),
+        options={"time_limit": limit_s, "mip_rel_gap": 1e-6},
         constraints=LinearConstraint(matrix.tocsr(), ub=np.asarray([bound for _, bound in rows])),
-    )  # fmt: skip
+    )
     return float(found.fun) * unit if found.status == 0 else None

@@ -1,4 +1,6 @@
-"""The machine once more, slow and obvious: at every moment every rule is checked by looking at everything, in exact fractions."""
+"""The machine once more, slow and obvious: at every moment every rule is checked by looking at everything, in
+exact fractions.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 
-from memtune.program import Phase, Resource, Step, Tier
+from memtune.program.step import Phase, Resource, Step, Tier
 
 ONCE_AFTER = (Phase.BOUNDARY, Phase.OPTIMIZER)
 BODY = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
@@ -50,20 +52,31 @@ class Deadlock(Exception):
 
 
 class Machine:
-    """Runs all classes together; afterwards `tasks` hold their times and `log` what happened in which order."""
+    """Runs all classes together; afterwards `tasks` hold their times and `log` what happened in which
+    order.
+    """
 
     def __init__(
-        self, classes: list[Ranks], times: int, host_computes: bool, slowdown: Fraction, shares_cores: bool = False
+        self,
+        classes: list[Ranks],
+        times: int,
+        host_computes: bool,
+        slowdown: Fraction,
+        shares_cores: bool = False,
     ) -> None:
         self.classes, self.times, self.host_computes, self.slowdown = classes, times, host_computes, slowdown
         self.shares_cores = shares_cores
         self.now = Fraction(0)
         self.log: list[tuple[str, Task]] = []
-        self._uses = [set(zip(r.step.use_op.tolist(), r.step.use_storage.tolist(), strict=True)) for r in classes]
+        self._uses = [
+            set(zip(r.step.uses.op.tolist(), r.step.uses.storage.tolist(), strict=True)) for r in classes
+        ]
         self._mutations = [
             {
                 (op, s)
-                for op, s, m in zip(r.step.use_op.tolist(), r.step.use_storage.tolist(), r.step.use_mutates, strict=True)
+                for op, s, m in zip(
+                    r.step.uses.op.tolist(), r.step.uses.storage.tolist(), r.step.uses.mode, strict=True
+                )
                 if m
             }
             for r in classes
@@ -72,7 +85,7 @@ class Machine:
             ranks.tasks = [
                 Task(number, op, r, Fraction(ranks.op_s[op]), Fraction(ranks.issue_s[op]))
                 for r in range(times)
-                for op in range(ranks.step.n_ops)
+                for op in range(ranks.step.ops.n)
                 if self._runs(ranks.step, op, r)
             ]
 
@@ -94,25 +107,27 @@ class Machine:
 
     def finish_s(self, ranks: Ranks) -> Fraction:
         """When the class has finished: its host and all that occupies something."""
-        ends = [task.issued for task in ranks.tasks] + [t.stop for t in ranks.tasks if self._resource(t) != Resource.NOTHING]
+        ends = [task.issued for task in ranks.tasks] + [
+            t.stop for t in ranks.tasks if self._resource(t) != Resource.NOTHING
+        ]
         return max((end for end in ends if end is not None), default=Fraction(0))
 
-    # -- what the columns mean -----------------------------------------------------------------------------------------
+    # -- what the columns mean -------------------------------------------------------------------------------
 
     def _runs(self, step: Step, op: int, repetition: int) -> bool:
-        if step.op_phase[op] == Phase.PROLOGUE:
+        if step.ops.phase[op] == Phase.PROLOGUE:
             return repetition == 0
-        return step.op_phase[op] not in ONCE_AFTER or repetition == self.times - 1
+        return step.ops.phase[op] not in ONCE_AFTER or repetition == self.times - 1
 
     def _step(self, task: Task) -> Step:
         return self.classes[task.rank_class].step
 
     def _resource(self, task: Task) -> int:
-        return int(self._step(task).op_resource[task.op])
+        return int(self._step(task).ops.resource[task.op])
 
     def _stream(self, task: Task) -> int:
         """Own streams come first, by resource, then the side streams; larger ones go first."""
-        stream = int(self._step(task).op_stream[task.op])
+        stream = int(self._step(task).ops.stream[task.op])
         return self._resource(task) if stream == 0 else 0 if stream == 1 else 100 + stream
 
     def _computes(self, task: Task) -> bool:
@@ -125,16 +140,19 @@ class Machine:
         return (task.op, storage) in self._uses[task.rank_class]
 
     def _writes(self, task: Task, storage: int) -> bool:
-        return bool(self._step(task).producer[storage] == task.op) or (task.op, storage) in self._mutations[task.rank_class]
+        return (
+            bool(self._step(task).storages.producer[storage] == task.op)
+            or (task.op, storage) in self._mutations[task.rank_class]
+        )
 
     def _kept(self, ranks: Ranks, storage: int) -> bool:
         """The last to hold it is an op outside the compute stream that touches it."""
-        last = [task for task in ranks.tasks if task.op == ranks.step.end[storage]]
+        last = [task for task in ranks.tasks if task.op == ranks.step.freed_after[storage]]
         return any(self._moves(t) and (self._reads(t, storage) or self._writes(t, storage)) for t in last)
 
     def _born(self, before: list[Task], storage: int) -> int:
         """Place in `before` of the op that made the newest incarnation of `storage`."""
-        made = [i for i, task in enumerate(before) if self._step(task).producer[storage] == task.op]
+        made = [i for i, task in enumerate(before) if self._step(task).storages.producer[storage] == task.op]
         return max(made, default=0)
 
     def comes_before(self, task: Task) -> Iterator[Task]:
@@ -143,42 +161,52 @@ class Machine:
         step, place = ranks.step, ranks.tasks.index(task)
         before = ranks.tasks[:place]
         if self._resource(task) != Resource.NOTHING:
-            yield from (t for t in before if self._resource(t) != Resource.NOTHING and self._stream(t) == self._stream(task))
-        for storage in range(step.n_storages):
+            yield from (
+                t
+                for t in before
+                if self._resource(t) != Resource.NOTHING and self._stream(t) == self._stream(task)
+            )
+        for storage in range(step.storages.n):
             touches = self._reads(task, storage) or self._writes(task, storage)
-            if touches and step.producer[storage] != task.op:
+            if touches and step.storages.producer[storage] != task.op:
                 for other in before[self._born(before, storage) :]:
-                    if self._writes(other, storage) or (self._writes(task, storage) and self._reads(other, storage)):
+                    if self._writes(other, storage) or (
+                        self._writes(task, storage) and self._reads(other, storage)
+                    ):
                         yield other
             if self._computes(task) and not self._kept(ranks, storage):
                 for i, let_go in enumerate(before):
-                    if let_go.op == step.end[storage]:
+                    if let_go.op == step.freed_after[storage]:
                         since = before[self._born(before[: i + 1], storage) : i + 1]
                         touching = (t for t in since if self._reads(t, storage) or self._writes(t, storage))
                         yield from (t for t in touching if self._moves(t))
         yield from self._gate(task, before)
 
     def _gate(self, task: Task, before: list[Task]) -> Iterator[Task]:
-        depth = int(self._step(task).op_prefetch[task.op])
+        depth = int(self._step(task).ops.prefetch[task.op])
         if depth == 0:
             return
 
         def kind(each: Task) -> tuple[int, int]:
-            stream = int(self._step(each).op_stream[each.op])
+            stream = int(self._step(each).ops.stream[each.op])
             return stream, self._resource(each) if stream == 0 else -1
 
-        fetches = [t for t in [*before, task] if self._step(t).op_prefetch[t.op] > 0 and kind(t) == kind(task)]
+        fetches = [
+            t for t in [*before, task] if self._step(t).ops.prefetch[t.op] > 0 and kind(t) == kind(task)
+        ]
         if len(fetches) >= depth:
             at = [*before, task].index(fetches[-depth])
             yield from (t for t in before[:at] if self._computes(t))
 
-    # -- what happens at a moment --------------------------------------------------------------------------------------
+    # -- what happens at a moment ----------------------------------------------------------------------------
 
     def _each(self, wanted: Callable[[Task], bool]) -> list[Task]:
         return [task for ranks in self.classes for task in ranks.tasks if wanted(task)]
 
     def _finish(self) -> None:
-        for task in sorted(self._each(lambda t: t.start is not None and t.stop is None and t.left == 0), key=self._resource):
+        for task in sorted(
+            self._each(lambda t: t.start is not None and t.stop is None and t.left == 0), key=self._resource
+        ):
             task.stop = self.now
             self.log.append(("finished", task))
             if self.host_computes and self._computes(task):
@@ -186,7 +214,9 @@ class Machine:
         self._allocate()
 
     def _allocate(self) -> None:
-        """What only allocates takes no time: it has finished as soon as it is issued and all before it has."""
+        """What only allocates takes no time: it has finished as soon as it is issued and all before it
+        has.
+        """
         for task in self._each(lambda t: self._resource(t) == Resource.NOTHING and t.issued is not None):
             if task.stop is None and all(other.stop is not None for other in self.comes_before(task)):
                 task.start = task.stop = self.now
@@ -229,10 +259,12 @@ class Machine:
                     t.start, t.left = self.now, max(p.seconds for p in partners)
 
     def _partners(self, task: Task) -> list[Task]:
-        number = self._step(task).op_match[task.op]
+        number = self._step(task).ops.match[task.op]
         if not number:
             return [task]
-        same = self._each(lambda t: self._step(t).op_match[t.op] == number and t.repetition == task.repetition)
+        same = self._each(
+            lambda t: self._step(t).ops.match[t.op] == number and t.repetition == task.repetition
+        )
         return [t for t in same if self._resource(t) != Resource.NOTHING]
 
     def _running(self) -> list[tuple[Task, Fraction]]:
@@ -262,7 +294,7 @@ class Machine:
                     break
         return min(moments, default=None)
 
-    # -- what is read off afterwards -----------------------------------------------------------------------------------
+    # -- what is read off afterwards -------------------------------------------------------------------------
 
     def intervals(self, ranks: Ranks, resource: int) -> list[tuple[Fraction, Fraction]]:
         """When a resource was busy; 9 is the host issuing ops."""
@@ -281,32 +313,39 @@ class Machine:
             past.append((what, task))
             if what == "issued":
                 alive = [
-                    s for s in range(ranks.step.n_storages) if ranks.step.tier[s] == tier for _ in self._alive(ranks, s, past)
+                    s
+                    for s in range(ranks.step.storages.n)
+                    if ranks.step.storages.tier[s] == tier
+                    for _ in self._alive(ranks, s, past)
                 ]
-                found.append((task.op, sum(int(ranks.step.bytes[s]) for s in alive)))
+                found.append((task.op, sum(int(ranks.step.storages.bytes[s]) for s in alive)))
         return found
 
     def _alive(self, ranks: Ranks, storage: int, past: list[tuple[str, Task]]) -> Iterator[int]:
         """Repetitions whose incarnation of `storage` exists after what is in `past`."""
         step, repetition = ranks.step, past[-1][1].repetition
-        made_by, end = int(step.producer[storage]), int(step.end[storage])
+        made_by, end = int(step.storages.producer[storage]), int(step.freed_after[storage])
         if end < 0:
             return
-        ends_in_body = end < step.n_ops and step.op_phase[end] in BODY
-        made_in_body = step.op_phase[made_by] in BODY if made_by >= 0 else ends_in_body  # a batch arrives every time
+        ends_in_body = end < step.ops.n and step.ops.phase[end] in BODY
+        made_in_body = (
+            step.ops.phase[made_by] in BODY if made_by >= 0 else ends_in_body
+        )  # a batch arrives every time
         if made_by >= 0:
             born = [t.repetition for what, t in past if what == "issued" and t.op == made_by]
         else:
             born = list(range(repetition + 1)) if ends_in_body else [0]
         for r in born:
             ends_in = r if made_in_body else self.times - 1
-            if end < step.n_ops and step.op_phase[end] == Phase.PROLOGUE:
+            if end < step.ops.n and step.ops.phase[end] == Phase.PROLOGUE:
                 ends_in = 0
             made_again = made_in_body and not ends_in_body and r < repetition
             if not made_again and not self._gone(ranks, storage, end, ends_in, past):
                 yield r
 
-    def _gone(self, ranks: Ranks, storage: int, end: int, repetition: int, past: list[tuple[str, Task]]) -> bool:
+    def _gone(
+        self, ranks: Ranks, storage: int, end: int, repetition: int, past: list[tuple[str, Task]]
+    ) -> bool:
         if not any(what == "passed" and (t.op, t.repetition) == (end, repetition) for what, t in past):
             return False
         if not self._kept(ranks, storage):
@@ -316,7 +355,9 @@ class Machine:
         return all(t in finished for t in movers if self._reads(t, storage) or self._writes(t, storage))
 
 
-def uncovered(intervals: list[tuple[Fraction, Fraction]], others: list[tuple[Fraction, Fraction]]) -> Fraction:
+def uncovered(
+    intervals: list[tuple[Fraction, Fraction]], others: list[tuple[Fraction, Fraction]]
+) -> Fraction:
     """Seconds of `intervals` during which none of `others` runs, summed up between all borders."""
     total = Fraction(0)
     for left, right in pairwise(sorted({t for pair in intervals + others for t in pair})):

@@ -19,7 +19,9 @@ def test_pass_order_holds_every_slot_once():
 
 def test_sharding_passes_see_recomputed_weights():
     order = search_spaces.PASS_ORDER.index
-    assert order("recompute") < order("offload.activations") < order("sharding.states") < order("offload.states")
+    assert (
+        order("recompute") < order("offload.activations") < order("sharding.states") < order("offload.states")
+    )
 
 
 @pytest.mark.parametrize("slot", search_spaces.SLOTS)
@@ -29,7 +31,9 @@ def test_kinds_are_the_files_of_the_folder(slot: str):
     assert search_spaces.kinds(slot)[0] == search_spaces.NULL_KINDS[slot]
 
 
-@pytest.mark.parametrize("cls", search_spaces.all_techniques(), ids=lambda cls: f"{cls.slot}-{cls.__module__.split('.')[-1]}")
+@pytest.mark.parametrize(
+    "cls", search_spaces.all_techniques(), ids=lambda cls: f"{cls.slot}-{cls.__module__.split('.')[-1]}"
+)
 def test_a_technique_says_what_it_is(cls: type[Technique]):
     *_, folder, stem = cls.__module__.removeprefix("memtune.search_spaces.").split(".")
     assert cls.slot.endswith(folder)
@@ -71,5 +75,7 @@ def test_finding_one_technique_imports_no_other():
         "print([m for m in sys.modules if m.startswith('memtune.search_spaces.') and m.count('.') > 2]); "
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=FOLDER.parent, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=FOLDER.parent, check=True
+    )
     assert done.stdout.splitlines() == ["['memtune.search_spaces.allocator.native']", "False"]

@@ -1,4 +1,6 @@
-"""Float32 weights under bfloat16 autocast inside `loss`: casts of the weights are cached and saved for backward."""
+"""Float32 weights under bfloat16 autocast inside `loss`: casts of the weights are cached and saved for
+backward.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,6 @@
-"""A small ResNet with BatchNorm: residual blocks in nested Sequentials, so the mean of two halves is not the whole."""
+"""A small ResNet with BatchNorm: residual blocks in nested Sequentials, so the mean of two halves is not the
+whole.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,11 @@ class Residual(nn.Module):
         self.conv2 = nn.Conv2d(n_out, n_out, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(n_out)
         same = stride == 1 and n_in == n_out
-        self.skip = nn.Identity() if same else nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+        self.skip = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)), inplace=True)

@@ -1,4 +1,6 @@
-"""A tiny Llama of Hugging Face transformers, from a config: grouped-query attention, rotary positions, no download."""
+"""A tiny Llama of Hugging Face transformers, from a config: grouped-query attention, rotary positions, no
+download.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -1,1 +1,3 @@
-"""Where parameters, gradients and optimizer state live and where they are updated: device bytes for link and host time."""
+"""Where parameters, gradients and optimizer state live and where they are updated: device bytes for link and
+host time.
+"""

@@ -6,60 +6,80 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.passes.ssd_beside_backward import not_beside_backward, optimizer_on_ssd_beside_backward
+from memtune.effects import GRADIENTS_AT_END, Effects
+from memtune.offload.optimizer import GradientOffload
+from memtune.offload.ssd_states import (
+    SsdBesideBackward,
+    not_beside_backward,
+    optimizer_on_ssd_beside_backward,
+)
 from memtune.program import Kind, Program
-from memtune.runtime import offload_dir
-from memtune.runtime.context import Context
-from memtune.runtime.gradients_down import GradientsDown
-from memtune.runtime.ssd_beside_backward import SsdBesideBackward
-from memtune.search_spaces.offload.states._as_they_land import not_as_they_land, replicas_of
-from memtune.search_spaces.offload.states._native_update import no_native_update
+from memtune.runtime import Context
+from memtune.search_spaces.offload.states._common import no_native_update, not_as_they_land, replicas_of
+from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
 
 
 class Lohan(Technique):
-    """Trades a read and a write of all optimizer state per step for its bytes on device and host, and hides them in backward.
+    """Trades a read and a write of all optimizer state per step for its bytes on device and host, and hides
+    them in backward.
 
-    Master weights and moments lie on SSD, each parameter's in one piece. Gradients go down in buckets as they land; while
-    backward goes on, their pieces are read, updated on the host, and written ("active gradient offloading"): read, update and
-    write are three stages with a bucket in each. Nothing is late: weights are those of an update at the end of the step, to the
-    bit. What `zero_infinity` does after backward is over when backward is. With accumulation the host adds up and the last
-    micro-batch updates. Clipping by norm between backward and step is noticed and refused: gradients have been used by then.
-    The paper's other half, how many activation bytes to swap rather than recompute, and which of them go on to SSD, is
+    Master weights and moments lie on SSD, each parameter's in one piece. Gradients go down in buckets as they
+    land; while backward goes on, their pieces are read, updated on the host, and written ("active gradient
+    offloading"): read, update and write are three stages with a bucket in each. Nothing is late: weights are
+    those of an update at the end of the step, to the bit. What `zero_infinity` does after backward is over
+    when backward is. With accumulation the host adds up and the last micro-batch updates. Clipping by norm
+    between backward and step is noticed and refused: gradients have been used by then. The paper's other
+    half, how many activation bytes to swap rather than recompute, and which of them go on to SSD, is
     `recompute: {kind: lohan}`.
 
-    Distinguishing test: the read, the update and the write of all buckets but the last come before the last op of backward;
-    12 bytes per parameter are read and 12 written in a step, and host memory holds three buckets.
+    Distinguishing test: the read, the update and the write of all buckets but the last come before the last
+    op of backward; 12 bytes per parameter are read and 12 written in a step, and host memory holds three
+    buckets.
     """
 
     kind: Literal["lohan"] = "lohan"
     slot: ClassVar[str] = "offload.states"
     title: ClassVar[str] = "Optimizer state on SSD, updated inside backward"
     source: ClassVar[str] = (
-        "Liao et al. 2024, LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU, "
-        "arXiv:2403.06504, active gradient offloading"
+        "Liao et al. 2024, LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer"
+        " GPU, arXiv:2403.06504, active gradient offloading"
     )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
-    averages_landed: ClassVar[bool] = True
-    eager_only: ClassVar[str] = "compiled graphs hand their gradients over at their end, not as they are made"
 
     update: Literal["native", "master"] = "native"
-    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32 masters for bfloat16
-    parameters, on SSD as well."""
+    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32
+    masters for bfloat16 parameters, on SSD as well.
+    """
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
-    """Gradients that go down together, and whose state is read meanwhile. A larger one waits less often, a smaller one holds less
-    on device and host, and leaves less to do when backward has ended."""
+    """Gradients that go down together, and whose state is read meanwhile. A larger one waits less often, a
+    smaller one holds less on device and host, and leaves less to do when backward has ended.
+    """
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
-    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then
+    each piece has two slots on SSD, which takes twice the space for the same bytes written, and every step
+    ends with a flush of the drive.
+    """
+
+    @property
+    def effects(self) -> Effects:
+        """Gradients leave when they are ready."""
+        return Effects(
+            calls="grad_hooks", eager_only=GRADIENTS_AT_END, keeps_steps=self.resume == "last_step"
+        )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a drive, gradients that land one by one, reduced on several ranks, and a type that the native update knows."""
-        if (reason := not_as_they_land(program, target) or no_directory(target)) is not None:
+        """Needs a drive, gradients that land one by one, reduced on several ranks, and a type that the native
+        update knows.
+        """
+        if (reason := not_as_they_land(self, program, target) or no_directory(target)) is not None:
             return reason
         step = program.step
-        if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
+        if (
+            not any(each.gradient >= 0 for each in step.parameters)
+            or not (step.storages.kind == Kind.OPTIMIZER).any()
+        ):
             return Reason("the optimizer has no state to move")
         if (reason := no_native_update(step, self.update, target)) is not None:
             return reason
@@ -73,7 +93,7 @@ class Lohan(Technique):
                 program.step,
                 self._bucket_bytes,
                 _reducing_ranks(program, target),
-                2 if self.keeps_steps() else 1,
+                2 if self.effects.keeps_steps else 1,
                 replicas_of(program, target),
             )
         )
@@ -81,12 +101,10 @@ class Lohan(Technique):
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to tensors on SSD, hooks that send gradients down."""
         offload_dir.checked()
-        optimizer = SsdBesideBackward(context, master=self.update == "master", keep=self.keeps_steps())
-        context.checks["offload.states"] = GradientsDown(context, optimizer, self._bucket_bytes, "per_gradient").check
-
-    def keeps_steps(self) -> bool:
-        """With `resume: last_step`."""
-        return self.resume == "last_step"
+        optimizer = SsdBesideBackward(context, master=self.update == "master", keep=self.effects.keeps_steps)
+        context.checks["offload.states"] = GradientOffload(
+            context, optimizer, self._bucket_bytes, "per_gradient"
+        ).check
 
     @property
     def _bucket_bytes(self) -> int:
@@ -95,15 +113,24 @@ class Lohan(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, when gradients go down and when the update runs."""
         how: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
-        how |= {"resume": self.resume} if self.keeps_steps() else {}
-        return {"states.offload": {"optimizer": "ssd", "gradients": "as_they_land", "trigger": "per_gradient", **how}}
+        how |= {"resume": self.resume} if self.effects.keeps_steps else {}
+        return {
+            "states.offload": {
+                "optimizer": "ssd",
+                "gradients": "as_they_land",
+                "trigger": "per_gradient",
+                **how,
+            }
+        }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """One way for each type of parameter."""
         return {"update": ("native", "master")}
 
     def exactly(self) -> Exactness:
-        """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's optimizer."""
+        """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's
+        optimizer.
+        """
         return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED
 
 

@@ -15,7 +15,6 @@ class OnDevice(Technique):
     title: ClassVar[str] = "Keep states on the device"
     source: ClassVar[str] = "PyTorch optimizers"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    weights_stay: ClassVar[bool] = True
 
     def record(self, target: Target) -> dict[str, Any]:
         """No mechanism is used."""

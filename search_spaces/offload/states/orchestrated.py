@@ -1,4 +1,6 @@
-"""Replicas that share one link to the host take turns on it (Tensor Movement Orchestration, Lin et al. 2023)."""
+"""Replicas that share one link to the host take turns on it (Tensor Movement Orchestration, Lin et al.
+2023).
+"""
 
 from __future__ import annotations
 
@@ -8,31 +10,50 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune.effects import Effects
 from memtune.errors import ApplyError
-from memtune.passes.host_optimizer import optimizer_on_host
-from memtune.passes.stream import not_in_layers
-from memtune.passes.stream_weights import stream_weights, streamed_parameters
-from memtune.program import Kind, Program, RankClass, Step
-from memtune.residency import window
-from memtune.runtime.context import Context
-from memtune.runtime.orchestrated import Orchestrated, place_of, swapped_blocks
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY
+from memtune.offload.optimizer import optimizer_on_host
+from memtune.offload.parameters import (
+    Orchestrated,
+    not_in_layers,
+    place_of,
+    stream_weights,
+    streamed_parameters,
+    swapped_blocks,
+)
+from memtune.program import Kind, Program, RankClass, Step, window
+from memtune.runtime import Context
+from memtune.search_spaces._support import conflict
+from memtune.search_spaces.offload.states._common import EAGER_ONLY
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import MIB
 
 _APART = 8
-"""Ranks up to which each is a class of its own in the program; beyond, all are priced as if they swapped at the same time."""
+"""Ranks up to which each is a class of its own in the program; beyond, all are priced as if they swapped at
+the same time.
+"""
+
+
+class OrchestratedPlan(Plan):
+    """Who shares a link, and what is swapped; what a plan leaves out, the knobs say."""
+
+    group: Annotated[int, Field(ge=2)] | None = None
+    """Ranks behind one link."""
+    stride: Annotated[int, Field(ge=1)] | None = None
+    """One block in so many is swapped."""
 
 
 class TensorMovement(Technique):
-    """Trades the order of copies, and nothing else, for the time that ranks behind one PCIe root lose to each other.
+    """Trades the order of copies, and nothing else, for the time that ranks behind one PCIe root lose to each
+    other.
 
-    Data-parallel replicas swap the same layers at the same time, and each copy takes as long as all of them together. Here the
-    weights of one block in `stride` lie on the host and come in for its forward and its backward, `window` - 1 blocks ahead;
-    the optimizer is on the host as well. `disjoint`: ranks behind one link swap different blocks (rank r those with r modulo
-    the stride), so that their copies interleave. `token`: all swap the same blocks, but each piece of a copy needs the link's
-    token, a ticket in shared memory; who dies gives it back. `none` does neither, to compare with. Off where each device has a
-    link of its own, unless `group` is given.
+    Data-parallel replicas swap the same layers at the same time, and each copy takes as long as all of them
+    together. Here the weights of one block in `stride` lie on the host and come in for its forward and its
+    backward, `window` - 1 blocks ahead; the optimizer is on the host as well. `disjoint`: ranks behind one
+    link swap different blocks (rank r those with r modulo the stride), so that their copies interleave.
+    `token`: all swap the same blocks, but each piece of a copy needs the link's token, a ticket in shared
+    memory; who dies gives it back. `none` does neither, to compare with. Off where each device has a link of
+    its own, unless `group` is given.
 
     Bitwise against the same replicas with the optimizer on the host: weights only lie elsewhere.
 
@@ -42,28 +63,29 @@ class TensorMovement(Technique):
 
     kind: Literal["orchestrated"] = "orchestrated"
     slot: ClassVar[str] = "offload.states"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (OrchestratedPlan,)
     title: ClassVar[str] = "Weights of some layers on the host, ranks of one link in turn"
     source: ClassVar[str] = (
-        "Lin et al. 2023, Tensor Movement Orchestration in Multi-GPU Training Systems, HPCA 23, disjoint selection and command "
-        "orchestration"
+        "Lin et al. 2023, Tensor Movement Orchestration in Multi-GPU Training Systems, HPCA 23, disjoint"
+        " selection and command orchestration"
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    eager_only: ClassVar[str] = EAGER_ONLY
+    effects: ClassVar[Effects] = Effects(
+        calls="block_hooks", moves="block", eager_only=EAGER_ONLY, host_share=1.0
+    )
 
     mode: Literal["disjoint", "token", "none"] = "disjoint"
     """Different blocks on each rank; the same ones, one copy at a time; or the same ones at once."""
     group: Annotated[int, Field(ge=2, le=64)] | None = None
     """Ranks behind one link; left out: as the hardware says."""
     stride: Annotated[int, Field(ge=1)] | None = None
-    """One block in so many is swapped; less frees more. Left out: the group's size, so that each block is swapped somewhere."""
+    """One block in so many is swapped; less frees more. Left out: the group's size, so that each block is
+    swapped somewhere.
+    """
     window: Annotated[int, Field(ge=1)] = 2
     """Blocks from the one that computes to the one that comes in; 1 waits for each copy."""
     slot_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Of a copy, for which the token is held at most; small pieces are fairer and cost more turns."""
-
-    def follows_calls(self) -> bool:
-        """Weights come in when blocks are called."""
-        return True
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs replicas behind one link, and blocks that run one after the other."""
@@ -73,33 +95,37 @@ class TensorMovement(Technique):
             return Reason("one rank has the link to itself", "offload: {states: {kind: stronghold}}")
         if self._group(target) < 2:
             return Reason("each device has a link to the host of its own", "group: 2, if that is not so")
-        states = target.chosen.get("sharding.states")
-        if states is None or states.kind != "ddp":
-            return Reason("it is for replicas: sharded weights come and go by themselves", "sharding: {states: {kind: ddp}}")
+        if (reason := conflict(self, target, "sharding.states")) is not None:
+            return reason
         return self._blocks_fit(program.step, target)
 
     def _blocks_fit(self, step: Step, target: Target) -> Reason | None:
         if (reason := not_in_layers(step, landing=False)) != "":
             return Reason(reason, "offload: {states: {kind: optimizer_cpu}}")
-        if not (step.kind == Kind.OPTIMIZER).any():
+        if not (step.storages.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
         blocks, stride = len(step.blocks), self._stride(self._group(target))
         if stride > blocks or self.window > blocks:
             return Reason(f"the model has {blocks} blocks only", "a smaller stride and window")
         if self.mode == "disjoint" and stride < self._group(target):
             return Reason(
-                f"a stride of {stride} gives {self._group(target)} ranks the same blocks", f"stride: {self._group(target)}"
+                f"a stride of {stride} gives {self._group(target)} ranks the same blocks",
+                f"stride: {self._group(target)}",
             )
         return None
 
-    def plan(self, program: Program, target: Target) -> Plan:
+    def plan(self, program: Program, target: Target) -> OrchestratedPlan:
         """How many ranks share a link, and which blocks are swapped."""
         group = self._group(target)
-        return Plan(decisions={"group": group, "stride": self._stride(group)})
+        return OrchestratedPlan(group=group, stride=self._stride(group))
 
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Weights of each rank's blocks come and go, the optimizer on the host; ranks that differ are classes of their own."""
-        group, stride = int(plan.decisions["group"]), int(plan.decisions["stride"])
+    def rewrite(self, program: Program, plan: OrchestratedPlan, target: Target) -> Program:
+        """Weights of each rank's blocks come and go, the optimizer on the host; ranks that differ are classes
+        of their own.
+        """
+        group, stride = plan.group, plan.stride
+        assert group is not None, "`plan` decides both"
+        assert stride is not None
         node, ranks = target.hardware.local_ranks(target.ranks), program.ranks
         if self.mode == "none":
             return program.with_step(self._swapped(program.step, stride, 0))
@@ -115,48 +141,56 @@ class TensorMovement(Technique):
     def _swapped(self, step: Step, stride: int, place: int) -> Step:
         blocks = swapped_blocks(len(step.blocks), stride, place)
         streamed = streamed_parameters(step, blocks)
-        return optimizer_on_host(stream_weights(step, window(len(step.blocks), self.window), blocks), stay_down=streamed)
+        return optimizer_on_host(
+            stream_weights(step, window(len(step.blocks), self.window), blocks), stay_down=streamed
+        )
 
-    def apply(self, context: Context, plan: Plan) -> None:
+    def apply(self, context: Context, plan: OrchestratedPlan) -> None:
         """Blocks' weights to the host, hooks that bring them in, the token shared."""
-        group, stride = (plan.decisions.get(key, default) for key, default in (("group", self.group), ("stride", self.stride)))
-        stride = group if stride is None else stride
-        blocks = len(context.blocks)
-        if not (isinstance(group, int) and isinstance(stride, int) and group > 1 and 1 <= stride <= blocks):
+        group = plan.group or self.group
+        stride, blocks = plan.stride or self.stride or group, len(context.blocks)
+        if group is None or stride is None or stride > blocks:
             raise ApplyError(
                 f"orchestrated has no way to divide {blocks} blocks among the ranks of a link.",
                 evidence=f"The plan says a group of {group} and a stride of {stride}.",
-                fix="offload: {states: {kind: orchestrated, group: 2}}, or plan it again", code="MT364",
-            )  # fmt: skip
-        if context.runner is None:  # DDP's
-            raise ApplyError(
-                "orchestrated is for replicas on several ranks.",
-                fix="sharding: {states: {kind: ddp}}  and torchrun; or offload: {states: {kind: stronghold}}", code="MT364",
-            )  # fmt: skip
+                fix="offload: {states: {kind: orchestrated, group: 2}}, or plan it again",
+                code="MT364",
+            )
         moved = Orchestrated(
-            context, group=group, stride=stride, slots=min(self.window, blocks), disjoint=self.mode == "disjoint",
+            context,
+            group=group,
+            stride=stride,
+            slots=min(self.window, blocks),
+            disjoint=self.mode == "disjoint",
             slot_bytes=self.slot_mib * MIB if self.mode == "token" else 0,
-        )  # fmt: skip
+        )
         context.checks["offload.states"] = moved.check
 
-    def explain(self, plan: Plan) -> tuple[str, ...]:
+    def explain(self, plan: OrchestratedPlan) -> tuple[str, ...]:
         """Who shares a link."""
-        group, stride = plan.decisions.get("group"), plan.decisions.get("stride")
-        if not isinstance(group, int) or not isinstance(stride, int):
+        if plan.group is None or plan.stride is None:
             return ()
-        how = {"disjoint": "each swaps other blocks", "token": "one copy at a time", "none": "not coordinated"}[self.mode]
-        return (f"{group} ranks share a link, {how}; one block in {stride} is swapped",)
-
-    def least_share_on_host(self) -> float:
-        """All of it."""
-        return 1.0
+        how = {
+            "disjoint": "each swaps other blocks",
+            "token": "one copy at a time",
+            "none": "not coordinated",
+        }[self.mode]
+        return (f"{plan.group} ranks share a link, {how}; one block in {plan.stride} is swapped",)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Where weights and optimizer are, and how the link is shared."""
         group = self._group(target)
         how = {"orchestrated": self.mode, "group": group, "stride": self._stride(group), "slots": self.window}
         slot = {"slot_mib": self.slot_mib} if self.mode == "token" else {}
-        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how, **slot}}
+        return {
+            "states.offload": {
+                "parameters": "host",
+                "optimizer": "host",
+                "trigger": "end_of_step",
+                **how,
+                **slot,
+            }
+        }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Both ways to share a link."""
@@ -172,5 +206,5 @@ class TensorMovement(Technique):
 
 def _meeting(step: Step) -> Step:
     """`step` with its collectives numbered, so that ranks whose steps differ wait for each other in them."""
-    talk = step.op_group > 1
-    return replace(step, op_match=np.where(talk, np.cumsum(talk), step.op_match).astype(np.int32))
+    talk = step.ops.group > 1
+    return step.with_ops(match=np.where(talk, np.cumsum(talk), step.ops.match).astype(np.int32))

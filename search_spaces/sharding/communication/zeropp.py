@@ -1,4 +1,6 @@
-"""Fewer bytes between nodes: quantised weight gathers, a copy of the weights in every node, quantised gradients (ZeRO++)."""
+"""Fewer bytes between nodes: quantised weight gathers, a copy of the weights in every node, quantised
+gradients (ZeRO++).
+"""
 
 from __future__ import annotations
 
@@ -6,36 +8,41 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from memtune.message import Bits, Communication, Form
-from memtune.parameters import columns_of
-from memtune.program import Program, Step
-from memtune.search_spaces.sharding.communication import _units
-from memtune.search_spaces.sharding.communication._own import _OwnCollectives
+from memtune.parallel.collectives import Bits, Communication, Form
+from memtune.program import Program, Step, columns_of
+from memtune.search_spaces.sharding.communication import _node_groups
+from memtune.search_spaces.sharding.communication._custom_collectives import _OwnCollectives
 from memtune.technique import Exactness, Reason, Target
 
 
 class ZeroPp(_OwnCollectives):
-    """Trades memory (hpZ) or exactness (qwZ, qgZ) for bytes on the link between nodes; each part is on or off by itself.
+    """Trades memory (hpZ) or exactness (qwZ, qgZ) for bytes on the link between nodes; each part is on or off
+    by itself.
 
-    hpZ: every node keeps what forward gathered, 1/k of it on each of its k ranks, until the unit's backward gathers it inside
-    the node; bitwise. qwZ: weights are gathered as integers relative to the largest of each block, M bytes in bfloat16 become
-    M/2 with 8 bits; all ranks compute with the same rounded weights, masters stay exact; lossy. qgZ: gradients are exchanged as
-    integers in two hops of all-to-all, inside the node and then between nodes, and added up in float32 after each; M becomes
-    M/4 with 4 bits; lossy.
+    hpZ: every node keeps what forward gathered, 1/k of it on each of its k ranks, until the unit's backward
+    gathers it inside the node; bitwise. qwZ: weights are gathered as integers relative to the largest of each
+    block, M bytes in bfloat16 become M/2 with 8 bits; all ranks compute with the same rounded weights,
+    masters stay exact; lossy. qgZ: gradients are exchanged as integers in two hops of all-to-all, inside the
+    node and then between nodes, and added up in float32 after each; M becomes M/4 with 4 bits; lossy.
 
-    An element that is quantised is off by at most half a step, the largest of its block over 254 (8 bits) or 14 (4 bits).
+    An element that is quantised is off by at most half a step, the largest of its block over 254 (8 bits) or
+    14 (4 bits).
 
-    Distinguishing test: hpZ leaves no byte between nodes in backward's gathers, qwZ and qgZ carry `bits`/(8·itemsize) of the
-    bytes and 4 bytes per block.
+    Distinguishing test: hpZ leaves no byte between nodes in backward's gathers, qwZ and qgZ carry
+    `bits`/(8·itemsize) of the bytes and 4 bytes per block.
     """
 
     kind: Literal["zeropp"] = "zeropp"
     title: ClassVar[str] = "Fewer bytes between nodes"
-    source: ClassVar[str] = "Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ), 3.2 (hpZ) and 3.3 (qgZ)"
+    source: ClassVar[str] = (
+        "Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ), 3.2 (hpZ) and 3.3 (qgZ)"
+    )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     hpz: bool = True
-    """Backward gathers inside the node, from a copy that costs 1/k of the model's bytes on each of a node's k ranks."""
+    """Backward gathers inside the node, from a copy that costs 1/k of the model's bytes on each of a node's k
+    ranks.
+    """
     qwz: bool = False
     """Weights are gathered in `weight_bits`."""
     qgz: bool = False
@@ -45,11 +52,15 @@ class ZeroPp(_OwnCollectives):
     gradient_bits: Bits = 4
     """Of a gradient on the link; 8 is twice the bytes and an eighteenth of the step."""
     error_feedback: bool = False
-    """With qgz: what a rank's gradients lose is added to its next ones, for 4 bytes per element of a whole gradient."""
+    """With qgz: what a rank's gradients lose is added to its next ones, for 4 bytes per element of a whole
+    gradient.
+    """
     block: Annotated[int, Field(ge=16, le=4096, multiple_of=2)] = 256
     """Values that share a scale of 4 bytes; small blocks are more exact and carry more scales."""
     exact_below: Annotated[int, Field(ge=0)] = 65536
-    """Parameters with fewer elements (norms, biases, routers) travel in float32: few bytes, and the most sensitive ones."""
+    """Parameters with fewer elements (norms, biases, routers) travel in float32: few bytes, and the most
+    sensitive ones.
+    """
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
@@ -64,18 +75,26 @@ class ZeroPp(_OwnCollectives):
         return Exactness.LOSSY if self.qwz or self.qgz else Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs parameters that FSDP2 shards, for hpZ and qgZ over several nodes; to quantise, float parameters of one type."""
+        """Needs parameters that FSDP2 shards, for hpZ and qgZ over several nodes; to quantise, float
+        parameters of one type.
+        """
         return (
-            (_units.one_node(target, self.ranks_per_node) if self.hpz or self.qgz else None)
+            (_node_groups.one_node(target, self.ranks_per_node) if self.hpz or self.qgz else None)
             or (_untravelled_types(program.step) if self.qwz or self.qgz else None)
-            or _units.unsharded(target)
+            or _node_groups.unsharded(self, target)
             or (self._no_copy_to_keep(target) if self.hpz else None)
-            or (_units.uneven_nodes(_units.ranks_of(target, self.ranks_per_node)) if self.hpz or self.qgz else None)
+            or (
+                _node_groups.uneven_nodes(_node_groups.ranks_of(target, self.ranks_per_node))
+                if self.hpz or self.qgz
+                else None
+            )
         )
 
     def _no_copy_to_keep(self, target: Target) -> Reason | None:
-        if not _units.gathers_again(target):
-            return Reason("nothing is gathered again in backward", "reshard_after_forward: true, or hpz: false")
+        if not _node_groups.gathers_again(target):
+            return Reason(
+                "nothing is gathered again in backward", "reshard_after_forward: true, or hpz: false"
+            )
         return None
 
     def _how(self, ranks_per_node: int) -> Communication:
@@ -85,7 +104,12 @@ class ZeroPp(_OwnCollectives):
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Every part on and off; what is lossy is only asked for where the user allows it."""
-        return {"hpz": (True, False), "qwz": (False, True), "qgz": (False, True), "error_feedback": (False, True)}
+        return {
+            "hpz": (True, False),
+            "qwz": (False, True),
+            "qgz": (False, True),
+            "error_feedback": (False, True),
+        }
 
 
 def _untravelled_types(step: Step) -> Reason | None:
@@ -93,4 +117,8 @@ def _untravelled_types(step: Step) -> Reason | None:
     sizes = set(columns_of(step.parameters).itemsize.tolist())
     if len(sizes) > 1:
         return Reason("parameters of several types travel as plain bytes", "one dtype for all parameters")
-    return None if sizes <= {2, 4} else Reason("only float32, bfloat16 and float16 are quantised", "sharding.communication: none")
+    return (
+        None
+        if sizes <= {2, 4}
+        else Reason("only float32, bfloat16 and float16 are quantised", "sharding.communication: none")
+    )

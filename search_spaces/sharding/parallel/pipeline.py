@@ -1,67 +1,91 @@
-"""Blocks in stages, one after the other on several ranks, with micro-batches on their way through them (pipeline parallelism)."""
+"""Blocks in stages, one after the other on several ranks, with micro-batches on their way through them
+(pipeline parallelism).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from memtune.block_outputs import outputs_in
-from memtune.edit import accumulate_gradients
-from memtune.errors import ApplyError
-from memtune.op_costs import op_costs
-from memtune.parameters import columns_of
-from memtune.passes.pipeline import Piped, piped
-from memtune.passes.stages import Chain, chain_of
-from memtune.pipeline_order import Stages, idle_share
-from memtune.planners.stages import balanced
-from memtune.program import Program, RankClass, Step
-from memtune.runtime.context import Context
-from memtune.search_spaces._passes import steps_of_stages
-from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.effects import Effects
+from memtune.hardware import op_costs
+from memtune.parallel.pipeline import Chain, PipelineSettings, balanced, chain_of, piped
+from memtune.program import Program, RankClass, Stages, Step, accumulate_gradients, columns_of, idle_share
+from memtune.runtime import Context
+from memtune.search_spaces._pass_pipeline import steps_of_stages
+from memtune.search_spaces._support import active, conflict
+from memtune.search_spaces.sharding.parallel._sharded_layers import of_another
+from memtune.technique import Exactness, PassStage, Plan, Reason, Rewrite, Target, Technique
 from memtune.units import format_bytes
+from memtune.workload import require_structures
 
 if TYPE_CHECKING:
-    from memtune.runtime.pipeline import Layout
+    from memtune.parallel.pipeline import Layout
 
-_ALONE = ("sharding.communication", "offload.states", "split", "execution.order")
-_STATES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics")
-"""What divides or replicates states among the copies of a stage."""
-_BESIDE = ("none", "full", "selective")
-"""What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
-_MOVING = ("none", "copy_out", "pipelined")
-"""What may move their activations."""
+
+class PipelinePlan(Plan):
+    """The blocks of each stage, and what passes between stages."""
+
+    degree: Annotated[int, Field(ge=2)]
+    """Ranks of a pipeline."""
+    stages: Annotated[tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...], Field(min_length=1)]
+    """(stages,) names of the blocks of each stage."""
+    first: tuple[str, ...]
+    """Parameters that are used before the first block."""
+    last: tuple[str, ...]
+    """Parameters that are used after the last block."""
+    passed_bytes: Annotated[int, Field(ge=0)]
+    """Bytes that pass from stage to stage for each micro-batch."""
+    outputs: tuple[str, ...] = ()
+    """(blocks,) form of each block's output (`memtune.workload.output_structure`); none where every block
+    returns a tensor.
+    """
+
+    @model_validator(mode="after")
+    def _has_forms(self) -> Self:
+        require_structures(self.outputs, sum(map(len, self.stages)))
+        return self
 
 
 class Pipeline(Technique):
-    """Trades ranks that wait while the first and the last micro-batches pass for one message of activations per stage boundary.
+    """Trades ranks that wait while the first and the last micro-batches pass for one message of activations
+    per stage boundary.
 
-    A rank holds the weights, gradients and optimizer state of its stages alone: 1/degree of the model's with equal stages. The
-    embedding and all else before the blocks is the first stage's, what follows them and the loss the last one's. What crosses a
-    boundary is one block's output forwards and its gradient backwards, once per micro-batch. Stage s of S holds the activations
-    of at most S - s micro-batches (1F1B); of all of them under `gpipe`.
+    A rank holds the weights, gradients and optimizer state of its stages alone: 1/degree of the model's with
+    equal stages. The embedding and all else before the blocks is the first stage's, what follows them and the
+    loss the last one's. What crosses a boundary is one block's output forwards and its gradient backwards,
+    once per micro-batch. Stage s of S holds the activations of at most S - s micro-batches (1F1B); of all of
+    them under `gpipe`.
 
-    Each rank brings its own micro-batches and all ranks of a pipeline work on them together, so m = degree · accumulate are on
-    their way, and a rank waits (degree - 1) / (v · m) of the time that it works, v stages on each rank.
+    Each rank brings its own micro-batches and all ranks of a pipeline work on them together, so m = degree ·
+    accumulate are on their way, and a rank waits (degree - 1) / (v · m) of the time that it works, v stages
+    on each rank.
 
-    Pipelines beside each other hold copies of the same stages: what divides or replicates states does so among these, in every
-    forward and backward of a stage where it gathers or reduces in each micro-batch.
+    Pipelines beside each other hold copies of the same stages: what divides or replicates states does so
+    among these, in every forward and backward of a stage where it gathers or reduces in each micro-batch.
 
-    Reordered: a micro-batch's gradients are the plain ones to the bit and are added in the plain order; a weight that the first
-    and the last stage both use gets its two parts added up at the end, and pipelines beside each other average their sums. Random
-    numbers are drawn by stage.
+    Reordered: a micro-batch's gradients are the plain ones to the bit and are added in the plain order; a
+    weight that the first and the last stage both use gets its two parts added up at the end, and pipelines
+    beside each other average their sums. Random numbers are drawn by stage.
 
-    Distinguishing test: each rank sends boundaries · m · bytes of a block's output, and holds no weight of another stage.
+    Distinguishing test: each rank sends boundaries · m · bytes of a block's output, and holds no weight of
+    another stage.
     """
 
     kind: Literal["pipeline"] = "pipeline"
     slot: ClassVar[str] = "sharding.parallel"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (PipelinePlan,)
     title: ClassVar[str] = "Blocks in stages on several ranks"
-    source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Huang et al. 2019, GPipe, arXiv:1811.06965"
+    source: ClassVar[str] = (
+        "Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Huang et al. 2019, GPipe, arXiv:1811.06965"
+    )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
-    eager_only: ClassVar[str] = "a stage stops the user's code between blocks, compiled or not"
+    effects: ClassVar[Effects] = Effects(
+        layers="stages", eager_only="a stage stops the user's code between blocks, compiled or not"
+    )
 
     degree: Annotated[int, Field(ge=2)] | None = None
     """Ranks of a pipeline, all of them by default; a divisor of the ranks."""
@@ -74,66 +98,76 @@ class Pipeline(Technique):
         return (self.degree or ranks) * (self.stages_per_rank if self.schedule == "interleaved_1f1b" else 1)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them, blocks in a chain with enough cuts, and nothing that moves state."""
+        """Needs two ranks, a degree that divides them, blocks in a chain with enough cuts, and nothing that
+        moves state.
+        """
         degree = self.degree or target.ranks
         if target.ranks < 2:
             return Reason("there is only one rank to put a stage on", "--gpus or --workers 2 and more")
         if target.ranks % degree:
-            return Reason(f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks")
+            return Reason(
+                f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks"
+            )
         if target.cut is None:
             return Reason("stages are looked at when the slot is asked for", "--axes sharding.parallel")
-        for slot in _ALONE:
-            other = target.chosen.get(slot)
-            if other is not None and other.kind not in ("none", "program"):
-                return Reason(f"{slot}: {other.kind} does not work on the stages of a pipeline", f"{slot}: {{kind: none}}")
-        wrong = self._wrong_states(program.step, target)
-        if wrong is not None:
-            return wrong
-        recompute = target.chosen.get("recompute")
-        if recompute is not None and recompute.kind not in _BESIDE:
-            return Reason(f"recompute: {recompute.kind} is planned for a rank that has all blocks", "recompute: {kind: full}")
-        moving = target.chosen.get("offload.activations")
-        if moving is not None and moving.kind not in _MOVING:
-            return Reason(
-                f"offload.activations: {moving.kind} is planned for a rank that has all blocks",
-                "offload.activations: {kind: pipelined}",
-            )
+        reason = conflict(
+            self,
+            target,
+            "sharding.communication",
+            "offload.states",
+            "split",
+            "execution.order",
+            "sharding.states",
+        )
+        reason = reason or self._wrong_states(program.step, target)
+        reason = reason or conflict(self, target, "recompute", "offload.activations")
+        if reason is not None:
+            return reason
         if target.compiled:
-            return Reason("a stage stops the user's code between blocks, compiled or not", "execution.compile: false")
+            return Reason(self.effects.eager_only, "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
 
     def _wrong_states(self, step: Step, target: Target) -> Reason | None:
-        """Why model states cannot be divided as asked for among the ranks of other pipelines that have the same stages."""
-        states, degree = target.chosen.get("sharding.states"), self.degree or target.ranks
-        if states is None or states.kind == "none":
+        """Why model states cannot be divided as asked for among the ranks of other pipelines that have the
+        same stages.
+        """
+        states, degree = active(target, "sharding.states"), self.degree or target.ranks
+        if states is None:
             return None
-        asked, fix = f"sharding.states: {states.kind}", "sharding.states: {kind: none}, or zero1"
-        if states.kind not in _STATES:
-            return Reason(f"{asked} does not work on the stages of a pipeline", fix)
+        asked = f"sharding.states: {states.kind}"
         if degree == target.ranks:
             one = "with one pipeline there is one copy of each stage"
-            return Reason(f"{asked}: {one}", "sharding.states: {kind: none}, or pipelines of a smaller degree")
-        if not states.every_micro_batch:
+            return Reason(
+                f"{asked}: {one}", "sharding.states: {kind: none}, or pipelines of a smaller degree"
+            )
+        if not states.effects.every_micro_batch:
             return None
         moving, chain = target.chosen.get("offload.activations"), chain_of(step)
         if self.schedule == "interleaved_1f1b":
-            return Reason(f"{asked} works on one stage of a rank", "schedule: 1f1b, or sharding.states: zero1")
-        if moving is not None and moving.kind == "pipelined":
-            return Reason(f"{asked} does not work where copies follow the schedule", "offload.activations: {kind: copy_out}")
+            return Reason(
+                f"{asked} works on one stage of a rank", "schedule: 1f1b, or sharding.states: zero1"
+            )
+        if moving is not None and moving.effects.activations == "stage":
+            return Reason(
+                f"{asked} does not work where copies follow the schedule",
+                "offload.activations: {kind: copy_out}",
+            )
         if isinstance(chain, Chain) and set(chain.first) & set(chain.last):
             tied = sorted(set(chain.first) & set(chain.last))[0]
             return Reason(f"{asked}: the first and the last stage both have {tied}", "sharding.states: zero1")
         if getattr(states, "blocks_per_unit", 1) > 1:
             return Reason("a unit of several blocks may lie in two stages", "blocks_per_unit: 1")
         if not isinstance(getattr(states, "reshard_after_forward", True), bool):
-            return Reason("units in smaller groups do not work on stages", "reshard_after_forward: true, or false")
+            return Reason(
+                "units in smaller groups do not work on stages", "reshard_after_forward: true, or false"
+            )
         return None
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Those of a pipeline."""
         return self.degree or ranks
 
-    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+    def divides_parameters(self, ranks: int, plan: PipelinePlan) -> bool:
         """By stages."""
         return True
 
@@ -149,7 +183,7 @@ class Pipeline(Technique):
             return Reason(f"{text}: {chain.obstacle}", "a smaller degree, or parallel: {kind: none}")
         return None
 
-    def plan(self, program: Program, target: Target) -> Plan:
+    def plan(self, program: Program, target: Target) -> PipelinePlan:
         """Which blocks each stage has: the slowest as fast as can be, then the fullest as empty."""
         step, degree = program.step, self.degree or target.ranks
         chain = chain_of(step)
@@ -159,24 +193,32 @@ class Pipeline(Technique):
         starts = balanced(seconds, n_bytes, chain.cuts, count)
         assert starts is not None, "fits refuses too few cuts"
         ends = (*starts[1:], len(step.blocks))
-        stages = [list(step.blocks[first:end]) for first, end in zip(starts, ends, strict=True)]
-        first, last = list(chain.first), list(chain.last)
-        return Plan(decisions={
-            "degree": degree, "stages": stages, "first": first, "last": last, "passed_bytes": chain.passed_bytes,
-            **({"outputs": list(chain.outputs)} if chain.outputs else {}),
-        })  # fmt: skip
+        return PipelinePlan(
+            degree=degree,
+            stages=tuple(step.blocks[first:end] for first, end in zip(starts, ends, strict=True)),
+            first=chain.first,
+            last=chain.last,
+            passed_bytes=chain.passed_bytes,
+            outputs=chain.outputs,
+        )
 
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The step of a later micro-batch, of which each pipeline has those of all its ranks; `finish` puts it into stages."""
+    def rewrite(self, program: Program, plan: PipelinePlan, target: Target) -> Program:
+        """The step of a later micro-batch, of which each pipeline has those of all its ranks; `_into_stages`
+        cuts it.
+        """
         degree = self.degree or target.ranks
         step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
         blocks = {name: index for index, name in enumerate(step.blocks)}
-        stages = Stages(tuple(blocks[stage[0]] for stage in plan.decisions["stages"]), degree, self.schedule)
+        stages = Stages(tuple(blocks[stage[0]] for stage in plan.stages), degree, self.schedule)
         ranks = (RankClass(program.ranks, step),)
         accumulate = program.accumulate * degree
         return Program(ranks, program.micro_batch, accumulate, program.notes, sharers=degree, stages=stages)
 
-    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
+    def passes(self) -> Mapping[PassStage, Rewrite]:
+        """The rewrite, and the cut into the stages of each rank when all axes are in the step."""
+        return {**super().passes(), PassStage.WHOLE_STEP: self._into_stages}
+
+    def _into_stages(self, program: Program, plan: PipelinePlan, target: Target) -> Program | Reason:
         """The step of each rank of a pipeline, all micro-batches in it; the fullest one first."""
         how, times = piped(program, target.hardware)
         kinds = _kinds(program.step, how, target)
@@ -185,30 +227,39 @@ class Pipeline(Technique):
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
         classes = [
-            RankClass(how.copies * len(mine), step, tuple(copy * how.ranks + rank for copy in range(how.copies) for rank in mine))
+            RankClass(
+                how.copies * len(mine),
+                step,
+                tuple(copy * how.ranks + rank for copy in range(how.copies) for rank in mine),
+            )
             for mine, step in zip(kinds.values(), steps, strict=True)
         ]
         classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
         return Program(
-            tuple(classes), program.micro_batch, times, program.notes, sharers=how.ranks, unrolled=how.micro_batches,
+            tuple(classes),
+            program.micro_batch,
+            times,
+            program.notes,
+            sharers=how.ranks,
+            unrolled=how.micro_batches,
             idle=idle_share(how.ranks, how.stages_per_rank, program.accumulate),
-        )  # fmt: skip
+        )
 
-    def apply(self, context: Context, plan: Plan) -> None:
+    def apply(self, context: Context, plan: PipelinePlan) -> None:
         """Keep this rank's stages, as the plan has them."""
-        from memtune.runtime.pipeline import pipe  # a second and a half to import, which no search needs
+        from memtune.parallel.pipeline import pipe  # a second and a half to import, which no search needs
 
         pipe(context, _layout(self, context, plan))
 
-    def explain(self, plan: Plan) -> tuple[str, ...]:
+    def explain(self, plan: PipelinePlan) -> tuple[str, ...]:
         """How many blocks each stage has, and what passes between them."""
-        stages, passed = plan.decisions.get("stages"), plan.decisions.get("passed_bytes")
-        if not stages or not passed:
-            return ()
-        sizes = ", ".join(str(len(stage)) for stage in stages)
+        sizes = ", ".join(str(len(stage)) for stage in plan.stages)
         return (
-            f"{len(stages)} stages of {sizes} blocks on {plan.decisions.get('degree')} ranks",
-            f"{format_bytes(passed)} pass from stage to stage for each micro-batch, and as much back",
+            f"{len(plan.stages)} stages of {sizes} blocks on {plan.degree} ranks",
+            (
+                f"{format_bytes(plan.passed_bytes)} pass from stage to stage for each micro-batch, and as"
+                " much back"
+            ),
             "each rank brings its own micro-batches, and tuned.step runs them all",
         )
 
@@ -227,11 +278,11 @@ class Pipeline(Technique):
         return {"degree": (None, *target.group_sizes()), **self.choices()}
 
 
-def _kinds(step: Step, how: Piped, target: Target) -> dict[int, list[int]]:
+def _kinds(step: Step, how: PipelineSettings, target: Target) -> dict[int, list[int]]:
     """The ranks of a pipeline whose steps are written down, and those that each stands for.
 
-    The first, the second and the last; of those between, which have fewer micro-batches on the way than the second, whichever
-    holds most and whichever takes longest stand for themselves, the second for the others.
+    The first, the second and the last; of those between, which have fewer micro-batches on the way than the
+    second, whichever holds most and whichever takes longest stand for themselves, the second for the others.
     """
     chain = chain_of(step)
     assert isinstance(chain, Chain), "fits refuses others"
@@ -246,7 +297,9 @@ def _kinds(step: Step, how: Piped, target: Target) -> dict[int, list[int]]:
 
 
 def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: int) -> tuple[Any, Any]:
-    """(blocks,) seconds of forward and backward, (stages, blocks) bytes of weights and what autograd holds of them."""
+    """(blocks,) seconds of forward and backward, (stages, blocks) bytes of weights and what autograd holds of
+    them.
+    """
     n_blocks = len(step.blocks)
     op_s = op_costs(step, target.hardware, ranks=target.ranks).op_s
     mine = chain.place >= 0
@@ -264,33 +317,24 @@ def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: 
 def _state_bytes(step: Step) -> Any:
     """(parameters,) bytes of each weight, its gradient and its optimizer state."""
     columns = columns_of(step.parameters)
-    found = step.bytes[columns.storage].astype(np.float64)
+    found = step.storages.bytes[columns.storage].astype(np.float64)
     found += np.where(columns.trainable, found, 0.0)
-    state = (step.owner >= 0) & (step.producer < 0) & (step.kind == 2)
-    np.add.at(found, step.owner[state], step.bytes[state])
+    state = (step.storages.owner >= 0) & (step.storages.producer < 0) & (step.storages.kind == 2)
+    np.add.at(found, step.storages.owner[state], step.storages.bytes[state])
     return found
 
 
-def _layout(technique: Pipeline, context: Context, plan: Plan) -> Layout:
-    """What `plan` says, checked.
+def _layout(technique: Pipeline, context: Context, plan: PipelinePlan) -> Layout:
+    """Return what `plan` says, for the ranks at hand.
 
     Raises:
-        ApplyError: There is no plan, or it was made for another degree or model.
+        ApplyError: It was made for another degree or number of stages.
     """
-    from memtune.runtime.pipeline import Layout
+    from memtune.parallel.pipeline import Layout
 
-    degree, found = technique.degree or context.ranks, plan.decisions
-    stages, first, last = found.get("stages"), found.get("first"), found.get("last")
-    if not (isinstance(stages, list) and stages and isinstance(first, list) and isinstance(last, list)):
-        raise needs_plan("pipeline", "Whether the code between the blocks allows it is seen by recording a step.")
-    if found.get("degree") != degree or len(stages) != technique._count(context.ranks):
-        raise of_another("pipeline", f"It is for {len(stages)} stages on {found.get('degree')} ranks.")
-    names = [*first, *last, *(name for stage in stages for name in (stage if isinstance(stage, list) else [None]))]
-    damaged = ApplyError("the plan of sharding.parallel: {kind: pipeline} is damaged.", fix="search again", code="MT393")
-    if not all(stages) or not all(isinstance(name, str) for name in names):
-        raise damaged
-    try:
-        outputs = outputs_in(found.get("outputs"), sum(map(len, stages)))
-    except ValueError:
-        raise damaged from None
-    return Layout(tuple(map(tuple, stages)), frozenset(first), frozenset(last), degree, technique.schedule, outputs)
+    degree = technique.degree or context.placement.world_size
+    if plan.degree != degree or len(plan.stages) != technique._count(context.placement.world_size):
+        raise of_another("pipeline", f"It is for {len(plan.stages)} stages on {plan.degree} ranks.")
+    return Layout(
+        plan.stages, frozenset(plan.first), frozenset(plan.last), degree, technique.schedule, plan.outputs
+    )

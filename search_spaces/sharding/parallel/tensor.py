@@ -1,30 +1,35 @@
-"""Attention heads and the features of MLPs divided over ranks, which work on one micro-batch together (Megatron-LM)."""
+"""Attention heads and the features of MLPs divided over ranks, which work on one micro-batch together
+(Megatron-LM).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from memtune.linear_pairs import Pair
-from memtune.runtime.context import Context
-from memtune.runtime.tensor import cut
-from memtune.search_spaces.sharding.parallel._layers import CutLayers
+from memtune.parallel.model import cut
+from memtune.runtime import Context
+from memtune.search_spaces.sharding.parallel._sharded_layers import CutLayers
 from memtune.technique import Target
+from memtune.workload import Pair
 
 
 class TensorParallel(CutLayers):
-    """Trades two all-reduces of a layer's activations in forward and two in backward for 1/degree of weights and their state.
+    """Trades two all-reduces of a layer's activations in forward and two in backward for 1/degree of weights
+    and their state.
 
-    Query, key, value and output layers are cut by heads, MLPs by features; norms, embeddings and what is between the pairs stay
-    whole on every rank. A group of ranks works on one micro-batch at a time: each rank brings its own, as without it, and they
-    take turns (`Tuned.step`), so that a step has the same samples and `degree` times as many, smaller micro-batches per rank.
-    Groups beyond the first hold copies, whose gradients are averaged after backward.
+    Query, key, value and output layers are cut by heads, MLPs by features; norms, embeddings and what is
+    between the pairs stay whole on every rank. A group of ranks works on one micro-batch at a time: each rank
+    brings its own, as without it, and they take turns (`Tuned.step`), so that a step has the same samples and
+    `degree` times as many, smaller micro-batches per rank. Groups beyond the first hold copies, whose
+    gradients are averaged after backward.
 
-    Reordered: a row layer's output is the sum of `degree` partial sums of in/degree products each, so an element differs from
-    the plain one by at most (in + degree)·eps·Σ|wᵢxᵢ|, as any other order of summation may.
+    Reordered: a row layer's output is the sum of `degree` partial sums of in/degree products each, so an
+    element differs from the plain one by at most (in + degree)·eps·Σ|wᵢxᵢ|, as any other order of summation
+    may.
 
-    Distinguishing test: a rank holds 1/degree of the cut weights, and every pair sends its input's bytes once in forward and once
-    in backward, in all-reduces.
+    Distinguishing test: a rank holds 1/degree of the cut weights, and every pair sends its input's bytes once
+    in forward and once in backward, in all-reduces.
     """
 
     kind: Literal["tensor"] = "tensor"

@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from memtune.errors import ApplyError
-from memtune.factors import Factors, Schedule, cheapest, every, held
 from memtune.hardware import Hardware
+from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held
 from memtune.program import Program, Step
-from memtune.search_spaces.sharding.states._factors import _Divided, schedule_of, whole_bytes
-from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target
+from memtune.search_spaces.sharding.states._nested import _Divided, schedule_of, whole_bytes
+from memtune.technique import Exactness, Plan, Reason, Target
 
 _NONE = Factors(1, 1, 1)
+
+
+class AmspPlan(Plan):
+    """Over how many ranks each state is divided, where the config does not say."""
+
+    parameters: Annotated[int, Field(ge=1)] | None = None
+    """Ranks over which parameters are divided."""
+    gradients: Annotated[int, Field(ge=1)] | None = None
+    """Ranks over which sums of gradients are divided."""
+    optimizer: Annotated[int, Field(ge=1)] | None = None
+    """Ranks over which optimizer state is divided."""
+
+    @model_validator(mode="after")
+    def _says_all(self) -> Self:
+        if len({each is None for each in (self.parameters, self.gradients, self.optimizer)}) > 1:
+            raise ValueError("parameters, gradients and optimizer are given together")
+        return self
+
+    def factors(self) -> Factors | None:
+        """Return the three, None where the plan is empty."""
+        if self.parameters is None or self.gradients is None or self.optimizer is None:
+            return None
+        return Factors(self.parameters, self.gradients, self.optimizer)
 
 
 class Amsp(_Divided):
     """Trades bytes for traffic state by state: any factors that divide one another, and the ranks.
 
-    Without factors the plan chooses them: of all that fit into the budget, beside what the step needs anyhow, those with the
-    least time on the links by `memtune.factors`. With factors it is how any division is asked for by hand. Gradients may also
-    stay whole beside divided parameters, until the last micro-batch.
+    Without factors the plan chooses them: of all that fit into the budget, beside what the step needs anyhow,
+    those with the least time on the links by `memtune.parallel.sharding.factors`. With factors it is how any
+    division is asked for by hand. Gradients may also stay whole beside divided parameters, until the last
+    micro-batch.
 
     Reordered: as `paro`, at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
 
@@ -30,6 +54,7 @@ class Amsp(_Divided):
     """
 
     kind: Literal["amsp"] = "amsp"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (AmspPlan,)
     title: ClassVar[str] = "States divided over factors of their own"
     source: ClassVar[str] = "Chen et al. 2023, AMSP, arXiv:2311.00257, section 4"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
@@ -46,12 +71,15 @@ class Amsp(_Divided):
             return None
         return Factors(self.parameters, self.gradients, self.optimizer)
 
-    def _factors(self, ranks: int, plan: Plan) -> Factors:
-        if not plan.decisions and self._given() is None:
+    def _factors(self, ranks: int, plan: AmspPlan) -> Factors:
+        found = self._given() or plan.factors()
+        if found is None:
             raise ApplyError(
-                "amsp is not told how to divide the model.", fix="parameters: 1, gradients: 1, optimizer: 8", code="MT340"
+                "amsp is not told how to divide the model.",
+                fix="parameters: 1, gradients: 1, optimizer: 8",
+                code="MT340",
             )
-        return self._given() or Factors(**plan.decisions)
+        return found
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs two ranks, all three factors or none, and a division that no technique of its own makes."""
@@ -59,28 +87,36 @@ class Amsp(_Divided):
             return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
         asked = [self.parameters, self.gradients, self.optimizer]
         if None in asked and any(asked):
-            return Reason("it is given some factors but not all", "parameters, gradients and optimizer, or none of them")
-        factors = self._given() or _chosen(program.step, self._schedule(program, target), target.hardware, target.budget_bytes)
+            return Reason(
+                "it is given some factors but not all", "parameters, gradients and optimizer, or none of them"
+            )
+        factors = self._given() or _chosen(
+            program.step, self._schedule(program, target), target.hardware, target.budget_bytes
+        )
         return self._why_not(factors, program, target)
 
     def _schedule(self, program: Program, target: Target) -> Schedule:
         return schedule_of(program, target, gathers=1 + self.reshard_after_forward)
 
-    def plan(self, program: Program, target: Target) -> Plan:
-        """The factors with the least time on the links that fit into the budget; all over all ranks where none does."""
+    def plan(self, program: Program, target: Target) -> AmspPlan:
+        """The factors with the least time on the links that fit into the budget; all over all ranks where
+        none does.
+        """
         if self._given() is not None:
-            return NO_PLAN
+            return AmspPlan()
         schedule = self._schedule(program, target)
-        return Plan(decisions=dict(_chosen(program.step, schedule, target.hardware, target.budget_bytes).document()))
+        return AmspPlan(**_chosen(program.step, schedule, target.hardware, target.budget_bytes).document())
 
-    def explain(self, plan: Plan) -> tuple[str, ...]:
+    def explain(self, plan: AmspPlan) -> tuple[str, ...]:
         """Over how many ranks each state is divided."""
-        return tuple(f"{state} over {over} ranks" for state, over in plan.decisions.items())
+        return tuple(f"{state} over {over} ranks" for state, over in plan.document().items())
 
     def record(self, target: Target) -> dict[str, Any]:
         """Over how many ranks each state is divided, in which buckets, and what is gathered when."""
         given = self._given()
-        factors: dict[str, Any] = given.document() if given is not None else dict.fromkeys(_NONE.document(), "planned")
+        factors: dict[str, Any] = (
+            given.document() if given is not None else dict.fromkeys(_NONE.document(), "planned")
+        )
         return self._divided_settings(factors, given is None or given.parameters > 1)
 
 
@@ -90,6 +126,10 @@ def _chosen(step: Step, schedule: Schedule, hardware: Hardware, budget_bytes: in
     beside = step.peak_bytes() - held(_NONE, whole).total
     limit = float("inf") if budget_bytes is None else budget_bytes - max(beside, 0.0)
     # With one micro-batch a step there are no sums of gradients to divide.
-    among = [each for each in every(schedule.ranks) if schedule.micro_batches > 1 or each.gradients == each.parameters]
+    among = [
+        each
+        for each in every(schedule.ranks)
+        if schedule.micro_batches > 1 or each.gradients == each.parameters
+    ]
     best = cheapest(whole, schedule, hardware, limit_bytes=limit, among=among)
     return best or Factors(schedule.ranks, schedule.ranks, schedule.ranks)

@@ -6,49 +6,61 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.passes.experts import experts_in
-from memtune.passes.replicate import Replication, replicate
+from memtune.effects import NO_EFFECTS, Effects
+from memtune.parallel.replicas import AllReduceGrads, Buckets, Replicas, Replication, replicate
 from memtune.program import Program
-from memtune.runtime.average_landed import AverageLanded
-from memtune.runtime.buckets import Buckets
-from memtune.runtime.context import Context
-from memtune.runtime.replicate import Replicas
+from memtune.runtime import Context
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.workload import experts_in
 
 
 class Ddp(Technique):
-    """Trades one copy of model, gradients and optimizer state per rank for the least communication: one all-reduce a step.
+    """Trades one copy of model, gradients and optimizer state per rank for the least communication: one
+    all-reduce a step.
 
-    Gradients live in buckets that are never freed. With accumulation the sums of the earlier micro-batches exist beside
-    the buckets, until the last micro-batch copies them in.
+    Gradients live in buckets that are never freed. With accumulation the sums of the earlier micro-batches
+    exist beside the buckets, until the last micro-batch copies them in.
 
-    Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each rank rounds
-    its own sum and the ring adds N of them, so an element differs from the plain one by at most (N + 1)·eps·Σ|gᵣ|/N
-    beside the rounding of the per-sample sums themselves, which both have.
+    Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each
+    rank rounds its own sum and the ring adds N of them, so an element differs from the plain one by at most
+    (N + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums themselves, which both have.
 
-    Distinguishing test: every rank holds all bytes of the model and the gradients cross the link once, 2·(N-1)/N of them.
+    Distinguishing test: every rank holds all bytes of the model and the gradients cross the link once,
+    2·(N-1)/N of them.
     """
 
     kind: Literal["ddp"] = "ddp"
     slot: ClassVar[str] = "sharding.states"
-    among_copies: ClassVar[bool] = True
     title: ClassVar[str] = "Replicas that average their gradients"
     source: ClassVar[str] = "Li et al. 2020, PyTorch Distributed, arXiv:2006.15704"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
-    """MiB of gradients averaged at once; small buckets start earlier, large ones pay the latency less often."""
+    """MiB of gradients averaged at once; small buckets start earlier, large ones pay the latency less often.
+    """
     find_unused_parameters: bool = False
-    """Search every step for parameters that get no gradient; needed where the graph changes, slower elsewhere."""
+    """Search every step for parameters that get no gradient; needed where the graph changes, slower
+    elsewhere.
+    """
+
+    @property
+    def effects(self) -> Effects:
+        """Replicas, whose gradients are final when their bucket is."""
+        return Effects(
+            among_copies=True, shards="replicas", reduces="ready", finds_unused=self.find_unused_parameters
+        )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, and to be told when some trainable parameter gets no gradient; of experts, some may get none."""
+        """Needs two ranks, and to be told when some trainable parameter gets no gradient; of experts, some
+        may get none.
+        """
         if target.ranks < 2:
             return Reason("there is only one rank", "--gpus or --workers 2 and more")
         unused = [p.name for p in program.step.parameters if p.trainable and p.gradient < 0]
         if unused and not self.find_unused_parameters:
             return Reason(
-                f"{len(unused)} trainable parameters get no gradient, {unused[0]} first", "find_unused_parameters: true"
+                f"{len(unused)} trainable parameters get no gradient, {unused[0]} first",
+                "find_unused_parameters: true",
             )
         if self.find_unused_parameters and not unused and not experts_in(program.step):
             return Reason("every trainable parameter gets a gradient", "find_unused_parameters: false")
@@ -57,24 +69,32 @@ class Ddp(Technique):
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Gradients into buckets as they arrive, an all-reduce behind each full bucket."""
         offload = target.chosen.get("offload.states")
-        of_blocks = offload is None or not offload.averages_blocks
-        of_experts = offload is None or not offload.averages_experts
+        effects = NO_EFFECTS if offload is None else offload.effects
+        of_blocks, of_experts = effects.averages != "blocks", effects.averages != "experts"
         bucket_bytes, at_end = self.bucket_cap_mb << 20, program.unrolled > 1
-        landed = offload is not None and offload.averages_landed
+        landed = effects.calls == "grad_hooks"
         how = Replication(
-            program.ranks, bucket_bytes, program.accumulate, self.find_unused_parameters, of_blocks, of_experts, at_end, landed
+            program.ranks,
+            bucket_bytes,
+            program.accumulate,
+            self.find_unused_parameters,
+            of_blocks,
+            of_experts,
+            at_end,
+            landed,
         )
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Wrap the model; the wrapper is what trains. Where ranks have parts of a model, the copies of each part are averaged.
+        """Wrap the model; the wrapper is what trains. Where ranks have parts of a model, the copies of each
+        part are averaged.
 
         Where gradients leave as they land, each is averaged by itself, without a wrapper and buckets.
         """
-        if context.averages_landed:
-            AverageLanded(context, find_unused_parameters=self.find_unused_parameters)
+        if context.placement.offload.calls == "grad_hooks":
+            AllReduceGrads(context)
             return
-        kind = Replicas if context.parts == 1 else Buckets
+        kind = Replicas if context.placement.model_parallel_size == 1 else Buckets
         kind(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
 
     def record(self, target: Target) -> dict[str, Any]:

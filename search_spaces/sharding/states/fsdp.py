@@ -1,4 +1,6 @@
-"""Parameters, gradients and optimizer state divided over the ranks, gathered block by block (PyTorch FSDP2, ZeRO-3)."""
+"""Parameters, gradients and optimizer state divided over the ranks, gathered block by block (PyTorch FSDP2,
+ZeRO-3).
+"""
 
 from __future__ import annotations
 
@@ -8,44 +10,56 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from memtune.parallel.sharding import Sharding
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._units import _Units, does_not_divide
-from memtune.sharding import Sharding
-from memtune.technique import Exactness, Plan, Reason, Target
+from memtune.search_spaces.sharding.states._fsdp_technique import _Units, does_not_divide
+from memtune.technique import Exactness, Reason, Target
 
 _TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Fsdp(_Units):
-    """Trades an all-gather of every unit in forward and in backward and a reduce-scatter for 1/degree of the model state.
+    """Trades an all-gather of every unit in forward and in backward and a reduce-scatter for 1/degree of the
+    model state.
 
-    A unit is one or more blocks; what is in no block is the root unit, gathered once per micro-batch. With a degree below
-    the number of ranks each group of `degree` ranks holds one copy, and gradients are all-reduced between the copies.
+    A unit is one or more blocks; what is in no block is the root unit, gathered once per micro-batch. With a
+    degree below the number of ranks each group of `degree` ranks holds one copy, and gradients are
+    all-reduced between the copies.
 
-    Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each rank rounds
-    its own sum and the ring adds N of them, so an element differs from the plain one by at most (N + 1)·eps·Σ|gᵣ|/N
-    beside the rounding of the per-sample sums themselves, which both have. Weights are gathered, so forward is bitwise.
-    With `reduce_dtype: bfloat16` gradients of float32 lose all but 8 bits of every summand and sum: lossy.
+    Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each
+    rank rounds its own sum and the ring adds N of them, so an element differs from the plain one by at most
+    (N + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums themselves, which both have. Weights are
+    gathered, so forward is bitwise. With `reduce_dtype: bfloat16` gradients of float32 lose all but 8 bits of
+    every summand and sum: lossy.
 
-    Distinguishing test: a rank holds 1/degree of parameters, gradients and state (rounded up along the first dim), and
-    per micro-batch every unit crosses the link once per gather and once per reduction.
+    Distinguishing test: a rank holds 1/degree of parameters, gradients and state (rounded up along the first
+    dim), and per micro-batch every unit crosses the link once per gather and once per reduction.
     """
 
     kind: Literal["fsdp"] = "fsdp"
     title: ClassVar[str] = "Model state sharded over ranks"
-    source: ClassVar[str] = "Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277; Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
+    source: ClassVar[str] = (
+        "Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277; Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
+    )
 
     degree: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share one copy of the model state, all of them by default; fewer hold more bytes and gather on shorter rings."""
+    """Ranks that share one copy of the model state, all of them by default; fewer hold more bytes and gather
+    on shorter rings.
+    """
 
     reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True  # type: ignore[assignment]  # wider than the others'
-    """Free a unit's parameters between forward and backward; off, they stay and the second gather is saved; a number keeps them
-    divided over groups of that many ranks, so that the second gather stays on shorter links."""
+    """Free a unit's parameters between forward and backward; off, they stay and the second gather is saved; a
+    number keeps them divided over groups of that many ranks, so that the second gather stays on shorter
+    links.
+    """
     prefetch: Annotated[int, Field(ge=0, le=8)] | None = None
-    """Units gathered ahead of the one that runs; by default none is asked for in forward, where streams overlap, and one in
-    backward. More hide slow links and hold more bytes; 0 holds the fewest."""
+    """Units gathered ahead of the one that runs; by default none is asked for in forward, where streams
+    overlap, and one in backward. More hide slow links and hold more bytes; 0 holds the fewest.
+    """
     reduce_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type in which gradients travel and are added up, by default their own; bfloat16 halves the bytes of float32 ones."""
+    """Type in which gradients travel and are added up, by default their own; bfloat16 halves the bytes of
+    float32 ones.
+    """
     keep_root: bool = True
     """What is in no block stays gathered between forward and backward; off, it is gathered again."""
 
@@ -53,39 +67,61 @@ class Fsdp(_Units):
         """Lossy where gradients may travel in fewer bits than they have."""
         return Exactness.LOSSY if self.reduce_dtype == "bfloat16" else Exactness.REORDERED
 
-    def _degree(self, ranks: int, plan: Plan) -> int:
+    def _degree(self, ranks: int, plan: Any) -> int:
         return self.degree or ranks
 
-    def _sharding(self, program: Program, plan: Plan, target: Target) -> Sharding:
+    def _sharding(self, program: Program, plan: Any, target: Target) -> Sharding:
         itemsize = _TYPES[self.reduce_dtype].itemsize if self.reduce_dtype else None
         how = super()._sharding(program, plan, target)
-        return replace(how, prefetch=self.prefetch, reduce_itemsize=itemsize, keeps_root=self.keep_root and how.keeps_root)
+        return replace(
+            how,
+            prefetch=self.prefetch,
+            reduce_itemsize=itemsize,
+            keeps_root=self.keep_root and how.keeps_root,
+        )
 
     def _more(self) -> dict[str, Any]:
         dtype = _TYPES[self.reduce_dtype] if self.reduce_dtype else None
         return {"prefetch": self.prefetch, "reduce_dtype": dtype, "keep_root": self.keep_root}
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them, and units that FSDP2 can flatten and gather in one place."""
+        """Needs two ranks, a degree that divides them, and units that FSDP2 can flatten and gather in one
+        place.
+        """
         if target.ranks < 2:
             return super().fits(program, target)
         wrong = does_not_divide("degree", self.degree, target.ranks) if self.degree else None
-        return wrong or self._no_such_group(target) or self._no_such_type(program) or super().fits(program, target)
+        return (
+            wrong
+            or self._no_such_group(target)
+            or self._no_such_type(program)
+            or super().fits(program, target)
+        )
 
     def _no_such_group(self, target: Target) -> Reason | None:
-        """Why units cannot stay divided over groups of `reshard_after_forward` ranks, or why nothing is gathered again."""
+        """Why units cannot stay divided over groups of `reshard_after_forward` ranks, or why nothing is
+        gathered again.
+        """
         group, degree = self.reshard_after_forward, self.degree or target.ranks
         if isinstance(group, bool):
             useless = not group and not self.keep_root
-            return Reason("keep_root=false, but all units stay gathered", "reshard_after_forward: true") if useless else None
+            return (
+                Reason("keep_root=false, but all units stay gathered", "reshard_after_forward: true")
+                if useless
+                else None
+            )
         if group >= degree or degree % group:
             near = " or ".join(str(each) for each in range(2, degree) if degree % each == 0)
             fix = f"reshard_after_forward: {near}" if near else "reshard_after_forward: true"
-            return Reason(f"groups of {group} are no smaller equal groups of the {degree} ranks that share a copy", fix)
+            return Reason(
+                f"groups of {group} are no smaller equal groups of the {degree} ranks that share a copy", fix
+            )
         return None
 
     def _no_such_type(self, program: Program) -> Reason | None:
-        """Why `reduce_dtype` is not for these gradients: they have it already, or would lose bits that float32 has not."""
+        """Why `reduce_dtype` is not for these gradients: they have it already, or would lose bits that
+        float32 has not.
+        """
         if self.reduce_dtype is None:
             return None
         sizes = {p.itemsize for p in program.step.parameters if p.trainable}
@@ -105,10 +141,11 @@ class Fsdp(_Units):
         return settings | {"states.gather": gather} | reduce
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks and the sizes of a node, a part of it or several; over several nodes also what spares their links.
+        """All ranks and the sizes of a node, a part of it or several; over several nodes also what spares
+        their links.
 
-        Inside a node a second gather is as fast from all ranks as from some, and on CPU, where collectives are waited for,
-        nothing is hidden by gathering ahead.
+        Inside a node a second gather is as fast from all ranks as from some, and on CPU, where collectives
+        are waited for, nothing is hidden by gathering ahead.
         """
         sizes, node = target.group_sizes(), target.hardware.local_ranks(target.ranks)
         choices = {"degree": (None, *sizes), **self.choices()}

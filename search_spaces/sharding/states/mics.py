@@ -2,67 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._units import _Units, does_not_divide
-from memtune.technique import NO_PLAN, Plan, Reason, Target
+from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, _Units, does_not_divide
+from memtune.technique import Plan, Reason, Target
 
 
 class Mics(_Units):
-    """Trades N/p times the bytes of model state for gathers and reductions that stay inside groups of p ranks.
+    """Trades N/p times the bytes of model state for gathers and reductions that stay inside groups of p
+    ranks.
 
-    What is frequent, gathers and reduce-scatters in every micro-batch, stays on the fast links; the slow ones between groups
-    carry one all-reduce of 1/p of the gradients at the end of a step. `fsdp` with `degree: p` sends that in every micro-batch,
-    which with one micro-batch a step is the same. How groups larger than a node gather is `sharding.communication`.
+    What is frequent, gathers and reduce-scatters in every micro-batch, stays on the fast links; the slow ones
+    between groups carry one all-reduce of 1/p of the gradients at the end of a step. `fsdp` with `degree: p`
+    sends that in every micro-batch, which with one micro-batch a step is the same. How groups larger than a
+    node gather is `sharding.communication`.
 
-    Reordered: gradients are averaged over p ranks in each of a micro-batches, summed, and averaged over the N/p groups: an
-    element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
-    Weights are gathered, so forward is bitwise.
+    Reordered: gradients are averaged over p ranks in each of a micro-batches, summed, and averaged over the
+    N/p groups: an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding
+    of the per-sample sums. Weights are gathered, so forward is bitwise.
 
-    Distinguishing test: however many micro-batches there are, the link between groups carries 2·(1 - p/N)/p of the gradients'
-    bytes per step.
+    Distinguishing test: however many micro-batches there are, the link between groups carries 2·(1 - p/N)/p
+    of the gradients' bytes per step.
     """
 
     kind: Literal["mics"] = "mics"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (GroupPlan,)
     title: ClassVar[str] = "One copy of the model state per group of ranks"
-    source: ClassVar[str] = "Zhang et al. 2022, MiCS, VLDB 16(1), arXiv:2205.00119, sections 3.2 (groups) and 3.4 (two hops)"
+    source: ClassVar[str] = (
+        "Zhang et al. 2022, MiCS, VLDB 16(1), arXiv:2205.00119, sections 3.2 (groups) and 3.4 (two hops)"
+    )
+    effects: ClassVar[Effects] = replace(_Units.effects, reduces="step")
 
     group: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share one copy, by default those of a node; fewer hold more bytes and gather on shorter rings."""
+    """Ranks that share one copy, by default those of a node; fewer hold more bytes and gather on shorter
+    rings.
+    """
 
-    def _degree(self, ranks: int, plan: Plan) -> int:
-        group = self.group or int(plan.decisions.get("group", 0))
+    def _degree(self, ranks: int, plan: GroupPlan) -> int:
+        group = self.group or plan.group
         if not group:
-            raise ApplyError("mics is not told how many ranks share a copy of the model.", fix="group: 8", code="MT340")
+            raise ApplyError(
+                "mics is not told how many ranks share a copy of the model.", fix="group: 8", code="MT340"
+            )
         return group
 
     def _averages_once(self) -> bool:
         return True
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two groups or more, several micro-batches a step, and units that FSDP2 can gather in one place."""
+        """Needs two groups or more, several micro-batches a step, and units that FSDP2 can gather in one
+        place.
+        """
         group, ranks = self._group(target), target.ranks
         if ranks < 2:
             return super().fits(program, target)
         if group == ranks:
             return Reason(f"all {group} ranks in one group are fsdp", "sharding.states: fsdp")
         if ranks % group == 0 and program.accumulate == 1:
-            return Reason("with one micro-batch a step it is fsdp", f"sharding.states: {{kind: fsdp, degree: {group}}}")
+            return Reason(
+                "with one micro-batch a step it is fsdp", f"sharding.states: {{kind: fsdp, degree: {group}}}"
+            )
         return does_not_divide("group", group, ranks) or super().fits(program, target)
 
     def _group(self, target: Target) -> int:
         return self.group or target.hardware.local_ranks(target.ranks)
 
-    def plan(self, program: Program, target: Target) -> Plan:
+    def plan(self, program: Program, target: Target) -> GroupPlan:
         """The size of a node where no size was given."""
-        return NO_PLAN if self.group else Plan(decisions={"group": self._group(target)})
+        return GroupPlan(group=None if self.group else self._group(target))
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Ranks over which each state is divided, what is gathered when, and that copies are averaged once a step."""
+        """Ranks over which each state is divided, what is gathered when, and that copies are averaged once a
+        step.
+        """
         return self._settings(self._group(target), target.ranks)
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:

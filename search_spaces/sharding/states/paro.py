@@ -7,31 +7,35 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
-from memtune.factors import Factors, dominating, every
+from memtune.parallel.sharding import Factors, dominating, every
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._factors import _Divided, schedule_of, whole_bytes
-from memtune.search_spaces.sharding.states._units import does_not_divide
+from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, does_not_divide
+from memtune.search_spaces.sharding.states._nested import _Divided, schedule_of, whole_bytes
 from memtune.technique import Exactness, Plan, Reason, Target
 
 _LETTERS = tuple(p + g + o for p in "NIG" for g in "NIG" for o in "NIG")
 
 
 class Paro(_Divided):
-    """Trades bytes for where traffic runs: what is sent in every micro-batch stays in a group, what is sent once may cross it.
+    """Trades bytes for where traffic runs: what is sent in every micro-batch stays in a group, what is sent
+    once may cross it.
 
-    Three letters say how parameters, gradients and optimizer state are divided: N not at all, I inside a group of m ranks, G over
-    all. IIG gathers and reduces inside groups as MiCS does, and holds 1/N of the optimizer state: the sums are divided further in
-    the last micro-batch, and updated weights are gathered between groups once. ING also sends no gradient before the last
-    micro-batch. Of the 27 triples those are struck out that hold no less and send no less, on the links inside nodes and between
-    them, than another one; those without an I have names of their own (zero1, zero2, fsdp).
+    Three letters say how parameters, gradients and optimizer state are divided: N not at all, I inside a
+    group of m ranks, G over all. IIG gathers and reduces inside groups as MiCS does, and holds 1/N of the
+    optimizer state: the sums are divided further in the last micro-batch, and updated weights are gathered
+    between groups once. ING also sends no gradient before the last micro-batch. Of the 27 triples those are
+    struck out that hold no less and send no less, on the links inside nodes and between them, than another
+    one; those without an I have names of their own (zero1, zero2, fsdp).
 
-    Reordered: gradients are averaged over groups, summed over a micro-batches and averaged again; an element differs from the
-    plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
+    Reordered: gradients are averaged over groups, summed over a micro-batches and averaged again; an element
+    differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
 
-    Distinguishing test: bytes on each class of link are those of `memtune.factors` for the letters.
+    Distinguishing test: bytes on each class of link are those of `memtune.parallel.sharding.factors` for the
+    letters.
     """
 
     kind: Literal["paro"] = "paro"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (GroupPlan,)
     title: ClassVar[str] = "States divided in groups or over all ranks"
     source: ClassVar[str] = "Wu et al. 2023, PaRO, arXiv:2310.06003, section 3"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
@@ -41,8 +45,8 @@ class Paro(_Divided):
     group: Annotated[int, Field(ge=2)] | None = None
     """Ranks of a group, by default those of a node."""
 
-    def _factors(self, ranks: int, plan: Plan) -> Factors:
-        group = self.group or int(plan.decisions.get("group", 0))
+    def _factors(self, ranks: int, plan: GroupPlan) -> Factors:
+        group = self.group or plan.group
         if not group:
             raise ApplyError("paro is not told how many ranks a group has.", fix="group: 8", code="MT340")
         return self._over(group, ranks)
@@ -54,13 +58,17 @@ class Paro(_Divided):
         return self.group or target.hardware.local_ranks(target.ranks)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs groups inside groups, letters that can be built, and no other letters that are better on every count."""
+        """Needs groups inside groups, letters that can be built, and no other letters that are better on
+        every count.
+        """
         group, ranks = self._group(target), target.ranks
         if ranks < 2:
             return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
         if group == ranks or ranks % group:
             wrong = does_not_divide("group", group, ranks)
-            return wrong or Reason(f"all {group} ranks are in one group, so that I is G", "fewer ranks in a group")
+            return wrong or Reason(
+                f"all {group} ranks are in one group, so that I is G", "fewer ranks in a group"
+            )
         if "I" not in self.strategy:
             return Reason(f"{self.strategy} does not use the groups", "ddp, zero1, zero2, fsdp or amsp")
         factors = self._over(group, ranks)
@@ -68,23 +76,29 @@ class Paro(_Divided):
 
     def _struck_out(self, factors: Factors, group: int, program: Program, target: Target) -> Reason | None:
         if factors.problem(target.ranks):
-            return Reason(f"{self.strategy} cannot be built: {factors.problem(target.ranks)}", "strategy: IIG")
-        among = [each for each in every(target.ranks) if {*each.document().values()} <= {1, group, target.ranks}]
+            return Reason(
+                f"{self.strategy} cannot be built: {factors.problem(target.ranks)}", "strategy: IIG"
+            )
+        among = [
+            each for each in every(target.ranks) if {*each.document().values()} <= {1, group, target.ranks}
+        ]
         schedule = schedule_of(program, target, gathers=1 + self.reshard_after_forward)
         better = dominating(factors, among, whole_bytes(program.step), schedule)
         if better is None:
             return None
         letter = {1: "N", group: "I", target.ranks: "G"}
         name = "".join(letter[each] for each in better.document().values())
-        return Reason(f"{self.strategy} holds no less and sends no less on any link than {name}", f"strategy: {name}")
+        return Reason(
+            f"{self.strategy} holds no less and sends no less on any link than {name}", f"strategy: {name}"
+        )
 
-    def plan(self, program: Program, target: Target) -> Plan:
+    def plan(self, program: Program, target: Target) -> GroupPlan:
         """The size of a group where none was given."""
-        return Plan() if self.group else Plan(decisions={"group": self._group(target)})
+        return GroupPlan(group=None if self.group else self._group(target))
 
-    def explain(self, plan: Plan) -> tuple[str, ...]:
+    def explain(self, plan: GroupPlan) -> tuple[str, ...]:
         """How many ranks a group has."""
-        return (f"groups of {plan.decisions['group']} ranks",) if "group" in plan.decisions else ()
+        return (f"groups of {plan.group} ranks",) if plan.group else ()
 
     def record(self, target: Target) -> dict[str, Any]:
         """Over how many ranks each state is divided, in which buckets, and what is gathered when."""

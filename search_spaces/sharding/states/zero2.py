@@ -6,54 +6,68 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.factors import Factors
-from memtune.passes.partition import partition_states
+from memtune.effects import Effects
+from memtune.parallel.sharding import Factors, divide, partition_states
 from memtune.program import Program
-from memtune.runtime.context import Context
-from memtune.runtime.states import divide
-from memtune.search_spaces.sharding.states._divided import partitioning, settings, unfit
+from memtune.runtime import Context
+from memtune.search_spaces.sharding.states._zero import partitioning, settings, unfit
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class Zero2(Technique):
-    """Trades a reduce-scatter in every micro-batch, beside backward, for 1/N of the sums of gradients and of optimizer state.
+    """Trades a reduce-scatter in every micro-batch, beside backward, for 1/N of the sums of gradients and of
+    optimizer state.
 
-    As `zero1`, but what micro-batches sum up are shards. With one micro-batch a step there are no sums and it is `zero1`,
-    which is why it only fits two and more.
+    As `zero1`, but what micro-batches sum up are shards. With one micro-batch a step there are no sums and it
+    is `zero1`, which is why it only fits two and more.
 
-    Reordered: each micro-batch's gradient is the mean over N ranks, and these are added up, where the plain model adds first;
-    an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N for a micro-batches, beside the rounding of the
-    per-sample sums themselves, which both have. Parameters are whole, so forward is bitwise.
+    Reordered: each micro-batch's gradient is the mean over N ranks, and these are added up, where the plain
+    model adds first; an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N for a
+    micro-batches, beside the rounding of the per-sample sums themselves, which both have. Parameters are
+    whole, so forward is bitwise.
 
-    Distinguishing test: no whole gradient outlives the backward of its micro-batch, and per step the gradients cross the link
-    once a micro-batch and the weights once, (N - 1)/N of each.
+    Distinguishing test: no whole gradient outlives the backward of its micro-batch, and per step the
+    gradients cross the link once a micro-batch and the weights once, (N - 1)/N of each.
     """
 
     kind: Literal["zero2"] = "zero2"
     slot: ClassVar[str] = "sharding.states"
-    among_copies: ClassVar[bool] = True
-    every_micro_batch: ClassVar[bool] = True
     title: ClassVar[str] = "Gradients and optimizer state divided over the ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
+    effects: ClassVar[Effects] = Effects(
+        among_copies=True, shards="gradients", reduces="ready", every_micro_batch=True
+    )
 
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
-    """MiB of gradients reduced, and of weights gathered, at once; large buckets pay latency less often, small ones hold less."""
+    """MiB of gradients reduced, and of weights gathered, at once; large buckets pay latency less often, small
+    ones hold less.
+    """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs two ranks, parameters that have rows, and sums of gradients to divide."""
         if target.ranks > 1 and program.accumulate == 1:
-            return Reason("with one micro-batch a step there are no sums to divide: it is zero1", "sharding.states: zero1")
+            return Reason(
+                "with one micro-batch a step there are no sums to divide: it is zero1",
+                "sharding.states: zero1",
+            )
         return unfit(program, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Gradients into buckets as they arrive, sums and state at the size of a shard, weights gathered after the step."""
+        """Gradients into buckets as they arrive, sums and state at the size of a shard, weights gathered
+        after the step.
+        """
         how = partitioning(program, target, self.bucket_cap_mb, every_micro_batch=True)
         return program.with_step(partition_states(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to this rank's rows of every parameter."""
-        divide(context, Factors(1, context.copies, context.copies), kind=self.kind, bucket_cap_mb=self.bucket_cap_mb)
+        divide(
+            context,
+            Factors(1, context.placement.data_parallel_size, context.placement.data_parallel_size),
+            kind=self.kind,
+            bucket_cap_mb=self.bucket_cap_mb,
+        )
 
     def record(self, target: Target) -> dict[str, Any]:
         """Ranks over which each state is divided, and the buckets."""

@@ -1,22 +1,27 @@
-"""Parameters, gradients and optimizer state divided over all ranks (ZeRO stage 3): FSDP2 under its older name."""
+"""Parameters, gradients and optimizer state divided over all ranks (ZeRO stage 3): FSDP2 under its older
+name.
+"""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from memtune.search_spaces.sharding.states._units import _Units
+from memtune.search_spaces.sharding.states._fsdp_technique import _Units
 from memtune.technique import Target
 
 
 class Zero3(_Units):
-    """Trades an all-gather of every unit in forward and in backward and a reduce-scatter for 1/N of the model state.
+    """Trades an all-gather of every unit in forward and in backward and a reduce-scatter for 1/N of the model
+    state.
 
-    The stage that divides parameters, too. It is `fsdp` over all ranks: the two have one record, are one candidate and are
-    measured once. DeepSpeed's buckets have no counterpart: a unit is gathered and reduced as one message.
+    The stage that divides parameters, too. It is `fsdp` over all ranks: the two have one record, are one
+    candidate and are measured once. DeepSpeed's buckets have no counterpart: a unit is gathered and reduced
+    as one message.
 
     Reordered: as `fsdp`, at most (N + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
 
-    Distinguishing test: a rank holds 1/N of all state, and per micro-batch 3·(N - 1)/N of the weights' bytes cross the link.
+    Distinguishing test: a rank holds 1/N of all state, and per micro-batch 3·(N - 1)/N of the weights' bytes
+    cross the link.
     """
 
     kind: Literal["zero3"] = "zero3"

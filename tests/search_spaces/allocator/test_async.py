@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
+from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
 from memtune.search_spaces import find
-from memtune.testing.drift import plain_program
+from memtune.testing.drift_check import plain_program
 from memtune.units import MIB
 
 PAGE_BYTES = 32 * MIB

@@ -1,4 +1,6 @@
-"""Allocators that are one option of torch's: what they write is what torch reads, and on CPU they are refused by name."""
+"""Allocators that are one option of torch's: what they write is what torch reads, and on CPU they are refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memtune.autotune.allocator_settings import AllocatorSettings
+from memtune.autotune.predict.allocator_settings import AllocatorSettings
 from memtune.search_spaces import find
 from memtune.technique import Target, Technique
 

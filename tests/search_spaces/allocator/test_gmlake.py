@@ -1,4 +1,6 @@
-"""Training from stitched memory: the plain model's bits, a steady state without calls of the driver, one allocator a process."""
+"""Training from stitched memory: the plain model's bits, a steady state without calls of the driver, one
+allocator a process.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,19 @@ import os
 
 import pytest
 import torch
-from arena_suite import ArenaSuite
-from zoo_paths import ZOO
+from support.suites.arena_suite import ArenaSuite
+from support.zoo_paths import ZOO
 
-from memtune._apply import apply
+from memtune.api import apply
 from memtune.errors import ApplyError
-from memtune.runtime import arena, shim
+from memtune.memory import arena, cpu_allocator
 from memtune.search_spaces.allocator.gmlake import GMLake
 from memtune.search_spaces.allocator.planned_layout import PlannedLayout
 from memtune.testing.training import build, one_step, settings_of
 
-pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
+pytestmark = pytest.mark.skipif(
+    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
+)
 
 
 class TestGMLake(ArenaSuite):
@@ -44,10 +48,10 @@ class TestGMLake(ArenaSuite):
 
     def test_memory_that_runs_out_is_torchs_own_error(self) -> None:
         arena.install(GMLake().settings())
-        base = shim.live_bytes()
+        base = cpu_allocator.live_bytes()
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(1 << 45, dtype=torch.uint8)
-        assert shim.live_bytes() == base
+        assert cpu_allocator.live_bytes() == base
         assert torch.ones(10).sum() == 10
 
     def test_forked_child_writes_nothing_into_its_parents_memory(self) -> None:

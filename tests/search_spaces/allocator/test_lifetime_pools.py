@@ -1,15 +1,19 @@
-"""Training from pools by lifetime: the plain model's bits, lifetimes that are learned, steps of other sizes."""
+"""Training from pools by lifetime: the plain model's bits, lifetimes that are learned, steps of other
+sizes.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from arena_suite import ArenaSuite, trained
+from support.suites.arena_suite import ArenaSuite, trained
 
-from memtune.runtime import arena, shim
+from memtune.memory import arena, cpu_allocator
 from memtune.search_spaces.allocator.lifetime_pools import LifetimePools
 
-pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
+pytestmark = pytest.mark.skipif(
+    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
+)
 
 
 class TestLifetimePools(ArenaSuite):

@@ -13,14 +13,27 @@ from memtune.technique import Target
 
 CPU = Target(SimpleNamespace(device="cpu"), budget_bytes=1)  # type: ignore[arg-type]  # it reads the device alone
 CUDA = Target(SimpleNamespace(device="cuda"), budget_bytes=1)  # type: ignore[arg-type]
-SEARCHED: dict[str, object] = {"max_split_size_mb": 128, "roundup_power2_divisions": 8, "garbage_collection_threshold": 0.8}
+SEARCHED: dict[str, object] = {
+    "max_split_size_mb": 128,
+    "roundup_power2_divisions": 8,
+    "garbage_collection_threshold": 0.8,
+}
 RARE: dict[str, object] = {
-    "roundup_power2_divisions": "[256:1,512:2,>:8]", "large_segment_size_mb": 32, "max_non_split_rounding_mb": 64,
-    "per_process_memory_fraction": 0.5, "throw_on_cudamalloc_oom": True, "release_lock_on_cudamalloc": False,
-    "graph_capture_record_stream_reuse": True, "pinned_use_cuda_host_register": True, "pinned_num_register_threads": 8,
-    "pinned_use_background_threads": True, "pinned_reserve_segment_size_mb": 512, "pinned_max_round_threshold_mb": 1024,
-    "pinned_max_cached_size_mb": 2048, "pinned_free_catch_all": True,
-}  # fmt: skip
+    "roundup_power2_divisions": "[256:1,512:2,>:8]",
+    "large_segment_size_mb": 32,
+    "max_non_split_rounding_mb": 64,
+    "per_process_memory_fraction": 0.5,
+    "throw_on_cudamalloc_oom": True,
+    "release_lock_on_cudamalloc": False,
+    "graph_capture_record_stream_reuse": True,
+    "pinned_use_cuda_host_register": True,
+    "pinned_num_register_threads": 8,
+    "pinned_use_background_threads": True,
+    "pinned_reserve_segment_size_mb": 512,
+    "pinned_max_round_threshold_mb": 1024,
+    "pinned_max_cached_size_mb": 2048,
+    "pinned_free_catch_all": True,
+}
 ALL = Native(**SEARCHED)  # type: ignore[arg-type]
 
 
@@ -35,9 +48,13 @@ def parsed_by_torch(options: str) -> str:
 
 
 def test_no_knob_of_torch_is_missing():
-    """Of those that torch has for CUDA alone, as its header lists them, but for what chooses another allocator."""
+    """Of those that torch has for CUDA alone, as its header lists them, but for what chooses another
+    allocator.
+    """
     text = (Path(torch.__file__).parent / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h").read_text()
-    listed = re.search(r"keys\{(.*?)\}", text.replace('cud"\n        "a', "cuda"), re.S)  # some are two adjacent texts there
+    listed = re.search(
+        r"keys\{(.*?)\}", text.replace('cud"\n        "a', "cuda"), re.S
+    )  # some are two adjacent texts there
     assert listed is not None
     found = {name for name in re.findall(r'"(\w+)"', listed[1]) if "hip" not in name}
     assert len(found) > 8
@@ -48,7 +65,12 @@ def test_no_knob_of_torch_is_missing():
     "knobs",
     [{name: value} for name, values in Native().choices().items() for value in values if value is not None]
     + [{name: value} for name, value in RARE.items()]
-    + [{"max_split_size_mb": 20}, {"roundup_power2_divisions": 1}, {"roundup_power2_divisions": 64}, {**SEARCHED, **RARE}],
+    + [
+        {"max_split_size_mb": 20},
+        {"roundup_power2_divisions": 1},
+        {"roundup_power2_divisions": 64},
+        {**SEARCHED, **RARE},
+    ],
     ids=str,
 )
 def test_torch_reads_what_env_writes(knobs: dict[str, object]):
@@ -61,12 +83,15 @@ def test_torch_reads_what_env_writes(knobs: dict[str, object]):
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"max_split_size_mb": 10}, {"roundup_power2_divisions": 3}, {"garbage_collection_threshold": 1.0},
-        {"roundup_power2_divisions": "[300:1]"}, {"large_segment_size_mb": 10},
+        {"max_split_size_mb": 10},
+        {"roundup_power2_divisions": 3},
+        {"garbage_collection_threshold": 1.0},
+        {"roundup_power2_divisions": "[300:1]"},
+        {"large_segment_size_mb": 10},
         {"max_split_size_mb": 24, "large_segment_size_mb": 32},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_torch_refuses_is_refused_here(knobs: dict[str, object]):
     with pytest.raises(Exception, match=r"too small|power of 2|invalid|must be > 10"):
         parsed_by_torch(",".join(f"{name}:{value}" for name, value in knobs.items()))

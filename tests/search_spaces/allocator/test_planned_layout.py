@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from arena_suite import ArenaSuite, trained
-from zoo_paths import ZOO
+from support.suites.arena_suite import ArenaSuite, trained
+from support.zoo_paths import ZOO
 
-from memtune._apply import apply
-from memtune.runtime import arena, shim
+from memtune.api import apply
+from memtune.memory import arena, cpu_allocator
 from memtune.search_spaces.allocator.planned_layout import PlannedLayout
 from memtune.testing.training import build, one_step, settings_of
 
-pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
+pytestmark = pytest.mark.skipif(
+    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
+)
 
 
 class TestPlannedLayout(ArenaSuite):
@@ -45,7 +47,9 @@ class TestPlannedLayout(ArenaSuite):
         assert len(told) == 1
 
     def test_a_request_larger_than_the_arena_is_served_beside_it(self) -> None:
-        """One tensor larger than all that is planned: its values stay, and the steps after it are served by plan as before."""
+        """One tensor larger than all that is planned: its values stay, and the steps after it are served by
+        plan as before.
+        """
         workload, model, optimizer = build(ZOO["tied"])
         tuned = apply(model, optimizer, {"settings": settings_of(PlannedLayout())}, strict=False)
         for step in range(4):

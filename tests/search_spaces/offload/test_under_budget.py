@@ -1,4 +1,6 @@
-"""Every technique under a budget that the plain run exceeds: five steps to the bit, the predicted peak, no tier holds more."""
+"""Every technique under a budget that the plain run exceeds: five steps to the bit, the predicted peak, no
+tier holds more.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from support.zoo_paths import ZOO
 from torch import nn
-from zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import Tuned, apply
-from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.simulate import simulate
-from memtune.config import TunedConfig
-from memtune.runtime import disk, shim
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.tiers import HOST, tier
+from memtune.api import Tuned, apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.config.tuned_config import TunedConfig
+from memtune.memory import cpu_allocator
+from memtune.memory.ledger import Ledger
+from memtune.runtime.memory_tiers import HOST, tier
 from memtune.search_spaces import kinds
+from memtune.ssd import ssd_tensors
 from memtune.technique import Target
-from memtune.testing.drift import recording_of
+from memtune.testing.drift_check import recording_of
 from memtune.testing.training import SEED, build
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 MODEL, STEPS, PARTS, NORM = ZOO["gpt"], 5, 2, 0.3
 STATES: dict[str, dict[str, Any]] = {
@@ -42,7 +45,11 @@ STATES: dict[str, dict[str, Any]] = {
     "zero_infinity, weights on the host": {"parameters": "host"},
     "zero_infinity, all on SSD": {"parameters": "ssd", "gradients": "ssd"},
     "zero_infinity, all on the host": {"optimizer": "host", "parameters": "host"},
-    "zero_infinity, all but the optimizer on SSD": {"optimizer": "host", "parameters": "ssd", "gradients": "ssd"},
+    "zero_infinity, all but the optimizer on SSD": {
+        "optimizer": "host",
+        "parameters": "ssd",
+        "gradients": "ssd",
+    },
     "lohan": {"bucket_mib": 0.01},
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +59,9 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "tsplit": {"min_bytes": 64, "share": 0.5, "parts": 1},
 }
 ELSEWHERE = {"none", "harmony", "mobius", "moesys", "smart_infinity", "orchestrated"}
-"""`packs_suite` for chains, `under_budget` for experts and for updaters in processes of their own; replicas have no such run."""
+"""`packs_suite` for chains, `under_budget` for experts and for updaters in processes of their own; replicas
+have no such run.
+"""
 CLIPPED = ("optimizer_cpu", "optimizer_cpu, native", "zero_infinity", *ACTIVATIONS, "planned")
 """Gradients wait for the step, so clipping by norm is right; the others refuse it."""
 CASES = [*STATES, *ACTIVATIONS, "planned"]
@@ -75,7 +84,9 @@ def rewriter() -> Rewriter:
 
 def candidate(slots: dict[str, Any]) -> tuple[Candidate, int]:
     """What the passes make of it, and its predicted peak."""
-    found = rewriter().candidate(Choice.from_document({**slots, "execution": {"micro_batch": 2, "accumulate": PARTS}}))
+    found = rewriter().candidate(
+        Choice.from_document({**slots, "execution": {"micro_batch": 2, "accumulate": PARTS}})
+    )
     assert isinstance(found, Candidate), found
     return found, simulate(found.program, hardware.detect("cpu")).peak_allocated_bytes
 
@@ -122,7 +133,7 @@ def test_no_technique_is_left_out() -> None:
     assert {*kinds("offload.states"), *kinds("offload.activations")} <= named
 
 
-@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_to_the_bit_where_the_plain_run_is_out_of_memory(case: str) -> None:
@@ -141,7 +152,7 @@ def test_it_trains_to_the_bit_where_the_plain_run_is_out_of_memory(case: str) ->
             ledger.reset_peak()
             got.append(one_step(workload, tuned, step, norm))
             assert tuned.optimizer.state  # which waits for updates that go on beside the next step
-            file = disk.opened()
+            file = ssd_tensors.opened()
             left = ledger.live_bytes(), ledger.live_bytes(HOST), 0 if file is None else file.used_bytes
             held.append((ledger.peak_allocated_bytes() - empty, *left))
     assert max(peak for peak, *_ in held[2:]) == pytest.approx(predicted, rel=0.02)
@@ -153,4 +164,6 @@ def test_it_trains_to_the_bit_where_the_plain_run_is_out_of_memory(case: str) ->
     gc.collect()
     workload, tuned = fused({"settings": {}})
     with Ledger.open("cpu", budget_bytes=budget), pytest.raises(torch.OutOfMemoryError):
-        [one_step(workload, tuned, step, norm) for step in range(2)]  # the first one makes the optimizer's state
+        [
+            one_step(workload, tuned, step, norm) for step in range(2)
+        ]  # the first one makes the optimizer's state

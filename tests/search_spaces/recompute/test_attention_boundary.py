@@ -5,21 +5,24 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from support.zoo_paths import ZOO
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
+from memtune.api import Tuned, apply
 from memtune.errors import ApplyError
-from memtune.search_spaces.recompute._keeps import is_attention
+from memtune.search_spaces.recompute._block_planner.fits import is_attention
 from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
 from memtune.search_spaces.recompute.full import Full
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import plain_program, recorded, target_of
+from memtune.testing.drift_check import plain_program, recorded, target_of
 from memtune.testing.training import build, config_of, settings_of
 
 LAYERS = {"gpt": 4, "hf_llama": 3}
-HIDDEN, LOG_SUM_EXP = 2 * 32 * 64 * 4, 2 * 4 * 32 * 4  # gpt: (micro-batch, sequence, width) and (…, heads, sequence), float32
+HIDDEN, LOG_SUM_EXP = (
+    2 * 32 * 64 * 4,
+    2 * 4 * 32 * 4,
+)  # gpt: (micro-batch, sequence, width) and (…, heads, sequence), float32
 
 
 class TestAttentionBoundary(TechniqueSuite):
@@ -43,15 +46,20 @@ class TestAttentionBoundary(TechniqueSuite):
         assert tuned.audit()
 
     @pytest.mark.parametrize(("every", "residuals"), [(1, 3), (None, 1), (3, 1), (4, 0)])
-    def test_blocks_keep_outputs_of_attention_and_every_kth_residual(self, every: int | None, residuals: int) -> None:
+    def test_blocks_keep_outputs_of_attention_and_every_kth_residual(
+        self, every: int | None, residuals: int
+    ) -> None:
         technique = AttentionBoundary(residual_every=every)
         plan = technique.plan(plain_program(ZOO["gpt"]), target_of(technique))
-        assert plan.decisions["kept_bytes"] == 4 * (HIDDEN + LOG_SUM_EXP) + residuals * HIDDEN
+        assert plan.kept_bytes == 4 * (HIDDEN + LOG_SUM_EXP) + residuals * HIDDEN
 
     def test_without_residuals_forward_ends_with_a_tenth_more_than_full(self) -> None:
-        """What is live when the loss is computed, as recorded from the running model: attention's outputs in place of inputs."""
+        """What is live when the loss is computed, as recorded from the running model: attention's outputs in
+        place of inputs.
+        """
         full, twice, mine = (
-            _live_after_forward(technique) for technique in (Full(), AttentionOutput(), AttentionBoundary(residual_every=4))
+            _live_after_forward(technique)
+            for technique in (Full(), AttentionOutput(), AttentionBoundary(residual_every=4))
         )
         assert twice - full == 4 * (HIDDEN + LOG_SUM_EXP)
         assert mine - full <= 0.1 * 4 * HIDDEN
@@ -59,8 +67,8 @@ class TestAttentionBoundary(TechniqueSuite):
     def test_the_plan_says_the_peak(self) -> None:
         technique = self.default()
         plan = technique.plan(plain_program(ZOO["gpt"]), target_of(technique))
-        assert plan.decisions["peak_bytes"] == recorded(ZOO["gpt"], technique).peak_bytes()
-        assert plan.decisions["peak_bytes"] <= rewritten(ZOO["gpt"], AttentionOutput()).peak_bytes()
+        assert plan.peak_bytes == recorded(ZOO["gpt"], technique).peak_bytes()
+        assert plan.peak_bytes <= rewritten(ZOO["gpt"], AttentionOutput()).peak_bytes()
 
     def test_refusals_name_the_reason(self) -> None:
         technique = self.default()
@@ -76,7 +84,7 @@ class TestAttentionBoundary(TechniqueSuite):
 
 def _live_after_forward(technique: Any) -> int:
     step = recorded(ZOO["gpt"], technique)
-    return int(step.live_bytes()[int(step.leave[-1])])
+    return int(step.live_bytes()[int(step.forward_ends[-1])])
 
 
 class _Counter(TorchDispatchMode):

@@ -6,17 +6,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.zoo_paths import ZOO
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo_paths import ZOO
 
-from memtune._apply import apply
-from memtune.program import Phase
-from memtune.search_spaces.recompute._keeps import is_attention
+from memtune.api import apply
+from memtune.program.step import Phase
+from memtune.search_spaces.recompute._block_planner.fits import is_attention
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
 from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, settings_of
 
 SAVED_BYTES = {"gpt": 235_268, "hf_llama": 221_700}
@@ -35,17 +35,26 @@ class TestAttentionOutput(TechniqueSuite):
 
     def test_a_block_holds_one_hidden_state_and_the_log_sum_exp_more_than_full(self) -> None:
         full, mine = (rewritten(ZOO["gpt"], technique) for technique in (Full(kind="full"), self.default()))
-        hidden, log_sum_exp = 2 * 32 * 64 * 4, 2 * 4 * 32 * 4  # (micro-batch, sequence, width) and (…, heads, sequence), float32
-        assert [mine.saved_bytes(block) - full.saved_bytes(block) for block in range(4)] == [hidden + log_sum_exp] * 4
+        hidden, log_sum_exp = (
+            2 * 32 * 64 * 4,
+            2 * 4 * 32 * 4,
+        )  # (micro-batch, sequence, width) and (…, heads, sequence), float32
+        assert [mine.saved_bytes(block) - full.saved_bytes(block) for block in range(4)] == [
+            hidden + log_sum_exp
+        ] * 4
 
     def test_only_attention_is_left_out_of_the_second_run(self) -> None:
         full, mine = (rewritten(ZOO["gpt"], technique) for technique in (Full(kind="full"), self.default()))
-        names = [[step.names[i] for i in step.op_name[step.op_phase == Phase.RECOMPUTE]] for step in (full, mine)]
+        names = [
+            [step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]] for step in (full, mine)
+        ]
         assert [name for name in names[0] if not is_attention(name)] == names[1]
         assert len(names[0]) == len(names[1]) + 4
 
     @pytest.mark.parametrize("model", LAYERS)
-    @pytest.mark.parametrize(("technique", "times"), [(Full(kind="full"), 2), (AttentionOutput(kind="attention_output"), 1)])
+    @pytest.mark.parametrize(
+        ("technique", "times"), [(Full(kind="full"), 2), (AttentionOutput(kind="attention_output"), 1)]
+    )
     def test_attention_runs_once_per_block(self, model: str, technique: Technique, times: int) -> None:
         assert attention_forwards(model, technique) == times * LAYERS[model]
 

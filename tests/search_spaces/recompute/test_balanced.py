@@ -6,27 +6,34 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune._apply import apply
+from memtune.api import apply
 from memtune.errors import ApplyError
-from memtune.program import Phase, Resource
-from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.program.step import Phase, Resource
+from memtune.search_spaces.recompute._block_planner.fits import is_matmul_or_attention
 from memtune.search_spaces.recompute.balanced import Balanced
-from memtune.technique import NO_PLAN
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, config_of, settings_of
 
-LLAMA_7B = Path(__file__).parent / "models" / "llama_7b_block.py"
+LLAMA_7B = Path(__file__).parents[2] / "support" / "models" / "recompute" / "llama_7b_block.py"
 SAVED_BYTES = {
-    "autocast": 70_404, "gpt": 759_556, "hf_llama": 565_764, "inplace_views": 82_944, "moe": 86_796, "tied": 108_044,
-}  # fmt: skip
+    "autocast": 70_404,
+    "gpt": 759_556,
+    "hf_llama": 565_764,
+    "inplace_views": 82_944,
+    "moe": 86_796,
+    "tied": 108_044,
+}
 
 
 class TestBalanced(TechniqueSuite):
     technique = Balanced
-    models: ClassVar = {**{name: ZOO[name] for name in ("gpt", "hf_llama", "moe", "inplace_views")}, "llama_7b": LLAMA_7B}
+    models: ClassVar = {
+        **{name: ZOO[name] for name in ("gpt", "hf_llama", "moe", "inplace_views")},
+        "llama_7b": LLAMA_7B,
+    }
     quick = ("gpt",)
 
     @pytest.mark.parametrize("model", SAVED_BYTES)
@@ -40,20 +47,28 @@ class TestBalanced(TechniqueSuite):
 
     def test_only_norm_activation_and_gate_run_twice(self) -> None:
         step = rewritten(LLAMA_7B, self.default())
-        runs = (step.op_copy_of >= 0) & (step.op_resource != Resource.NOTHING) & (step.op_block == 0)
-        again = [step.names[i] for i in step.op_name[runs]]
-        norm = ["aten.pow.Tensor_Scalar", "aten.mean.dim", "aten.add.Tensor", "aten.rsqrt.default", *["aten.mul.Tensor"] * 2]
+        runs = (step.ops.copy_of >= 0) & (step.ops.resource != Resource.NOTHING) & (step.ops.block == 0)
+        again = [step.names[i] for i in step.ops.name[runs]]
+        norm = [
+            "aten.pow.Tensor_Scalar",
+            "aten.mean.dim",
+            "aten.add.Tensor",
+            "aten.rsqrt.default",
+            *["aten.mul.Tensor"] * 2,
+        ]
         assert again == [*norm, *norm, "aten.silu.default", "aten.mul.Tensor"]
 
     @pytest.mark.parametrize("model", ["gpt", "hf_llama", "moe"])
     def test_no_product_runs_twice(self, model: str) -> None:
         step = rewritten(ZOO[model], self.default())
-        assert not any(is_matmul_or_attention(step.names[i]) for i in step.op_name[step.op_phase == Phase.RECOMPUTE])
+        assert not any(
+            is_matmul_or_attention(step.names[i]) for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]
+        )
 
     def test_equal_blocks_share_an_entry_of_the_plan(self) -> None:
         plan = self.default().plan(plain_program(ZOO["gpt"]), target_of())
-        assert len(plan.decisions["calls"]) == 1
-        assert plan.decisions["blocks"] == [0, 0, 0, 0]
+        assert len(plan.calls) == 1
+        assert plan.blocks == (0, 0, 0, 0)
 
     def test_without_a_plan_or_with_one_for_another_model_nothing_is_applied(self) -> None:
         for config in ({"settings": settings_of(self.default())}, config_of(ZOO["hf_llama"], self.default())):
@@ -61,7 +76,7 @@ class TestBalanced(TechniqueSuite):
             with pytest.raises(ApplyError, match="needs a plan") as caught:
                 apply(model, optimizer, config, strict=False)
             assert caught.value.code == "MT316"
-        assert self.default().plan(plain_program(ZOO["gpt"]), target_of()) != NO_PLAN
+        assert not self.default().plan(plain_program(ZOO["gpt"]), target_of()).is_empty
 
     def test_convolutions_whose_norms_feed_the_residual_too_are_refused(self) -> None:
         assert "feeds a matrix product" in str(self.default().fits(plain_program(ZOO["cnn_bn"]), target_of()))

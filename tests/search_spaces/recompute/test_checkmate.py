@@ -9,22 +9,22 @@ from typing import ClassVar
 
 import pytest
 import torch
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
-from memtune.errors import ApplyError
-from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
-from memtune.runtime import shim
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.loop import train_step
-from memtune.runtime.tiers import HOST, tier
-from memtune.schedule import Schedule, plain_schedule
+from memtune.activations.schedules.region_pass import region_of
+from memtune.activations.schedules.schedule_pass import run_schedule
+from memtune.api import Tuned, apply
+from memtune.errors import ApplyError, UsageError
+from memtune.memory import cpu_allocator
+from memtune.memory.ledger import Ledger
+from memtune.program.op_schedule import plain_schedule
+from memtune.runtime.memory_tiers import HOST, tier
+from memtune.runtime.training_step import train_step
 from memtune.search_spaces.recompute.checkmate import Checkmate
 from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Target
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import drift, plain_program, recorded, target_of
+from memtune.testing.drift_check import drift, plain_program, recorded, target_of
 from memtune.testing.training import build, config_of, differences, one_step, plain, settings_of, train
 
 UPDATES_AFTER_READING = """
@@ -95,7 +95,7 @@ def loss(model, batch):
 
 
 global_batch = 4
-"""
+"""  # noqa: E501
 
 
 class TestCheckmate(TechniqueSuite):
@@ -119,41 +119,43 @@ class TestCheckmate(TechniqueSuite):
         plan = technique.plan(program, target_of(technique))
         low, high = (self.peak(Checkmate(share=end, nodes=16)) for end in (0.0, 1.0))
         assert high == program.step.peak_bytes()
-        assert plan.decisions["peak_bytes"] <= int(low + share * (high - low))
-        assert plan.decisions["peak_bytes"] == rewritten(ZOO["gpt"], technique).peak_bytes()
-        assert plan.decisions["peak_bytes"] == recorded(ZOO["gpt"], technique).peak_bytes()
+        assert plan.peak_bytes <= int(low + share * (high - low))
+        assert plan.peak_bytes == rewritten(ZOO["gpt"], technique).peak_bytes()
+        assert plan.peak_bytes == recorded(ZOO["gpt"], technique).peak_bytes()
 
-    @pytest.mark.parametrize("source", [UPDATES_AFTER_READING, FROZEN_NORMS], ids=["updates after reading", "frozen norms"])
+    @pytest.mark.parametrize(
+        "source", [UPDATES_AFTER_READING, FROZEN_NORMS], ids=["updates after reading", "frozen norms"]
+    )
     def test_buffers_are_read_as_they_were_and_updated_once(self, tmp_path: Path, source: str) -> None:
         (tmp_path / "model.py").write_text(source)
         reference = train(tmp_path / "model.py")
         assert differences(train(tmp_path / "model.py", Checkmate(share=0.0, nodes=16)), reference, 0.0) == []
 
     def peak(self, technique: Checkmate) -> int:
-        return int(technique.plan(plain_program(ZOO["gpt"]), target_of(technique)).decisions["peak_bytes"])
+        return int(technique.plan(plain_program(ZOO["gpt"]), target_of(technique)).peak_bytes)
 
     def test_what_was_derived_from_a_step_before_is_no_column_of_the_new_one(self) -> None:
         step = plain_program(ZOO["gpt"]).step
-        step = step.without_handing_over(region_of(step).rows)
+        step = step.without_donations(region_of(step).rows)
         region = region_of(step)
-        assert len(step.op_block) == step.n_ops
-        assert len(step.save_block) == len(step.save_call)
-        assert run_schedule(step, region, plain_schedule(region.graph)).n_ops == step.n_ops
+        assert len(step.ops.block) == step.ops.n
+        assert len(step.saves.block) == step.saves.n
+        assert run_schedule(step, region, plain_schedule(region.graph)).ops.n == step.ops.n
 
     def test_some_ops_run_three_times_in_all_where_that_saves(self) -> None:
         plan = self.default().plan(plain_program(ZOO["gpt"]), target_of())
-        times = Counter(Schedule.from_plain(plan.decisions["schedule"]).computes())
+        times = Counter(plan.schedule.computes())
         assert max(times.values()) >= 3
 
     def test_the_integer_program_is_never_dearer(self) -> None:
         program = plain_program(ZOO["tied"])
         approx, exact = (
-            technique.plan(program, target_of(technique)).decisions
+            technique.plan(program, target_of(technique)).document()
             for technique in (Checkmate(share=0.3, nodes=8), Checkmate(share=0.3, nodes=8, solver="exact"))
         )
         assert exact["again_s"] <= approx["again_s"]
 
-    @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
     @pytest.mark.parametrize("model", ["lora", "hf_llama"])
     def test_measured_peak_is_the_schedules_to_the_byte(self, model: str) -> None:
         technique = Checkmate(share=0.3, nodes=16)
@@ -222,9 +224,12 @@ def test_blocks_of_which_others_hold_something_run_again(name: str, tmp_path: Pa
     path.write_text(AUTOCAST + (ALL_STATES if name == "all_states" else ""))
     program = plain_program(path)
     assert technique.fits(program, target_of(technique)) is None
-    plan = technique.plan(program, target_of(technique)).decisions
+    plan = technique.plan(program, target_of(technique)).document()
     assert plan["peak_bytes"] < 0.75 * plan["plain_bytes"]
-    assert least_peak(path) <= full.rewrite(program, full.plan(program, target_of()), target_of()).step.peak_bytes()
+    assert (
+        least_peak(path)
+        <= full.rewrite(program, full.plan(program, target_of()), target_of()).step.peak_bytes()
+    )
     assert drift(path, technique) == ""
     assert differences(train(path, technique), plain(path)) == []
 
@@ -232,7 +237,7 @@ def test_blocks_of_which_others_hold_something_run_again(name: str, tmp_path: Pa
 def least_peak(path: Path) -> int:
     """The least that it finds."""
     technique = Checkmate(share=0.0)
-    return int(technique.plan(plain_program(path), target_of(technique)).decisions["peak_bytes"])
+    return int(technique.plan(plain_program(path), target_of(technique)).peak_bytes)
 
 
 REFUSED = {
@@ -268,13 +273,20 @@ def test_another_model_runs_plainly_and_the_audit_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [{}, *({"schedule": {"graph": "x", "forward": [step], "backward": []}} for step in ("?", [])), {"schedule": 3}]
+    "plan",
+    [
+        {},
+        *({"schedule": {"graph": "x", "forward": [step], "backward": []}} for step in ("?", [])),
+        {"schedule": 3},
+    ],
 )
 def test_without_a_plan_or_with_a_damaged_one_nothing_is_applied(plan: dict[str, object]) -> None:
     _, model, optimizer = build(ZOO["gpt"])
     settings = settings_of(Checkmate(share=0.5))
     config = {"settings": settings, "plan": {"recompute": plan} if plan else {}}
-    with pytest.raises(ApplyError, match="needs a plan") as caught:
+    with pytest.raises(
+        UsageError, match=r"plan\.recompute\.schedule: malformed" if plan else "needs a plan"
+    ) as caught:
         apply(model, optimizer, config, strict=False)
     assert caught.value.code == "MT316"
     assert "forward" not in vars(model)

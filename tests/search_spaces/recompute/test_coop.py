@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
 from memtune.search_spaces.recompute.coop import Coop
 from memtune.testing import TechniqueSuite
@@ -22,6 +22,11 @@ class TestCoop(TechniqueSuite):
 
     def test_knobs_say_what_the_policy_is_made_of(self) -> None:
         plain = Coop().policy()
-        assert (plain.groups, plain.neighbours, plain.small_bytes, plain.in_place) == (1, "closure", 10 * 1024, True)
+        assert (plain.groups, plain.neighbours, plain.small_bytes, plain.in_place) == (
+            1,
+            "closure",
+            10 * 1024,
+            True,
+        )
         bare = Coop(groups=2, neighbours=False, small_area=False).policy()
         assert (bare.groups, bare.neighbours, bare.small_bytes) == (2, "own", 0)

@@ -6,16 +6,15 @@ import re
 from typing import ClassVar
 
 import pytest
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune._apply import apply
-from memtune.errors import ApplyError
-from memtune.search_spaces.recompute._place import place_of
+from memtune.api import apply
+from memtune.errors import ApplyError, ConfigError
+from memtune.search_spaces.recompute._schedule_planner.placement import place_of
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.split.tiled import Tiled
-from memtune.technique import NO_PLAN
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, settings_of
 
 HEURISTICS = ("e_star", "classes", "local", "lru", "size", "msps", "random")
@@ -46,16 +45,16 @@ class TestDtr(TechniqueSuite):
                 continue
             plan = technique.plan(program, target_of(technique))
             step = technique.rewrite(program, plan, target_of(technique)).step
-            assert step.peak_bytes() == plan.decisions["peak_bytes"] < plan.decisions["plain_bytes"]
-            assert plan.decisions["replay_s"] > 0
+            assert step.peak_bytes() == plan.peak_bytes < plan.plain_bytes
+            assert plan.replay_s > 0
             if heuristic == "e_star":
-                assert plan.decisions["replay_s"] >= before
-                before = plan.decisions["replay_s"]
+                assert plan.replay_s >= before
+                before = plan.replay_s
 
     def test_it_reaches_the_least_peak_that_any_schedule_has(self) -> None:
         program, technique = plain_program(ZOO["cnn_bn"]), Dtr(ratio=0.0)
         assert technique.fits(program, target_of(technique)) is None
-        assert technique.plan(program, target_of(technique)).decisions["peak_bytes"] == 754_144
+        assert technique.plan(program, target_of(technique)).peak_bytes == 754_144
 
     @pytest.mark.parametrize("reachable", [True, False])
     def test_a_budget_that_is_too_small_is_refused_with_one_that_is_enough(self, reachable: bool) -> None:
@@ -89,17 +88,16 @@ class TestDtr(TechniqueSuite):
 
     def test_a_config_without_its_schedule_is_refused(self) -> None:
         _, model, optimizer = build(ZOO["cnn_bn"])
-        with pytest.raises(ApplyError, match="MT317"):
-            Dtr(ratio=0.5)._schedule(NO_PLAN)
-        with pytest.raises(ApplyError, match="needs its plan"):
+        with pytest.raises(ApplyError, match=r"MT316 .* needs a plan"):
             apply(model, optimizer, {"settings": settings_of(Dtr(ratio=0.5))}, strict=False)
         assert "forward" not in vars(model)
 
     @pytest.mark.parametrize("online", [1, {"budget_bytes": 5}, {"flops_per_s": "fast"}])
     def test_what_is_to_be_decided_online_may_be_damaged(self, online: object) -> None:
         _, model, optimizer = build(ZOO["cnn_bn"])
-        decisions = {"schedule": {"graph": "", "forward": [], "backward": []}, "online": online}
-        config = {"settings": settings_of(Dtr(ratio=0.5)), "plan": {"recompute": decisions}}
-        with pytest.raises(ApplyError, match=r"MT317 .* needs its plan"):
+        schedule = {"graph": "", "forward": [], "backward": []}
+        plan = {"schedule": schedule, "peak_bytes": 1, "plain_bytes": 2, "replay_s": 0.1, "online": online}
+        config = {"settings": settings_of(Dtr(ratio=0.5)), "plan": {"recompute": plan}}
+        with pytest.raises(ConfigError, match=r"MT316 .*plan\.recompute\.online"):
             apply(model, optimizer, config, strict=False)
         assert "forward" not in vars(model)

@@ -5,19 +5,27 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune._apply import apply
+from memtune.api import apply
 from memtune.errors import ApplyError
 from memtune.search_spaces.recompute.every_nth import EveryNth
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, settings_of
 
 SAVED_BYTES = {
-    "autocast": 123_908, "cnn_bn": 356_068, "gpt": 726_788, "hf_llama": 433_156, "inplace_views": 64_512,
-    "lora": 88_068, "lstm": 356_884, "moe": 85_900, "tied": 100_108, "tobf16": 65_284,
-}  # fmt: skip
+    "autocast": 123_908,
+    "cnn_bn": 356_068,
+    "gpt": 726_788,
+    "hf_llama": 433_156,
+    "inplace_views": 64_512,
+    "lora": 88_068,
+    "lstm": 356_884,
+    "moe": 85_900,
+    "tied": 100_108,
+    "tobf16": 65_284,
+}
 
 
 class TestEveryNth(TechniqueSuite):

@@ -6,21 +6,29 @@ from collections import Counter
 
 import pytest
 import torch
+from support.zoo_paths import ZOO
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo_paths import ZOO
 
-from memtune._apply import apply
+from memtune.api import apply
 from memtune.errors import ApplyError
-from memtune.program import Phase
+from memtune.program.step import Phase
 from memtune.search_spaces.recompute.full import Full
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.training import build, one_step, settings_of
 
 SAVED_BYTES = {
-    "autocast": 21_252, "cnn_bn": 263_140, "gpt": 165_636, "hf_llama": 169_476, "inplace_views": 27_648,
-    "lora": 25_348, "lstm": 33_300, "moe": 35_340, "tied": 58_892, "tobf16": 24_068,
-}  # fmt: skip
+    "autocast": 21_252,
+    "cnn_bn": 263_140,
+    "gpt": 165_636,
+    "hf_llama": 169_476,
+    "inplace_views": 27_648,
+    "lora": 25_348,
+    "lstm": 33_300,
+    "moe": 35_340,
+    "tied": 58_892,
+    "tobf16": 24_068,
+}
 
 
 class TestFull(TechniqueSuite):
@@ -34,19 +42,33 @@ class TestFull(TechniqueSuite):
 
     def test_each_block_saves_its_input_alone_and_its_ops_run_twice(self) -> None:
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], self.default())
-        assert [step.saved_bytes(block) for block in range(4)] == [2 * 32 * 64 * 4] * 4  # (micro-batch, sequence, width) float32
-        inside = (step.op_block >= 0) & (step.op_phase == Phase.RECOMPUTE)
-        again = Counter(step.names[i] for i in step.op_name[inside])
-        first = Counter(plain.names[i] for i in plain.op_name[(plain.op_block >= 0) & (plain.op_phase == Phase.FORWARD)])
-        assert again["aten.addmm.default"] == first["aten.addmm.default"] == 16  # qkv, out, up, down in each of 4 blocks
-        last = Counter({"aten.mul.Tensor": 4, "aten.add.Tensor": 4})  # dropout's product and the sum, after the last tensor saved
+        assert [step.saved_bytes(block) for block in range(4)] == [
+            2 * 32 * 64 * 4
+        ] * 4  # (micro-batch, sequence, width) float32
+        inside = (step.ops.block >= 0) & (step.ops.phase == Phase.RECOMPUTE)
+        again = Counter(step.names[i] for i in step.ops.name[inside])
+        first = Counter(
+            plain.names[i]
+            for i in plain.ops.name[(plain.ops.block >= 0) & (plain.ops.phase == Phase.FORWARD)]
+        )
+        assert (
+            again["aten.addmm.default"] == first["aten.addmm.default"] == 16
+        )  # qkv, out, up, down in each of 4 blocks
+        last = Counter(
+            {"aten.mul.Tensor": 4, "aten.add.Tensor": 4}
+        )  # dropout's product and the sum, after the last tensor saved
         assert first - again == last
 
     @pytest.mark.parametrize("kind", ["full", "every_nth", "selective", "attention_output"])
     def test_a_model_without_blocks_is_refused(self, kind: str) -> None:
         model = nn.Linear(2, 1)
-        with pytest.raises(ApplyError, match="no repeated blocks") as caught:
-            apply(model, torch.optim.AdamW(model.parameters()), {"settings": {"recompute": {"kind": kind}}}, strict=False)
+        with pytest.raises(ApplyError, match="no blocks to recompute") as caught:
+            apply(
+                model,
+                torch.optim.AdamW(model.parameters()),
+                {"settings": {"recompute": {"kind": kind}}},
+                strict=False,
+            )
         assert caught.value.code == "MT303"
 
     def test_batchnorm_statistics_are_those_of_one_forward(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
 from memtune.search_spaces.recompute.megtaichi import Megtaichi
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 
 
 class TestMegtaichi(TechniqueSuite):

@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
 from memtune.search_spaces.recompute.none import KeepAll
 from memtune.testing import TechniqueSuite, rewritten
 
 SAVED_BYTES = {
-    "autocast": 329_220, "cnn_bn": 449_252, "gpt": 1_287_940, "hf_llama": 960_260, "inplace_views": 138_240,
-    "lora": 144_516, "lstm": 365_076, "moe": 136_460, "tied": 182_540, "tobf16": 106_500,
-}  # fmt: skip
+    "autocast": 329_220,
+    "cnn_bn": 449_252,
+    "gpt": 1_287_940,
+    "hf_llama": 960_260,
+    "inplace_views": 138_240,
+    "lora": 144_516,
+    "lstm": 365_076,
+    "moe": 136_460,
+    "tied": 182_540,
+    "tobf16": 106_500,
+}
 
 
 class TestKeepAll(TechniqueSuite):

@@ -6,19 +6,27 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune.program import Phase, Resource
-from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.program.step import Phase, Resource
+from memtune.search_spaces.recompute._block_planner.fits import is_matmul_or_attention
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 
 SAVED_BYTES = {
-    "autocast": 70_404, "cnn_bn": 382_948, "gpt": 825_092, "hf_llama": 565_764, "inplace_views": 82_944,
-    "lora": 150_276, "lstm": 338_452, "moe": 73_228, "tied": 108_044, "tobf16": 89_604,
-}  # fmt: skip
+    "autocast": 70_404,
+    "cnn_bn": 382_948,
+    "gpt": 825_092,
+    "hf_llama": 565_764,
+    "inplace_views": 82_944,
+    "lora": 150_276,
+    "lstm": 338_452,
+    "moe": 73_228,
+    "tied": 108_044,
+    "tobf16": 89_604,
+}
 
 
 class TestSelective(TechniqueSuite):
@@ -33,21 +41,25 @@ class TestSelective(TechniqueSuite):
     @pytest.mark.parametrize("model", [name for name in ZOO if name != "inplace_views"])
     def test_no_product_runs_twice(self, model: str) -> None:
         step = rewritten(ZOO[model], self.default())
-        again = {step.names[i] for i in step.op_name[step.op_phase == Phase.RECOMPUTE]}
+        again = {step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]}
         assert again or model == "lstm"
         assert not any(is_matmul_or_attention(name) for name in again)
 
     def test_what_is_written_into_later_runs_twice(self) -> None:
         step = rewritten(ZOO["inplace_views"], self.default())
-        again = [step.names[i] for i in step.op_name[step.op_phase == Phase.RECOMPUTE]]
-        assert again.count("aten.addmm.default") == 3  # `out` of each block, whose output is changed in place; `fused` is kept
+        again = [step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]]
+        assert (
+            again.count("aten.addmm.default") == 3
+        )  # `out` of each block, whose output is changed in place; `fused` is kept
 
 
 class TestCoreAttention(TechniqueSuite):
     """Korthikanti's own form, on a GPT as the paper counts it."""
 
     technique = Selective
-    models: ClassVar = {"korthikanti": Path(__file__).parent / "models" / "korthikanti.py"}
+    models: ClassVar = {
+        "korthikanti": Path(__file__).parents[2] / "support" / "models" / "recompute" / "korthikanti.py"
+    }
     variants = (Selective(kind="selective", scope="core_attention"),)
 
     def test_saved_bytes_are_the_papers(self) -> None:
@@ -55,16 +67,21 @@ class TestCoreAttention(TechniqueSuite):
         path, s, b, h, a = self.models["korthikanti"], 64, 2, 256, 4
         steps = [rewritten(path), rewritten(path, self.variants[0]), rewritten(path, Full(kind="full"))]
         for step, formula in zip(steps, (34 + 5 * a * s / h, 34, 2), strict=True):
-            assert [step.saved_bytes(block) for block in range(2)] == pytest.approx([s * b * h * formula] * 2, rel=0.02)
+            assert [step.saved_bytes(block) for block in range(2)] == pytest.approx(
+                [s * b * h * formula] * 2, rel=0.02
+            )
 
     def test_only_the_core_of_attention_runs_twice(self) -> None:
         step = rewritten(self.models["korthikanti"], self.variants[0])
-        runs = (step.op_copy_of >= 0) & (step.op_resource != Resource.NOTHING) & (step.op_block == 0)
-        again = [step.names[i] for i in step.op_name[runs]]
+        runs = (step.ops.copy_of >= 0) & (step.ops.resource != Resource.NOTHING) & (step.ops.block == 0)
+        again = [step.names[i] for i in step.ops.name[runs]]
         assert again == [
-            "aten.bmm.default", "aten.div.Tensor", "aten.masked_fill.Scalar", "aten._softmax.default",
+            "aten.bmm.default",
+            "aten.div.Tensor",
+            "aten.masked_fill.Scalar",
+            "aten._softmax.default",
             "aten.native_dropout.default",
-        ]  # fmt: skip
+        ]
 
     @pytest.mark.parametrize(("model", "why"), [("gpt", "fused already"), ("moe", "not in the blocks")])
     def test_refused_where_no_scores_are_saved(self, model: str, why: str) -> None:

@@ -1,4 +1,6 @@
-"""Logits and loss in parts: as the plain model within the order of sums, and never a large part of the logits at once."""
+"""Logits and loss in parts: as the plain model within the order of sums, and never a large part of the logits
+at once.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gloo import run_ranks
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import Tuned, apply
-from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.dry_run import dry_run
+from memtune.activations.tiling.cross_entropy_pattern import loss_pattern
+from memtune.activations.tiling.position_wise_pattern import norms, position_wise
+from memtune.api import Tuned, apply
+from memtune.autotune.search.dry_runs import dry_run
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
-from memtune.passes.loss_pattern import loss_pattern
-from memtune.passes.position_wise import norms, position_wise
-from memtune.program import Kind, Step
+from memtune.program.step import Kind, Step
 from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.planned import Planned
@@ -25,14 +27,23 @@ from memtune.search_spaces.recompute.selective import Selective
 from memtune.search_spaces.split.tiled import Tiled
 from memtune.technique import Target, Technique
 from memtune.testing import TechniqueSuite, differences, drift, rewritten, train
-from memtune.testing.drift import compare, plain_program, recording_of, target_of
+from memtune.testing.drift_check import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build, config_of, plain, settings_of
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parents[2] / "support" / "models" / "tiling"
 LARGE, CAPPED, SHIFTED, SHIFTED_AUTOCAST, NO_HEAD, OWN_HEAD, WIDE, BOTH = (
     MODELS / f"language_models.py:{name}"
-    for name in ("large", "capped", "shifted", "shifted_autocast", "no_head", "own_head", "wide_mlp", "wide_both")
+    for name in (
+        "large",
+        "capped",
+        "shifted",
+        "shifted_autocast",
+        "no_head",
+        "own_head",
+        "wide_mlp",
+        "wide_both",
+    )
 )
 NORMS = MODELS / "plain_norms.py"
 
@@ -61,17 +72,23 @@ class TestTiled(TechniqueSuite):
         wanted = plain(LARGE)
         for name, gradient in got.gradients[0].items():
             other = wanted.gradients[0][name]
-            assert float((gradient - other).abs().max()) <= (chunks + 2) * 2**-23 * float(other.abs().max()) * 4
+            assert (
+                float((gradient - other).abs().max()) <= (chunks + 2) * 2**-23 * float(other.abs().max()) * 4
+            )
 
     @pytest.mark.parametrize("path", [LARGE, CAPPED], ids=["large", "capped"])
     def test_holds_a_part_of_the_logits_and_no_more_flops(self, path: Path) -> None:
         before, after = rewritten(path), rewritten(path, Tiled(chunks=8))
         pattern = loss_pattern(before)
         assert not isinstance(pattern, str)
-        largest = int(after.bytes[(after.kind == Kind.TEMPORARY) & (after.producer >= 0)].max())
-        weight = int(before.bytes[pattern.weight.plain])
-        assert largest <= max(weight, int(before.bytes[pattern.made[-2]]) // 8)
-        assert after.op_flops.sum() == pytest.approx(before.op_flops.sum(), rel=0.02)
+        largest = int(
+            after.storages.bytes[
+                (after.storages.kind == Kind.TEMPORARY) & (after.storages.producer >= 0)
+            ].max()
+        )
+        weight = int(before.storages.bytes[pattern.weight.plain])
+        assert largest <= max(weight, int(before.storages.bytes[pattern.made[-2]]) // 8)
+        assert after.ops.flops.sum() == pytest.approx(before.ops.flops.sum(), rel=0.02)
         assert after.peak_bytes() < before.peak_bytes()
 
     def test_composes_with_recompute_to_the_byte(self) -> None:
@@ -93,9 +110,15 @@ class TestTiled(TechniqueSuite):
     def test_norms_in_parts_save_their_input_alone(self) -> None:
         mine, before = Tiled(chunks=1, norm=5), rewritten(NORMS)
         cut = norms(before)
-        assert [each.module for each in cut] == [f"layers.{i}.norm" for i in (0, 1, 3)]  # the fused one holds nothing to cut
-        after, x_bytes = rewritten(NORMS, mine), int(before.bytes[cut[0].x])
-        assert before.saved_bytes() - after.saved_bytes() == sum(each.inner_bytes for each in cut) >= 3 * 2 * x_bytes
+        assert [each.module for each in cut] == [
+            f"layers.{i}.norm" for i in (0, 1, 3)
+        ]  # the fused one holds nothing to cut
+        after, x_bytes = rewritten(NORMS, mine), int(before.storages.bytes[cut[0].x])
+        assert (
+            before.saved_bytes() - after.saved_bytes()
+            == sum(each.inner_bytes for each in cut)
+            >= 3 * 2 * x_bytes
+        )
         assert after.peak_bytes() < before.peak_bytes() - x_bytes
         assert not drift(NORMS, mine)
         wanted = train(NORMS, steps=1)
@@ -138,7 +161,9 @@ class TestTiled(TechniqueSuite):
     def test_reasons_of_mlps(self) -> None:
         program = plain_program(WIDE)
         assert "nothing is cut" in str(Tiled(chunks=1).fits(program, target_of()))
-        assert "no module in the blocks" in str(Tiled(chunks=1, mlp=2).fits(plain_program(LARGE), target_of()))
+        assert "no module in the blocks" in str(
+            Tiled(chunks=1, mlp=2).fits(plain_program(LARGE), target_of())
+        )
         assert "fewer than" in str(Tiled(chunks=1, mlp=1000).fits(program, target_of()))
         assert "keeps what the parts" in str(Tiled(chunks=1, mlp=2).fits(program, target_of(Selective())))
         assert Tiled(chunks=1, mlp=2).fits(program, target_of(Full())) is None
@@ -147,7 +172,12 @@ class TestTiled(TechniqueSuite):
         for plan in ({}, {"split": {"mlps": ["h.9.mlp"]}}):
             _, model, optimizer = build(WIDE)
             with pytest.raises(ApplyError) as caught:
-                apply(model, optimizer, {"settings": settings_of(Tiled(chunks=1, mlp=2)), "plan": plan}, strict=False)
+                apply(
+                    model,
+                    optimizer,
+                    {"settings": settings_of(Tiled(chunks=1, mlp=2)), "plan": plan},
+                    strict=False,
+                )
             assert caught.value.code in ("MT316", "MT335")
             assert "forward" not in vars(model.layers[0].mlp)
 
@@ -178,7 +208,12 @@ class TestTiled(TechniqueSuite):
     def test_no_head_nothing_applied(self) -> None:
         model = torch.nn.Conv2d(1, 1, 1)
         with pytest.raises(ApplyError, match="as head") as caught:
-            apply(model, torch.optim.SGD(model.parameters(), 0.1), {"settings": settings_of(Tiled())}, strict=False)
+            apply(
+                model,
+                torch.optim.SGD(model.parameters(), 0.1),
+                {"settings": settings_of(Tiled())},
+                strict=False,
+            )
         assert caught.value.code == "MT334"
 
 
@@ -188,7 +223,10 @@ def test_composes_with_sharding_and_offload_to_the_byte(path: Path, ranks: int) 
     split = {"kind": "tiled", "chunks": 1, "mlp": 4} if path == WIDE else {"kind": "tiled", "chunks": 4}
     settings: dict[str, Any] = {"split": split, "recompute": {"kind": "full"}}
     if ranks == 1:
-        settings["offload"] = {"activations": {"kind": "copy_out", "min_bytes": 0}, "states": {"kind": "optimizer_cpu"}}
+        settings["offload"] = {
+            "activations": {"kind": "copy_out", "min_bytes": 0},
+            "states": {"kind": "optimizer_cpu"},
+        }
     else:
         settings["sharding"] = {"states": {"kind": "fsdp"}}
     target = Target(hardware.detect("cpu"), ranks)
@@ -201,7 +239,9 @@ def test_composes_with_sharding_and_offload_to_the_byte(path: Path, ranks: int) 
 
 
 def shares(path: str, tiled: bool) -> dict[str, Any]:
-    """Gradients, read off the weights, of a step over this rank's quarter of a batch under FSDP2; of the batch without ranks."""
+    """Gradients, read off the weights, of a step over this rank's quarter of a batch under FSDP2; of the
+    batch without ranks.
+    """
     workload, model, _ = build(Path(path))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.manual_seed(3)
@@ -228,4 +268,6 @@ def test_two_sharded_ranks_train_as_the_plain_model() -> None:
         assert rank["audit"] == {"head": "head", "losses_in_parts": 1, "read_whole": 0}
         assert rank["modules"] == {"modules": 4, "runs_in_parts": 4}
         for name, gradient in wanted.items():
-            assert float((rank["gradients"][name] - gradient).abs().max()) <= 1e-5 * max(1.0, float(gradient.abs().max()))
+            assert float((rank["gradients"][name] - gradient).abs().max()) <= 1e-5 * max(
+                1.0, float(gradient.abs().max())
+            )

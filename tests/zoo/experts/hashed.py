@@ -1,4 +1,6 @@
-"""Mixture of experts routed by token (hash layers): a batch of one task uses one expert in each layer, the next batch another."""
+"""Mixture of experts routed by token (hash layers): a batch of one task uses one expert in each layer, the
+next batch another.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,6 @@
-"""Compiled graphs in another order, updates at the gradient in eager code: the peak falls as predicted, bits are the same."""
+"""Compiled graphs in another order, updates at the gradient in eager code: the peak falls as predicted, bits
+are the same.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +11,29 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from layers_suite import without_gradients
-from zoo_paths import ZOO
+from support.suites.block_offload_suite import without_gradients
+from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import Tuned, apply
-from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.compiled import CompiledRecordings
-from memtune.autotune.options import PlanOptions
-from memtune.autotune.planning import plan
-from memtune.autotune.trials import run_trial
-from memtune.config import TunedConfig, dump_yaml, load_config
+from memtune.api import Tuned, apply
+from memtune.autotune.record.compiled import CompiledRecordings
+from memtune.autotune.search.plan_report import plan
+from memtune.autotune.search.trials import run_trial
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.space.search_options import PlanOptions
+from memtune.config.tuned_config import TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
-from memtune.program import Step
-from memtune.runtime import shim
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.tiers import HOST, tier
+from memtune.memory import cpu_allocator
+from memtune.memory.ledger import Ledger
+from memtune.program.step import Step
+from memtune.runtime.memory_tiers import HOST, tier
 from memtune.search_spaces import find
 from memtune.search_spaces.execution.order.roam import Roam
 from memtune.technique import Exactness, Target, Technique
 from memtune.testing import TechniqueSuite, differences, train
-from memtune.testing.drift import plain_program, recording_of
+from memtune.testing.drift_check import plain_program, recording_of
 from memtune.testing.training import build, one_step, plain
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROAM = Roam()
@@ -98,7 +100,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(kind: str, scope: str = "model", backend: str = "aot_eager") -> dict[str, Any]:
-    return {"execution": {"micro_batch": 4, "compile": scope, "compile_backend": backend, "order": {"kind": kind}}}
+    return {
+        "execution": {"micro_batch": 4, "compile": scope, "compile_backend": backend, "order": {"kind": kind}}
+    }
 
 
 def predicted(path: Path, kind: str) -> Step:
@@ -124,9 +128,11 @@ def measured(path: Path, kind: str) -> tuple[int, dict[str, Any]]:
         return ledger.peak_allocated_bytes() - empty, tuned.audit()
 
 
-@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 def test_the_peak_falls_as_predicted(wide: Path) -> None:
-    """The drift test of a compiled technique: the native ledger around real steps against the recorded graphs."""
+    """The drift test of a compiled technique: the native ledger around real steps against the recorded
+    graphs.
+    """
     plain, plain_facts = measured(wide, "program")
     ordered, facts = measured(wide, "roam")
     assert "execution.order" not in plain_facts
@@ -151,7 +157,9 @@ def marked_loop(tuned: Tuned, workload: Workload, batches: list[Any]) -> None:
 def eager_peak(path: Path, kind: str, accumulate: int, loop: Loop) -> tuple[int, int]:
     """Bytes that the native ledger counts at the peak of the third step, and what is predicted."""
     chosen = {"execution": {"micro_batch": 2, "accumulate": accumulate, "order": {"kind": kind}}}
-    found = Rewriter(recording_of(path), Target(hardware.detect("cpu"))).candidate(Choice.from_document(chosen))
+    found = Rewriter(recording_of(path), Target(hardware.detect("cpu"))).candidate(
+        Choice.from_document(chosen)
+    )
     assert isinstance(found, Candidate), found
     with Ledger.open("cpu") as ledger:
         gc.collect()
@@ -167,9 +175,11 @@ def eager_peak(path: Path, kind: str, accumulate: int, loop: Loop) -> tuple[int,
         return ledger.peak_allocated_bytes() - empty, found.program.step.peak_bytes()
 
 
-@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize(
-    ("accumulate", "loop"), [(1, lambda tuned, _, batches: tuned.step(batches)), (2, marked_loop)], ids=["step", "own loop"]
+    ("accumulate", "loop"),
+    [(1, lambda tuned, _, batches: tuned.step(batches)), (2, marked_loop)],
+    ids=["step", "own loop"],
 )
 def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: int, loop: Loop) -> None:
     plain, plain_predicted = eager_peak(deep, "program", accumulate, loop)
@@ -182,10 +192,16 @@ def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: i
 
 @pytest.mark.slow
 def test_plan_and_trial_choose_it_where_gradients_are_what_does_not_fit(deep: Path) -> None:
-    """Eager: all fixed but the order, the plain step does not fit; what is ranked first runs within the budget, as predicted."""
+    """Eager: all fixed but the order, the plain step does not fit; what is ranked first runs within the
+    budget, as predicted.
+    """
     budget_bytes = 4_600_000
     asked = PlanOptions(
-        workload=str(deep), device="cpu", freeze={"offload.states": "none"}, budget_bytes=budget_bytes, global_batch=8
+        workload=str(deep),
+        device="cpu",
+        freeze={"offload.states": "none"},
+        budget_bytes=budget_bytes,
+        global_batch=8,
     )
     report = plan(asked)
     first = report.rows[0]
@@ -208,7 +224,9 @@ def trained(path: Path, execution: dict[str, Any] | None) -> list[Any]:
 @pytest.mark.parametrize(("model", "scope"), [("wide", "model"), ("gpt", "blocks")])
 def test_the_same_bits_as_the_plain_model(model: str, scope: str, wide: Path) -> None:
     path = wide if model == "wide" else ZOO[model]
-    for (loss, gradients), (wanted_loss, wanted) in zip(trained(path, settings("roam", scope)), trained(path, None), strict=True):
+    for (loss, gradients), (wanted_loss, wanted) in zip(
+        trained(path, settings("roam", scope)), trained(path, None), strict=True
+    ):
         assert torch.equal(loss, wanted_loss)
         assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
@@ -248,11 +266,17 @@ class TestEager(TechniqueSuite):
     technique = Roam
     models: ClassVar = {name: ZOO[name] for name in ("tied", "moe", "lstm")}
     quick = ("tied",)
-    not_shown = ("a failed apply is not undone",)  # it puts hooks in place, which are taken back one by one, and changes nothing
+    not_shown = (
+        "a failed apply is not undone",
+    )  # it puts hooks in place, which are taken back one by one, and changes nothing
 
     def check_training(self, model: str, variant: Technique) -> None:
-        """Losses and weights are the plain model's, to the bit; gradients have been used when backward returns."""
-        found = differences(without_gradients(train(ZOO[model], variant)), without_gradients(plain(ZOO[model])))
+        """Losses and weights are the plain model's, to the bit; gradients have been used when backward
+        returns.
+        """
+        found = differences(
+            without_gradients(train(ZOO[model], variant)), without_gradients(plain(ZOO[model]))
+        )
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
     def sabotage(self, tuned: Tuned) -> bool:

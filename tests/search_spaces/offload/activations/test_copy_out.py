@@ -7,23 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from zoo_paths import ZOO
+from fixed_cpu import CPU
+from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.exposure import time_lines
-from memtune.autotune.simulate import simulate
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.predict.time_breakdown import time_lines
 from memtune.errors import ApplyError, EnvironmentFault
-from memtune.program import Resource, Tier
-from memtune.read_ahead import WRITES
-from memtune.runtime import disk, offload_dir
+from memtune.program.residency import WRITES_IN_FLIGHT
+from memtune.program.step import Resource, Tier
 from memtune.search_spaces import find
-from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.offload.activations.copy_out import CopyOut, CopyOutPlan
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
-from memtune.technique import Plan, Technique
+from memtune.ssd import offload_dir, ssd_tensors
+from memtune.technique import Technique
 from memtune.testing import TechniqueSuite, drift, rewritten, train
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, config_of, differences, plain
 
 ALL = CopyOut(kind="copy_out", min_bytes=0)
@@ -63,7 +64,9 @@ class TestCopyOut(TechniqueSuite):
 
     @pytest.mark.drawn(4)
     @pytest.mark.parametrize("variant", [ALL, HALF], ids=["all", "half"])
-    @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
+    @pytest.mark.parametrize(
+        "recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind
+    )
     @pytest.mark.parametrize("model", ZOO)
     def test_composes_with_recompute(self, model: str, recompute: Technique, variant: CopyOut) -> None:
         assert drift(ZOO[model], recompute, variant) == ""
@@ -72,22 +75,31 @@ class TestCopyOut(TechniqueSuite):
         "states",
         [
             {"kind": "optimizer_cpu", "update": "native", "trigger": "per_layer"},
-            *(pytest.param({"kind": each}, marks=pytest.mark.slow) for each in ("stronghold", "patrickstar", "angel_ptm")),
+            *(
+                pytest.param({"kind": each}, marks=pytest.mark.slow)
+                for each in ("stronghold", "patrickstar", "angel_ptm")
+            ),
         ],
         ids=lambda each: str(each["kind"]),
     )
     def test_what_comes_ahead_is_on_the_host_while_gradients_leave(self, states: dict[str, str]) -> None:
-        """Between the end of a node, where gradients land, and the next one, which asks for what came ahead."""
+        """Between the end of a node, where gradients land, and the next one, which asks for what came
+        ahead.
+        """
         assert drift(ZOO["gpt"], ALL, find("offload.states", states["kind"]).model_validate(states)) == ""
 
     @pytest.mark.parametrize("recompute", [(), (Selective(kind="selective"),)], ids=["alone", "selective"])
-    def test_gates_saved_in_parts_stay_as_predicted(self, recompute: tuple[Technique, ...], tmp_path: Path) -> None:
+    def test_gates_saved_in_parts_stay_as_predicted(
+        self, recompute: tuple[Technique, ...], tmp_path: Path
+    ) -> None:
         path = tmp_path / "cells.py"
         path.write_text(_CELLS)
         assert drift(path, ALL, *recompute, micro_batch=4) == ""
 
     @pytest.mark.drawn(3)
-    @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
+    @pytest.mark.parametrize(
+        "recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind
+    )
     @pytest.mark.parametrize("model", ["gpt", "cnn_bn", "inplace_views"])
     def test_trains_with_recompute(self, model: str, recompute: Technique) -> None:
         assert not differences(train(ZOO[model], recompute, HALF), plain(ZOO[model]))
@@ -96,20 +108,27 @@ class TestCopyOut(TechniqueSuite):
     def test_the_claimed_share_leaves_once_and_comes_back_once(self, variant: CopyOut, blocks: int) -> None:
         """The mechanism: bytes on the link. Of a half, half as much moves."""
         before, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], variant)
-        down = int(step.op_traffic_bytes[step.op_resource == Resource.DEVICE_TO_HOST].sum())
-        up = int(step.op_traffic_bytes[step.op_resource == Resource.HOST_TO_DEVICE].sum())
-        batch = int(before.op_traffic_bytes[before.op_resource == Resource.HOST_TO_DEVICE].sum())
+        down = int(step.ops.traffic_bytes[step.ops.resource == Resource.DEVICE_TO_HOST].sum())
+        up = int(step.ops.traffic_bytes[step.ops.resource == Resource.HOST_TO_DEVICE].sum())
+        batch = int(before.ops.traffic_bytes[before.ops.resource == Resource.HOST_TO_DEVICE].sum())
         assert down == up - batch == sum(before.saved_bytes(block) for block in range(blocks))
 
     def test_what_comes_back_ahead_is_hardly_waited_for(self) -> None:
-        """The mechanism of `ahead`: the same bytes on the link, but for what is asked for first beside backward."""
-        program, here = plain_program(ZOO["gpt"]), replace(hardware.detect("cpu"), device="cuda", launch_s=0.0)
+        """The mechanism of `ahead`: the same bytes on the link, but for what is asked for first beside
+        backward.
+        """
+        program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0)
         plain_s = simulate(program, here, level="events").step_s
         steps = [rewritten(ZOO["gpt"], ALL.model_copy(update={"ahead": ahead})) for ahead in (0, 6)]
-        up = [int(step.op_traffic_bytes[step.op_resource == Resource.HOST_TO_DEVICE].sum()) for step in steps]
+        up = [
+            int(step.ops.traffic_bytes[step.ops.resource == Resource.HOST_TO_DEVICE].sum()) for step in steps
+        ]
         assert up[0] == up[1]
         link = replace(here, host_to_device_bytes_per_s=up[0] / (0.2 * plain_s))
-        late, ahead = (simulate(program.with_step(step), link, level="events").exposed_s["host_to_device"] for step in steps)
+        late, ahead = (
+            simulate(program.with_step(step), link, level="events").exposed_s["host_to_device"]
+            for step in steps
+        )
         assert late > 0.15 * plain_s
         assert ahead < 0.25 * late
 
@@ -117,12 +136,12 @@ class TestCopyOut(TechniqueSuite):
         """A ratio that is changed by hand makes its plan void."""
         program, uneven = plain_program(ZOO["gpt"]), plain_program(ZOO["lstm"])
         target = target_of(HALF)
-        assert HALF.plan(program, target).decisions == {}
+        assert HALF.plan(program, target).document() == {}
         plan = HALF.plan(uneven, target)
-        assert plan.decisions["ratio"] == 0.5
+        assert plan.ratio == 0.5
         quarter = HALF.model_copy(update={"ratio": 0.25})
-        got, wanted = (quarter.rewrite(uneven, each, target).step for each in (plan, Plan()))
-        assert got.op_traffic_bytes.tolist() == wanted.op_traffic_bytes.tolist()
+        got, wanted = (quarter.rewrite(uneven, each, target).step for each in (plan, CopyOutPlan()))
+        assert got.ops.traffic_bytes.tolist() == wanted.ops.traffic_bytes.tolist()
         workload, model, optimizer = build(ZOO["lstm"])
         document = config_of(ZOO["lstm"], HALF)
         document["plan"]["offload.activations"]["shares"] = [[[0.5, 1]]]
@@ -142,27 +161,34 @@ class TestCopyOut(TechniqueSuite):
     def test_ssd_trains_as_the_plain_model(self, model: str) -> None:
         assert not differences(train(ZOO[model], SSD), plain(ZOO[model]))
         gc.collect()
-        assert disk.current().engine.written_bytes > 0
-        assert disk.current().used_bytes == 0
+        assert ssd_tensors.current().engine.written_bytes > 0
+        assert ssd_tensors.current().used_bytes == 0
 
     @pytest.mark.parametrize("ahead", [0, 2])
     def test_ssd_is_written_and_read_once_and_host_memory_holds_a_few_tensors(self, ahead: int) -> None:
         """The mechanism of `target: ssd`: what goes on to the drive is not kept on the host."""
-        host, step = rewritten(ZOO["gpt"], ALL), rewritten(ZOO["gpt"], SSD.model_copy(update={"ahead": ahead}))
-        moved = int(host.op_traffic_bytes[host.op_resource == Resource.DEVICE_TO_HOST].sum())
+        host, step = (
+            rewritten(ZOO["gpt"], ALL),
+            rewritten(ZOO["gpt"], SSD.model_copy(update={"ahead": ahead})),
+        )
+        moved = int(host.ops.traffic_bytes[host.ops.resource == Resource.DEVICE_TO_HOST].sum())
         for resource in (Resource.DEVICE_TO_HOST, Resource.SSD_WRITE, Resource.SSD_READ):
-            assert int(step.op_traffic_bytes[step.op_resource == resource].sum()) == moved
-        largest = int(step.op_traffic_bytes[step.op_resource == Resource.SSD_WRITE].max())
+            assert int(step.ops.traffic_bytes[step.ops.resource == resource].sum()) == moved
+        largest = int(step.ops.traffic_bytes[step.ops.resource == Resource.SSD_WRITE].max())
         batch = host.peak_bytes(Tier.HOST) - moved
         assert step.peak_bytes(Tier.SSD) == moved
-        assert step.peak_bytes(Tier.HOST) - batch <= (max(WRITES, ahead) + 1) * largest < moved
+        assert step.peak_bytes(Tier.HOST) - batch <= (max(WRITES_IN_FLIGHT, ahead) + 1) * largest < moved
         assert step.peak_bytes() == host.peak_bytes()
 
     def test_ssd_shows_what_it_writes_and_the_simulator_prices_it(self) -> None:
         program = plain_program(ZOO["gpt"])
         step = rewritten(ZOO["gpt"], SSD)
-        found = simulate(replace(program, accumulate=3).with_step(step), hardware.find("a100-80g"), level="events")
-        assert found.ssd_written_bytes == 3 * int(step.op_traffic_bytes[step.op_resource == Resource.SSD_WRITE].sum())
+        found = simulate(
+            replace(program, accumulate=3).with_step(step), hardware.find("a100-80g"), level="events"
+        )
+        assert found.ssd_written_bytes == 3 * int(
+            step.ops.traffic_bytes[step.ops.resource == Resource.SSD_WRITE].sum()
+        )
         assert any("written to SSD" in line for line in time_lines(found.to_dict()))
         slower = replace(hardware.find("a100-80g"), ssd_read_bytes_per_s=1e7)
         assert simulate(program.with_step(step), slower, level="events").step_s > found.step_s / 3
@@ -179,7 +205,7 @@ class TestCopyOut(TechniqueSuite):
         apply(model, optimizer, config_of(ZOO["tied"], SSD), strict=False)
         batch = workload.make_batch(2)
         loss = workload.loss(model, batch)
-        path = disk.current().path
+        path = ssd_tensors.current().path
         path.write_bytes(bytes(each ^ 1 for each in path.read_bytes()[: 1 << 20]))
         with pytest.raises(EnvironmentFault, match="a saved activation of") as caught:
             loss.backward()
@@ -187,7 +213,7 @@ class TestCopyOut(TechniqueSuite):
 
     def test_small_tensors_stay(self) -> None:
         step = rewritten(ZOO["gpt"], CopyOut(kind="copy_out", min_bytes=20_000))
-        sizes = step.op_traffic_bytes[step.op_resource == Resource.DEVICE_TO_HOST]
+        sizes = step.ops.traffic_bytes[step.ops.resource == Resource.DEVICE_TO_HOST]
         assert len(sizes)
         assert sizes.min() >= 20_000
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune.program import Resource
+from memtune.program.step import Resource
 from memtune.search_spaces.offload.activations.none import OnDevice
 from memtune.testing import TechniqueSuite, rewritten
 
@@ -16,4 +16,4 @@ class TestOnDevice(TechniqueSuite):
     models: ClassVar = {name: ZOO[name] for name in ("gpt",)}
 
     def test_nothing_leaves_the_device(self) -> None:
-        assert not (rewritten(ZOO["gpt"], self.default()).op_resource == Resource.DEVICE_TO_HOST).any()
+        assert not (rewritten(ZOO["gpt"], self.default()).ops.resource == Resource.DEVICE_TO_HOST).any()

@@ -1,4 +1,6 @@
-"""Activations in the slots of a pipeline: which copies run when, what stays on each stage, and that nothing else changes."""
+"""Activations in the slots of a pipeline: which copies run when, what stays on each stage, and that nothing
+else changes.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +16,31 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from fixed_cpu import CPU
 from hypothesis import given
 from hypothesis import strategies as st
-from shared_layers import MODELS, SIZE, rewriter, settings
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.ranks.model_parallel_runs import MODELS, SIZE, rewriter, settings
+from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.candidates import Candidate, Choice
-from memtune.autotune.simulate import simulate
-from memtune.errors import ApplyError
-from memtune.pipeline_order import Action, order, slots_between
-from memtune.program import Kind, Program, Step, Tier
-from memtune.runtime import shim
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.slots import Slots
-from memtune.runtime.tiers import HOST, tier
+from memtune.activations.offload.pipeline_slots import Slots
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.space.candidates import Candidate, Choice
+from memtune.errors import UsageError
+from memtune.memory import cpu_allocator
+from memtune.memory.ledger import Ledger
+from memtune.program.pipeline_order import StageAction, order, slots_between
+from memtune.program.step import Kind, Program, Step, Tier
+from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
-from memtune.search_spaces.offload.activations import _in_slots, _shares
+from memtune.search_spaces.offload.activations import _block_shares, _pipeline_ratio
 from memtune.search_spaces.offload.activations.pipelined import Pipelined
 from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite, differences, drift, rewritten, train
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, plain
 
 CHAIN = MODELS / "chain.py"
@@ -69,9 +72,11 @@ class TestPipelined(TechniqueSuite):
         """As a search through all eighths finds it."""
         program = plain_program(ZOO["gpt"])
         peaks = [rewritten(ZOO["gpt"]).peak_bytes()]
-        peaks += [rewritten(ZOO["gpt"], Pipelined(ratio=n / 8, min_bytes=0)).peak_bytes() for n in range(1, 9)]
+        peaks += [
+            rewritten(ZOO["gpt"], Pipelined(ratio=n / 8, min_bytes=0)).peak_bytes() for n in range(1, 9)
+        ]
         for budget in sorted({(min(peaks) + each) // 2 for each in peaks}):
-            found = Pipelined(budget_bytes=budget, min_bytes=0).plan(program, target_of(ALL)).decisions
+            found = Pipelined(budget_bytes=budget, min_bytes=0).plan(program, target_of(ALL)).document()
             wanted = next(n for n, peak in enumerate(peaks) if peak <= budget)
             assert found["ratios"] == [wanted / 8]
             assert found["told"]["peak_bytes"] == peaks[wanted]
@@ -83,21 +88,36 @@ class TestPipelined(TechniqueSuite):
         assert "no ratio stays within" in str(Pipelined(budget_bytes=1, min_bytes=0).fits(program, target))
         assert "1048576" in str(Pipelined(ratio=1.0).fits(program, target))
 
-    @pytest.mark.parametrize("plan", [{}, {"ratios": [2.0], "ahead": 1}, {"ratios": [0.5, 0.5], "ahead": 1}])
-    def test_configs_without_a_plan_of_this_model_are_refused(self, plan: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        ("plan", "said"),
+        [
+            ({}, "needs a plan"),
+            ({"ratios": [2.0], "shares": [[[0.5, 4]]]}, r"ratios\.0: expected less than or equal to 1"),
+            ({"ratios": [0.5], "shares": [[[1.5, 4]]]}, r"shares\.0\.0\.0: expected less than or equal to 1"),
+            ({"ratios": [0.5], "shares": [[[0.5, 3]]]}, "needs a plan"),
+            ({"ratios": [0.5, 0.5], "shares": [[[0.5, 4]], [[0.5, 4]]]}, "needs a plan"),
+        ],
+    )
+    def test_configs_without_a_plan_of_this_model_are_refused(self, plan: dict[str, Any], said: str) -> None:
         workload, model, optimizer = build(ZOO["gpt"])
-        document = {"settings": {"offload": {"activations": {"kind": "pipelined"}}}, "plan": {"offload.activations": plan}}
-        with pytest.raises(ApplyError, match="needs a plan"):
+        plan = plan and {**plan, "ahead": 1, "told": {"moved_bytes": [1]}}
+        document = {
+            "settings": {"offload": {"activations": {"kind": "pipelined"}}},
+            "plan": {"offload.activations": plan},
+        }
+        with pytest.raises(UsageError, match=said):
             apply(model, optimizer, document, loss=workload.loss, strict=False)
 
 
-@pytest.mark.parametrize(("ratio", "parts"), [(0.25, [34, 33, 33, 0]), (0.75, [100] * 3 + [0]), (1.0, [100] * 4)])
+@pytest.mark.parametrize(
+    ("ratio", "parts"), [(0.25, [34, 33, 33, 0]), (0.75, [100] * 3 + [0]), (1.0, [100] * 4)]
+)
 def test_without_a_pipeline_blocks_share_alike(ratio: float, parts: list[int]) -> None:
-    assert _shares.spread(ratio, [100] * 4) == parts
-    assert _shares.spread(ratio, [100]) == [100 * ratio]
+    assert _block_shares.spread(ratio, [100] * 4) == parts
+    assert _block_shares.spread(ratio, [100]) == [100 * ratio]
 
 
-@pytest.mark.parametrize("how", [_shares.leading, _shares.spread])
+@pytest.mark.parametrize("how", [_block_shares.leading, _block_shares.spread])
 @given(sizes=st.lists(st.integers(0, 10**12), min_size=1, max_size=9), ratio=st.floats(0, 1))
 def test_shares_give_the_ratio_to_the_byte(how: Any, sizes: list[int], ratio: float) -> None:
     parts = how(ratio, sizes)
@@ -109,34 +129,50 @@ def test_shares_give_the_ratio_to_the_byte(how: Any, sizes: list[int], ratio: fl
 
 
 def test_equal_shares_hide_behind_compute_where_whole_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes the link three tenths of a step is waited for where the first blocks send it all, less where all but one do."""
-    program, here = plain_program(ZOO["gpt"]), replace(hardware.detect("cpu"), device="cuda", launch_s=0.0)
+    """What takes the link three tenths of a step is waited for where the first blocks send it all, less where
+    all but one do.
+    """
+    program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0)
     plain_s = simulate(program, here, level="events").step_s
 
     def lost() -> float:
-        shares = _in_slots.shares(program, [0.5], 0)
-        n_bytes = _in_slots.bytes_by_stage(program, shares, 0)[0]
-        link = {f"{way}_bytes_per_s": n_bytes / (0.3 * plain_s) for way in ("host_to_device", "device_to_host")}
+        shares = _pipeline_ratio.shares(program, [0.5], 0)
+        n_bytes = _pipeline_ratio.bytes_by_stage(program, shares, 0)[0]
+        link = {
+            f"{way}_bytes_per_s": n_bytes / (0.3 * plain_s) for way in ("host_to_device", "device_to_host")
+        }
         return (
             simulate(
-                _in_slots.moved(program, shares, 0, _in_slots.of_a_block(program.step, 0)), replace(here, **link), level="events"
+                _pipeline_ratio.moved(program, shares, 0, _pipeline_ratio.of_a_block(program.step, 0)),
+                replace(here, **link),
+                level="events",
             ).step_s
             / plain_s
             - 1
         )
 
     alike = lost()
-    monkeypatch.setattr(_in_slots, "spread", _shares.leading)
+    monkeypatch.setattr(_pipeline_ratio, "spread", _block_shares.leading)
     assert alike < 0.8 * lost()
 
 
-# -- what the pass says of the stages of a pipeline ----------------------------------------------------------------------
+# -- what the pass says of the stages of a pipeline ----------------------------------------------------------
 
 
 @cache
-def found(ranks: int, accumulate: int = 2, beside: str = "none", knobs: tuple[tuple[str, Any], ...] = (), **moves: Any) -> Any:
+def found(
+    ranks: int,
+    accumulate: int = 2,
+    beside: str = "none",
+    knobs: tuple[tuple[str, Any], ...] = (),
+    **moves: Any,
+) -> Any:
     moving = {"offload": {"activations": dict(moves)}} if moves else {}
-    document = {**settings("pipeline", accumulate=accumulate, **dict(knobs)), "recompute": {"kind": beside}, **moving}
+    document = {
+        **settings("pipeline", accumulate=accumulate, **dict(knobs)),
+        "recompute": {"kind": beside},
+        **moving,
+    }
     return document, rewriter(CHAIN, ranks).candidate(Choice.from_document(document))
 
 
@@ -148,7 +184,10 @@ def candidate(ranks: int, **how: Any) -> Candidate:
 
 def config(ranks: int, **how: Any) -> dict[str, Any]:
     plans = candidate(ranks, **how).plans
-    return {"settings": found(ranks, **how)[0], "plan": {slot: plan.decisions for slot, plan in plans.items()}}
+    return {
+        "settings": found(ranks, **how)[0],
+        "plan": {slot: plan.document() for slot, plan in plans.items()},
+    }
 
 
 PIPELINED: dict[str, Any] = {"kind": "pipelined", "min_bytes": 0}
@@ -156,14 +195,14 @@ PIPELINED: dict[str, Any] = {"kind": "pipelined", "min_bytes": 0}
 
 def activation_bytes(step: Step, blocks: range) -> int:
     """A: what the blocks of a stage have made and autograd saves of it, for one micro-batch."""
-    made = np.where(step.producer >= 0, step.op_block[step.producer], -1)
+    made = np.where(step.storages.producer >= 0, step.ops.block[step.storages.producer], -1)
     rows = (
-        np.isin(step.save_block, blocks)
-        & np.isin(made[step.save_storage], blocks)
-        & (step.kind[step.save_storage] != Kind.PARAMETER)
+        np.isin(step.saves.block, blocks)
+        & np.isin(made[step.saves.storage], blocks)
+        & (step.storages.kind[step.saves.storage] != Kind.PARAMETER)
     )
-    storages = np.unique(step.save_storage[rows])
-    return int(step.bytes[storages].sum())
+    storages = np.unique(step.saves.storage[rows])
+    return int(step.storages.bytes[storages].sum())
 
 
 def test_device_bytes_are_those_of_the_formula() -> None:
@@ -176,27 +215,41 @@ def test_device_bytes_are_those_of_the_formula() -> None:
     for ratio in (0.3, 0.5, 1.0):
         made = candidate(4, ratio=ratio, **PIPELINED)
         a_bytes = activation_bytes(step, range(2))
-        moved, *others = made.plans["offload.activations"].decisions["told"]["moved_bytes"]
+        moved, *others = made.plans["offload.activations"].told.moved_bytes
         assert moved == round(ratio * a_bytes)
         assert others[1:] == [0, 0]  # nothing waits for two slots on the last two stages
-        assert made.program.step.peak_bytes() == plainly.step.peak_bytes() - (4 - 2) * moved + rest_bytes(made.program.step)
+        assert made.program.step.peak_bytes() == plainly.step.peak_bytes() - (4 - 2) * moved + rest_bytes(
+            made.program.step
+        )
 
 
 def rest_bytes(step: Step) -> int:
     """Of what is cut, in memory of its own; the first rank cuts at most one tensor of a micro-batch."""
-    beside = step.names.index("memtune.to_device_beside.default") if "memtune.to_device_beside.default" in step.names else -1
-    cut = np.isin(step.use_op, np.flatnonzero(step.op_name == beside)) & (step.tier[step.use_storage] == Tier.DEVICE)
-    return int(step.bytes[step.use_storage[cut]].max(initial=0))
+    beside = (
+        step.names.index("memtune.to_device_beside.default")
+        if "memtune.to_device_beside.default" in step.names
+        else -1
+    )
+    cut = np.isin(step.uses.op, np.flatnonzero(step.ops.name == beside)) & (
+        step.storages.tier[step.uses.storage] == Tier.DEVICE
+    )
+    return int(step.storages.bytes[step.uses.storage[cut]].max(initial=0))
 
 
 def test_each_rank_moves_as_little_as_fits() -> None:
-    """The same ratios as trying all of them; the first rank holds more micro-batches than the second, so it moves more."""
+    """The same ratios as trying all of them; the first rank holds more micro-batches than the second, so it
+    moves more.
+    """
     peaks = [by_rank(candidate(4).program)]
     peaks += [by_rank(candidate(4, ratio=n / 8, **PIPELINED).program) for n in range(1, 9)]
     for budget in (peaks[8][0], (peaks[0][0] + peaks[8][0]) // 2, peaks[0][1]):
         made = candidate(4, budget_bytes=budget, **PIPELINED)
-        ratios = made.plans["offload.activations"].decisions["ratios"]
-        assert ratios == [*(next(n for n in range(9) if peaks[n][rank] <= budget) / 8 for rank in (0, 1)), 0, 0]
+        ratios = list(made.plans["offload.activations"].ratios)
+        assert ratios == [
+            *(next(n for n in range(9) if peaks[n][rank] <= budget) / 8 for rank in (0, 1)),
+            0,
+            0,
+        ]
         assert ratios[0] > ratios[1]
         assert made.program.step.peak_bytes() <= budget
     assert "no ratio stays within" in str(found(4, budget_bytes=peaks[8][0] - 1, **PIPELINED)[1])
@@ -204,7 +257,9 @@ def test_each_rank_moves_as_little_as_fits() -> None:
 
 def by_rank(program: Program) -> list[int]:
     """Peaks, in the order of the ranks as far as equal stages hold more the earlier they are."""
-    return sorted((each.step.peak_bytes() for each in program.rank_classes for _ in range(each.count)), reverse=True)
+    return sorted(
+        (each.step.peak_bytes() for each in program.rank_classes for _ in range(each.count)), reverse=True
+    )
 
 
 def test_pipelines_without_slots_are_refused() -> None:
@@ -229,28 +284,38 @@ def test_a_micro_batch_waits_as_long_as_1f1b_says(ranks: int, micro_batches: int
 
 
 def test_the_link_has_a_forward_and_a_backward_of_time() -> None:
-    """The pipeline waits for copies as soon as r·A is more than the link moves in t_F + t_B, and hardly before that."""
+    """The pipeline waits for copies as soon as r·A is more than the link moves in t_F + t_B, and hardly
+    before that.
+    """
     base, moves = candidate(4, accumulate=4).program, candidate(4, accumulate=4, ratio=1.0, **PIPELINED)
-    here = replace(  # on a CPU copies need the cores that compute; and messages between stages are to take no time
-        hardware.find("h100-80g"), launch_s=0.0, intra_link_bytes_per_s=1e15, intra_link_latency_s=0.0, tf32_flops_per_s=1e9,
-        fp32_flops_per_s=1e9, link_slowdown=0.0,
-    )  # fmt: skip
-    n_bytes = moves.plans["offload.activations"].decisions["told"]["moved_bytes"][0]
+    # on a CPU copies need the cores that compute; and messages between stages are to take no time
+    here = replace(
+        hardware.find("h100-80g"),
+        launch_s=0.0,
+        intra_link_bytes_per_s=1e15,
+        intra_link_latency_s=0.0,
+        tf32_flops_per_s=1e9,
+        fp32_flops_per_s=1e9,
+        link_slowdown=0.0,
+    )
+    n_bytes = moves.plans["offload.activations"].told.moved_bytes[0]
     plain_s = simulate(base, here, level="events").step_s
     slots_s = simulate(base, here).busy_s["compute"] / base.unrolled / base.accumulate
 
     def slower(share: float) -> float:
-        link = {f"{way}_bytes_per_s": n_bytes / (slots_s * share) for way in ("host_to_device", "device_to_host")}
+        link = {
+            f"{way}_bytes_per_s": n_bytes / (slots_s * share) for way in ("host_to_device", "device_to_host")
+        }
         return simulate(moves.program, replace(here, **link), level="events").step_s / plain_s
 
     assert slower(0.25) < 1.05
     assert slower(4.0) > 1.5
 
 
-# -- on gloo ranks -------------------------------------------------------------------------------------------------------
+# -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
-def _comes_when_asked(self: Slots, action: Action) -> None:
+def _comes_when_asked(self: Slots, action: StageAction) -> None:
     self._now, self._slot = action, self._slot + 1
 
 
@@ -268,7 +333,7 @@ DEFECTS: dict[str, Callable[[], Any]] = {
 def trained(config: dict[str, Any], accumulate: int) -> dict[str, Any]:
     """Losses, weights and state of a few steps; the peak, bytes and trace of the last one."""
     gc.collect()
-    ledger = Ledger.open("cpu") if shim.available() is None else None
+    ledger = Ledger.open("cpu") if cpu_allocator.available() is None else None
     empty = ledger.live_bytes() if ledger else 0
     workload, model, optimizer = build(CHAIN)
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
@@ -286,12 +351,19 @@ def trained(config: dict[str, Any], accumulate: int) -> dict[str, Any]:
     state = tuned.state_dict()
     gc.collect()
     return {
-        "losses": losses, "peak": peak, "moved": moved, "trace": slots.trace if slots else [],
-        "model": state["model"], "optimizer": state["optimizer"]["state"], "audit": tuned.audit(),
-    }  # fmt: skip
+        "losses": losses,
+        "peak": peak,
+        "moved": moved,
+        "trace": slots.trace if slots else [],
+        "model": state["model"],
+        "optimizer": state["optimizer"]["state"],
+        "audit": tuned.audit(),
+    }
 
 
-def both(plainly: dict[str, Any], config: dict[str, Any], accumulate: int, defect: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(
+    plainly: dict[str, Any], config: dict[str, Any], accumulate: int, defect: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     torch.set_num_threads(1)
     wanted = trained(plainly, accumulate)
     with DEFECTS[defect]():
@@ -301,10 +373,15 @@ def both(plainly: dict[str, Any], config: dict[str, Any], accumulate: int, defec
 def check(ranks: int, defect: str = "", accumulate: int = 2, **how: Any) -> None:
     """Bitwise as the pipeline alone, peaks as predicted, bytes by the formula, copies in their slots."""
     other = {name: value for name, value in how.items() if name in ("beside", "knobs")}
-    arguments = config(ranks, accumulate=accumulate, **other), config(ranks, accumulate=accumulate, **how), accumulate, defect
+    arguments = (
+        config(ranks, accumulate=accumulate, **other),
+        config(ranks, accumulate=accumulate, **how),
+        accumulate,
+        defect,
+    )
     runs = run_ranks(both, ranks, *arguments, deadline_s=200)
     made = candidate(ranks, accumulate=accumulate, **how)
-    told = made.plans["offload.activations"].decisions["told"]["moved_bytes"] if how["kind"] == "pipelined" else None
+    told = made.plans["offload.activations"].told.moved_bytes if how["kind"] == "pipelined" else None
     knobs = dict(how.get("knobs", ()))
     for rank, (wanted, got) in enumerate(runs):
         for what in ("losses", "model", "optimizer"):
@@ -312,35 +389,54 @@ def check(ranks: int, defect: str = "", accumulate: int = 2, **how: Any) -> None
         if told is not None:
             uploads = wanted["moved"].get("host_to_device", 0)
             sent = accumulate * ranks * sum(told[rank::ranks])
-            assert got["moved"].get("device_to_host", 0) == got["moved"].get("host_to_device", 0) - uploads == sent
+            assert (
+                got["moved"].get("device_to_host", 0)
+                == got["moved"].get("host_to_device", 0) - uploads
+                == sent
+            )
             per_rank = len(told) // ranks
             actions = order(knobs.get("schedule", "1f1b"), rank, ranks, per_rank, accumulate * ranks)
-            assert_in_slots(got["trace"], actions, {stage: told[stage] for stage in range(rank, len(told), ranks)})
-    if shim.available() is None:
+            assert_in_slots(
+                got["trace"], actions, {stage: told[stage] for stage in range(rank, len(told), ranks)}
+            )
+    if cpu_allocator.available() is None:
         peaks = sorted(got["peak"] for _, got in runs)
         steps = [each.step for each in made.program.rank_classes]
         assert peaks[-1] == pytest.approx(steps[0].peak_bytes(), rel=0.02)
         for step in steps:
-            assert any(peak == pytest.approx(step.peak_bytes(), rel=0.02) for peak in peaks), (step.peak_bytes(), peaks)
+            assert any(peak == pytest.approx(step.peak_bytes(), rel=0.02) for peak in peaks), (
+                step.peak_bytes(),
+                peaks,
+            )
 
 
-def assert_in_slots(trace: list[Any], actions: list[Action], n_bytes: dict[int, int]) -> None:
-    """Copies start in the forward's slot, have arrived a slot later, and come back in the slot before the backward."""
+def assert_in_slots(trace: list[Any], actions: list[StageAction], n_bytes: dict[int, int]) -> None:
+    """Copies start in the forward's slot, have arrived a slot later, and come back in the slot before the
+    backward.
+    """
     at = {action: n for n, action in enumerate(actions)}
     seen: dict[tuple[int, int, str], int] = {}
     for each in trace:
-        forward, backward = (at[Action(each.stage, each.micro_batch, way)] for way in (False, True))
-        wanted = {"leaves": (forward,), "arrived": (forward, forward + 1), "comes": (backward - 1,)}[each.what]
+        forward, backward = (at[StageAction(each.stage, each.micro_batch, way)] for way in (False, True))
+        wanted = {"leaves": (forward,), "arrived": (forward, forward + 1), "comes": (backward - 1,)}[
+            each.what
+        ]
         assert each.slot in wanted, each
         key = each.stage, each.micro_batch, each.what
         seen[key] = seen.get(key, 0) + each.n_bytes
     moving = [action for action in actions if n_bytes[action.stage] and not action.backward]
-    wanted_bytes = {(a.stage, a.micro_batch, what): n_bytes[a.stage] for a in moving for what in ("leaves", "arrived", "comes")}
+    wanted_bytes = {
+        (a.stage, a.micro_batch, what): n_bytes[a.stage]
+        for a in moving
+        for what in ("leaves", "arrived", "comes")
+    }
     assert seen == wanted_bytes
 
 
 def test_copies_keep_to_the_slots_of_the_schedule() -> None:
-    """The mechanism: event order by slots, bytes and peaks; what switches it off is `test_fails_without_its_mechanism`."""
+    """The mechanism: event order by slots, bytes and peaks; what switches it off is
+    `test_fails_without_its_mechanism`.
+    """
     check(4, ratio=1.0, **PIPELINED)
 
 
@@ -375,5 +471,8 @@ def test_copy_out_on_the_stages_of_a_pipeline(schedule: str, beside: str) -> Non
 
 @pytest.mark.slow
 def test_a_budget_that_the_pipeline_alone_exceeds() -> None:
-    budget = (candidate(4).program.step.peak_bytes() + candidate(4, ratio=1.0, **PIPELINED).program.step.peak_bytes()) // 2
+    budget = (
+        candidate(4).program.step.peak_bytes()
+        + candidate(4, ratio=1.0, **PIPELINED).program.step.peak_bytes()
+    ) // 2
     check(4, budget_bytes=budget, **PIPELINED)

@@ -9,26 +9,26 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from layers_suite import NATIVE, OWN, LayersSuite, block_bytes, total, without_gradients
-from zoo_paths import ZOO
+from fixed_cpu import CPU
+from support.suites.block_offload_suite import NATIVE, OWN, LayersSuite, block_bytes, total, without_gradients
+from support.zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
-from memtune.autotune.dry_run import traced_under
-from memtune.autotune.record import Trace, start_session
-from memtune.autotune.simulate import simulate
-from memtune.chunks import aligned
-from memtune.config import load_config
+from memtune.api import Tuned, apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record.recorder import Trace, start_session
+from memtune.autotune.search.dry_runs import traced_under
+from memtune.config.tuned_config import load_config
 from memtune.errors import ApplyError
-from memtune.pages import Pages, loads_of, paged, timeline
-from memtune.passes.stream import moment_of_ops, sizes_in_blocks
-from memtune.program import Kind, Program, Resource, Step, Tier
-from memtune.runtime.let_go import are_back
+from memtune.offload.core.parameter_layout import Pages, aligned, loads_of, paged, timeline
+from memtune.offload.core.parameter_memory import mark_resident
+from memtune.offload.parameters.parameter_offload_pass import moment_of_ops, sizes_in_blocks
+from memtune.program.step import Kind, Program, Resource, Step, Tier
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.technique import Target
 from memtune.testing import rewritten
-from memtune.testing.drift import compare, plain_program, recording_of, target_of
+from memtune.testing.drift_check import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build, differences, settings_of, train, train_under
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 SMALL = AngelPtm(kind="angel_ptm", page_mib=0.01)
 JUST_IN_TIME = SMALL.model_copy(update={"moves": "just_in_time"})
@@ -38,22 +38,28 @@ PAGE, BUDGET_BYTES = 10_240, 2_000_000
 def target(technique: AngelPtm = SMALL, up_bytes_per_s: float = 1e10) -> Target:
     """A budget below what the plain gpt takes."""
     plain = target_of(technique)
-    return replace(plain, budget_bytes=BUDGET_BYTES, hardware=replace(plain.hardware, host_to_device_bytes_per_s=up_bytes_per_s))
+    return replace(
+        plain,
+        budget_bytes=BUDGET_BYTES,
+        hardware=replace(plain.hardware, host_to_device_bytes_per_s=up_bytes_per_s),
+    )
 
 
 def under_budget(technique: AngelPtm, on: Target) -> tuple[Program, Pages, tuple[int, ...]]:
     """The gpt, its pages, and how many of them come in beside each moment."""
     program = plain_program(ZOO["gpt"])
     plan = technique.plan(program, on)
-    decisions = plan.decisions
+    decisions = plan.document()
     pages = paged(*sizes_in_blocks(program.step), decisions["page_bytes"], decisions["frames"])
     return technique.rewrite(program, plan, on), pages, tuple(decisions["ahead"])
 
 
 def copies(step: Step) -> np.ndarray[Any, Any]:
     """The ops that bring pages in."""
-    ops = np.unique(step.producer[(step.kind == Kind.COMMUNICATION) & (step.bytes == 0)])
-    assert (step.op_resource[ops] == Resource.HOST_TO_DEVICE).all()
+    ops = np.unique(
+        step.storages.producer[(step.storages.kind == Kind.COMMUNICATION) & (step.storages.bytes == 0)]
+    )
+    assert (step.ops.resource[ops] == Resource.HOST_TO_DEVICE).all()
     return ops
 
 
@@ -66,12 +72,14 @@ class TestAngelPtm(LayersSuite):
 
     def sabotage(self, tuned: Tuned) -> bool:
         parameter = next(tuned._context.model.get_submodule(tuned._context.blocks[0]).parameters())
-        are_back([parameter])
+        mark_resident([parameter])
         parameter.data = parameter.detach().clone()
         return True
 
     def test_a_block_is_there_in_part(self) -> None:
-        """The mechanism (pages): at the turn frames hold some pages of a parameter and not the others, which come in alone."""
+        """The mechanism (pages): at the turn frames hold some pages of a parameter and not the others, which
+        come in alone.
+        """
         program, pages, _ = under_budget(SMALL, target())
         assert pages.page_bytes == PAGE
         room = BUDGET_BYTES - max(self._beside(program.step, pages))
@@ -86,12 +94,16 @@ class TestAngelPtm(LayersSuite):
         ]
         assert in_part
         assert pages.count < sum(-(-size // PAGE) for size in pages.n_bytes)  # parameters share pages
-        assert len(loads.page) < 2 * pages.count  # whole blocks, as the window of `stronghold`, would move more
+        assert (
+            len(loads.page) < 2 * pages.count
+        )  # whole blocks, as the window of `stronghold`, would move more
 
     def _beside(self, step: Step, pages: Pages) -> np.ndarray[Any, Any]:
-        frames = (step.kind == Kind.COMMUNICATION) & (step.bytes == pages.frame_bytes)
+        frames = (step.storages.kind == Kind.COMMUNICATION) & (step.storages.bytes == pages.frame_bytes)
         assert frames.sum() == 1
-        live: np.ndarray[Any, Any] = replace(step, tier=np.where(frames, np.uint8(Tier.SSD), step.tier)).live_bytes()
+        live: np.ndarray[Any, Any] = step.with_storages(
+            tier=np.where(frames, np.uint8(Tier.SSD), step.storages.tier)
+        ).live_bytes()
         return live[moment_of_ops(step) >= 0]
 
     def test_bytes_of_every_link_are_those_of_the_pages_that_come_in(self) -> None:
@@ -99,24 +111,26 @@ class TestAngelPtm(LayersSuite):
         plain = rewritten(ZOO["gpt"])
         moved = sum(pages.filled[page] for comes in timeline(pages, ahead).loads for page in comes)
         assert moved < 2 * sum(pages.filled)
-        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
-        weights = sum(int(plain.bytes[p.storage]) for p in plain.parameters)
+        outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        weights = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters)
         batch = total(plain, Resource.HOST_TO_DEVICE)
         assert total(program.step, Resource.HOST_TO_DEVICE) - batch == moved + outside
         assert total(program.step, Resource.DEVICE_TO_HOST) == weights
 
     def test_one_schedule_of_moves_and_computations(self) -> None:
-        """The mechanism (the unified schedule): what computation hides is not waited for; just in time, all is."""
+        """The mechanism (the unified schedule): what computation hides is not waited for; just in time, all
+        is.
+        """
         found: dict[str, float] = {}
         for technique in (SMALL, JUST_IN_TIME):
             program, pages, ahead = under_budget(technique, target(technique))
-            apart = replace(target().hardware, device="cuda", launch_s=0.0)  # a CPU's copies need the cores that compute
+            apart = replace(CPU, device="cuda", launch_s=0.0)  # a CPU's copies need the cores that compute
             found[technique.moves] = simulate(program, apart, level="events").step_s
             step, moment = program.step, moment_of_ops(program.step)
             ops, loads = copies(step), loads_of(pages)
-            n_bytes = step.op_traffic_bytes[ops]
+            n_bytes = step.ops.traffic_bytes[ops]
             assert len(ops) < len(loads.page)  # pages side by side are one copy
-            beside = step.op_prefetch[ops] == 1
+            beside = step.ops.prefetch[ops] == 1
             if technique is JUST_IN_TIME:
                 assert not beside.any()
                 assert set(ahead) == {0}
@@ -132,38 +146,43 @@ class TestAngelPtm(LayersSuite):
         _, pages, ahead = under_budget(SMALL, target(up_bytes_per_s=1e3))
         assert sum(ahead) <= len(ahead)
         late = sum(
-            sum(page in used for page in comes) for used, comes in zip(pages.uses(), timeline(pages, ahead).loads, strict=False)
+            sum(page in used for page in comes)
+            for used, comes in zip(pages.uses(), timeline(pages, ahead).loads, strict=False)
         )
         assert late >= len(loads_of(pages).page) - len(ahead)
 
     def test_a_plan_for_a_budget_trains_to_the_same_bits(self) -> None:
-        plan = SMALL.plan(plain_program(ZOO["gpt"]), target()).decisions
+        plan = SMALL.plan(plain_program(ZOO["gpt"]), target()).document()
         document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan}}
         got, wanted = train_under(ZOO["gpt"], document, steps=5), train(ZOO["gpt"], steps=5)
         assert all(np.array_equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
         assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
 
     def test_spare_memory_caches_optimizer_state_that_is_updated_on_the_device(self) -> None:
-        """The mechanism (the cache): of the first parameters neither weight nor gradient crosses the link, to the same bits."""
+        """The mechanism (the cache): of the first parameters neither weight nor gradient crosses the link, to
+        the same bits.
+        """
         program, on = plain_program(ZOO["gpt"]), replace(target(), budget_bytes=3_000_000)
         plan = SMALL.plan(program, on)
-        cached = [p for p in program.step.parameters if p.block >= 0][: plan.decisions["cached"]]
+        cached = [p for p in program.step.parameters if p.block >= 0][: plan.cached]
         assert cached
-        assert "cached" not in SMALL.model_copy(update={"device_cache": False}).plan(program, on).decisions
+        assert "cached" not in SMALL.model_copy(update={"device_cache": False}).plan(program, on).document()
         step = SMALL.rewrite(program, plan, on).step
         assert step.peak_bytes() <= 3_000_000 < program.step.peak_bytes()
-        state = (step.kind == Kind.OPTIMIZER) & (step.tier == Tier.DEVICE)
-        weights = sum(int(program.step.bytes[p.storage]) for p in cached)
-        assert int(step.bytes[state].sum()) == 2 * weights + 4 * len(cached)  # two moments and a counter each
+        state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.tier == Tier.DEVICE)
+        weights = sum(int(program.step.storages.bytes[p.storage]) for p in cached)
+        assert int(step.storages.bytes[state].sum()) == 2 * weights + 4 * len(
+            cached
+        )  # two moments and a counter each
         plain = program.step
-        all_weights = sum(int(plain.bytes[p.storage]) for p in plain.parameters)
+        all_weights = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters)
         assert total(step, Resource.DEVICE_TO_HOST) == all_weights - weights
         rest = [p for p in plain.parameters if p.block >= 0][len(cached) :]
-        padded = sum(aligned(int(plain.bytes[p.storage])) for p in rest)
-        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        padded = sum(aligned(int(plain.storages.bytes[p.storage])) for p in rest)
+        outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
         assert up == padded + outside  # all pages have frames, so each comes in once
-        document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan.decisions}}
+        document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan.document()}}
         session = start_session(Workload.load(ZOO["gpt"]), recording_of(ZOO["gpt"]).rung)
         trace = traced_under(session, load_config(document), 2)
         assert isinstance(trace, Trace)
@@ -177,9 +196,17 @@ class TestAngelPtm(LayersSuite):
         on_ssd = SMALL.model_copy(update={"optimizer": "ssd"})
         self.check_drift("tied", on_ssd)
         plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], on_ssd)
-        numel = sum(int(plain.bytes[each.gradient]) // 4 for each in plain.parameters)
-        assert total(step, Resource.SSD_READ) == total(step, Resource.SSD_WRITE) == step.peak_bytes(Tier.SSD) == 12 * numel
-        assert not (step.kind[(step.tier == Tier.HOST) & (step.bytes > 4)] == Kind.OPTIMIZER).any()
+        numel = sum(int(plain.storages.bytes[each.gradient]) // 4 for each in plain.parameters)
+        assert (
+            total(step, Resource.SSD_READ)
+            == total(step, Resource.SSD_WRITE)
+            == step.peak_bytes(Tier.SSD)
+            == 12 * numel
+        )
+        assert not (
+            step.storages.kind[(step.storages.tier == Tier.HOST) & (step.storages.bytes > 4)]
+            == Kind.OPTIMIZER
+        ).any()
         got, wanted = (without_gradients(train(ZOO["tied"], each)) for each in (on_ssd, NATIVE))
         assert not differences(got, wanted)
 
@@ -196,18 +223,26 @@ class TestAngelPtm(LayersSuite):
     def test_pages_are_no_large_part_of_a_block(self) -> None:
         for model in ("tied", "gpt"):
             program = plain_program(ZOO[model])
-            page = AngelPtm(kind="angel_ptm").plan(program, target()).decisions["page_bytes"]
+            page = AngelPtm(kind="angel_ptm").plan(program, target()).page_bytes
             largest = max(block_bytes(program.step))
             assert largest / 16 < page <= largest / 8
 
     @pytest.mark.parametrize(
         "plan",
-        [{}, {"page_bytes": PAGE, "frames": 3, "ahead": [0] * 8}, {"page_bytes": PAGE, "frames": 40, "ahead": [1]}],
+        [
+            {"page_bytes": PAGE, "frames": 3, "ahead": [0] * 8},
+            {"page_bytes": PAGE, "frames": 40, "ahead": [1]},
+        ],
     )
     def test_a_plan_for_another_model_is_refused(self, plan: dict[str, Any]) -> None:
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no plan for") as caught:
-            apply(model, optimizer, {"settings": settings_of(SMALL), "plan": {"offload.states": plan}}, strict=False)
+            apply(
+                model,
+                optimizer,
+                {"settings": settings_of(SMALL), "plan": {"offload.states": plan}},
+                strict=False,
+            )
         assert caught.value.code == "MT364"
 
     def test_what_it_cannot_do_is_refused(self) -> None:

@@ -1,4 +1,6 @@
-"""A cache of chunks: its size is searched for, one number for the whole step, and chunks come in ahead of their use."""
+"""A cache of chunks: its size is searched for, one number for the whole step, and chunks come in ahead of
+their use.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,22 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from layers_suite import OWN, LayersSuite, total
-from staying_suite import check_staying, parted
-from zoo_paths import ZOO
+from support.suites.block_offload_suite import OWN, LayersSuite, total
+from support.suites.resident_chunks_suite import check_staying, parted
+from support.zoo_paths import ZOO
 
-from memtune.chunks import pack
-from memtune.passes.stream import sizes_in_blocks
-from memtune.planners.chunks import chunk_sizes
-from memtune.planners.staying_chunks import staying_of
-from memtune.program import Kind, Resource, Tier
-from memtune.residency import cached
-from memtune.search_spaces.offload.states._chunks import beside
-from memtune.search_spaces.offload.states._staying import on_device, seconds_of
+from memtune.offload.chunks.chunk_planner import chunk_sizes
+from memtune.offload.chunks.resident_chunks_planner import resident_counts
+from memtune.offload.core.parameter_layout import pack
+from memtune.offload.parameters.parameter_offload_pass import sizes_in_blocks
+from memtune.program.residency import cached
+from memtune.program.step import Kind, Resource, Tier
+from memtune.search_spaces.offload.states._common.chunk_technique import beside
+from memtune.search_spaces.offload.states._common.resident_chunks import on_device, seconds_of
 from memtune.search_spaces.offload.states.elixir import Elixir
 from memtune.technique import Target
 from memtune.testing import rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 
 DEFAULT = Elixir(kind="elixir")
 SMALL = Elixir(kind="elixir", chunk_bytes=70_000, ahead=0)
@@ -38,8 +40,13 @@ class TestElixir(LayersSuite):
     update = OWN
 
     def test_size_and_number_are_those_that_move_the_fewest_bytes(self) -> None:
-        """The mechanism: the search, against every size that any packing of the real model has, and every number."""
-        program, target = plain_program(ZOO["gpt"]), replace(target_of(CACHE_ALONE), budget_bytes=BUDGET_BYTES)
+        """The mechanism: the search, against every size that any packing of the real model has, and every
+        number.
+        """
+        program, target = (
+            plain_program(ZOO["gpt"]),
+            replace(target_of(CACHE_ALONE), budget_bytes=BUDGET_BYTES),
+        )
         capacity, sizes = BUDGET_BYTES - max(beside(program)), sizes_in_blocks(program.step)
         moved = []
         for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes)):
@@ -49,42 +56,50 @@ class TestElixir(LayersSuite):
                 moved.append((moves * chunks.chunk_bytes, slots * chunks.chunk_bytes))
         plan = CACHE_ALONE.plan(program, target)
         step, plain = CACHE_ALONE.rewrite(program, plan, target).step, program.step
-        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) - outside
-        assert (up, plan.decisions["chunk_bytes"] * plan.decisions["slots"][0]) == min(moved)
+        assert (up, plan.chunk_bytes * plan.slots[0]) == min(moved)
         assert up < max(moved)[0]
-        assert len(set(plan.decisions["slots"])) == 1
+        assert len(set(plan.slots)) == 1
         assert step.peak_bytes() <= BUDGET_BYTES < plain.peak_bytes()
 
     def test_the_cache_holds_no_more_than_its_chunks(self) -> None:
         program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
         plan = SMALL.model_copy(update={"device_updates": False}).plan(program, target)
         step = SMALL.rewrite(program, plan, target).step
-        chunks = replace(step, tier=np.where(step.kind == Kind.COMMUNICATION, step.tier, Tier.SSD).astype(np.uint8))
-        assert chunks.peak_bytes() == 70_000 * plan.decisions["slots"][0]
+        chunks = step.with_storages(
+            tier=np.where(step.storages.kind == Kind.COMMUNICATION, step.storages.tier, Tier.SSD).astype(
+                np.uint8
+            )
+        )
+        assert chunks.peak_bytes() == 70_000 * plan.slots[0]
 
     def test_chunks_come_in_ahead_of_their_use(self) -> None:
-        """The mechanism: on a stream of their own, before the block that uses them computes; with `ahead: 0` none does."""
+        """The mechanism: on a stream of their own, before the block that uses them computes; with `ahead: 0`
+        none does.
+        """
         step, late = rewritten(ZOO["gpt"], DEFAULT), rewritten(ZOO["gpt"], SMALL)
-        down = step.op_resource == Resource.HOST_TO_DEVICE
-        ahead = np.flatnonzero(down & (step.op_prefetch == 1))
+        down = step.ops.resource == Resource.HOST_TO_DEVICE
+        ahead = np.flatnonzero(down & (step.ops.prefetch == 1))
         assert len(ahead)
-        assert not (late.op_prefetch[late.op_resource == Resource.HOST_TO_DEVICE] == 1).any()
-        computes = step.op_resource == Resource.COMPUTE
+        assert not (late.ops.prefetch[late.ops.resource == Resource.HOST_TO_DEVICE] == 1).any()
+        computes = step.ops.resource == Resource.COMPUTE
         for copy in ahead.tolist():
-            (storage,) = step.use_storage[(step.use_op == copy) & (step.use_mutates == 1)]
-            uses = step.use_op[(step.use_storage == storage) & computes[step.use_op]]
-            assert step.op_block[copy] not in step.op_block[uses[:1]]
+            (storage,) = step.uses.storage[(step.uses.op == copy) & (step.uses.mode == 1)]
+            uses = step.uses.op[(step.uses.storage == storage) & computes[step.uses.op]]
+            assert step.ops.block[copy] not in step.ops.block[uses[:1]]
 
     def test_the_device_is_split_by_what_links_and_updates_cost(self) -> None:
-        """The mechanism (chunks that stay with their state): the least time over all sizes, chunks that stay, and slots."""
+        """The mechanism (chunks that stay with their state): the least time over all sizes, chunks that stay,
+        and slots.
+        """
         program, on = plain_program(ZOO["gpt"]), target(host_adam_bytes_per_s=1e9)
         plan, sizes = DEFAULT.plan(program, on), sizes_in_blocks(program.step)
         there, seconds = on_device(program.step), seconds_of(program.step, on.hardware)
         taken, room = there.taken(8), ROOMY_BYTES - np.asarray(beside(program))
         prices: dict[tuple[int, int, int], float] = {}
         for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes)):
-            for staying in staying_of(chunks).tolist():
+            for staying in resident_counts(chunks).tolist():
                 rest = pack(sizes[0][staying:], sizes[1][staying:], chunks.chunk_bytes)
                 uses = rest.uses(1)
                 most = min(int((room - taken[staying]).min()) // chunks.chunk_bytes, rest.count)
@@ -92,23 +107,26 @@ class TestElixir(LayersSuite):
                     moved = cached(uses, (slots,) * 8, "lru").moves * chunks.chunk_bytes
                     update_s = sum(seconds.host[staying:]) + sum(seconds.device[:staying])
                     prices[chunks.chunk_bytes, staying, slots] = moved / seconds.up_bytes_per_s + update_s
-        found = plan.decisions["chunk_bytes"], plan.decisions["staying"], plan.decisions["slots"][0]
+        found = plan.chunk_bytes, plan.staying, plan.slots[0]
         assert prices[found] == pytest.approx(min(prices.values()))
-        assert plan.decisions["staying"] > 0
+        assert plan.staying > 0
         step = DEFAULT.rewrite(program, plan, on).step
         assert step.peak_bytes() <= ROOMY_BYTES < program.step.peak_bytes()
-        stay, rest_bytes, outside = parted(program.step, plan.decisions["staying"])
-        state = (step.kind == Kind.OPTIMIZER) & (step.tier == Tier.DEVICE)
-        assert int(step.bytes[state].sum()) == 2 * sum(stay) + 4 * len(stay)
+        stay, rest_bytes, outside = parted(program.step, plan.staying)
+        state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.tier == Tier.DEVICE)
+        assert int(step.storages.bytes[state].sum()) == 2 * sum(stay) + 4 * len(stay)
         assert total(step, Resource.DEVICE_TO_HOST) == sum(rest_bytes) + outside
         check_staying(ZOO["gpt"], DEFAULT, plan, step)
 
     def test_a_fast_host_and_link_get_a_larger_cache(self) -> None:
         program = plain_program(ZOO["gpt"])
-        fast, slow = target(host_adam_bytes_per_s=1e15, device_to_host_bytes_per_s=1e15), target(host_adam_bytes_per_s=1e9)
-        cache, keeps = (DEFAULT.plan(program, each).decisions for each in (fast, slow))
+        fast, slow = (
+            target(host_adam_bytes_per_s=1e15, device_to_host_bytes_per_s=1e15),
+            target(host_adam_bytes_per_s=1e9),
+        )
+        cache, keeps = (DEFAULT.plan(program, each).document() for each in (fast, slow))
         assert cache.get("staying", 0) < keeps["staying"]
-        assert "staying" not in CACHE_ALONE.plan(program, slow).decisions
+        assert "staying" not in CACHE_ALONE.plan(program, slow).document()
 
 
 def target(**rates: float) -> Target:

@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gloo import run_ranks
-from layers_suite import block_bytes, total
-from packs_suite import CHAIN, PacksSuite, config, drifts, in_place, planned, trained
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.suites.block_offload_suite import block_bytes, total
+from support.suites.layer_major_suite import CHAIN, PacksSuite, config, drifts, in_place, planned, trained
+from support.zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
-from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.dry_run import dry_run
-from memtune.config import TunedConfig
-from memtune.program import Phase, Resource, Step
+from memtune.api import Tuned, apply
+from memtune.autotune.search.dry_runs import dry_run
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.config.tuned_config import TunedConfig
+from memtune.program.step import Phase, Resource, Step
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.testing import differences, rewritten
-from memtune.testing.drift import compare, plain_program, recording_of, target_of
+from memtune.testing.drift_check import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build
-from memtune.workload import Workload
+from memtune.workload.workload import Workload
 
 PAIRS = Harmony(kind="harmony", backward=2)
 UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", boundaries="host", prefetch=True)
@@ -37,8 +37,8 @@ GROUPS = Harmony(kind="harmony", backward=2, group=2)
 def weights_up(technique: Any, micro_batches: int) -> int:
     """Bytes of blocks' weights that come in, in a whole step."""
     step = planned(technique, micro_batches).program.step
-    copies = step.op_name == step.names.index("memtune.copy_to_device_.default")
-    return int(step.op_traffic_bytes[copies & (step.op_phase != Phase.OPTIMIZER)].sum())
+    copies = step.ops.name == step.names.index("memtune.copy_to_device_.default")
+    return int(step.ops.traffic_bytes[copies & (step.ops.phase != Phase.OPTIMIZER)].sum())
 
 
 class TestHarmony(PacksSuite):
@@ -46,14 +46,18 @@ class TestHarmony(PacksSuite):
     variants = (PAIRS, UNEVEN)
 
     def test_bytes_are_the_formula_whatever_the_number_of_micro_batches(self) -> None:
-        """The mechanism: 3|W| - |W of the last pack|. Layers that come and go for each micro-batch move more with each."""
+        """The mechanism: 3|W| - |W of the last pack|. Layers that come and go for each micro-batch move more
+        with each.
+        """
         sizes = block_bytes(rewritten(CHAIN))
-        outside = sum(p.shape[0] * int(np.prod(p.shape[1:])) * 4 for p in rewritten(CHAIN).parameters if p.block < 0)
+        outside = sum(
+            p.shape[0] * int(np.prod(p.shape[1:])) * 4 for p in rewritten(CHAIN).parameters if p.block < 0
+        )
         for micro_batches in (1, 2, 4):
             plan = planned(PAIRS, micro_batches)
             assert weights_up(PAIRS, micro_batches) == 2 * sum(sizes) - sum(sizes[-2:])
             assert total(plan.program.step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
-            assert plan.plans["offload.states"].decisions["swapped_bytes"] == 3 * sum(sizes) - sum(sizes[-2:])
+            assert plan.plans["offload.states"].swapped_bytes == 3 * sum(sizes) - sum(sizes[-2:])
         in_turn = L2L(kind="l2l")
         step, plain = rewritten(CHAIN, in_turn), rewritten(CHAIN)
         each = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) - outside
@@ -91,11 +95,13 @@ class TestHarmony(PacksSuite):
     def test_each_pack_is_updated_before_the_one_before_it_runs_backward(self) -> None:
         """The mechanism: just in time."""
         step = planned(PAIRS, 2).program.step
-        updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default"))
-        updates = updates[step.op_phase[updates] == Phase.BOUNDARY]
-        backward = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+        updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default"))
+        updates = updates[step.ops.phase[updates] == Phase.BOUNDARY]
+        backward = np.flatnonzero(
+            (step.ops.phase == Phase.BACKWARD) & (step.ops.resource == Resource.COMPUTE)
+        )
         for pack, blocks in enumerate(((0, 1), (2, 3))):
-            computes = backward[np.isin(step.op_block[backward], blocks)]
+            computes = backward[np.isin(step.ops.block[backward], blocks)]
             assert (updates < computes[0]).sum() == len(updates) * (2 - pack) // 3
 
     def test_micro_batches_run_pack_by_pack(self) -> None:
@@ -103,19 +109,23 @@ class TestHarmony(PacksSuite):
         workload, model, optimizer = build(CHAIN)
         tuned = apply(model, optimizer, config(PAIRS, 2), loss=workload.loss)
         tuned.step([workload.make_batch(2) for _ in range(2)])
-        ran = tuned._context.order.order  # type: ignore[union-attr]
+        ran = tuned._context.loop.order.order  # type: ignore[union-attr]
         assert [(what, pack) for what, pack, _ in ran[::2]] == [
-            ("forward", (0, 2)), ("forward", (2, 4)), ("turn", (4, 6)), ("backward", (2, 4)), ("backward", (0, 2)),
-        ]  # fmt: skip
+            ("forward", (0, 2)),
+            ("forward", (2, 4)),
+            ("turn", (4, 6)),
+            ("backward", (2, 4)),
+            ("backward", (0, 2)),
+        ]
         assert [index for _, _, index in ran] == [0, 1] * 5
 
     def test_fewest_packs_that_the_budget_holds(self) -> None:
         free = Harmony(kind="harmony")
         plain = planned(Harmony(kind="harmony", backward=6), 3).program.step.peak_bytes()
-        assert len(planned(free, 3, plain).plans["offload.states"].decisions["backward"]) == 1
+        assert len(planned(free, 3, plain).plans["offload.states"].backward) == 1
         two = planned(Harmony(kind="harmony", backward=3), 3).program.step.peak_bytes()
         fitting = planned(free, 3, two)
-        assert len(fitting.plans["offload.states"].decisions["backward"]) <= 3
+        assert len(fitting.plans["offload.states"].backward) <= 3
         assert fitting.program.step.peak_bytes() <= two < plain
 
     def sabotage(self, tuned: Tuned) -> bool:
@@ -135,10 +145,14 @@ def with_ranks(technique: Harmony, micro_batches: int) -> Candidate:
     return candidate
 
 
-def on_this_rank(document: dict[str, Any], micro_batches: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+def on_this_rank(
+    document: dict[str, Any], micro_batches: int
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Weights after three steps on this rank's share of the samples, and the bytes of the last step."""
     workload, model, _ = build(CHAIN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # AdamW makes updates of what is zero but for rounding
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9
+    )  # AdamW makes updates of what is zero but for rounding
     tuned = apply(model, optimizer, document, loss=workload.loss)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -152,7 +166,9 @@ def on_this_rank(document: dict[str, Any], micro_batches: int) -> tuple[dict[str
 
 @pytest.mark.slow
 def test_ranks_average_before_gradients_leave() -> None:
-    """Harmony-DP: the weights of one rank that takes all micro-batches, the same on all ranks; each moves its 3|W|."""
+    """Harmony-DP: the weights of one rank that takes all micro-batches, the same on all ranks; each moves its
+    3|W|.
+    """
     candidate = with_ranks(PAIRS, 2)
     config_of_ranks = TunedConfig(settings=candidate.choice, plan=dict(candidate.plans)).document()
     (weights, counted), (others, counted_there) = run_ranks(on_this_rank, RANKS, config_of_ranks, 2)
@@ -161,7 +177,10 @@ def test_ranks_average_before_gradients_leave() -> None:
         assert torch.equal(value, others[name]), name
         assert torch.allclose(value, alone[name], rtol=0, atol=1e-6), name
     step = candidate.program.step
-    for link, resource in (("host_to_device", Resource.HOST_TO_DEVICE), ("device_to_host", Resource.DEVICE_TO_HOST)):
+    for link, resource in (
+        ("host_to_device", Resource.HOST_TO_DEVICE),
+        ("device_to_host", Resource.DEVICE_TO_HOST),
+    ):
         assert counted[link] == counted_there[link] == total(step, resource)
     assert total(step, Resource.INTRA_LINK) == sum(4 * int(np.prod(p.shape)) for p in step.parameters)
 
@@ -183,17 +202,28 @@ def test_ranks_that_are_divided_already_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "technique",
-    [UNEVEN, *(pytest.param(each, marks=pytest.mark.slow) for each in (PAIRS, GROUPS, Harmony(kind="harmony", backward=6)))],
+    [
+        UNEVEN,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (PAIRS, GROUPS, Harmony(kind="harmony", backward=6))
+        ),
+    ],
     ids=["uneven", "pairs", "groups", "whole"],
 )
 def test_a_tied_head_gets_the_sum_of_both_its_uses(technique: Harmony, tmp_path: Path) -> None:
     """One sum of each use: equal up to rounding, op by op as the pass says."""
-    path, head = tmp_path / "tied.py", "        self.ln_f, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)\n"
+    path, head = (
+        tmp_path / "tied.py",
+        "        self.ln_f, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)\n",
+    )
     assert head in CHAIN.read_text()
     path.write_text(CHAIN.read_text().replace(head, f"{head}        self.head.weight = self.wte.weight\n"))
     assert not drifts(technique, 3, path)
     found = differences(trained(technique, 3, path=path), in_place(3, path=path), 1e-5)
-    assert all("qkv.bias" in each for each in found)  # the keys' bias has no gradient but rounding, by which Adam divides
+    assert all(
+        "qkv.bias" in each for each in found
+    )  # the keys' bias has no gradient but rounding, by which Adam divides
 
 
 @pytest.mark.parametrize(

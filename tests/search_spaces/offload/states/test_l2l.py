@@ -7,19 +7,19 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from layers_suite import LayersSuite, block_bytes, total
-from packs_suite import CHAIN, PacksSuite, config, drifts, planned
 from pydantic import ValidationError
-from zoo_paths import ZOO
+from support.suites.block_offload_suite import LayersSuite, block_bytes, total
+from support.suites.layer_major_suite import CHAIN, PacksSuite, config, drifts, planned
+from support.zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
-from memtune.program import Kind, Phase, Resource, Tier
+from memtune.api import Tuned, apply
+from memtune.program.step import Kind, Phase, Resource, Tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.testing import drift, rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build
 
 DEFAULT = L2L(kind="l2l")
@@ -36,24 +36,32 @@ class TestL2L(LayersSuite):
         """The mechanism: residency and bytes. The last block stays at the turn, all others come in twice."""
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], DEFAULT)
         sizes = block_bytes(plain)
-        there = replace(step, tier=np.where(step.kind == Kind.COMMUNICATION, step.tier, Tier.SSD).astype(np.uint8))
+        there = step.with_storages(
+            tier=np.where(step.storages.kind == Kind.COMMUNICATION, step.storages.tier, Tier.SSD).astype(
+                np.uint8
+            )
+        )
         assert there.peak_bytes() == max(sizes)
         batch = total(plain, Resource.HOST_TO_DEVICE)
-        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         assert total(step, Resource.HOST_TO_DEVICE) - batch == 2 * sum(sizes) - sizes[-1] + outside
         assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
-        assert not (step.kind[step.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
+        assert not (step.storages.kind[step.storages.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
     def test_each_block_is_updated_before_the_one_before_it_computes(self) -> None:
         """The mechanism: eager. The last block's update comes before the backward ops of the first block."""
         step = rewritten(ZOO["gpt"], DEFAULT)
-        updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default"))
-        in_backward = updates[step.op_phase[updates] == Phase.BOUNDARY]
+        updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default"))
+        in_backward = updates[step.ops.phase[updates] == Phase.BOUNDARY]
         assert len(in_backward) == sum(p.block >= 0 for p in step.parameters)
-        backward = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+        backward = np.flatnonzero(
+            (step.ops.phase == Phase.BACKWARD) & (step.ops.resource == Resource.COMPUTE)
+        )
         for block in range(len(step.blocks) - 1):
-            computes = backward[step.op_block[backward] == block]
-            assert (in_backward < computes[0]).sum() == len(in_backward) * (len(step.blocks) - 1 - block) // len(step.blocks)
+            computes = backward[step.ops.block[backward] == block]
+            assert (in_backward < computes[0]).sum() == len(in_backward) * (
+                len(step.blocks) - 1 - block
+            ) // len(step.blocks)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
@@ -66,9 +74,13 @@ class TestL2L(LayersSuite):
     def test_what_it_cannot_do_is_refused(self, model: str, why: str) -> None:
         assert why in str(DEFAULT.fits(plain_program(ZOO[model]), target_of()))
 
-    @pytest.mark.parametrize("model", ["gpt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tied", "hf_llama"))])
+    @pytest.mark.parametrize(
+        "model", ["gpt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tied", "hf_llama"))]
+    )
     def test_copies_of_activations_wait_while_a_block_comes_in(self, model: str) -> None:
-        """A copy to the host holds its source until the next one starts: what is brought in before that sees it."""
+        """A copy to the host holds its source until the next one starts: what is brought in before that sees
+        it.
+        """
         assert drift(ZOO[model], CopyOut(min_bytes=0), L2L(kind="l2l")) == ""
 
     def test_models_without_an_order_of_layers_are_refused(self) -> None:
@@ -76,7 +88,7 @@ class TestL2L(LayersSuite):
         step = program.step
         alone = replace(step, parameters=tuple(p._replace(block=0) for p in step.parameters))
         assert "used outside" in str(DEFAULT.fits(program.with_step(alone), target_of()))
-        twice = replace(step, call_block=np.append(step.call_block, np.int32(0)))
+        twice = step.with_calls(block=np.append(step.calls.block, np.int32(0)))
         assert "more than once" in str(DEFAULT.fits(program.with_step(twice), target_of()))
         ranks = replace(target_of(), ranks=2)
         assert "whole on each" in str(DEFAULT.fits(program, ranks))
@@ -102,11 +114,13 @@ class TestTogether(PacksSuite):
 
 
 def test_together_bytes_on_the_link_do_not_grow_with_the_number_of_micro_batches() -> None:
-    """The mechanism: layer-major. Weights come in once a pass and gradients leave once; one by one both grow with each."""
+    """The mechanism: layer-major. Weights come in once a pass and gradients leave once; one by one both grow
+    with each.
+    """
     sizes, micro_batches = block_bytes(rewritten(CHAIN)), (1, 2, 4)
     steps = [planned(TOGETHER, n).program.step for n in micro_batches]
     batch = total(steps[1], Resource.HOST_TO_DEVICE) - total(steps[0], Resource.HOST_TO_DEVICE)
-    outside = sum(int(s.bytes[p.storage]) for s in (steps[0],) for p in s.parameters if p.block < 0)
+    outside = sum(int(s.storages.bytes[p.storage]) for s in (steps[0],) for p in s.parameters if p.block < 0)
     for n, step in zip(micro_batches, steps, strict=True):
         assert total(step, Resource.HOST_TO_DEVICE) - n * batch == 2 * sum(sizes) - sizes[-1] + outside
         assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
@@ -121,7 +135,7 @@ def test_together_each_layer_runs_all_micro_batches_before_the_next_one() -> Non
     for _ in range(2):  # the first one looks at the chain as well
         COUNTERS.take()
         tuned.step([workload.make_batch(2) for _ in range(2)])
-    counted, ran = COUNTERS.take(), tuned._context.order.order  # type: ignore[union-attr]
+    counted, ran = COUNTERS.take(), tuned._context.loop.order.order  # type: ignore[union-attr]
     there, back = [("forward", i) for i in range(5)], [("backward", i) for i in reversed(range(5))]
     assert [(what, first) for what, (first, _), _ in ran[::2]] == [*there, ("turn", 5), *back]
     assert [index for _, _, index in ran] == [0, 1] * 11

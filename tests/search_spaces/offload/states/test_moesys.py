@@ -1,4 +1,6 @@
-"""Experts on SSD behind a cache in host memory: only those that are used move, and lazy updates have the bits of dense ones."""
+"""Experts on SSD behind a cache in host memory: only those that are used move, and lazy updates have the bits
+of dense ones.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,32 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from layers_suite import without_gradients
-from under_budget import trains_where_the_plain_model_is_out_of_memory
-from verified_state import verified_and_read
-from zoo_paths import ZOO
+from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
+from support.state_dict_verification import verified_and_read
+from support.suites.block_offload_suite import without_gradients
+from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import Tuned, apply
-from memtune.autotune.simulate import simulate
+from memtune.api import Tuned, apply
+from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
-from memtune.parameters import columns_of
-from memtune.passes.experts import experts_in, used_in
-from memtune.program import Kind, Resource, Step, Tier
-from memtune.runtime import disk, offload_dir, shim
-from memtune.runtime.experts import ExpertOptimizer, ExpertStore
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.tiers import DEVICE, HOST, mark, tier
+from memtune.memory import cpu_allocator
+from memtune.memory.ledger import Ledger
+from memtune.offload.experts.expert_offload import ExpertOptimizer, ExpertStore
+from memtune.offload.experts.expert_offload_pass import used_in
+from memtune.program.parameter_columns import columns_of
+from memtune.program.step import Kind, Resource, Step, Tier
+from memtune.runtime.memory_tiers import DEVICE, HOST, mark, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.moesys import Moesys
 from memtune.search_spaces.recompute.full import Full
+from memtune.ssd import offload_dir, ssd_tensors
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift import plain_program, planned, target_of
+from memtune.testing.drift_check import plain_program, planned, target_of
 from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, settings_of, train
+from memtune.workload.expert_modules import experts_in
 
 HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
 EXPERT = 4 * (32 * 128 + 128 + 128 * 32 + 32)
@@ -44,18 +48,25 @@ FEW = Moesys(kind="moesys", cache=6, on_device=1)
 KEEPS = FEW.model_copy(update={"resume": "last_step"})
 ALL = Moesys(kind="moesys")
 LINKS = {
-    "host_to_device": Resource.HOST_TO_DEVICE, "device_to_host": Resource.DEVICE_TO_HOST,
-    "ssd_read": Resource.SSD_READ, "ssd_write": Resource.SSD_WRITE,
-}  # fmt: skip
+    "host_to_device": Resource.HOST_TO_DEVICE,
+    "device_to_host": Resource.DEVICE_TO_HOST,
+    "ssd_read": Resource.SSD_READ,
+    "ssd_write": Resource.SSD_WRITE,
+}
 
 
 def total(step: Step, resource: Resource) -> int:
-    return int(step.op_traffic_bytes[step.op_resource == resource].sum())
+    return int(step.ops.traffic_bytes[step.ops.resource == resource].sum())
 
 
 def tuned_with(technique: Technique, path: Path = HASHED) -> tuple[Any, Any, Any, Tuned]:
     workload, net, optimizer = build(path)
-    return workload, net, optimizer, apply(net, optimizer, config_of(path, technique), loss=workload.loss, strict=False)
+    return (
+        workload,
+        net,
+        optimizer,
+        apply(net, optimizer, config_of(path, technique), loss=workload.loss, strict=False),
+    )
 
 
 def of_task(task: int, size: int = 2) -> Any:
@@ -95,8 +106,8 @@ class TestMoesys(TechniqueSuite):
     variants = (FEW,)
     quick = ("moe",)
     tolerance = 1e-5
-    # Routing follows the data, so nothing is recorded on fake tensors: a step is held against a real one, by its bytes on every
-    # link and its peak, in which one op does not show.
+    # Routing follows the data, so nothing is recorded on fake tensors: a step is held against a real one, by
+    # its bytes on every link and its peak, in which one op does not show.
     not_shown = ("rewrite frees a tensor one op late", "rewrite loses an op")
 
     def sabotage(self, tuned: Tuned) -> bool:
@@ -105,11 +116,16 @@ class TestMoesys(TechniqueSuite):
         return True
 
     def check_training(self, model: str, variant: Technique) -> None:
-        found, wanted = (without_gradients(each) for each in (train(self.models[model], variant), plain(self.models[model])))
+        found, wanted = (
+            without_gradients(each)
+            for each in (train(self.models[model], variant), plain(self.models[model]))
+        )
         assert not (bad := differences(found, wanted, self.tolerance)), bad[:5]
 
     def check_drift(self, model: str, variant: Technique) -> None:
-        """A step that uses all experts: bytes on every link, peaks of device and host within 2 % of the native ledger's."""
+        """A step that uses all experts: bytes on every link, peaks of device and host within 2 % of the
+        native ledger's.
+        """
         program, _ = planned(self.models[model], variant)
         ledger = Ledger.open("cpu")
         gc.collect()
@@ -122,27 +138,49 @@ class TestMoesys(TechniqueSuite):
             found = counted(tuned, [batch])
         found["host_to_device"] += sum(each.nbytes for each in batch)
         assert found == {name: total(program.step, resource) for name, resource in LINKS.items()}
-        on_device = (program.step.tier == Tier.DEVICE) & (program.step.kind == Kind.OPTIMIZER)
-        held = sum(each.nbytes for state in tuned.optimizer.state.values() for each in state.values() if _is_on_device(each))
-        assert int(program.step.bytes[on_device].sum()) == held
+        on_device = (program.step.storages.tier == Tier.DEVICE) & (
+            program.step.storages.kind == Kind.OPTIMIZER
+        )
+        held = sum(
+            each.nbytes
+            for state in tuned.optimizer.state.values()
+            for each in state.values()
+            if _is_on_device(each)
+        )
+        assert int(program.step.storages.bytes[on_device].sum()) == held
         assert tuned.audit()["offload.states"]["ssd_bytes"] == program.step.peak_bytes(Tier.SSD)
-        if shim.available() is None:
+        if cpu_allocator.available() is None:
             predicted = simulate(program, hardware.detect("cpu")).peak_allocated_bytes
             assert ledger.peak_allocated_bytes() - empty == pytest.approx(predicted, rel=0.02)
-            assert ledger.peak_allocated_bytes(HOST) - empty_host == pytest.approx(program.step.peak_bytes(Tier.HOST), rel=0.02)
+            assert ledger.peak_allocated_bytes(HOST) - empty_host == pytest.approx(
+                program.step.peak_bytes(Tier.HOST), rel=0.02
+            )
         tuned.finish()
         del net
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("knobs", [{"on_device": 2}, {"cache": 3, "ahead": 0}, {"cache": 8}, {"rule": "belady", "cache": 3},
-                                       {"rule": "lru", "cache": 3}, {"cache": 1}])  # fmt: skip
+    @pytest.mark.parametrize(
+        "knobs",
+        [
+            {"on_device": 2},
+            {"cache": 3, "ahead": 0},
+            {"cache": 8},
+            {"rule": "belady", "cache": 3},
+            {"rule": "lru", "cache": 3},
+            {"cache": 1},
+        ],
+    )
     def test_bytes_of_any_cache_are_those_of_its_trace(self, knobs: dict[str, Any]) -> None:
         self.check_drift("moe", FEW.model_copy(update=knobs))
 
     def test_the_last_step_is_kept_in_twice_the_space(self) -> None:
-        """The mechanism, by bytes: a step writes what it has changed once, and all that stays on the device."""
+        """The mechanism, by bytes: a step writes what it has changed once, and all that stays on the
+        device.
+        """
         self.check_drift("moe", KEEPS)
-        few, kept = (planned(HASHED, each)[0].step for each in (ALL, ALL.model_copy(update={"resume": "last_step"})))
+        few, kept = (
+            planned(HASHED, each)[0].step for each in (ALL, ALL.model_copy(update={"resume": "last_step"}))
+        )
         numel = sum(each.numel() for each in build(HASHED)[1].parameters())
         experts = 4 * LAYERS * EXPERT // 4
         assert kept.peak_bytes(Tier.SSD) == 2 * 12 * numel
@@ -153,8 +191,17 @@ class TestMoesys(TechniqueSuite):
         assert kept.peak_bytes() == few.peak_bytes()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("knobs", [{"on_device": 2}, {"cache": 3, "ahead": 0}, {"cache": 8}, {"rule": "belady", "cache": 3},
-                                       {"cache": 5}, {"cache": 1}])  # fmt: skip
+    @pytest.mark.parametrize(
+        "knobs",
+        [
+            {"on_device": 2},
+            {"cache": 3, "ahead": 0},
+            {"cache": 8},
+            {"rule": "belady", "cache": 3},
+            {"cache": 5},
+            {"cache": 1},
+        ],
+    )
     def test_bytes_of_kept_steps_are_those_of_the_trace(self, knobs: dict[str, Any]) -> None:
         self.check_drift("moe", KEEPS.model_copy(update=knobs))
 
@@ -162,8 +209,10 @@ class TestMoesys(TechniqueSuite):
     @pytest.mark.parametrize("micro_batches", [1, 3])
     def test_with_two_slots_it_has_the_bits_of_the_plain_run(self, micro_batches: int) -> None:
         wanted = without_gradients(train(HASHED, steps=5, micro_batches=micro_batches))
-        assert not differences(without_gradients(train(HASHED, KEEPS, steps=5, micro_batches=micro_batches)), wanted)
-        disk.folder().remove()
+        assert not differences(
+            without_gradients(train(HASHED, KEEPS, steps=5, micro_batches=micro_batches)), wanted
+        )
+        ssd_tensors.folder().remove()
 
     @pytest.mark.parametrize("micro_batches", [1, 3])
     def test_five_steps_have_the_bits_of_the_plain_run(self, micro_batches: int) -> None:
@@ -172,11 +221,15 @@ class TestMoesys(TechniqueSuite):
         found = without_gradients(train(HASHED, FEW, steps=5, micro_batches=micro_batches))
         assert not differences(found, wanted)
         with patch.object(ExpertOptimizer, "got_zeros", lambda *_: None):
-            assert differences(without_gradients(train(HASHED, FEW, steps=5, micro_batches=micro_batches)), wanted)
+            assert differences(
+                without_gradients(train(HASHED, FEW, steps=5, micro_batches=micro_batches)), wanted
+            )
 
     def test_only_experts_that_are_used_move(self) -> None:
-        """The mechanism, by bytes: a step of one task moves one expert of each layer, and none that the cache has; with experts
-        that are called with no row brought in like all others, all four of each layer would."""
+        """The mechanism, by bytes: a step of one task moves one expert of each layer, and none that the cache
+        has; with experts that are called with no row brought in like all others, all four of each layer
+        would.
+        """
         *_, tuned = tuned_with(ALL.model_copy(update={"on_device": 1}))
         up_and_down = {"host_to_device": (2 * LAYERS - 1) * EXPERT, "device_to_host": LAYERS * EXPERT}
         first = counted(tuned, [of_task(0)])
@@ -187,10 +240,14 @@ class TestMoesys(TechniqueSuite):
         assert (again["ssd_read"], again["ssd_write"]) == (0, 0)
         facts = tuned.audit()["offload.states"]
         assert (facts["experts"], facts["cached_bytes"]) == (4 * LAYERS, 2 * LAYERS * 3 * EXPERT)
-        assert facts["made_up"] == LAYERS * 4 * (2 + 1)  # four parameters; task 1 was two steps late, then task 0 one
+        assert facts["made_up"] == LAYERS * 4 * (
+            2 + 1
+        )  # four parameters; task 1 was two steps late, then task 0 one
 
     def test_experts_of_the_current_block_are_on_the_device(self) -> None:
-        """The mechanism, by residency: at most `on_device` blocks' experts, and the next block's are there when it begins."""
+        """The mechanism, by residency: at most `on_device` blocks' experts, and the next block's are there
+        when it begins.
+        """
         most: list[int] = []
         begin = ExpertStore._begin
 
@@ -208,7 +265,9 @@ class TestMoesys(TechniqueSuite):
 
     @pytest.mark.parametrize("variant", [FEW, ALL], ids=["few", "all"])
     def test_a_step_of_one_expert_a_layer_is_predicted(self, variant: Moesys) -> None:
-        """The recorded batch shows it: bytes on every link, device and host are those of the experts that are used."""
+        """The recorded batch shows it: bytes on every link, device and host are those of the experts that are
+        used.
+        """
         program, plans = planned(HASHED, variant)
         ledger = Ledger.open("cpu")
         gc.collect()
@@ -220,33 +279,41 @@ class TestMoesys(TechniqueSuite):
             moved = counted(tuned, [batch])
         moved["host_to_device"] += sum(each.nbytes for each in batch)
         assert moved == {name: total(program.step, resource) for name, resource in LINKS.items()}
-        if shim.available() is None:
+        if cpu_allocator.available() is None:
             assert ledger.peak_allocated_bytes() - empty == pytest.approx(program.step.peak_bytes(), rel=0.02)
-            assert ledger.peak_allocated_bytes(HOST) - empty_host == pytest.approx(program.step.peak_bytes(Tier.HOST), rel=0.02)
+            assert ledger.peak_allocated_bytes(HOST) - empty_host == pytest.approx(
+                program.step.peak_bytes(Tier.HOST), rel=0.02
+            )
         plan = plans["offload.states"]
-        assert (plan.decisions["used"], plan.decisions["experts"]) == (LAYERS, 4 * LAYERS)
-        assert plan.decisions["most_bytes"] > 1.3 * program.step.peak_bytes()
+        assert (plan.used, plan.experts) == (LAYERS, 4 * LAYERS)
+        assert plan.most_bytes > 1.3 * program.step.peak_bytes()
         assert "up to" in variant.explain(plan)[0]
 
     def test_where_routing_may_be_an_accident_all_experts_are_predicted(self) -> None:
-        """With few rows, one left out says nothing; each further micro-batch may use others. Said as what it is, an upper end."""
+        """With few rows, one left out says nothing; each further micro-batch may use others. Said as what it
+        is, an upper end.
+        """
         program = plain_program(HASHED)
         experts = experts_in(program.step)
         assert len(used_in(program.step, experts)) == LAYERS
-        few_rows = replace(program.step, op_flops=program.step.op_flops / 8)
+        few_rows = program.step.with_ops(flops=program.step.ops.flops / 8)
         assert used_in(few_rows, experts) == experts
         two = ALL.plan(replace(program, accumulate=2), target_of())
-        assert two.decisions == {"experts": 4 * LAYERS, "used": 4 * LAYERS}
+        assert two.document() == {"experts": 4 * LAYERS, "used": 4 * LAYERS}
         assert "all 12 experts" in ALL.explain(two)[0]
 
     @pytest.mark.slow
-    @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
     def test_trains_where_the_plain_model_is_out_of_memory(self) -> None:
         trains_where_the_plain_model_is_out_of_memory(ZOO["moe"], FEW)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("other", [Full(kind="full"), CopyOut(kind="copy_out", min_bytes=0)], ids=lambda each: each.kind)
-    def test_beside_recompute_and_moved_activations_it_has_the_bits_of_the_plain_run(self, other: Technique) -> None:
+    @pytest.mark.parametrize(
+        "other", [Full(kind="full"), CopyOut(kind="copy_out", min_bytes=0)], ids=lambda each: each.kind
+    )
+    def test_beside_recompute_and_moved_activations_it_has_the_bits_of_the_plain_run(
+        self, other: Technique
+    ) -> None:
         assert other.fits(plain_program(HASHED), target_of(FEW, other)) is None
         wanted = without_gradients(train(HASHED, steps=4))
         assert not differences(without_gradients(train(HASHED, FEW, other, steps=4)), wanted)
@@ -263,7 +330,9 @@ class TestMoesys(TechniqueSuite):
         saved = copy.deepcopy(tuned.state_dict())
         assert all(torch.equal(value, saved["model"][name]) for name, value in plain_net.state_dict().items())
         for index, state in plain_optimizer.state_dict()["state"].items():
-            assert all(torch.equal(value, saved["optimizer"]["state"][index][name]) for name, value in state.items())
+            assert all(
+                torch.equal(value, saved["optimizer"]["state"][index][name]) for name, value in state.items()
+            )
         wanted = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         after = copy.deepcopy(tuned.state_dict()["model"])
         workload, net, optimizer, tuned = tuned_with(technique)
@@ -275,7 +344,9 @@ class TestMoesys(TechniqueSuite):
 
     @pytest.mark.parametrize("technique", [FEW, KEEPS], ids=["one slot", "two slots"])
     def test_what_is_verified_is_what_a_state_dict_reads(self, technique: Moesys) -> None:
-        """All that has changed in the cache is written first: what is verified before it would be what has been."""
+        """All that has changed in the cache is written first: what is verified before it would be what has
+        been.
+        """
         workload, net, optimizer, tuned = tuned_with(technique)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         seen = verified_and_read(tuned.optimizer)
@@ -284,11 +355,20 @@ class TestMoesys(TechniqueSuite):
         tuned.finish()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("knobs", [{"on_device": 3, "ahead": 0}, {"cache": 1, "ahead": 3}, {"cache": 12, "rule": "belady"},
-                                       {"cache": 2, "rule": "lru", "on_device": 2}])  # fmt: skip
+    @pytest.mark.parametrize(
+        "knobs",
+        [
+            {"on_device": 3, "ahead": 0},
+            {"cache": 1, "ahead": 3},
+            {"cache": 12, "rule": "belady"},
+            {"cache": 2, "rule": "lru", "on_device": 2},
+        ],
+    )
     def test_no_knob_changes_a_bit(self, knobs: dict[str, Any]) -> None:
         wanted = without_gradients(train(HASHED, steps=5, micro_batches=3))
-        assert not differences(without_gradients(train(HASHED, FEW.model_copy(update=knobs), steps=5, micro_batches=3)), wanted)
+        assert not differences(
+            without_gradients(train(HASHED, FEW.model_copy(update=knobs), steps=5, micro_batches=3)), wanted
+        )
 
     @pytest.mark.slow
     def test_a_loop_of_the_users_own_with_two_forwards_at_once_and_a_schedule(self) -> None:
@@ -327,7 +407,7 @@ class TestMoesys(TechniqueSuite):
 
 
 def _is_on_device(value: Any) -> bool:
-    from memtune.runtime.tiers import tier_of
+    from memtune.runtime.memory_tiers import tier_of
 
     return isinstance(value, torch.Tensor) and tier_of(value) == DEVICE
 

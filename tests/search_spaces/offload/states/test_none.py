@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from zoo_paths import ZOO
+from support.zoo_paths import ZOO
 
-from memtune.program import Kind, Tier
+from memtune.program.step import Kind, Tier
 from memtune.search_spaces.offload.states.none import OnDevice
 from memtune.testing import TechniqueSuite, rewritten
 
@@ -17,4 +17,4 @@ class TestOnDevice(TechniqueSuite):
 
     def test_state_is_on_the_device(self) -> None:
         step = rewritten(ZOO["gpt"], self.default())
-        assert (step.tier[step.kind == Kind.OPTIMIZER] == Tier.DEVICE).all()
+        assert (step.storages.tier[step.storages.kind == Kind.OPTIMIZER] == Tier.DEVICE).all()

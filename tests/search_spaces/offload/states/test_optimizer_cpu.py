@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gloo import run_ranks
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
-from memtune.program import Kind, Resource, Tier
-from memtune.runtime.host_update import Moments
-from memtune.runtime.loop import accumulate
-from memtune.runtime.tiers import DEVICE, mark
+from memtune.api import Tuned, apply
+from memtune.offload.optimizer.native_update import Moments
+from memtune.program.step import Kind, Resource, Tier
+from memtune.runtime.memory_tiers import DEVICE, mark
+from memtune.runtime.training_step import accumulate
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.technique import Exactness
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import SEED, build, differences, plain, train
 
 
@@ -27,14 +27,18 @@ def sharded() -> list[list[torch.Tensor]]:
 def losses_of(update: str) -> list[torch.Tensor]:
     """The last layer's one row is on rank 0 alone, so rank 1 updates nothing of it."""
     torch.manual_seed(SEED)
-    blocks = [torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.GELU(), torch.nn.Linear(5, 7)) for _ in range(2)]
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.GELU(), torch.nn.Linear(5, 7)) for _ in range(2)
+    ]
     model = torch.nn.Sequential(*blocks, torch.nn.Linear(7, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     settings = {
         "sharding": {"states": {"kind": "fsdp"}},
         "offload": {"states": {"kind": "optimizer_cpu", "update": update}},
     }
-    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, batch: model(batch).pow(2).mean())
+    tuned = apply(
+        model, optimizer, {"settings": settings}, loss=lambda model, batch: model(batch).pow(2).mean()
+    )
     losses = [tuned.step([torch.randn(4, 7), torch.randn(4, 7)]) for _ in range(3)]
     tuned.audit()
     assert len(tuned.state_dict()["optimizer"]["state"]) == 10
@@ -49,8 +53,9 @@ class TestOptimizerCpu(TechniqueSuite):
         OptimizerCpu(kind="optimizer_cpu", update="native"),
     )
     quick = ("tied",)
-    # Of the native update in three steps: Adam divides gradients that are nothing but rounding (of attention's key biases) by
-    # their own size. A model without any is held tighter below, single updates to the bit in test_host_update.py.
+    # Of the native update in three steps: Adam divides gradients that are nothing but rounding (of
+    # attention's key biases) by their own size. A model without any is held tighter below, single updates to
+    # the bit in test_host_update.py.
     tolerance = 2e-2
 
     def sabotage(self, tuned: Tuned) -> bool:
@@ -60,15 +65,17 @@ class TestOptimizerCpu(TechniqueSuite):
 
     @pytest.mark.parametrize("model", ZOO)
     def test_bytes_on_the_links_and_nothing_left_behind(self, model: str) -> None:
-        """The mechanism: residency and bytes. No state is on the device, gradients go down once and weights come up once."""
+        """The mechanism: residency and bytes. No state is on the device, gradients go down once and weights
+        come up once.
+        """
         plain, step = rewritten(ZOO[model]), rewritten(ZOO[model], self.default())
         mine = [p for p in plain.parameters if p.gradient >= 0]
-        batch = int(plain.op_traffic_bytes[plain.op_resource == Resource.HOST_TO_DEVICE].sum())
-        down = int(step.op_traffic_bytes[step.op_resource == Resource.DEVICE_TO_HOST].sum())
-        up = int(step.op_traffic_bytes[step.op_resource == Resource.HOST_TO_DEVICE].sum())
-        assert down == sum(int(plain.bytes[p.gradient]) for p in mine)
-        assert up - batch == sum(int(plain.bytes[p.storage]) for p in mine)
-        assert (step.tier[step.kind == Kind.OPTIMIZER] == Tier.HOST).all()
+        batch = int(plain.ops.traffic_bytes[plain.ops.resource == Resource.HOST_TO_DEVICE].sum())
+        down = int(step.ops.traffic_bytes[step.ops.resource == Resource.DEVICE_TO_HOST].sum())
+        up = int(step.ops.traffic_bytes[step.ops.resource == Resource.HOST_TO_DEVICE].sum())
+        assert down == sum(int(plain.storages.bytes[p.gradient]) for p in mine)
+        assert up - batch == sum(int(plain.storages.bytes[p.storage]) for p in mine)
+        assert (step.storages.tier[step.storages.kind == Kind.OPTIMIZER] == Tier.HOST).all()
         assert step.peak_bytes() < plain.peak_bytes()
 
     def test_native_update_of_float32_weights(self) -> None:
@@ -77,17 +84,25 @@ class TestOptimizerCpu(TechniqueSuite):
 
     @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
     def test_masters_cross_the_link_in_bfloat16(self, moments: Moments) -> None:
-        """Bytes on the links are those of bfloat16, bytes on the host those of float32 masters and the format of the moments."""
+        """Bytes on the links are those of bfloat16, bytes on the host those of float32 masters and the format
+        of the moments.
+        """
         master = OptimizerCpu(kind="optimizer_cpu", update="master", moments=moments)
         self.check_drift("tobf16", master)
         plain_step, step = rewritten(ZOO["tobf16"]), rewritten(ZOO["tobf16"], master)
-        numel = sum(int(plain_step.bytes[p.gradient]) // 2 for p in plain_step.parameters)
-        assert int(step.op_traffic_bytes[step.op_resource == Resource.DEVICE_TO_HOST].sum()) == 2 * numel
-        host = step.tier == Tier.HOST
-        assert int(step.bytes[host & (step.kind == Kind.PARAMETER)].sum()) == 4 * numel
-        state = int(step.bytes[host & (step.kind == Kind.OPTIMIZER)].sum())
-        scales = sum(8 * -(-int(plain_step.bytes[p.gradient]) // 512) for p in plain_step.parameters) if moments == "int8" else 0
-        assert state == 2 * numel * {"float32": 4, "bfloat16": 2, "int8": 1}[moments] + scales + 4 * len(plain_step.parameters)
+        numel = sum(int(plain_step.storages.bytes[p.gradient]) // 2 for p in plain_step.parameters)
+        assert int(step.ops.traffic_bytes[step.ops.resource == Resource.DEVICE_TO_HOST].sum()) == 2 * numel
+        host = step.storages.tier == Tier.HOST
+        assert int(step.storages.bytes[host & (step.storages.kind == Kind.PARAMETER)].sum()) == 4 * numel
+        state = int(step.storages.bytes[host & (step.storages.kind == Kind.OPTIMIZER)].sum())
+        scales = (
+            sum(8 * -(-int(plain_step.storages.bytes[p.gradient]) // 512) for p in plain_step.parameters)
+            if moments == "int8"
+            else 0
+        )
+        assert state == 2 * numel * {"float32": 4, "bfloat16": 2, "int8": 1}[moments] + scales + 4 * len(
+            plain_step.parameters
+        )
 
     def test_masters_train_as_torch_with_masters_kept_by_hand(self) -> None:
         path, master = ZOO["tobf16"], OptimizerCpu(kind="optimizer_cpu", update="master")
@@ -108,7 +123,10 @@ class TestOptimizerCpu(TechniqueSuite):
                 for weight, high in zip(parameters, masters, strict=True):
                     weight.copy_(high)
         wanted = dict(model.named_parameters())
-        for name, weight in got.weights.items():  # in torch's scalar tails a rounding may differ, and so one of bfloat16
+        for (
+            name,
+            weight,
+        ) in got.weights.items():  # in torch's scalar tails a rounding may differ, and so one of bfloat16
             torch.testing.assert_close(weight, wanted[name].detach(), rtol=2.0**-7, atol=0)
             if weight.numel() % 16 == 0:
                 assert torch.equal(weight, wanted[name])
@@ -129,5 +147,7 @@ class TestOptimizerCpu(TechniqueSuite):
         assert "native" in str(OptimizerCpu(kind="optimizer_cpu", update="master").fits(tied, target))
 
     def test_exactness_follows_from_the_knobs(self) -> None:
-        kinds = [OptimizerCpu(kind="optimizer_cpu", update=each).exactly() for each in ("own", "native", "master")]
+        kinds = [
+            OptimizerCpu(kind="optimizer_cpu", update=each).exactly() for each in ("own", "native", "master")
+        ]
         assert kinds == [Exactness.BITWISE, Exactness.REORDERED, Exactness.LOSSY]

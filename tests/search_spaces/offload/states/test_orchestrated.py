@@ -1,4 +1,6 @@
-"""Orchestrated swaps: ranks of one link swap other blocks or in turn, and train as replicas whose optimizer is on the host."""
+"""Orchestrated swaps: ranks of one link swap other blocks or in turn, and train as replicas whose optimizer
+is on the host.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from gloo import run_ranks
-from layers_suite import block_bytes
-from sharded_suite import ShardedSuite
-from sharding_program import program
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.sharding_programs import program
+from support.suites.block_offload_suite import block_bytes
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import Tuned, apply
+from memtune.api import Tuned, apply
 from memtune.errors import ApplyError
-from memtune.parameters import columns_of
-from memtune.program import Phase, Resource, Step
-from memtune.residency import order_of_use
-from memtune.runtime.orchestrated import place_of, swapped_blocks
+from memtune.offload.parameters.link_coordination import place_of, swapped_blocks
+from memtune.program.parameter_columns import columns_of
+from memtune.program.residency import order_of_use
+from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.orchestrated import TensorMovement
 from memtune.search_spaces.sharding.states.ddp import Ddp
@@ -56,19 +58,24 @@ def chosen(mine: TensorMovement, ranks: int, **changes: Any) -> Target:
 
 def loaded(step: Step) -> list[tuple[int, int]]:
     """(moment, block) of every block whose weights come in."""
-    copies = np.flatnonzero((step.op_resource == Resource.HOST_TO_DEVICE) & (step.op_call >= 0))
-    written = np.isin(step.use_op, copies) & (step.use_mutates == 1)
-    block = columns_of(step.parameters).block[step.owner[step.use_storage[written]]]
+    copies = np.flatnonzero((step.ops.resource == Resource.HOST_TO_DEVICE) & (step.ops.call >= 0))
+    written = np.isin(step.uses.op, copies) & (step.uses.mode == 1)
+    block = columns_of(step.parameters).block[step.storages.owner[step.uses.storage[written]]]
     uses = order_of_use(len(step.blocks))
-    half = len(step.blocks) * (step.op_phase[step.use_op[written]] > Phase.FORWARD)
-    moment = [uses.index(int(call), int(first)) for call, first in zip(step.op_call[step.use_op[written]], half, strict=True)]
+    half = len(step.blocks) * (step.ops.phase[step.uses.op[written]] > Phase.FORWARD)
+    moment = [
+        uses.index(int(call), int(first))
+        for call, first in zip(step.ops.call[step.uses.op[written]], half, strict=True)
+    ]
     return sorted(set(zip(moment, block.tolist(), strict=True)))
 
 
 @pytest.mark.parametrize("group", [2, 3, 4])
 @pytest.mark.parametrize("blocks", [4, 12, 13])
 def test_masks_are_disjoint_and_equal(group: int, blocks: int) -> None:
-    """Every block is swapped by one rank of a group, each rank swaps as many, one more where they do not divide the blocks."""
+    """Every block is swapped by one rank of a group, each rank swaps as many, one more where they do not
+    divide the blocks.
+    """
     masks = [swapped_blocks(blocks, group, place_of(rank, 8, group)) for rank in range(group)]
     assert sorted(block for mask in masks for block in mask) == list(range(blocks))
     sizes = [len(mask) for mask in masks]
@@ -95,20 +102,26 @@ def test_ranks_of_a_link_bring_in_other_blocks_in_every_moment() -> None:
 
 @pytest.mark.parametrize("stride", [2, 4])
 def test_each_swapped_block_comes_in_for_both_passes_or_stays_at_the_turn(stride: int) -> None:
-    """Bytes up: the weights of the swapped blocks once a pass, the last block's once in all; nothing of the others."""
+    """Bytes up: the weights of the swapped blocks once a pass, the last block's once in all; nothing of the
+    others.
+    """
     mine = TensorMovement(group=2, stride=stride, window=1)
     whole, machine = program(ranks=2), chosen(mine, 2)
     for place, each in enumerate(mine.rewrite(whole, mine.plan(whole, machine), machine).rank_classes):
         blocks = swapped_blocks(4, stride, place)
         sizes = block_bytes(whole.step)
-        ups = (each.step.op_resource == Resource.HOST_TO_DEVICE) & (each.step.op_call >= 0)
-        assert int(each.step.op_traffic_bytes[ups].sum()) == sum(sizes[b] * (1 if b == 3 else 2) for b in blocks)
+        ups = (each.step.ops.resource == Resource.HOST_TO_DEVICE) & (each.step.ops.call >= 0)
+        assert int(each.step.ops.traffic_bytes[ups].sum()) == sum(
+            sizes[b] * (1 if b == 3 else 2) for b in blocks
+        )
 
 
 def test_reasons() -> None:
     whole = program(ranks=2)
     assert "one rank" in str(PAIR.fits(program(), chosen(PAIR, 1)))
-    assert "of its own" in str(TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=1)))
+    assert "of its own" in str(
+        TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=1))
+    )
     assert TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=2)) is None
     sharded = Target(hardware.detect("cpu"), 2, chosen={"sharding.states": Fsdp()})
     assert "for replicas" in str(PAIR.fits(whole, sharded))
@@ -141,7 +154,9 @@ def trained(mine: TensorMovement | None) -> dict[str, Any]:
     return {"weights": tuned.state_dict()["model"], "audit": tuned.audit()["offload.states"]}
 
 
-@pytest.mark.parametrize("mine", [PAIR, pytest.param(TOKEN, marks=pytest.mark.slow)], ids=lambda each: each.mode)
+@pytest.mark.parametrize(
+    "mine", [PAIR, pytest.param(TOKEN, marks=pytest.mark.slow)], ids=lambda each: each.mode
+)
 def test_has_the_bits_of_replicas_whose_optimizer_is_on_the_host(mine: TensorMovement) -> None:
     found, wanted = zip(*run_ranks(trained_both, 2, mine), strict=True)
     blocks = [rank["audit"]["swapped_blocks"] for rank in found]

@@ -9,24 +9,27 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from layers_suite import OWN, LayersSuite, total
-from staying_suite import check_staying, parted
-from zoo_paths import ZOO
+from support.suites.block_offload_suite import OWN, LayersSuite, total
+from support.suites.resident_chunks_suite import check_staying, parted
+from support.zoo_paths import ZOO
 
-from memtune._apply import apply
-from memtune.chunks import pack
-from memtune.errors import ApplyError
-from memtune.passes.stream import bytes_beside_chunks, moment_of_ops, sizes_in_blocks
-from memtune.planners.chunks import ChunkPlan
-from memtune.planners.staying_chunks import all_there, staying_of
-from memtune.program import Kind, Phase, Resource, Tier
-from memtune.residency import cached
+from memtune.api import apply
+from memtune.errors import ApplyError, UsageError
+from memtune.offload.chunks.chunk_planner import ChunkPlan
+from memtune.offload.chunks.resident_chunks_planner import all_resident, resident_counts
+from memtune.offload.core.parameter_layout import pack
+from memtune.offload.parameters.parameter_offload_pass import (
+    bytes_without_chunks,
+    moment_of_ops,
+    sizes_in_blocks,
+)
+from memtune.program.residency import cached
+from memtune.program.step import Kind, Phase, Resource, Tier
 from memtune.runtime.transfer import COUNTERS
-from memtune.search_spaces.offload.states._chunks import beside, in_chunks
+from memtune.search_spaces.offload.states._common.chunk_technique import ChunksPlan, beside, in_chunks
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
-from memtune.technique import Plan
 from memtune.testing import rewritten
-from memtune.testing.drift import plain_program, planned, target_of
+from memtune.testing.drift_check import plain_program, planned, target_of
 from memtune.testing.training import build, settings_of, train, train_under
 
 DEFAULT = PatrickStar(kind="patrickstar")
@@ -37,7 +40,9 @@ PLAN: dict[str, Any] = {"chunk_bytes": 70_000, "slots": [20] * 8}
 
 def with_budget(technique: PatrickStar) -> dict[str, Any]:
     """The plan under a budget below what the plain gpt takes."""
-    return technique.plan(plain_program(ZOO["gpt"]), replace(target_of(technique), budget_bytes=BUDGET_BYTES)).decisions
+    return technique.plan(
+        plain_program(ZOO["gpt"]), replace(target_of(technique), budget_bytes=BUDGET_BYTES)
+    ).document()
 
 
 class TestPatrickStar(LayersSuite):
@@ -53,14 +58,16 @@ class TestPatrickStar(LayersSuite):
         plan = SMALL.plan(program, target)
         step = SMALL.rewrite(program, plan, target).step
         there = np.zeros(8, np.int64)
-        chunks = (step.kind == Kind.COMMUNICATION) & (step.tier == Tier.DEVICE)
-        live = replace(step, tier=np.where(chunks, Tier.DEVICE, Tier.SSD).astype(np.uint8)).live_bytes()
+        chunks = (step.storages.kind == Kind.COMMUNICATION) & (step.storages.tier == Tier.DEVICE)
+        live = step.with_storages(tier=np.where(chunks, Tier.DEVICE, Tier.SSD).astype(np.uint8)).live_bytes()
         moment = moment_of_ops(step)
         np.maximum.at(there, moment[moment >= 0], live[moment >= 0])
-        slots, other = np.asarray(plan.decisions["slots"]), np.asarray(bytes_beside_chunks(step))
-        assert len(set(plan.decisions["slots"])) > 1
+        slots, other = np.asarray(plan.slots), np.asarray(bytes_without_chunks(step))
+        assert len(set(plan.slots)) > 1
         assert (there <= 70_000 * slots).all()
-        assert there[3] == 70_000 * slots[3] < there[0] + 70_000 * slots[0]  # at the turn the activations take the room
+        assert (
+            there[3] == 70_000 * slots[3] < there[0] + 70_000 * slots[0]
+        )  # at the turn the activations take the room
         count = pack(*sizes_in_blocks(program.step), 70_000).count
         assert (slots == np.minimum((BUDGET_BYTES - other) // 70_000, count)).all()
         assert step.peak_bytes() <= BUDGET_BYTES < program.step.peak_bytes()
@@ -74,27 +81,29 @@ class TestPatrickStar(LayersSuite):
         assert moves["belady"] == min(moves.values()) < 2 * chunks.count
         target = replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
         step = SMALL.rewrite(program, SMALL.plan(program, target), target).step
-        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
-        weights = sum(int(plain.bytes[p.storage]) for p in plain.parameters)
+        outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        weights = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters)
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
         assert up == moves["belady"] * plan["chunk_bytes"] + outside
         assert total(step, Resource.DEVICE_TO_HOST) == weights
 
     def test_what_is_not_used_again_goes_first(self) -> None:
-        """The mechanism: furthest next use. Where room is short in backward alone, what was used longest ago is needed next."""
+        """The mechanism: furthest next use. Where room is short in backward alone, what was used longest ago
+        is needed next.
+        """
         program, plain = plain_program(ZOO["gpt"]), rewritten(ZOO["gpt"])
         chunks = pack(*sizes_in_blocks(plain), 70_000)
         slots = [chunks.count] * 8
         slots[5] = len({*chunks.of_block[1], *chunks.of_block[2]})  # while block 2 runs backward
-        plan = Plan(decisions={"chunk_bytes": 70_000, "slots": slots})
+        plan = ChunksPlan(chunk_bytes=70_000, slots=tuple(slots))
         moves, lru = (cached(chunks.uses(), tuple(slots), rule).moves for rule in ("belady", "lru"))
         assert moves < lru
         step = SMALL.rewrite(program, plan, target_of(SMALL)).step
-        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         batch = total(plain, Resource.HOST_TO_DEVICE)
         assert total(step, Resource.HOST_TO_DEVICE) == batch + moves * 70_000 + outside
         workload, model, optimizer = build(ZOO["gpt"])
-        document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan.decisions}}
+        document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan.document()}}
         tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
         COUNTERS.take()
         tuned.step([workload.make_batch(2)])
@@ -107,7 +116,9 @@ class TestPatrickStar(LayersSuite):
         assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
 
     def test_as_many_chunks_as_fit_are_updated_on_the_device(self) -> None:
-        """The mechanism (device-aware placement): the margin beside all weights holds optimizer state, no chunk less."""
+        """The mechanism (device-aware placement): the margin beside all weights holds optimizer state, no
+        chunk less.
+        """
         program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=ROOMY_BYTES)
         plan = SMALL.plan(program, target)
         sizes = sizes_in_blocks(program.step)
@@ -116,25 +127,30 @@ class TestPatrickStar(LayersSuite):
         fitting = [
             kept
             for kept in range(chunks.count)
-            if in_chunks(program, all_there(*sizes, all_slots, kept), "belady").step.peak_bytes() <= ROOMY_BYTES
+            if in_chunks(program, all_resident(*sizes, all_slots, kept), "belady").step.peak_bytes()
+            <= ROOMY_BYTES
         ]
         assert fitting == list(range(max(fitting) + 1))
         assert 0 < max(fitting) < chunks.count - 1
-        assert plan.decisions["staying"] == staying_of(chunks)[max(fitting)]
-        assert set(plan.decisions["slots"]) == {chunks.count - max(fitting)}
+        assert plan.staying == resident_counts(chunks)[max(fitting)]
+        assert set(plan.slots) == {chunks.count - max(fitting)}
         on_host = SMALL.model_copy(update={"device_updates": False}).plan(program, target)
-        assert "staying" not in on_host.decisions
+        assert "staying" not in on_host.document()
         step, plain = SMALL.rewrite(program, plan, target).step, program.step
-        stay, rest, outside = parted(plain, plan.decisions["staying"])
-        state = (step.kind == Kind.OPTIMIZER) & (step.tier == Tier.DEVICE)
-        assert int(step.bytes[state].sum()) == 2 * sum(stay) + 4 * len(stay)  # two moments and a counter each
+        stay, rest, outside = parted(plain, plan.staying)
+        state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.tier == Tier.DEVICE)
+        assert int(step.storages.bytes[state].sum()) == 2 * sum(stay) + 4 * len(
+            stay
+        )  # two moments and a counter each
         assert total(step, Resource.DEVICE_TO_HOST) == sum(rest) + outside
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
         assert up == (chunks.count - max(fitting)) * 70_000 + outside  # each of the others comes in once
         check_staying(ZOO["gpt"], SMALL, plan, step)
 
     def test_gradients_leave_from_the_chunks_of_their_weights(self) -> None:
-        """The mechanism (reuse of a chunk): what autograd made goes when it is in place, for the same bytes on links."""
+        """The mechanism (reuse of a chunk): what autograd made goes when it is in place, for the same bytes
+        on links.
+        """
         apart = DEFAULT.model_copy(update={"gradients": "apart"})
         step, other = rewritten(ZOO["tied"], DEFAULT), rewritten(ZOO["tied"], apart)
         assert step.peak_bytes() < other.peak_bytes()
@@ -142,19 +158,24 @@ class TestPatrickStar(LayersSuite):
             assert total(step, link) == total(other, link)
         found = []
         for each in (step, other):
-            downs = (each.op_resource == Resource.DEVICE_TO_HOST) & (each.op_phase == Phase.BACKWARD)
-            left = each.use_storage[downs[each.use_op]]
-            found.append(set(each.kind[left].tolist()))
+            downs = (each.ops.resource == Resource.DEVICE_TO_HOST) & (each.ops.phase == Phase.BACKWARD)
+            left = each.uses.storage[downs[each.uses.op]]
+            found.append(set(each.storages.kind[left].tolist()))
             assert len(left) == 18  # three blocks of six parameters
         assert found == [{Kind.COMMUNICATION}, {Kind.TEMPORARY}]
         self.check_drift("tied", apart)
 
     def test_a_gradient_is_not_read_as_its_weight(self) -> None:
-        """After a backward that raised as well, where all chunks are there: nothing looks as if it had been let go."""
+        """After a backward that raised as well, where all chunks are there: nothing looks as if it had been
+        let go.
+        """
         workload, model, optimizer = build(ZOO["tied"])
         _, plans = planned(ZOO["tied"], DEFAULT)
-        plan = plans["offload.states"].decisions
-        document = {"settings": settings_of(DEFAULT), "plan": {"offload.states": plan | {"slots": [9] * len(plan["slots"])}}}
+        plan = plans["offload.states"].document()
+        document = {
+            "settings": settings_of(DEFAULT),
+            "plan": {"offload.states": plan | {"slots": [9] * len(plan["slots"])}},
+        }
         apply(model, optimizer, document, loss=workload.loss, strict=False)
         wanted = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -178,19 +199,45 @@ class TestPatrickStar(LayersSuite):
         apart, in_place = (beside(program, each) for each in (False, True))
         assert max(in_place) < max(apart)
         plan = ChunkPlan(chunks, (2,) * 6, in_place=True)
-        assert bytes_beside_chunks(in_chunks(program, plan, "belady").step) == in_place
+        assert bytes_without_chunks(in_chunks(program, plan, "belady").step) == in_place
 
     def test_without_a_margin_all_updates_are_on_the_host(self) -> None:
         assert "staying" not in with_budget(SMALL)
 
     @pytest.mark.parametrize(
-        "plan", [{}, {**PLAN, "chunk_bytes": 256}, {**PLAN, "slots": [9]}, {**PLAN, "staying": 99}, {**PLAN, "staying": "two"}]
+        "plan", [{**PLAN, "chunk_bytes": 256}, {**PLAN, "slots": [9]}, {**PLAN, "staying": 99}]
     )
     def test_a_plan_for_another_model_is_refused(self, plan: dict[str, Any]) -> None:
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no plan for") as caught:
-            apply(model, optimizer, {"settings": settings_of(SMALL), "plan": {"offload.states": plan}}, strict=False)
+            apply(
+                model,
+                optimizer,
+                {"settings": settings_of(SMALL), "plan": {"offload.states": plan}},
+                strict=False,
+            )
         assert caught.value.code == "MT364"
+
+    @pytest.mark.parametrize(
+        "plan",
+        [
+            {},
+            {**PLAN, "staying": "two"},
+            {**PLAN, "slots": []},
+            {**PLAN, "slots": [0] * 8},
+            {"slots": [20] * 8},
+        ],
+    )
+    def test_no_plan_or_a_malformed_one_is_refused(self, plan: dict[str, Any]) -> None:
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(UsageError, match="plan") as caught:
+            apply(
+                model,
+                optimizer,
+                {"settings": settings_of(SMALL), "plan": {"offload.states": plan}},
+                strict=False,
+            )
+        assert caught.value.code == "MT316"
 
     def test_what_it_cannot_do_is_refused(self) -> None:
         program = plain_program(ZOO["gpt"])

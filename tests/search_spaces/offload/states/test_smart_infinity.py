@@ -1,4 +1,6 @@
-"""An updater process per storage domain: gradients in, weights out, state on its own file; it ends with its trainer."""
+"""An updater process per storage domain: gradients in, weights out, state on its own file; it ends with its
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gloo  # noqa: F401  (what processes are forked from)
 import pytest
 import torch
-from under_budget import trains_where_the_plain_model_is_out_of_memory
-from zoo_paths import ZOO
+from support import gloo  # noqa: F401  (what processes are forked from)
+from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
+from support.zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
+from memtune.api import Tuned, apply
 from memtune.errors import ApplyError, EnvironmentFault
-from memtune.program import Resource, Step, Tier
-from memtune.runtime import disk, offload_dir, shim
-from memtune.runtime.tiers import DEVICE, mark
+from memtune.memory import cpu_allocator
+from memtune.offload.near_storage.update_worker_client import UpdaterLink
+from memtune.program.step import Resource, Step, Tier
+from memtune.runtime.memory_tiers import DEVICE, mark
 from memtune.runtime.transfer import COUNTERS
-from memtune.runtime.updater_link import UpdaterLink
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.smart_infinity import SmartInfinity
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.ssd import offload_dir, ssd_tensors
 from memtune.technique import Exactness
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import drift, plain_program, target_of
+from memtune.testing.drift_check import drift, plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, differences, one_step, train
 
 FRESH = multiprocessing.get_context("forkserver")
@@ -43,10 +46,12 @@ KEEPS = SMALL.model_copy(update={"resume": "last_step"})
 
 
 def total(step: Step, resource: Resource) -> int:
-    return int(step.op_traffic_bytes[step.op_resource == resource].sum())
+    return int(step.ops.traffic_bytes[step.ops.resource == resource].sum())
 
 
-def tuned_with(technique: SmartInfinity | ZeroInfinity | OptimizerCpu, model: str = "tied") -> tuple[Any, Any, Any, Tuned]:
+def tuned_with(
+    technique: SmartInfinity | ZeroInfinity | OptimizerCpu, model: str = "tied"
+) -> tuple[Any, Any, Any, Tuned]:
     workload, net, optimizer = build(ZOO[model])
     return workload, net, optimizer, apply(net, optimizer, config_of(ZOO[model], technique), strict=False)
 
@@ -147,8 +152,9 @@ class TestSmartInfinity(TechniqueSuite):
         assert all(map(torch.equal, with_gaps(SMALL), with_gaps(NATIVE)))
 
     def test_only_gradients_and_weights_pass_between_trainer_and_updaters(self) -> None:
-        """The mechanism, by bytes: in a step `zero_infinity` has 24 bytes per parameter of state pass through the trainer's own
-        file and buffers; here its file is not even open, and 4 in and 4 out pass it."""
+        """The mechanism, by bytes: in a step `zero_infinity` has 24 bytes per parameter of state pass through
+        the trainer's own file and buffers; here its file is not even open, and 4 in and 4 out pass it.
+        """
         numel = sum(int(each.numel()) for each in build(ZOO["tied"])[1].parameters() if each.requires_grad)
         workload, net, optimizer, tuned = tuned_with(SMALL)
         before = facts(tuned)["moved_bytes"]
@@ -157,11 +163,23 @@ class TestSmartInfinity(TechniqueSuite):
         counted, after = COUNTERS.take(), facts(tuned)["moved_bytes"]
         assert counted["to_updaters"] == counted["from_updaters"] == counted["device_to_host"] == 4 * numel
         for mine, what in (("ssd_read", "read"), ("ssd_write", "written")):
-            assert counted[mine] == sum(b[what] - a[what] for a, b in zip(before, after, strict=True)) == 12 * numel
-        used = disk.opened()
+            assert (
+                counted[mine]
+                == sum(b[what] - a[what] for a, b in zip(before, after, strict=True))
+                == 12 * numel
+            )
+        used = ssd_tensors.opened()
         assert used is None or used.used_bytes == 0
-        step, infinity = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"], ZeroInfinity(kind="zero_infinity"))
-        for resource in (Resource.SSD_READ, Resource.SSD_WRITE, Resource.DEVICE_TO_HOST, Resource.HOST_TO_DEVICE):
+        step, infinity = (
+            rewritten(ZOO["tied"], SMALL),
+            rewritten(ZOO["tied"], ZeroInfinity(kind="zero_infinity")),
+        )
+        for resource in (
+            Resource.SSD_READ,
+            Resource.SSD_WRITE,
+            Resource.DEVICE_TO_HOST,
+            Resource.HOST_TO_DEVICE,
+        ):
             assert total(step, resource) == total(infinity, resource)
         assert step.peak_bytes(Tier.SSD) == 12 * numel
 
@@ -169,7 +187,10 @@ class TestSmartInfinity(TechniqueSuite):
         step, kept = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"], KEEPS)
         assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
         assert total(kept, Resource.SSD_WRITE) == total(step, Resource.SSD_WRITE)
-        assert (kept.peak_bytes(), kept.peak_bytes(Tier.HOST)) == (step.peak_bytes(), step.peak_bytes(Tier.HOST))
+        assert (kept.peak_bytes(), kept.peak_bytes(Tier.HOST)) == (
+            step.peak_bytes(),
+            step.peak_bytes(Tier.HOST),
+        )
         self.check_drift("tied", KEEPS)
 
     @pytest.mark.slow
@@ -182,7 +203,9 @@ class TestSmartInfinity(TechniqueSuite):
         kept = rewritten(ZOO["tied"], KEEPS)
         assert sum(after["ssd_bytes"]) == kept.peak_bytes(Tier.SSD)
         for what, resource in (("read", Resource.SSD_READ), ("written", Resource.SSD_WRITE)):
-            assert sum(b[what] - a[what] for a, b in zip(before, after["moved_bytes"], strict=True)) == total(kept, resource)
+            assert sum(b[what] - a[what] for a, b in zip(before, after["moved_bytes"], strict=True)) == total(
+                kept, resource
+            )
         tuned.finish()
 
     def test_a_share_of_the_gradients_is_not_kept(self) -> None:
@@ -193,7 +216,9 @@ class TestSmartInfinity(TechniqueSuite):
             apply(net, optimizer, config_of(ZOO["tied"], some), strict=False)
 
     @pytest.mark.slow
-    def test_every_domain_has_a_process_a_file_and_an_equal_part(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_domain_has_a_process_a_file_and_an_equal_part(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The mechanism: with one domain, one process would hold all."""
         roots = [tmp_path / "one", tmp_path / "two"]
         for root in roots:
@@ -207,8 +232,9 @@ class TestSmartInfinity(TechniqueSuite):
         assert max(ssd_bytes) - min(ssd_bytes) <= 12
 
     def test_weights_come_first(self) -> None:
-        """The mechanism, by events: an updated sub-group's weights are handed over, then written, before its moments are; and
-        the read of a later sub-group begins before an earlier one is updated."""
+        """The mechanism, by events: an updated sub-group's weights are handed over, then written, before its
+        moments are; and the read of a later sub-group begins before an earlier one is updated.
+        """
         workload, net, optimizer, tuned = tuned_with(SMALL)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         for events in facts(tuned)["events"]:
@@ -239,10 +265,12 @@ class TestSmartInfinity(TechniqueSuite):
         *_, tuned = tuned_with(SMALL)
         there = sum(each.nbytes for link in updaters(tuned) for each in (*link.slots, *link.buffers))
         step, plain = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"])
-        assert there == facts(tuned)["shared_bytes"] == step.peak_bytes(Tier.HOST) - plain.peak_bytes(Tier.HOST)
+        assert (
+            there == facts(tuned)["shared_bytes"] == step.peak_bytes(Tier.HOST) - plain.peak_bytes(Tier.HOST)
+        )
 
     @pytest.mark.slow
-    @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
     def test_trains_where_the_plain_model_is_out_of_memory(self) -> None:
         trains_where_the_plain_model_is_out_of_memory(ZOO["gpt"], SMALL)
 
@@ -254,12 +282,18 @@ class TestSmartInfinity(TechniqueSuite):
 
     @pytest.mark.slow
     def test_masters_and_the_largest_gradients_are_predicted(self) -> None:
-        for model, change in (("tobf16", {"update": "master"}), ("tied", {"share": 0.1}), ("tied", {"domains": 3, "buffers": 2})):
+        for model, change in (
+            ("tobf16", {"update": "master"}),
+            ("tied", {"share": 0.1}),
+            ("tied", {"domains": 3, "buffers": 2}),
+        ):
             assert not drift(ZOO[model], SMALL.model_copy(update=change))
 
     @pytest.mark.slow
     def test_only_the_largest_gradients_are_sent(self) -> None:
-        """Off by default, lossy; the sum of gradients is kept: `tests/memtune/runtime/test_largest.py`."""
+        """Off by default, lossy; the sum of gradients is kept:
+        `tests/offload/near_storage/test_topk_compression.py`.
+        """
         some = SMALL.model_copy(update={"share": 0.1})
         assert SMALL.share is None
         assert some.exactly() is Exactness.LOSSY
@@ -283,7 +317,9 @@ class TestSmartInfinity(TechniqueSuite):
         one_step(*plain, seed=SEED)
         theirs = plain[3].state_dict()["optimizer"]["state"]
         for index, state in saved["optimizer"]["state"].items():
-            assert all(torch.equal(state[name], theirs[index][name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+            assert all(
+                torch.equal(state[name], theirs[index][name]) for name in ("step", "exp_avg", "exp_avg_sq")
+            )
         workload, net, optimizer, tuned = tuned_with(SMALL)
         tuned.load_state_dict(saved)
         got = one_step(workload, net, optimizer, tuned, seed=SEED + 1)
@@ -292,7 +328,9 @@ class TestSmartInfinity(TechniqueSuite):
 
     @pytest.mark.parametrize("within_step", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_an_updater_that_is_killed_ends_training_with_its_name(self, within_step: bool) -> None:
-        """Nothing wrong is computed: the step and every later one raise, also where weights of other domains have come up."""
+        """Nothing wrong is computed: the step and every later one raise, also where weights of other domains
+        have come up.
+        """
         workload, net, optimizer, tuned = tuned_with(SMALL)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         victim = updaters(tuned)[1].process
@@ -300,7 +338,9 @@ class TestSmartInfinity(TechniqueSuite):
         if within_step:
             threading.Timer(0.5, victim.kill).start()
         for _ in range(2):
-            with pytest.raises(EnvironmentFault, match=r"updater of storage domain 1 .* has ended by SIGKILL") as caught:
+            with pytest.raises(
+                EnvironmentFault, match=r"updater of storage domain 1 .* has ended by SIGKILL"
+            ) as caught:
                 one_step(workload, net, optimizer, tuned, seed=SEED + 1)
             assert str(victim.pid) in caught.value.what
         with pytest.raises(EnvironmentFault):
@@ -315,7 +355,9 @@ class TestSmartInfinity(TechniqueSuite):
             (right,) = file.read(1)
             file.seek(0)
             file.write(bytes([right ^ 4]))
-        with pytest.raises(EnvironmentFault, match=r"domain 0 in .* gave up. The bytes of the weights of ") as caught:
+        with pytest.raises(
+            EnvironmentFault, match=r"domain 0 in .* gave up. The bytes of the weights of "
+        ) as caught:
             one_step(workload, net, optimizer, tuned, seed=SEED + 1)
         assert caught.value.code == "MT363"
         assert next(name for name, _ in net.named_parameters()) in caught.value.what

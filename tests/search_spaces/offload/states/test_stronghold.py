@@ -9,17 +9,19 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from layers_suite import LayersSuite, block_bytes, require_waits, total
-from zoo_paths import ZOO
+from fixed_cpu import CPU
+from support.suites.block_offload_suite import LayersSuite, block_bytes, require_waits, total
+from support.zoo_paths import ZOO
 
-from memtune._apply import apply
-from memtune.autotune.simulate import simulate
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
-from memtune.program import Kind, Resource, Tier
-from memtune.runtime import host_update
+from memtune.offload.optimizer import native_update
+from memtune.program.step import Kind, Resource, Tier
 from memtune.search_spaces.offload.states.stronghold import Stronghold
+from memtune.technique import Target
 from memtune.testing import rewritten, train
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 
 DEFAULT = Stronghold(kind="stronghold")
@@ -34,34 +36,47 @@ class TestStronghold(LayersSuite):
     quick = ("gpt",)
 
     def test_bytes_and_residency_of_a_window(self) -> None:
-        """The mechanism: blocks of the window at the turn do not come in again, and no more than the window is there."""
+        """The mechanism: blocks of the window at the turn do not come in again, and no more than the window
+        is there.
+        """
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], THREE)
         sizes = block_bytes(plain)
-        there = replace(step, tier=np.where(step.kind == Kind.COMMUNICATION, step.tier, Tier.SSD).astype(np.uint8))
+        there = step.with_storages(
+            tier=np.where(step.storages.kind == Kind.COMMUNICATION, step.storages.tier, Tier.SSD).astype(
+                np.uint8
+            )
+        )
         assert there.peak_bytes() == sum(sizes[:3])
         batch = total(plain, Resource.HOST_TO_DEVICE)
-        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         assert total(step, Resource.HOST_TO_DEVICE) - batch - outside == 2 * sum(sizes) - sum(sizes[-3:])
 
     def test_blocks_come_in_ahead_of_their_use(self) -> None:
         """The mechanism: on a stream of their own, two moments before the one that uses them."""
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], THREE)
-        copies = np.flatnonzero((step.op_resource == Resource.HOST_TO_DEVICE) & (step.op_prefetch == 1))
-        assert len(copies) == sum(p.block >= 0 for p in plain.parameters)  # of 5 loads, one is of the block that computes
-        used = step.use_storage[np.isin(step.use_op, copies) & (step.use_mutates == 1)]
-        computes = step.op_resource == Resource.COMPUTE
+        copies = np.flatnonzero((step.ops.resource == Resource.HOST_TO_DEVICE) & (step.ops.prefetch == 1))
+        assert len(copies) == sum(
+            p.block >= 0 for p in plain.parameters
+        )  # of 5 loads, one is of the block that computes
+        used = step.uses.storage[np.isin(step.uses.op, copies) & (step.uses.mode == 1)]
+        computes = step.ops.resource == Resource.COMPUTE
         for copy, storage in zip(copies.tolist(), used.tolist(), strict=True):
-            uses = step.use_op[(step.use_storage == storage) & computes[step.use_op]]
-            assert not len(uses) or step.op_block[copy] != step.op_block[uses[0]]  # backward needs no biases
+            uses = step.uses.op[(step.uses.storage == storage) & computes[step.uses.op]]
+            assert (
+                not len(uses) or step.ops.block[copy] != step.ops.block[uses[0]]
+            )  # backward needs no biases
 
     def test_the_window_is_solved_for_and_kept_within_the_budget(self) -> None:
         program, target = plain_program(ZOO["gpt"]), target_of()
-        fast, slow = (replace(target, hardware=replace(target.hardware, host_to_device_bytes_per_s=rate)) for rate in (1e15, 1.0))
-        assert DEFAULT.plan(program, fast).decisions["slots"] == 2
-        assert DEFAULT.plan(program, slow).decisions["slots"] == 4
+        fast, slow = (
+            replace(target, hardware=replace(target.hardware, host_to_device_bytes_per_s=rate))
+            for rate in (1e15, 1.0)
+        )
+        assert DEFAULT.plan(program, fast).slots == 2
+        assert DEFAULT.plan(program, slow).slots == 4
         peak = rewritten(ZOO["gpt"], THREE).peak_bytes()
-        assert DEFAULT.plan(program, replace(slow, budget_bytes=peak)).decisions["slots"] == 3
-        assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).decisions["slots"] == 1
+        assert DEFAULT.plan(program, replace(slow, budget_bytes=peak)).slots == 3
+        assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).slots == 1
 
     def test_a_window_that_the_model_has_no_blocks_for_is_refused(self) -> None:
         wide = Stronghold(kind="stronghold", window=9)
@@ -72,7 +87,9 @@ class TestStronghold(LayersSuite):
 
     @pytest.mark.parametrize("reads", ["state dict", "evaluation"])
     def test_late_updates_are_under_way_when_the_step_returns_and_are_waited_for(self, reads: str) -> None:
-        """The mechanism: all blocks' updates wait for a thread that is kept busy; the step does not, and whoever reads does."""
+        """The mechanism: all blocks' updates wait for a thread that is kept busy; the step does not, and
+        whoever reads does.
+        """
         late = Stronghold(kind="stronghold", window=2, late=(0, 1, 2, 3))
         workload, model, optimizer = build(ZOO["gpt"])
         tuned = apply(model, optimizer, config_of(ZOO["gpt"], late), strict=False)
@@ -87,7 +104,7 @@ class TestStronghold(LayersSuite):
                     workload.loss(model, workload.make_batch(2))
 
         tuned.state_dict()  # nothing is under way
-        busy = host_update._threads().submit(goes_on.wait, 60)
+        busy = native_update._threads().submit(goes_on.wait, 60)
         try:
             one_step(workload, model, optimizer, tuned, seed=SEED + 2)
             assert not busy.done()
@@ -95,20 +112,20 @@ class TestStronghold(LayersSuite):
         finally:
             goes_on.set()
         assert tuned.audit()
-        found, other = model.state_dict(), train(ZOO["gpt"], Stronghold(kind="stronghold", window=2, late=()), steps=2)
+        found, other = (
+            model.state_dict(),
+            train(ZOO["gpt"], Stronghold(kind="stronghold", window=2, late=()), steps=2),
+        )
         assert all(torch.equal(found[name], value) for name, value in other.weights.items())
 
     def test_a_slow_host_updates_beside_the_next_forward(self) -> None:
         """In the simulator, too, where the planner leaves what backward would wait for."""
         program = plain_program(ZOO["gpt"])
-        target = target_of()
-        slow = replace(
-            target.hardware, host_adam_bytes_per_s=target.hardware.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0
-        )
-        target = replace(target, hardware=slow)
+        slow = replace(CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0)
+        target = Target(slow)
         within = Stronghold(kind="stronghold", late=())
         plans = [each.plan(program, target) for each in (DEFAULT, within)]
-        assert plans[0].decisions["late"]
+        assert plans[0].late
         across, all_within = (
             simulate(each.rewrite(program, plan, target), slow, level="events")
             for each, plan in zip((DEFAULT, within), plans, strict=True)

@@ -9,29 +9,32 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from layers_suite import NATIVE, LayersSuite, total, without_gradients
 from pydantic import ValidationError
-from zoo_paths import ZOO
+from support.suites.block_offload_suite import NATIVE, LayersSuite, total, without_gradients
+from support.zoo_paths import ZOO
 
-from memtune._apply import Tuned, apply
-from memtune.autotune.space import variants
+from memtune.api import Tuned, apply
+from memtune.autotune.space.search_space import variants
 from memtune.errors import ApplyError
-from memtune.program import Kind, Phase, Resource, Step, Tier
-from memtune.runtime.host_update import Moments
-from memtune.runtime.loop import accumulate
-from memtune.search_spaces.offload.states._ratio import ratio_of
+from memtune.offload.optimizer.native_update import Moments
+from memtune.program.step import Kind, Phase, Resource, Step, Tier
+from memtune.runtime.training_step import accumulate
+from memtune.search_spaces.offload.states._common.state_ratio import ratio_of
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.zero_offload import ZeroOffload
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.technique import NO_PLAN, Exactness, Technique
 from memtune.testing import differences, rewritten, train
-from memtune.testing.drift import drift, plain_program, target_of
+from memtune.testing.drift_check import drift, plain_program, target_of
 from memtune.testing.training import SEED, Run, build, config_of, one_step, settings_of
 
 BUCKET = 5242
 SMALL = ZeroOffload(kind="zero_offload", bucket_mib=0.005)
 DELAYED = SMALL.model_copy(update={"delayed": True, "delay_after": 0})
-EARLY = tuple(OptimizerCpu(kind="optimizer_cpu", update="native", trigger=each) for each in ("per_gradient", "per_layer"))
+EARLY = tuple(
+    OptimizerCpu(kind="optimizer_cpu", update="native", trigger=each)
+    for each in ("per_gradient", "per_layer")
+)
 
 
 @cache
@@ -40,10 +43,12 @@ def accumulated(micro_batches: int) -> Run:
 
 
 def ops(step: Step, name: str) -> np.ndarray[Any, Any]:
-    return np.flatnonzero(step.op_name == step.names.index(f"memtune.{name}.default"))
+    return np.flatnonzero(step.ops.name == step.names.index(f"memtune.{name}.default"))
 
 
-def tuned_with(technique: Technique, model: str = "tied") -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, Tuned]:
+def tuned_with(
+    technique: Technique, model: str = "tied"
+) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, Tuned]:
     workload, net, optimizer = build(ZOO[model])
     return workload, net, optimizer, apply(net, optimizer, config_of(ZOO[model], technique), strict=False)
 
@@ -60,40 +65,53 @@ class TestZeroOffload(LayersSuite):
         return True
 
     def test_buckets_leave_while_backward_goes_on(self) -> None:
-        """The mechanism: event order and bytes per step. End-of-step copies start after the last op of backward, all of them."""
+        """The mechanism: event order and bytes per step. End-of-step copies start after the last op of
+        backward, all of them.
+        """
         plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], SMALL)
-        computes = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+        computes = np.flatnonzero(
+            (step.ops.phase == Phase.BACKWARD) & (step.ops.resource == Resource.COMPUTE)
+        )
         copies = ops(step, "to_host")
         early = copies[copies < computes[-1]]
-        sizes = step.op_traffic_bytes[early]
+        sizes = step.ops.traffic_bytes[early]
         assert len(early) > len(copies) / 2
-        gaps = np.add.reduceat(step.op_resource == Resource.COMPUTE, early)[:-1] > 0
+        gaps = np.add.reduceat(step.ops.resource == Resource.COMPUTE, early)[:-1] > 0
         buckets = np.split(sizes, np.flatnonzero(gaps) + 1)
         assert len(buckets) > 3
         assert all(bucket.sum() >= BUCKET > bucket[:-1].sum() for bucket in buckets[:-1])
-        numel = sum(int(plain.bytes[p.gradient]) for p in plain.parameters if p.gradient >= 0)
+        numel = sum(int(plain.storages.bytes[p.gradient]) for p in plain.parameters if p.gradient >= 0)
         assert total(step, Resource.DEVICE_TO_HOST) == numel
         assert total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) == numel
         at_end = rewritten(ZOO["tied"], NATIVE)
-        assert not (ops(at_end, "to_host") < np.flatnonzero(at_end.op_phase == Phase.BACKWARD)[-1]).any()
+        assert not (ops(at_end, "to_host") < np.flatnonzero(at_end.ops.phase == Phase.BACKWARD)[-1]).any()
 
     def test_the_device_holds_two_buckets_at_most(self) -> None:
         step = rewritten(ZOO["tied"], SMALL)
-        largest = max(int(step.bytes[p.storage]) for p in step.parameters)
-        end = step.end
-        copied = {int(s) for op in ops(step, "to_host") for s in step.use_storage[step.use_op == op]}
-        held = [sum(int(step.bytes[s]) for s in copied if step.producer[s] <= op <= end[s]) for op in range(step.n_ops)]
+        largest = max(int(step.storages.bytes[p.storage]) for p in step.parameters)
+        end = step.freed_after
+        copied = {int(s) for op in ops(step, "to_host") for s in step.uses.storage[step.uses.op == op]}
+        held = [
+            sum(int(step.storages.bytes[s]) for s in copied if step.storages.producer[s] <= op <= end[s])
+            for op in range(step.ops.n)
+        ]
         assert max(held) <= 2 * BUCKET + 2 * largest
-        assert not (step.kind[step.tier == 0] == Kind.OPTIMIZER).any()
+        assert not (step.storages.kind[step.storages.tier == 0] == Kind.OPTIMIZER).any()
 
     @pytest.mark.parametrize("technique", EARLY, ids=lambda each: each.trigger)
     def test_updates_beside_backward(self, technique: OptimizerCpu) -> None:
-        """The host updates before backward is over, and what comes out are the bits of the update at the end of the step."""
+        """The host updates before backward is over, and what comes out are the bits of the update at the end
+        of the step.
+        """
         self.check_drift("tied", technique)
         step = rewritten(ZOO["tied"], technique)
-        computes = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+        computes = np.flatnonzero(
+            (step.ops.phase == Phase.BACKWARD) & (step.ops.resource == Resource.COMPUTE)
+        )
         updates = ops(step, "host_update_")
-        assert (updates < computes[-1]).sum() >= len(updates) / (2 if technique.trigger == "per_gradient" else 3)
+        assert (updates < computes[-1]).sum() >= len(updates) / (
+            2 if technique.trigger == "per_gradient" else 3
+        )
         for micro_batches in (1, 4):
             found = train(ZOO["tied"], technique, micro_batches=micro_batches)
             assert not differences(without_gradients(found), accumulated(micro_batches))
@@ -108,17 +126,24 @@ class TestZeroOffload(LayersSuite):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other[1].parameters(), strict=True))
 
     def test_delayed_weights_are_one_step_old(self) -> None:
-        """The mechanism of `delayed`: as a loop that keeps gradients for a step, to the bit; a state dict catches up."""
+        """The mechanism of `delayed`: as a loop that keeps gradients for a step, to the bit; a state dict
+        catches up.
+        """
         self.check_drift("tied", DELAYED)
         step = rewritten(ZOO["tied"], DELAYED)
-        assert (ops(step, "host_update_") < np.flatnonzero(step.op_phase == Phase.FORWARD)[0]).all()
+        assert (ops(step, "host_update_") < np.flatnonzero(step.ops.phase == Phase.FORWARD)[0]).all()
         workload, model, optimizer, tuned = tuned_with(DELAYED.model_copy(update={"delay_after": 1}))
         late_workload, reference, by_hand, _ = tuned_with(NATIVE)
         kept: dict[str, torch.Tensor] = {}
         for number in range(4):
             one_step(workload, model, optimizer, tuned, seed=SEED + number)
             torch.manual_seed(SEED + number)
-            accumulate(reference, late_workload.loss, [late_workload.make_batch(2) for _ in range(2)], torch.device("cpu"))
+            accumulate(
+                reference,
+                late_workload.loss,
+                [late_workload.make_batch(2) for _ in range(2)],
+                torch.device("cpu"),
+            )
             mine = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
             for name, parameter in reference.named_parameters():
                 parameter.grad = mine.get(name) if number == 0 else kept.get(name)
@@ -126,7 +151,9 @@ class TestZeroOffload(LayersSuite):
                 by_hand.step()
             kept = mine if number else {}
             by_hand.zero_grad(set_to_none=True)
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)), number
+            assert all(
+                torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+            ), number
         state = tuned.state_dict()["model"]
         for name, parameter in reference.named_parameters():
             parameter.grad = kept.get(name)
@@ -137,7 +164,7 @@ class TestZeroOffload(LayersSuite):
         for technique in (SMALL, *EARLY):
             workload, model, optimizer, tuned = tuned_with(technique)
             torch.manual_seed(SEED)
-            sync = tuned._context.sync
+            sync = tuned._context.loop.sync
             assert sync is not None
             accumulate(model, workload.loss, [workload.make_batch(2)], torch.device("cpu"), sync=sync)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -147,7 +174,9 @@ class TestZeroOffload(LayersSuite):
     @pytest.mark.parametrize("moments", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
     def test_masters(self, moments: Moments) -> None:
         """Under masters the memory that a gradient came to takes the new weight, whenever it was updated."""
-        at_end = without_gradients(train(ZOO["tobf16"], NATIVE.model_copy(update={"update": "master", "moments": moments})))
+        at_end = without_gradients(
+            train(ZOO["tobf16"], NATIVE.model_copy(update={"update": "master", "moments": moments}))
+        )
         for technique in (EARLY[1], SMALL):
             master = technique.model_copy(update={"update": "master", "moments": moments})
             assert not drift(ZOO["tobf16"], master)
@@ -155,26 +184,40 @@ class TestZeroOffload(LayersSuite):
 
     @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_a_part_of_the_state_stays_on_the_device(self, late: bool) -> None:
-        """The mechanism of `ratio`: what comes first neither goes down nor up, and its state takes room on the device."""
+        """The mechanism of `ratio`: what comes first neither goes down nor up, and its state takes room on
+        the device.
+        """
         half = SMALL.model_copy(update={"ratio": 0.5, "delayed": late, "delay_after": 0})
         self.check_drift("tied", half)
         plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], half)
-        sizes = [int(plain.bytes[p.gradient]) for p in plain.parameters]
+        sizes = [int(plain.storages.bytes[p.gradient]) for p in plain.parameters]
         stays = int(np.flatnonzero(np.cumsum(sizes) <= sum(sizes) / 2)[-1]) + 1
         assert 0 < stays < len(sizes)
         assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes[stays:])
-        assert total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) == sum(sizes[stays:])
-        state = (step.kind == Kind.OPTIMIZER) & (step.bytes > 64)
-        assert int(step.bytes[state & (step.tier == Tier.DEVICE)].sum()) == 2 * sum(sizes[:stays])
-        assert int(step.bytes[state & (step.tier == Tier.HOST)].sum()) == 2 * sum(sizes[stays:])
+        assert total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) == sum(
+            sizes[stays:]
+        )
+        state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.bytes > 64)
+        assert int(step.storages.bytes[state & (step.storages.tier == Tier.DEVICE)].sum()) == 2 * sum(
+            sizes[:stays]
+        )
+        assert int(step.storages.bytes[state & (step.storages.tier == Tier.HOST)].sum()) == 2 * sum(
+            sizes[stays:]
+        )
         if not late:
             found = without_gradients(train(ZOO["tied"], half, micro_batches=3))
             assert not differences(found, without_gradients(train(ZOO["tied"], micro_batches=3)), 1e-5)
 
     def test_the_smallest_part_that_fits_leaves(self) -> None:
-        """Equal to trying every number of parameters, with the pass as the judge; what was planned is what trains."""
-        program, target, solved = plain_program(ZOO["tied"]), target_of(), SMALL.model_copy(update={"ratio": None})
-        sizes = [int(program.step.bytes[each.gradient]) for each in program.step.parameters]
+        """Equal to trying every number of parameters, with the pass as the judge; what was planned is what
+        trains.
+        """
+        program, target, solved = (
+            plain_program(ZOO["tied"]),
+            target_of(),
+            SMALL.model_copy(update={"ratio": None}),
+        )
+        sizes = [int(program.step.storages.bytes[each.gradient]) for each in program.step.parameters]
         given = [SMALL.model_copy(update={"ratio": ratio_of(sizes, count)}) for count in range(len(sizes))]
         peaks = [each.rewrite(program, NO_PLAN, target).step.peak_bytes() for each in given]
         assert peaks == sorted(peaks)
@@ -182,10 +225,10 @@ class TestZeroOffload(LayersSuite):
             within = replace(target, budget_bytes=budget)
             assert solved.fits(program, within) is None
             plan = solved.plan(program, within)
-            assert plan.decisions["staying"] == max(count for count, peak in enumerate(peaks) if peak <= budget)
-            assert solved.rewrite(program, plan, within).step.peak_bytes() == peaks[plan.decisions["staying"]]
+            assert plan.staying == max(count for count, peak in enumerate(peaks) if peak <= budget)
+            assert solved.rewrite(program, plan, within).step.peak_bytes() == peaks[plan.staying]
         workload, model, optimizer = build(ZOO["tied"])
-        config = {"settings": settings_of(solved), "plan": {"offload.states": plan.decisions}}
+        config = {"settings": settings_of(solved), "plan": {"offload.states": plan.document()}}
         tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
         assert tuned.audit()["offload.states"] == tuned_with(given[-1])[3].audit()["offload.states"]
         with pytest.raises(ApplyError, match="has no ratio"):
@@ -193,11 +236,15 @@ class TestZeroOffload(LayersSuite):
 
     def test_a_ratio_is_solved_for_where_it_is_another_setting(self) -> None:
         program, solved = plain_program(ZOO["tied"]), SMALL.model_copy(update={"ratio": None})
-        peaks = [each.rewrite(program, NO_PLAN, target_of()).step.peak_bytes() for each in (SMALL,)] + [program.step.peak_bytes()]
+        peaks = [each.rewrite(program, NO_PLAN, target_of()).step.peak_bytes() for each in (SMALL,)] + [
+            program.step.peak_bytes()
+        ]
         for budget, why in (
-            (None, "no budget to solve"), (peaks[0] - 1, "nothing of the state has room"),
-            (peaks[0], "no parameter's state has room"), (peaks[1], "everything fits"),
-        ):  # fmt: skip
+            (None, "no budget to solve"),
+            (peaks[0] - 1, "nothing of the state has room"),
+            (peaks[0], "no parameter's state has room"),
+            (peaks[1], "everything fits"),
+        ):
             assert why in str(solved.fits(program, replace(target_of(), budget_bytes=budget)))
         planned = replace(target_of(Planned(share=0.5)), budget_bytes=peaks[1] - 1)
         assert "planned plans for the same budget" in str(solved.fits(program, planned))
@@ -213,9 +260,11 @@ class TestZeroOffload(LayersSuite):
             with pytest.raises(ValidationError, match="own update"):
                 OptimizerCpu(kind="optimizer_cpu", **knob)
         step = program.step
-        smallest = min(step.parameters, key=lambda p: int(step.bytes[p.storage]))
+        smallest = min(step.parameters, key=lambda p: int(step.storages.bytes[p.storage]))
         unused = tuple(p._replace(gradient=-1) if p is smallest else p for p in step.parameters)
-        assert "clipping" in str(default.fits(program.with_step(replace(step, parameters=unused)), target_of()))
+        assert "clipping" in str(
+            default.fits(program.with_step(replace(step, parameters=unused)), target_of())
+        )
 
     def test_what_is_lossy_says_so(self) -> None:
         assert SMALL.exactly() is Exactness.REORDERED

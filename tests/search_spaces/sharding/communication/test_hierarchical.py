@@ -1,4 +1,6 @@
-"""Gathers in two hops: when they fit, and the suite's checks. Numbers: memtune/{passes,runtime}/test_communicat*.py."""
+"""Gathers in two hops: when they fit, and the suite's checks. Numbers:
+memtune/{passes,runtime}/test_communicat*.py.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
-from sharding_program import program, target
-from zoo_paths import ZOO
+from support.sharding_programs import program, target
+from support.suites.sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
+from support.zoo_paths import ZOO
 
 from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
@@ -17,9 +19,16 @@ from memtune.search_spaces.sharding.states.fsdp import Fsdp
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "reason"),
-    [(8, None, "all 8 ranks share a node"), (16, None, None), (16, 6, "do not divide"), (40, 2, "20 nodes share a copy")],
+    [
+        (8, None, "all 8 ranks share a node"),
+        (16, None, None),
+        (16, 6, "do not divide"),
+        (40, 2, "20 nodes share a copy"),
+    ],
 )
-def test_fits_over_several_but_not_too_many_nodes(ranks: int, per_node: int | None, reason: str | None) -> None:
+def test_fits_over_several_but_not_too_many_nodes(
+    ranks: int, per_node: int | None, reason: str | None
+) -> None:
     found = Hierarchical(ranks_per_node=per_node).fits(
         program(ranks=ranks), replace(target(ranks), chosen={"sharding.states": Fsdp()})
     )
@@ -30,8 +39,8 @@ class TestHierarchical(ShardedSuite):
     technique = Hierarchical
     ranks, beside, briefly = 4, (Fsdp(),), False
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
-    # The same bits and the same peak over other links: memtune/runtime/test_communication.py counts the bytes on each, and
-    # memtune/passes/test_communicate.py holds the rewrite to the ops that ran.
+    # The same bits and the same peak over other links: memtune/runtime/test_communication.py counts the bytes
+    # on each, and memtune/passes/test_communicate.py holds the rewrite to the ops that ran.
     not_shown = (*NOT_AT_THE_PEAK, "rewrite does nothing", "apply does nothing")
 
     @classmethod

@@ -1,4 +1,6 @@
-"""HO-Ring: what overlaps in the simulator, and rings of three nodes. The rest: memtune/{passes,runtime}/test_communicat*.py."""
+"""HO-Ring: what overlaps in the simulator, and rings of three nodes. The rest:
+memtune/{passes,runtime}/test_communicat*.py.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
-from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
-from sharding_program import program, target
-from zoo_paths import ZOO
+from support.gloo import run_ranks
+from support.sharding_programs import program, target
+from support.suites.sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
+from support.zoo_paths import ZOO
 
-from memtune.autotune.simulate import Prediction, simulate
-from memtune.message import Communication
-from memtune.runtime import nodes
-from memtune.runtime.communication import Gather, RingReduction
+from memtune.autotune.predict.simulation import Prediction, simulate
+from memtune.parallel.collectives.fsdp_comm_hooks import Gather, RingReduction
+from memtune.parallel.collectives.message_layout import Communication
+from memtune.runtime import link_classes, node_topology
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
 from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
@@ -31,8 +33,10 @@ SIMULATED = 16
 
 def gathered() -> tuple[bool, dict[str, int]]:
     """Whether every rank's shard is in its place, and what was counted."""
-    nodes.declare(LOCAL)
-    gather = Gather(None, Communication(LOCAL, gather="ho_ring"), nodes.nodes_of("cpu", RANKS, LOCAL), None)
+    link_classes.declare(LOCAL)
+    gather = Gather(
+        None, Communication(LOCAL, gather="ho_ring"), node_topology.nodes_of("cpu", RANKS, LOCAL), None
+    )
     whole, shard = torch.empty(RANKS * NUMEL), torch.arange(NUMEL) + 10.0 * dist.get_rank()
     COUNTERS.take()
     gather._rings(whole, shard)
@@ -42,10 +46,12 @@ def gathered() -> tuple[bool, dict[str, int]]:
 
 def reduced() -> tuple[bool, dict[str, int]]:
     """As `gathered`, of sums and of means over the ranks, counted once."""
-    nodes.declare(LOCAL)
-    reduction, mine = RingReduction(nodes.nodes_of("cpu", RANKS, LOCAL)), torch.empty(NUMEL)
+    link_classes.declare(LOCAL)
+    reduction, mine = RingReduction(node_topology.nodes_of("cpu", RANKS, LOCAL)), torch.empty(NUMEL)
     given = torch.arange(RANKS * NUMEL) + 100.0 * (dist.get_rank() + 1)
-    sums = (RANKS * torch.arange(RANKS * NUMEL) + 100.0 * RANKS * (RANKS + 1) / 2).view(RANKS, -1)[dist.get_rank()]
+    sums = (RANKS * torch.arange(RANKS * NUMEL) + 100.0 * RANKS * (RANKS + 1) / 2).view(RANKS, -1)[
+        dist.get_rank()
+    ]
     right = []
     for op, wanted in ((dist.ReduceOp.SUM, sums), (dist.ReduceOp.AVG, sums / RANKS)):
         COUNTERS.take()
@@ -68,7 +74,9 @@ def test_rings_over_three_nodes_bring_every_shard_and_every_sum_into_place() -> 
 
 
 def slow(ranks: int = SIMULATED) -> Target:
-    """GPUs on links on which a gather takes far longer than all compute, as long inside a node of two as between nodes."""
+    """GPUs on links on which a gather takes far longer than all compute, as long inside a node of two as
+    between nodes.
+    """
     plain = target(ranks)
     links = {"intra_link_bytes_per_s": 1e6, "inter_link_bytes_per_s": 1e6, "gpus_per_node": LOCAL}
     latency = {"intra_link_latency_s": 0.0, "inter_link_latency_s": 0.0, "link_slowdown": 0.0}
@@ -91,7 +99,8 @@ def test_links_of_both_sorts_work_at_once() -> None:
     ring, one_after_the_other = predicted(HoRing()), predicted(Hierarchical())
     for link in ("intra_link", "inter_link"):
         assert ring.busy_s[link] == pytest.approx(one_after_the_other.busy_s[link])
-    # Of eight turns that take as long on either link, seven steps of the ring run beside gathers; reductions take the rest.
+    # Of eight turns that take as long on either link, seven steps of the ring run beside gathers; reductions
+    # take the rest.
     saved_s = one_after_the_other.step_s - ring.step_s
     assert 0.75 * ring.busy_s["inter_link"] < saved_s <= ring.busy_s["inter_link"]
 
@@ -117,7 +126,8 @@ class TestHoRing(ShardedSuite):
     technique = HoRing
     ranks, beside, briefly = 4, (Fsdp(),), False
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
-    # The same bits over other links; what is received a part at a time: memtune/runtime/test_communication.py.
+    # The same bits over other links; what is received a part at a time:
+    # memtune/runtime/test_communication.py.
     not_shown = (*NOT_AT_THE_PEAK, "rewrite does nothing", "apply does nothing")
 
     @classmethod

@@ -1,4 +1,6 @@
-"""ZeRO++: when it fits, what it stands for, what is lossy. Its numbers: memtune/{passes,runtime}/test_communicat*.py."""
+"""ZeRO++: when it fits, what it stands for, what is lossy. Its numbers:
+memtune/{passes,runtime}/test_communicat*.py.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
-from sharded_suite import ShardedSuite
-from sharding_program import program, target, with_parameter
-from zoo_paths import ZOO
+from support.sharding_programs import program, target, with_parameter
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
-from memtune.program import Program, RankClass
+from memtune.program.step import Program, RankClass
 from memtune.search_spaces import find
 from memtune.search_spaces.sharding.communication.zeropp import ZeroPp
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
-from memtune.technique import Exactness, Plan, Target, Technique
+from memtune.technique import Exactness, Target, Technique
 
 QUANTISED = {"hpz": False, "qwz": True}
 
@@ -71,9 +73,9 @@ def test_what_quantises_is_lossy_and_what_does_nothing_is_refused() -> None:
 def test_the_plan_is_the_size_of_a_node() -> None:
     on = beside(16, Fsdp())
     plan = ZeroPp().plan(program(ranks=16), on)
-    assert plan == Plan(decisions={"ranks_per_node": 8})
+    assert plan.document() == {"ranks_per_node": 8}
     assert ZeroPp().explain(plan) == ("nodes of 8 ranks",)
-    assert ZeroPp(ranks_per_node=4).plan(program(ranks=16), on) == Plan()
+    assert ZeroPp(ranks_per_node=4).plan(program(ranks=16), on).is_empty
     assert ZeroPp().record(on) == ZeroPp(ranks_per_node=8).record(on) != ZeroPp(ranks_per_node=4).record(on)
 
 

@@ -1,15 +1,17 @@
-"""Attention over heads and contexts: which models it refuses, what a rank holds and sends, and that gloo ranks train as one."""
+"""Attention over heads and contexts: which models it refuses, what a rank holds and sends, and that gloo
+ranks train as one.
+"""
 
 from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from gloo import run_ranks
-from sharded_suite import ShardedSuite
-from shared_layers import (
+from support.gloo import run_ranks
+from support.ranks.model_parallel_runs import (
     MODELS,
     SEPARATE,
     SIZE,
@@ -24,22 +26,23 @@ from shared_layers import (
     settings,
     trained,
 )
+from support.suites.sharded_suite import ShardedSuite
 
 from memtune import hardware
-from memtune.autotune.candidates import Choice
-from memtune.autotune.cut import CutRecordings
-from memtune.autotune.simulate import simulate
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.space.candidates import Choice
+from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
-from memtune.factors import Contexts, Schedule, by_link
-from memtune.program import Phase, Resource, Step
-from memtune.runtime import shim
-from memtune.runtime.contexts import Split
-from memtune.runtime.head_context import HEAD_CONTEXT
+from memtune.memory import cpu_allocator
+from memtune.parallel.model.context_groups import Split
+from memtune.parallel.model.context_parallel import HEAD_CONTEXT
+from memtune.parallel.sharding.factors import Contexts, Schedule, by_link
+from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.execution import Execution
-from memtune.search_spaces.sharding.parallel.head_context import HeadContext
-from memtune.technique import CutRecording, Plan, Target
-from memtune.workload import Workload
+from memtune.search_spaces.sharding.parallel.head_context import HeadContext, HeadContextPlan
+from memtune.technique import CutRecording, Target
+from memtune.workload.workload import Workload
 
 KIND = "head_context"
 CONTEXTS = MODELS / "contexts.py"
@@ -55,7 +58,9 @@ def split_of(ranks: int, **knobs: Any) -> Split:
 
 
 def sent(ranks: int, parts: int = 1, node: int = 8, rank: int = 0, **knobs: Any) -> tuple[float, float]:
-    """By the formula: bytes inside a node and between nodes, of a rank in a step; every rank brings `parts` micro-batches."""
+    """By the formula: bytes inside a node and between nodes, of a rank in a step; every rank brings `parts`
+    micro-batches.
+    """
     split = split_of(ranks, **knobs)
     own = SIZE * SEQ * DIM * 4 / split.ranks
     shape = split.heads, split.contexts, split.inner, split.context_first
@@ -65,7 +70,7 @@ def sent(ranks: int, parts: int = 1, node: int = 8, rank: int = 0, **knobs: Any)
     return found.intra_bytes, found.inter_bytes
 
 
-# -- how a sequence is divided -----------------------------------------------------------------------------------------
+# -- how a sequence is divided -------------------------------------------------------------------------------
 
 EIGHT = [
     Split(heads, 8 // heads, inner, first, zigzag)
@@ -84,10 +89,13 @@ def test_every_position_is_one_ranks_and_every_context_is_one_piece_of_work(spli
     assert {len(mine) for mine in units} == {split.units // split.ranks}
     assert [split.rank(*split.place(rank)) for rank in range(8)] == list(range(8))
     contexts = [
-        [unit for head in range(split.heads) for unit in units[split.rank(context, head)]] for context in range(split.contexts)
+        [unit for head in range(split.heads) for unit in units[split.rank(context, head)]]
+        for context in range(split.contexts)
     ]
     assert all(mine == sorted(mine) for mine in contexts)  # so that what is causal in a context is causal
-    work = {sum(2 * unit + 1 for unit in mine) for mine in contexts}  # half-units of keys that a unit of queries attends to
+    work = {
+        sum(2 * unit + 1 for unit in mine) for mine in contexts
+    }  # half-units of keys that a unit of queries attends to
     assert (len(work) == 1) == (split.zigzag or split.contexts == 1)
 
 
@@ -102,7 +110,9 @@ def test_settings_that_make_no_groups_are_refused() -> None:
         assert said in str(HeadContext(**knobs).split(8, 8))
 
     def inner(placement: str, node: int) -> Any:
-        found = HeadContext.model_validate({"kind": KIND, "head_degree": 2, "inner_ring": "node", "placement": placement})
+        found = HeadContext.model_validate(
+            {"kind": KIND, "head_degree": 2, "inner_ring": "node", "placement": placement}
+        )
         return getattr(found.split(16, node), "inner", None)
 
     assert [inner("head_first", node) for node in (2, 4, 8, 16)] == [8, 2, 4, 8]
@@ -111,14 +121,14 @@ def test_settings_that_make_no_groups_are_refused() -> None:
 
 def test_another_node_size_does_not_make_a_plan_of_another_split() -> None:
     technique = HeadContext(inner_ring="node")
-    context: Any = type("Eight", (), {"ranks": 8})
+    context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=8))
     made = technique.split(8, 4)
     assert isinstance(made, Split)
     assert made.inner == 4
-    assert technique._planned(context, Plan(decisions={"split": made.document()})) == made
+    assert technique._planned(context, HeadContextPlan(degree=8, split=made, attention_heads=(4,))) == made
 
 
-# -- which models may be divided ---------------------------------------------------------------------------------------
+# -- which models may be divided -----------------------------------------------------------------------------
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
@@ -153,7 +163,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name != "first" else []) for name in REASONS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "first" else []) for name in REASONS]
+)
 def test_code_that_is_not_right_for_a_share_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IN_CONTEXTS", name)
     found = rewriter.__wrapped__(CONTEXTS).candidate(Choice.from_document(settings(KIND)))
@@ -161,31 +173,42 @@ def test_code_that_is_not_right_for_a_share_is_refused(name: str, monkeypatch: p
 
 
 def test_a_plan_of_another_split_is_refused() -> None:
-    context: Any = type("Four", (), {"ranks": 4})
-    plan = candidate(KIND, UNDRAWN).plans["sharding.parallel"]
-    for decisions, said in (({}, "needs its plan"), (plan.decisions, r"for 1 × 2 ranks, in rings of 2. Here are 2 × 2")):
-        with pytest.raises(ApplyError, match=said):
-            HeadContext(head_degree=2).apply(context, plan.model_copy(update={"decisions": decisions}))
+    context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=4))
+    plan: Any = candidate(KIND, UNDRAWN).plans["sharding.parallel"]
+    with pytest.raises(ApplyError, match="needs a plan"):
+        HeadContext(head_degree=2).plan_in({})
+    with pytest.raises(ApplyError, match=r"for 1 × 2 ranks, in rings of 2. Here are 2 × 2"):
+        HeadContext(head_degree=2).apply(context, plan)
 
 
 def test_survives_yaml() -> None:
-    knobs: dict[str, Any] = {"head_degree": 2, "inner_ring": "node", "placement": "context_first", "balance": "none"}
-    made = TunedConfig(settings=Settings.of(Execution(), {"sharding.parallel": HeadContext(degree=8, **knobs)}))
+    knobs: dict[str, Any] = {
+        "head_degree": 2,
+        "inner_ring": "node",
+        "placement": "context_first",
+        "balance": "none",
+    }
+    made = TunedConfig(
+        settings=Settings.of(Execution(), {"sharding.parallel": HeadContext(degree=8, **knobs)})
+    )
     assert load_config(dump_yaml(made)) == made
 
 
-# -- the rank's step ---------------------------------------------------------------------------------------------------
+# -- the rank's step -----------------------------------------------------------------------------------------
 
 
 def bytes_of(step: Step, name: str) -> int:
-    ops = [op for op in range(step.n_ops) if name in step.names[step.op_name[op]]]
-    return int(step.op_traffic_bytes[ops].sum())
+    ops = [op for op in range(step.ops.n) if name in step.names[step.ops.name[op]]]
+    return int(step.ops.traffic_bytes[ops].sum())
 
 
 def saved_bytes(step: Step) -> int:
     """By the second block, without weights."""
     weights = {each.storage for each in step.parameters}
-    return sum(int(step.bytes[each]) for each in set(step.save_storage[step.save_block == 1].tolist()) - weights)
+    return sum(
+        int(step.storages.bytes[each])
+        for each in set(step.saves.storage[step.saves.block == 1].tolist()) - weights
+    )
 
 
 def test_blocks_save_shares_and_send_what_the_formula_says() -> None:
@@ -204,9 +227,11 @@ def test_contexts_without_balance_are_recorded_of_the_rank_with_the_most_work() 
     def attention_flops(**knobs: Any) -> float:
         step = candidate(KIND, SEPARATE, 4, **knobs).program.step
         ops = [
-            op for op in range(step.n_ops) if "scaled_dot" in step.names[step.op_name[op]] and step.op_phase[op] == Phase.FORWARD
+            op
+            for op in range(step.ops.n)
+            if "scaled_dot" in step.names[step.ops.name[op]] and step.ops.phase[op] == Phase.FORWARD
         ]
-        return float(step.op_flops[ops].sum())
+        return float(step.ops.flops[ops].sum())
 
     assert attention_flops(balance="none") / attention_flops() == pytest.approx(4 / (1 + 3 / 2))
 
@@ -220,21 +245,33 @@ def test_each_group_is_recorded_on_its_own_link(first: bool) -> None:
     assert isinstance(found, CutRecording), found
     step = found.recording.step
     for name, between in (("all_to_all", first), ("send_next", not first)):
-        links = {int(step.op_resource[op]) for op in range(step.n_ops) if name in step.names[step.op_name[op]]}
+        links = {
+            int(step.ops.resource[op]) for op in range(step.ops.n) if name in step.names[step.ops.name[op]]
+        }
         assert links == {Resource.INTER_LINK if between else Resource.INTRA_LINK}
 
 
-# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+# -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
-def assert_as_predicted(found: list[Measured], knobs: dict[str, dict[str, Any]], ranks: int, node: int = 8) -> None:
+def assert_as_predicted(
+    found: list[Measured], knobs: dict[str, dict[str, Any]], ranks: int, node: int = 8
+) -> None:
     """Peaks within 2 %, and the bytes of each class of link to the byte."""
     for name, each in knobs.items():
         of_split = {knob: value for knob, value in each.items() if knob not in ("accumulate", "beside")}
-        predicted = simulate(candidate(KIND, SEPARATE, ranks, **each).program, hardware.detect("cpu")).peak_allocated_bytes
+        predicted = simulate(
+            candidate(KIND, SEPARATE, ranks, **each).program, hardware.detect("cpu")
+        ).peak_allocated_bytes
         for number, rank in enumerate(found):
             wanted = sent(ranks, each.get("accumulate", 1), node, number, **of_split)
-            assert shim.available() is not None or abs(rank[name][0] - predicted) <= 0.02 * predicted, (name, rank, predicted)
+            assert (
+                cpu_allocator.available() is not None or abs(rank[name][0] - predicted) <= 0.02 * predicted
+            ), (
+                name,
+                rank,
+                predicted,
+            )
             assert rank[name][1:] == wanted or "beside" in each, (name, rank, wanted)
 
 
@@ -246,7 +283,12 @@ def test_two_ranks_train_as_one_with_clipping() -> None:
 
 
 KNOBS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"ring": {}, "heads": {"head_degree": 2}, "one after another": {"balance": "none"}, "accumulated": {"accumulate": 4}},
+    2: {
+        "ring": {},
+        "heads": {"head_degree": 2},
+        "one after another": {"balance": "none"},
+        "accumulated": {"accumulate": 4},
+    },
     4: {
         "ring": {},
         "heads": {"head_degree": 4},
@@ -265,7 +307,9 @@ KNOBS: dict[int, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("ranks", "node"), [(2, 8), (4, 8), (4, 2)])
 def test_peaks_and_bytes(ranks: int, node: int) -> None:
     documents = {name: config(KIND, ranks, **knobs) for name, knobs in KNOBS[ranks].items()}
-    assert_as_predicted(run_ranks(measured, ranks, documents, node, deadline_s=280), KNOBS[ranks], ranks, node)
+    assert_as_predicted(
+        run_ranks(measured, ranks, documents, node, deadline_s=280), KNOBS[ranks], ranks, node
+    )
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -282,7 +326,9 @@ def test_peaks_and_dropout_beside_what_claims_activations(knobs: dict[str, Any])
     documents = {name: config(KIND, 2, **each) for name, each in beside.items()}
     assert_as_predicted(run_ranks(measured, 2, documents), beside, 2)
     for document in documents.values():
-        assert_trained_as_one(run_ranks(trained, 2, 2, document, False, 1, True), trained(2, None, False, 1, True), atol=1e-5)
+        assert_trained_as_one(
+            run_ranks(trained, 2, 2, document, False, 1, True), trained(2, None, False, 1, True), atol=1e-5
+        )
 
 
 def all_trained(ranks: int, cases: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
@@ -295,13 +341,18 @@ def all_trained(ranks: int, cases: dict[Any, dict[str, Any]]) -> dict[Any, dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_five_steps_with_accumulation_and_clipping(ranks: int) -> None:
-    """Rotary tables are divided as positions are; four heads share two of keys, which four ranks have to repeat."""
+    """Rotary tables are divided as positions are; four heads share two of keys, which four ranks have to
+    repeat.
+    """
     cases = {}
     for (name, knobs), parts, clip in product(KNOBS[ranks].items(), (1, 4), (False, True)):
         if "accumulate" not in knobs:
             cases[name, parts, clip] = config(KIND, ranks, None, CONTEXTS, **{**knobs, "accumulate": parts})
     found = run_ranks(all_trained, ranks, ranks, cases, deadline_s=290)
-    wanted = {each: trained(ranks, None, each[1], each[0], False, CONTEXTS) for each in product((1, 4), (False, True))}
+    wanted = {
+        each: trained(ranks, None, each[1], each[0], False, CONTEXTS)
+        for each in product((1, 4), (False, True))
+    }
     for name, parts, clip in cases:
         assert_trained_as_one([rank[name, parts, clip] for rank in found], wanted[parts, clip])
 

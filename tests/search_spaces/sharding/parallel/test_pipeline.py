@@ -1,4 +1,6 @@
-"""Pipelines: which models can be cut into stages, what a rank holds and sends, and that gloo ranks train as one does."""
+"""Pipelines: which models can be cut into stages, what a rank holds and sends, and that gloo ranks train as
+one does.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from gloo import run_ranks
 from safetensors.torch import load_file
-from sharded_suite import ShardedSuite
-from shared_layers import SEPARATE, SIZE, assert_trained_as_one, refusal, rewriter
-from shared_stages import (
+from support.gloo import run_ranks
+from support.ranks.model_parallel_runs import SEPARATE, SIZE, assert_trained_as_one, refusal, rewriter
+from support.ranks.pipeline_runs import (
     CHAIN,
     KIND,
     MOVED,
@@ -30,19 +31,20 @@ from shared_stages import (
     sent_bytes,
     trained,
 )
+from support.suites.sharded_suite import ShardedSuite
 from torch import nn
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.simulate import simulate
-from memtune.edit import accumulate_gradients
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
-from memtune.passes.pipeline import Piped, pipelined
-from memtune.program import Kind, Phase
-from memtune.runtime.elsewhere import NormAlone
+from memtune.parallel.pipeline.pipeline_pass import PipelineSettings, pipelined
+from memtune.parallel.pipeline.remote_parameters import NormAlone
+from memtune.program.edit import accumulate_gradients
+from memtune.program.step import Kind, Phase
 from memtune.search_spaces.sharding.parallel.pipeline import Pipeline
 from memtune.technique import Target, Technique
-from memtune.testing.mutations import mutations
+from memtune.testing.seeded_defects import mutations
 from memtune.testing.training import build
 
 
@@ -55,7 +57,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# -- which models can be cut into stages -------------------------------------------------------------------------------
+# -- which models can be cut into stages ---------------------------------------------------------------------
 
 
 def written(folder: Path, forward: str, more: str = "", given: str = "x") -> Path:
@@ -83,7 +85,7 @@ def batch(size):
     return torch.ones(size, 4)
 def loss(model, batch):
     return model(batch).mean()
-""")
+""")  # noqa: E501
     return file
 
 
@@ -91,13 +93,25 @@ def loss(model, batch):
     ("forward", "more", "given", "reason"),
     [
         ("        for h in self.h: x = x + h(x)", "", "x", "aten.add.Tensor runs between h.0 and h.1"),
-        ("        y = x\n        for h in self.h: x = h(x, y)", " + y", "x, y", "in h.1 reads what was computed before h.0"),
+        (
+            "        y = x\n        for h in self.h: x = h(x, y)",
+            " + y",
+            "x, y",
+            "in h.1 reads what was computed before h.0",
+        ),
         ("        for h in self.h: x = h(x)[0]", ", x + 1", "x", "h.0 returns 2 tensors; stages pass on one"),
-        ("        for h in self.h: x = h(x)[0]", ", x.shape[0]", "x", "h.0 returns an object of int; stages pass on one"),
+        (
+            "        for h in self.h: x = h(x)[0]",
+            ", x.shape[0]",
+            "x",
+            "h.0 returns an object of int; stages pass on one",
+        ),
         ("        for h in [*self.h, *self.h]: x = h(x)", "", "x", "do not run once each"),
     ],
 )
-def test_blocks_that_are_no_chain_are_refused(tmp_path: Path, forward: str, more: str, given: str, reason: str) -> None:
+def test_blocks_that_are_no_chain_are_refused(
+    tmp_path: Path, forward: str, more: str, given: str, reason: str
+) -> None:
     assert reason in refusal(KIND, written(tmp_path, forward, more, given))
 
 
@@ -106,7 +120,9 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "sharding.states: paro does not work" in refusal(
         KIND, beside={"sharding": {"parallel": {"kind": KIND}, "states": {"kind": "paro", "group": 2}}}
     )
-    assert "recompute: dtr is planned for a rank that has all blocks" in refusal(KIND, beside={"recompute": {"kind": "dtr"}})
+    assert "recompute: dtr is planned for a rank that has all blocks" in refusal(
+        KIND, beside={"recompute": {"kind": "dtr"}}
+    )
     assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(SEPARATE).program, hardware.detect("cpu")
     assert "only one rank" in str(Pipeline().fits(program, Target(here, 1)))
@@ -122,23 +138,29 @@ def test_configs_without_a_plan_of_this_model_are_refused() -> None:
             apply(model, optimizer, {**good, "plan": plan}, loss=workload.loss, strict=False)
 
 
-# -- what the pass says ------------------------------------------------------------------------------------------------
+# -- what the pass says --------------------------------------------------------------------------------------
 
 
 def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
-    """Each stage sends a block's output or its gradient to each neighbour that it has, once per micro-batch."""
+    """Each stage sends a block's output or its gradient to each neighbour that it has, once per
+    micro-batch.
+    """
     program = candidate(CHAIN, 4, accumulate=2).program
     assert (program.unrolled, program.sharers, program.samples) == (8, 4, 4 * 2 * SIZE)
-    assert [each.count for each in program.rank_classes] == [1, 2, 1]  # the two between are alike, the fullest is first
+    assert [each.count for each in program.rank_classes] == [
+        1,
+        2,
+        1,
+    ]  # the two between are alike, the fullest is first
     assert [each.ranks for each in program.rank_classes] == [(0,), (1, 2), (3,)]
     plain = rewriter(CHAIN, 4).recording.at(SIZE)
-    steps = pipelined(accumulate_gradients(plain), Piped((0, 2, 4, 6), 4, "1f1b", 8))
+    steps = pipelined(accumulate_gradients(plain), PipelineSettings((0, 2, 4, 6), 4, "1f1b", 8))
     assert [sent_bytes(step) for step in steps] == [8 * PASSED, 16 * PASSED, 16 * PASSED, 8 * PASSED]
     names = [p.name for step in steps for p in step.parameters]
     assert sorted(names) == sorted(p.name for p in plain.parameters)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        whole = plain.op_flops[plain.op_phase == phase].sum()
-        assert sum(s.op_flops[s.op_phase == phase].sum() for s in steps) == pytest.approx(
+        whole = plain.ops.flops[plain.ops.phase == phase].sum()
+        assert sum(s.ops.flops[s.ops.phase == phase].sum() for s in steps) == pytest.approx(
             8 * whole, rel=1e-3
         )  # masks are made on each
 
@@ -154,11 +176,15 @@ def test_a_pipeline_waits_as_the_formula_says() -> None:
     assert events == pytest.approx(coarse.step_s, rel=0.05)
 
 
-# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+# -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
 def all_of_it(path: Path, config: dict[str, Any], folder: str) -> tuple[Found, list[str], dict[str, Any]]:
-    return measured_and_trained(path, 2, config, True, 2), refused(path, config), portable(path, folder, config)
+    return (
+        measured_and_trained(path, 2, config, True, 2),
+        refused(path, config),
+        portable(path, folder, config),
+    )
 
 
 def refused(path: Path, config: dict[str, Any]) -> list[str]:
@@ -198,18 +224,27 @@ def assert_portable(found: list[dict[str, Any]], folder: Path) -> None:
         assert shapes == {name: value.shape for name, value in model.state_dict().items()}
         for again in run["again"]:
             torch.testing.assert_close(again["model"], run["state"]["model"], rtol=0, atol=0)
-            torch.testing.assert_close(again["optimizer"]["state"], run["state"]["optimizer"]["state"], rtol=0, atol=0)
+            torch.testing.assert_close(
+                again["optimizer"]["state"], run["state"]["optimizer"]["state"], rtol=0, atol=0
+            )
     optimizer.load_state_dict(found[0]["state"]["optimizer"])
     exported = load_file(folder / "weights.safetensors")
     torch.testing.assert_close(exported, dict(found[0]["state"]["model"]), rtol=0, atol=0)
 
 
 def check(
-    path: Path, ranks: int, clip: bool = True, accumulate: int = 2, beside: dict[str, Any] | None = None, **knobs: Any
+    path: Path,
+    ranks: int,
+    clip: bool = True,
+    accumulate: int = 2,
+    beside: dict[str, Any] | None = None,
+    **knobs: Any,
 ) -> list[Found]:
     """Trained as one rank does, peaks within 2 %, bytes as the formula says."""
     config = document(path, ranks, beside, accumulate=accumulate, **knobs)
-    found: list[Found] = run_ranks(measured_and_trained, ranks, path, ranks, config, clip, accumulate, deadline_s=200)
+    found: list[Found] = run_ranks(
+        measured_and_trained, ranks, path, ranks, config, clip, accumulate, deadline_s=200
+    )
     assert_as_predicted(found, candidate(path, ranks, beside, accumulate=accumulate, **knobs))
     wanted = trained(path, ranks, None, clip, accumulate)
     assert_trained_as_one([run for _, run in found], wanted, atol=2e-6)
@@ -244,7 +279,12 @@ def test_two_ranks_train_as_one_as_predicted(schedule: str, accumulate: int) -> 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
     "knobs",
-    [{}, {"degree": 2}, {"schedule": "interleaved_1f1b"}, {"degree": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 4}],
+    [
+        {},
+        {"degree": 2},
+        {"schedule": "interleaved_1f1b"},
+        {"degree": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 4},
+    ],
     ids=str,
 )
 def test_four_ranks_train_as_one_as_predicted(knobs: dict[str, Any], clip: bool) -> None:
@@ -277,17 +317,23 @@ def test_optimizer_state_is_divided_among_pipelines(schedule: str, accumulate: i
         beside["offload"] = {"activations": MOVED}
     found = check(CHAIN, 4, clip=accumulate == 4, accumulate=accumulate, beside=beside, **knobs)
     whole = candidate(CHAIN, 4, accumulate=accumulate, **knobs).program.step
-    state_bytes = sum(int(whole.bytes[row]) for row in np.flatnonzero(whole.kind == Kind.OPTIMIZER) if whole.producer[row] < 0)
+    state_bytes = sum(
+        int(whole.storages.bytes[row])
+        for row in np.flatnonzero(whole.storages.kind == Kind.OPTIMIZER)
+        if whole.storages.producer[row] < 0
+    )
     divided = candidate(CHAIN, 4, beside, accumulate=accumulate, **knobs).program.step
-    held = np.flatnonzero((divided.kind == Kind.OPTIMIZER) & (divided.producer < 0))
-    assert int(divided.bytes[held].sum()) == pytest.approx(state_bytes / 2, rel=0.01)
+    held = np.flatnonzero((divided.storages.kind == Kind.OPTIMIZER) & (divided.storages.producer < 0))
+    assert int(divided.storages.bytes[held].sum()) == pytest.approx(state_bytes / 2, rel=0.01)
     assert all(run["audit"]["sharding.states"]["ranks"] == 2 for _, run in found)
 
 
 @pytest.mark.slow
 def test_a_division_among_pipelines_is_in_no_checkpoint(tmp_path: Path) -> None:
     beside = {"sharding": {"parallel": {"kind": KIND, "degree": 2}, "states": {"kind": "zero1"}}}
-    assert_portable(run_ranks(portable, 4, SEPARATE, str(tmp_path), document(SEPARATE, 4, beside, degree=2)), tmp_path)
+    assert_portable(
+        run_ranks(portable, 4, SEPARATE, str(tmp_path), document(SEPARATE, 4, beside, degree=2)), tmp_path
+    )
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -307,7 +353,9 @@ def test_norms_that_are_not_known_are_refused(foreach: bool) -> None:
 
 
 def test_what_is_planned_for_all_blocks_does_not_move_in_stages() -> None:
-    assert "is planned for a rank" in refusal(KIND, CHAIN, {"offload": {"activations": {"kind": "tsplit"}}}, degree=2)
+    assert "is planned for a rank" in refusal(
+        KIND, CHAIN, {"offload": {"activations": {"kind": "tsplit"}}}, degree=2
+    )
 
 
 def test_division_among_pipelines_needs_several() -> None:
@@ -337,17 +385,31 @@ class TestPipeline(ShardedSuite):
         path = self.models[model]
         config = self._config(model, variant)
         config["settings"]["execution"] = {"micro_batch": SIZE, "accumulate": self.accumulate}
-        found: list[Found] = run_ranks(under, 2, self.defect, path, 2, config, True, self.accumulate, deadline_s=200)
+        found: list[Found] = run_ranks(
+            under, 2, self.defect, path, 2, config, True, self.accumulate, deadline_s=200
+        )
         return found
 
     def check_training(self, model: str, variant: Technique) -> None:
         found = self._found(model, variant)
-        assert_trained_as_one([run for _, run in found], trained(self.models[model], 2, None, True, self.accumulate))
+        assert_trained_as_one(
+            [run for _, run in found], trained(self.models[model], 2, None, True, self.accumulate)
+        )
 
     def check_drift(self, model: str, variant: Technique) -> None:
         assert_as_predicted(self._found(model, variant), self._candidate(model, variant))
 
     def test_audit_tells_whether_it_is_in_effect(self) -> None:
         (_, first), (_, last) = self._found("separate", Pipeline())
-        assert first["audit"]["sharding.parallel"] == {"degree": 2, "stages": 2, "blocks": 1, "own_bytes": 60928}
-        assert last["audit"]["sharding.parallel"] == {"degree": 2, "stages": 2, "blocks": 1, "own_bytes": 59136}
+        assert first["audit"]["sharding.parallel"] == {
+            "degree": 2,
+            "stages": 2,
+            "blocks": 1,
+            "own_bytes": 60928,
+        }
+        assert last["audit"]["sharding.parallel"] == {
+            "degree": 2,
+            "stages": 2,
+            "blocks": 1,
+            "own_bytes": 59136,
+        }

@@ -1,17 +1,19 @@
-"""Rotated tensor parallelism: which weights may go round, what a rank holds and sends, and that gloo ranks train as one does."""
+"""Rotated tensor parallelism: which weights may go round, what a rank holds and sends, and that gloo ranks
+train as one does.
+"""
 
 from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from five_steps import SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
-from gloo import run_ranks
-from sharded_suite import ShardedSuite
-from shared_layers import (
+from support.gloo import run_ranks
+from support.ranks.data_parallel_steps import SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
+from support.ranks.model_parallel_runs import (
     MODELS,
     SEPARATE,
     SIZE,
@@ -24,20 +26,21 @@ from shared_layers import (
     rewriter,
     trained,
 )
+from support.suites.sharded_suite import ShardedSuite
 from torch import Tensor, nn
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.candidates import Candidate, Choice
-from memtune.autotune.simulate import simulate
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.space.candidates import Candidate, Choice
+from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
-from memtune.factors import Rotation, Schedule, by_link
-from memtune.program import Phase, Resource, Step
-from memtune.runtime import shim
-from memtune.runtime.rotate import rotatable
+from memtune.memory import cpu_allocator
+from memtune.parallel.model.weight_rotation import rotatable
+from memtune.parallel.sharding.factors import Rotation, Schedule, by_link
+from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.execution import Execution
-from memtune.search_spaces.sharding.parallel.rtp import Rtp
+from memtune.search_spaces.sharding.parallel.rtp import Rtp, RtpPlan
 from memtune.technique import Target
 from memtune.testing.training import build
 
@@ -56,7 +59,7 @@ def sent(degree: int, in_place: bool, ranks: int, parts: int = 1, node: int = 8)
     return found.intra_bytes, found.inter_bytes
 
 
-# -- which weights may go round ----------------------------------------------------------------------------------------
+# -- which weights may go round ------------------------------------------------------------------------------
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
@@ -81,13 +84,19 @@ def changed(change: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda model: setattr(model, "wpe", nn.Embedding(15, 32)), "wpe has 15 rows, which 2 ranks do not divide"),
+        (
+            lambda model: setattr(model, "wpe", nn.Embedding(15, 32)),
+            "wpe has 15 rows, which 2 ranks do not divide",
+        ),
         (
             lambda model: setattr(model, "wpe", nn.Embedding(16, 32, padding_idx=3)),
             "wpe is an embedding with settings of its own",
         ),
         (lambda model: model.head.register_forward_hook(lambda *_: None), "head has hooks"),
-        (lambda model: setattr(model.ln_f, "weight", model.h[0].attn.q_proj.weight), "shares its weight with ln_f.weight"),
+        (
+            lambda model: setattr(model.ln_f, "weight", model.h[0].attn.q_proj.weight),
+            "shares its weight with ln_f.weight",
+        ),
         (
             lambda model: setattr(model, "experts", nn.ModuleList(nn.Linear(32, 32) for _ in range(2))),
             "experts.0 is of an expert, which a rank whose samples go to others does not call",
@@ -101,15 +110,21 @@ def test_what_is_not_plain_stays_whole(change: Any, line: str) -> None:
 
 
 def test_whoever_shares_with_a_layer_that_stays_whole_stays_whole() -> None:
-    assert changed(lambda model: model.head.register_forward_hook(lambda *_: None))[1] == "wte shares its weight with head.weight"
+    assert (
+        changed(lambda model: model.head.register_forward_hook(lambda *_: None))[1]
+        == "wte shares its weight with head.weight"
+    )
 
 
 def test_a_plan_of_another_degree_or_model_is_refused() -> None:
     technique = Rtp()
-    context: Any = type("Two", (), {"ranks": 2})
-    for decisions, said in (({}, "needs its plan"), ({"layers": ["head"], "degree": 4}, "rings of 4, here of 2")):
-        with pytest.raises(ApplyError, match=said):
-            technique.apply(context, candidate(KIND).plans["sharding.parallel"].model_copy(update={"decisions": decisions}))
+    context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=2))
+    with pytest.raises(ApplyError, match="needs a plan"):
+        technique.plan_in({})
+    with pytest.raises(ApplyError, match="rings of 4, here of 2"):
+        technique.apply(
+            context, RtpPlan(degree=4, layers=("head",), parameters=("head.weight",), rotated_bytes=0)
+        )
 
 
 def test_survives_yaml() -> None:
@@ -117,14 +132,14 @@ def test_survives_yaml() -> None:
     assert load_config(dump_yaml(made)) == made
 
 
-# -- the rank's step ---------------------------------------------------------------------------------------------------
+# -- the rank's step -----------------------------------------------------------------------------------------
 
 
 def hops(step: Step) -> int:
-    ops = [op for op in range(step.n_ops) if "send_next" in step.names[step.op_name[op]]]
-    assert {int(step.op_resource[op]) for op in ops} <= {Resource.INTRA_LINK}
-    assert {int(step.op_phase[op]) for op in ops} == {Phase.FORWARD, Phase.BACKWARD}
-    return int(step.op_traffic_bytes[ops].sum())
+    ops = [op for op in range(step.ops.n) if "send_next" in step.names[step.ops.name[op]]]
+    assert {int(step.ops.resource[op]) for op in ops} <= {Resource.INTRA_LINK}
+    assert {int(step.ops.phase[op]) for op in ops} == {Phase.FORWARD, Phase.BACKWARD}
+    return int(step.ops.traffic_bytes[ops].sum())
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -135,18 +150,18 @@ def test_a_step_has_half_the_weights_and_sends_what_the_formula_says(in_place: b
     assert shapes["wte.weight"] == (32, 32)
     assert shapes["h.1.mlp.2.weight"] == (16, 128)
     assert shapes["h.1.mlp.2.bias"] == (32,)
-    averaged = [op for op in range(step.n_ops) if "all_reduce" in step.names[step.op_name[op]]]
-    assert int(step.op_traffic_bytes[averaged].sum()) == WHOLE
+    averaged = [op for op in range(step.ops.n) if "all_reduce" in step.names[step.ops.name[op]]]
+    assert int(step.ops.traffic_bytes[averaged].sum()) == WHOLE
     assert hops(step) + WHOLE == sum(sent(2, in_place, 2))
     assert (made.program.accumulate, made.program.samples) == (1, 2 * SIZE)
 
 
 def test_no_layer_is_ever_whole() -> None:
     step, plain = candidate(KIND).program.step, rewriter(SEPARATE).recording.at(SIZE)
-    largest = max(int(plain.bytes[p.storage]) for p in plain.parameters)
-    ops = [op for op in range(step.n_ops) if "send_next" in step.names[step.op_name[op]]]
-    arriving = step.use_storage[(step.use_mutates > 0) & [op in ops for op in step.use_op.tolist()]]
-    assert max(int(n) for n in step.bytes[arriving]) == largest // 2
+    largest = max(int(plain.storages.bytes[p.storage]) for p in plain.parameters)
+    ops = [op for op in range(step.ops.n) if "send_next" in step.names[step.ops.name[op]]]
+    arriving = step.uses.storage[(step.uses.mode > 0) & [op in ops for op in step.uses.op.tolist()]]
+    assert max(int(n) for n in step.storages.bytes[arriving]) == largest // 2
 
 
 def test_it_fits_where_the_largest_layer_whole_does_not() -> None:
@@ -161,7 +176,7 @@ def test_it_fits_where_the_largest_layer_whole_does_not() -> None:
     assert max(mine) < 0.75 * min(others)
 
 
-# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+# -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -175,7 +190,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 def assert_as_predicted(
     found: list[Measured], beside: dict[str, dict[str, Any]], ranks: int, node: int = 8, **knobs: Any
 ) -> None:
-    """Peaks within 2 %, and the bytes of each class of link to the byte; blocks that run again send their weights again."""
+    """Peaks within 2 %, and the bytes of each class of link to the byte; blocks that run again send their
+    weights again.
+    """
     degree, in_place = knobs.get("degree", ranks), knobs.get("in_place", False)
     intra, inter = sent(degree, in_place, ranks, knobs.get("accumulate", 1), node)
     again = (HELD - EMBEDDED) * (1 if in_place else (degree - 1) / degree)
@@ -183,7 +200,13 @@ def assert_as_predicted(
         made = candidate(KIND, SEPARATE, ranks, more, **knobs).program
         predicted = simulate(made, hardware.detect("cpu")).peak_allocated_bytes
         for rank in found:
-            assert shim.available() is not None or abs(rank[name][0] - predicted) <= 0.02 * predicted, (name, rank, predicted)
+            assert (
+                cpu_allocator.available() is not None or abs(rank[name][0] - predicted) <= 0.02 * predicted
+            ), (
+                name,
+                rank,
+                predicted,
+            )
             assert rank[name][1:] == (intra + (again if "recompute" in more else 0), inter), (name, rank)
 
 
@@ -211,7 +234,9 @@ def test_peaks_beside_what_claims_activations(ranks: int, in_place: bool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"in_place": True}, {"degree": 2, "accumulate": 4}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [{}, {"degree": 2}, {"in_place": True}, {"degree": 2, "accumulate": 4}], ids=str
+)
 def test_bytes_on_two_nodes(knobs: dict[str, Any]) -> None:
     check_predicted({"alone": {}}, 4, 2, **knobs)
 
@@ -219,7 +244,9 @@ def test_bytes_on_two_nodes(knobs: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"in_place": True}], ids=str)
 def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
-    assert_trained_as_one(run_ranks(trained, 4, 4, config(KIND, 4, **knobs), True), trained(4, None, True), atol=1e-5)
+    assert_trained_as_one(
+        run_ranks(trained, 4, 4, config(KIND, 4, **knobs), True), trained(4, None, True), atol=1e-5
+    )
 
 
 class EvenNet(TiedNet):
@@ -253,7 +280,9 @@ def five_steps(cases: list[Case]) -> dict[Case, Any]:
         plan = {"sharding.parallel": {"degree": degree, "layers": rotatable(model, degree)[0]}}
         document = {"settings": {"sharding": {"parallel": technique}}, "plan": plan}
         tuned = apply(model, optimizer, document, loss=loss, strict=False)
-        found[degree, in_place, parts, clip, says_last] = on_this_rank(model, optimizer, tuned, batches, parts, clip, says_last)
+        found[degree, in_place, parts, clip, says_last] = on_this_rank(
+            model, optimizer, tuned, batches, parts, clip, says_last
+        )
     return found
 
 
@@ -293,7 +322,9 @@ def branched(others_from: int) -> list[Any]:
     model = nn.Sequential(Branches(), nn.Linear(8, 8))
     plan = {"sharding.parallel": {"degree": 2, "layers": ["0.low", "0.high", "1"]}}
     settings = {"sharding": {"parallel": {"kind": KIND}}}
-    tuned = apply(model, torch.optim.SGD(model.parameters()), {"settings": settings, "plan": plan}, strict=False)
+    tuned = apply(
+        model, torch.optim.SGD(model.parameters()), {"settings": settings, "plan": plan}, strict=False
+    )
     for step in range(1, 9):
         sign = -1 if torch.distributed.get_rank() and step >= others_from else 1
         try:

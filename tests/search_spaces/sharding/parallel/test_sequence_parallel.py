@@ -1,4 +1,6 @@
-"""Sequence parallelism: which models it refuses, what a rank's step holds and sends, and that gloo ranks train as one does."""
+"""Sequence parallelism: which models it refuses, what a rank's step holds and sends, and that gloo ranks
+train as one does.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gloo import run_ranks
-from sharded_suite import ShardedSuite
-from shared_layers import (
+from support.gloo import run_ranks
+from support.ranks.model_parallel_runs import (
     MODELS,
     SEPARATE,
     SIZE,
@@ -23,14 +24,15 @@ from shared_layers import (
     rewriter,
     trained,
 )
+from support.suites.sharded_suite import ShardedSuite
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.simulate import simulate
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
-from memtune.program import Phase, Resource, Step
-from memtune.runtime import shim
-from memtune.runtime.positions import summed_parameters
+from memtune.memory import cpu_allocator
+from memtune.parallel.model.sequence_sharding import summed_parameters
+from memtune.program.step import Phase, Resource, Step
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.sharding.parallel.sequence_parallel import SequenceParallel
 from memtune.testing.training import build
@@ -39,19 +41,26 @@ KIND = "sequence_parallel"
 HIDDEN = SIZE * 16 * 32 * 4
 """Bytes of one tensor between the blocks, all positions."""
 PAIRS, FROZEN = 4, 1
-"""In the model, and those of which the column layers' weights are frozen, so that nothing is gathered again."""
+"""In the model, and those of which the column layers' weights are frozen, so that nothing is gathered again.
+"""
 
 
 def bytes_of(step: Step, name: str, phase: Phase) -> int:
-    ops = [op for op in range(step.n_ops) if name in step.names[step.op_name[op]] and step.op_phase[op] == phase]
-    assert {int(step.op_resource[op]) for op in ops} <= {Resource.INTRA_LINK}
-    return int(step.op_traffic_bytes[ops].sum())
+    ops = [
+        op
+        for op in range(step.ops.n)
+        if name in step.names[step.ops.name[op]] and step.ops.phase[op] == phase
+    ]
+    assert {int(step.ops.resource[op]) for op in ops} <= {Resource.INTRA_LINK}
+    return int(step.ops.traffic_bytes[ops].sum())
 
 
 def test_a_step_sends_shares_in_place_of_sums() -> None:
     step = candidate(KIND).program.step
     assert bytes_of(step, "all_reduce_", Phase.FORWARD) == bytes_of(step, "all_reduce_", Phase.BACKWARD) == 0
-    assert bytes_of(step, "all_gather", Phase.FORWARD) == (PAIRS + 1) * HIDDEN  # and where the last block ends
+    assert (
+        bytes_of(step, "all_gather", Phase.FORWARD) == (PAIRS + 1) * HIDDEN
+    )  # and where the last block ends
     assert bytes_of(step, "reduce_scatter", Phase.FORWARD) == PAIRS * HIDDEN
     assert bytes_of(step, "all_gather", Phase.BACKWARD) == (PAIRS + PAIRS - FROZEN + 1) * HIDDEN
     assert bytes_of(step, "reduce_scatter", Phase.BACKWARD) == PAIRS * HIDDEN
@@ -62,8 +71,12 @@ def test_a_step_sends_shares_in_place_of_sums() -> None:
 def test_norms_and_inputs_of_layers_are_saved_as_shares() -> None:
     def saved(kind: str) -> int:
         step = candidate(kind).program.step
-        mine = step.save_storage[step.save_block == 1]
-        return int(step.bytes[[each for each in set(mine.tolist()) if step.bytes[each] == HIDDEN]].sum())
+        mine = step.saves.storage[step.saves.block == 1]
+        return int(
+            step.storages.bytes[
+                [each for each in set(mine.tolist()) if step.storages.bytes[each] == HIDDEN]
+            ].sum()
+        )
 
     assert saved(KIND) == 0
     assert saved("tensor") >= 4 * HIDDEN
@@ -83,7 +96,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name != "first" else []) for name in REASONS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "first" else []) for name in REASONS]
+)
 def test_refusals_name_what_is_in_the_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BETWEEN_LAYERS", name)
     rewriter.cache_clear()
@@ -102,7 +117,7 @@ def test_a_weight_shared_with_the_head_is_refused() -> None:
         summed_parameters(model, [], ["h.0", "ln_f"])
 
 
-# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+# -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_train_as_one_with_clipping_and_dropout() -> None:
@@ -142,16 +157,22 @@ def test_beside_what_claims_activations(name: str) -> None:
     assert_trained_as_one(found, trained(2, None, False, 1, True), atol=1e-5)
 
 
-@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
-@pytest.mark.parametrize("name", ["alone", *(pytest.param(each, marks=pytest.mark.slow) for each in [*OTHERS][1:])])
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(
+    "name", ["alone", *(pytest.param(each, marks=pytest.mark.slow) for each in [*OTHERS][1:])]
+)
 def test_ledger_peak_is_as_predicted(name: str) -> None:
-    predicted = simulate(candidate(KIND, SEPARATE, 2, OTHERS[name]).program, hardware.detect("cpu")).peak_allocated_bytes
+    predicted = simulate(
+        candidate(KIND, SEPARATE, 2, OTHERS[name]).program, hardware.detect("cpu")
+    ).peak_allocated_bytes
     for measured in run_ranks(peak, 2, config(KIND, beside=OTHERS[name])):
         assert abs(measured - predicted) <= 0.02 * predicted, (measured, predicted)
 
 
 def a_loop_of_ones_own(document: dict[str, Any]) -> dict[str, Any]:
-    """Two backwards before each step, without `Tuned.step`, on the same samples on every rank; and the bytes of one backward."""
+    """Two backwards before each step, without `Tuned.step`, on the same samples on every rank; and the bytes
+    of one backward.
+    """
     workload, model, optimizer = build(SEPARATE)
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False) if document else None
     model.eval()
@@ -173,8 +194,11 @@ def test_gradients_add_up_in_any_loop_and_bytes_are_those_of_the_formula() -> No
     wanted = a_loop_of_ones_own({})
     for found in run_ranks(a_loop_of_ones_own, 2, config(KIND)):
         torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found["gradients"], wanted["gradients"], rtol=1e-4, atol=1e-6)  # AdamW sees no factor
-        # (t - 1)/t of each message: two a pair forward, three back, one at each end; twice that of the summed gradients.
+        torch.testing.assert_close(
+            found["gradients"], wanted["gradients"], rtol=1e-4, atol=1e-6
+        )  # AdamW sees no factor
+        # (t - 1)/t of each message: two a pair forward, three back, one at each end; twice that of the summed
+        # gradients.
         assert found["sent"] == (5 * PAIRS - FROZEN + 2) * HIDDEN // 2 + 2 * 6 * 32 * 4
 
 

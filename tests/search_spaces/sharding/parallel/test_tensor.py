@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gloo import run_ranks
-from sharded_suite import ShardedSuite
-from shared_layers import (
+from support.gloo import run_ranks
+from support.ranks.model_parallel_runs import (
     MODELS,
     SEPARATE,
     SIZE,
@@ -24,28 +23,29 @@ from shared_layers import (
     rewriter,
     trained,
 )
+from support.suites.sharded_suite import ShardedSuite
 
 from memtune import hardware
-from memtune._apply import apply
-from memtune.autotune.cut import chosen_pairs, cut_session, differs
-from memtune.autotune.fake_ranks import fake_ranks
-from memtune.autotune.record import record
-from memtune.autotune.simulate import simulate
+from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record.recorder import record
+from memtune.autotune.record_parallel.fake_process_group import fake_ranks
+from memtune.autotune.record_parallel.sharded_recording import chosen_pairs, cut_session, partition_difference
 from memtune.errors import ApplyError
-from memtune.linear_pairs import Pair, Pairs, find_pairs
-from memtune.program import Phase, Recording, Resource
-from memtune.runtime import shim
-from memtune.runtime.tensor import require_linear
+from memtune.memory import cpu_allocator
+from memtune.parallel.model.tensor_parallel import require_linear
+from memtune.program.step import Phase, Recording, Resource
 from memtune.search_spaces.sharding.parallel.tensor import TensorParallel
 from memtune.technique import Reason, Target
 from memtune.testing.training import build
-from memtune.workload import Workload
+from memtune.workload.linear_pairs import Pair, Pairs, find_pairs
+from memtune.workload.workload import Workload
 
 KIND = "tensor"
 BETWEEN = MODELS / "between.py"
 
 
-# -- what may be cut ---------------------------------------------------------------------------------------------------
+# -- what may be cut -----------------------------------------------------------------------------------------
 
 
 def pairs_of(shapes: dict[str, tuple[int, ...]]) -> Pairs:
@@ -56,7 +56,10 @@ def test_pairs_are_found_by_names_and_shapes() -> None:
     attention = {f"attn.{name}": (32, 32) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
     gated = {"mlp.gate": (64, 32), "mlp.up": (64, 32), "mlp.down": (32, 64)}
     found = pairs_of({**attention, **gated, "norm": (32,)}).found
-    assert [(pair.owner, pair.attention, len(pair.columns)) for pair in found] == [("h.0.attn", True, 3), ("h.0.mlp", False, 2)]
+    assert [(pair.owner, pair.attention, len(pair.columns)) for pair in found] == [
+        ("h.0.attn", True, 3),
+        ("h.0.mlp", False, 2),
+    ]
     assert not pairs_of({"mlp.up": (64, 32), "mlp.down": (32, 32)}).found
     assert "in one product" in pairs_of({"attn.c_attn": (96, 32), "attn.c_proj": (32, 32)}).refused[0]
     assert "other linear layers" in pairs_of({**attention, "attn.gate": (32, 32)}).refused[0]
@@ -124,11 +127,11 @@ def between() -> tuple[Recording, Recording, dict[str, Pair]]:
 )
 def test_code_between_the_layers_must_treat_features_alike(name: str, reason: str | None) -> None:
     plain, cut, pairs = between()
-    found = differs(plain, cut, [pairs[name]], 2)
+    found = partition_difference(plain, cut, [pairs[name]], 2)
     assert found is None if reason is None else reason in str(found)
 
 
-# -- the rank's step ---------------------------------------------------------------------------------------------------
+# -- the rank's step -----------------------------------------------------------------------------------------
 
 
 def test_a_step_has_half_the_cut_weights_and_two_sums_a_pair() -> None:
@@ -138,12 +141,12 @@ def test_a_step_has_half_the_cut_weights_and_two_sums_a_pair() -> None:
     assert shapes["h.1.attn.out_proj.weight"] == (32, 16)
     assert shapes["h.1.mlp.0.bias"] == (64,)
     assert shapes["h.1.mlp.2.bias"] == (32,)
-    sums = [op for op in range(cut.n_ops) if cut.names[cut.op_name[op]] == "memtune.all_reduce_.default"]
-    assert [int(cut.op_phase[op]) for op in sums].count(Phase.FORWARD) == 4
-    assert [int(cut.op_phase[op]) for op in sums].count(Phase.BACKWARD) == 4
-    assert {int(cut.op_traffic_bytes[op]) for op in sums} == {SIZE * 16 * 32 * 4}
-    assert {int(cut.op_resource[op]) for op in sums} == {Resource.INTRA_LINK}
-    assert cut.op_flops.sum() < 0.75 * plain.op_flops.sum()
+    sums = [op for op in range(cut.ops.n) if cut.names[cut.ops.name[op]] == "memtune.all_reduce_.default"]
+    assert [int(cut.ops.phase[op]) for op in sums].count(Phase.FORWARD) == 4
+    assert [int(cut.ops.phase[op]) for op in sums].count(Phase.BACKWARD) == 4
+    assert {int(cut.ops.traffic_bytes[op]) for op in sums} == {SIZE * 16 * 32 * 4}
+    assert {int(cut.ops.resource[op]) for op in sums} == {Resource.INTRA_LINK}
+    assert cut.ops.flops.sum() < 0.75 * plain.ops.flops.sum()
 
 
 def test_a_step_has_the_same_samples_in_more_turns() -> None:
@@ -151,19 +154,26 @@ def test_a_step_has_the_same_samples_in_more_turns() -> None:
     assert (program.accumulate, program.sharers, program.samples) == (2, 2, 2 * SIZE)
 
 
-# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+# -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_train_as_one_with_clipping() -> None:
     found = run_ranks(trained, 2, 2, config(KIND), True)
     assert_trained_as_one(found, trained(2, None, True))
-    assert found[0]["audit"]["sharding.parallel"] == {"degree": 2, "pairs": 4, "layers": 12, "cut_bytes": 49152}
+    assert found[0]["audit"]["sharding.parallel"] == {
+        "degree": 2,
+        "pairs": 4,
+        "layers": 12,
+        "cut_bytes": 49152,
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"cut": "mlp"}], ids=str)
 def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
-    assert_trained_as_one(run_ranks(trained, 4, 4, config(KIND, 4, **knobs), True), trained(4, None, True), atol=1e-5)
+    assert_trained_as_one(
+        run_ranks(trained, 4, 4, config(KIND, 4, **knobs), True), trained(4, None, True), atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -194,14 +204,16 @@ def test_other_samples_outside_of_step_are_noticed() -> None:
         assert "different micro-batches" in other
 
 
-@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize(
     "beside",
     [
         {},
         pytest.param({"recompute": {"kind": "full"}}, marks=pytest.mark.slow),
         # The weights' local parts are not activations, although autograd saves them as plain tensors.
-        pytest.param({"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}}, marks=pytest.mark.slow
+        ),
     ],
     ids=["alone", "full", "copy_out"],
 )
@@ -215,4 +227,8 @@ def test_ledger_peak_is_as_predicted(beside: dict[str, Any]) -> None:
 class TestTensor(ShardedSuite):
     technique = TensorParallel
     models: ClassVar[dict[str, Path]] = {"undrawn": UNDRAWN}
-    accumulate, peak_rel, briefly = 2, 0.03, False  # a message that gloo lets go of late, on a busy machine, is 1.2 % here
+    accumulate, peak_rel, briefly = (
+        2,
+        0.03,
+        False,
+    )  # a message that gloo lets go of late, on a busy machine, is 1.2 % here

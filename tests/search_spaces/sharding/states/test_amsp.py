@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from sharded_suite import ShardedSuite
-from sharding_program import program, target
-from zoo_paths import ZOO
+from support.sharding_programs import program, target
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
-from memtune.factors import Factors, held, seconds
-from memtune.program import Program
-from memtune.search_spaces.sharding.states._factors import schedule_of, whole_bytes
-from memtune.search_spaces.sharding.states.amsp import Amsp
+from memtune.parallel.sharding.factors import Factors, held, seconds
+from memtune.program.step import Program
+from memtune.search_spaces.sharding.states._nested import schedule_of, whole_bytes
+from memtune.search_spaces.sharding.states.amsp import Amsp, AmspPlan
 from memtune.search_spaces.sharding.states.paro import Paro
-from memtune.technique import Plan
 
 RANKS = 16
 
@@ -50,7 +49,7 @@ def test_fits(knobs: dict[str, Any], ranks: int, accumulate: int, reason: str) -
 
 def planned(budget_bytes: int | None, before: Program) -> Factors:
     where = replace(target(RANKS), budget_bytes=budget_bytes)
-    return Factors(**Amsp().plan(before, where).decisions)
+    return Factors(**Amsp().plan(before, where).document())
 
 
 def test_the_plan_fits_the_budget_and_less_memory_never_saves_time() -> None:
@@ -72,11 +71,15 @@ def test_where_nothing_fits_all_is_divided_over_all() -> None:
 
 def test_the_plan_is_what_is_applied_and_explained() -> None:
     technique, before = Amsp(), program(ranks=RANKS, accumulate=4)
-    plan = Plan(decisions={"parameters": 2, "gradients": 2, "optimizer": 16})
-    by_hand = Amsp(**factors(2, 2, 16)).rewrite(before, Plan(), target(RANKS)).step
+    plan = AmspPlan(parameters=2, gradients=2, optimizer=16)
+    by_hand = Amsp(**factors(2, 2, 16)).rewrite(before, AmspPlan(), target(RANKS)).step
     by_plan = technique.rewrite(before, plan, target(RANKS)).step
     assert by_plan.live_bytes().tolist() == by_hand.live_bytes().tolist()
-    assert technique.explain(plan) == ("parameters over 2 ranks", "gradients over 2 ranks", "optimizer over 16 ranks")
+    assert technique.explain(plan) == (
+        "parameters over 2 ranks",
+        "gradients over 2 ranks",
+        "optimizer over 16 ranks",
+    )
 
 
 def test_factors_are_one_candidate_whoever_asks() -> None:

@@ -1,40 +1,49 @@
-"""DDP: when it fits, and what its pass says of buckets, sums and the link. On real ranks: memtune/runtime/test_sharding.py."""
+"""DDP: when it fits, and what its pass says of buckets, sums and the link. On real ranks:
+memtune/runtime/test_sharding.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from gloo import run_ranks
-from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
-from sharding_program import program, step, target, with_parameter
+from support.gloo import run_ranks
+from support.sharding_programs import program, step, target, with_parameter
+from support.suites.sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
 from torch import Tensor, nn
 
-from memtune._apply import apply
+from memtune.api import apply
 from memtune.errors import ApplyError
-from memtune.passes.replicate import Replication, replicate
-from memtune.program import FOREVER, Kind, Phase, Step
+from memtune.parallel.replicas.ddp_pass import Replication, replicate
+from memtune.program.step import FOREVER, Kind, Phase, Step
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.technique import NO_PLAN
 
-GRADIENTS = sum(int(step().bytes[p.gradient]) for p in step().parameters)
+GRADIENTS = sum(int(step().storages.bytes[p.gradient]) for p in step().parameters)
 
 
 def rewritten(cap: int = 25, *, ranks: int = 2, accumulate: int = 1, model: str = "gpt") -> Step:
-    after = Ddp(bucket_cap_mb=cap).rewrite(program(model, ranks=ranks, accumulate=accumulate), NO_PLAN, target(ranks)).step
+    after = (
+        Ddp(bucket_cap_mb=cap)
+        .rewrite(program(model, ranks=ranks, accumulate=accumulate), NO_PLAN, target(ranks))
+        .step
+    )
     after.validate()
     return after
 
 
 def ops(step: Step, name: str) -> list[int]:
-    return [op for op in range(step.n_ops) if step.names[step.op_name[op]] == name]
+    return [op for op in range(step.ops.n) if step.names[step.ops.name[op]] == name]
 
 
 def buckets(step: Step) -> list[int]:
-    rows = (step.kind == Kind.GRADIENT) & (step.producer < 0) & (step.held_until == FOREVER)
-    return [int(n_bytes) for n_bytes in step.bytes[rows]]
+    rows = (
+        (step.storages.kind == Kind.GRADIENT)
+        & (step.storages.producer < 0)
+        & (step.storages.held_until == FOREVER)
+    )
+    return [int(n_bytes) for n_bytes in step.storages.bytes[rows]]
 
 
 def test_fits_two_ranks_and_more() -> None:
@@ -48,12 +57,15 @@ def test_a_parameter_without_gradient_must_be_looked_for() -> None:
     assert "1 trainable parameters get no gradient" in str(Ddp().fits(unused, target(2)))
     assert Ddp(find_unused_parameters=True).fits(unused, target(2)) is None
     assert "every trainable parameter" in str(Ddp(find_unused_parameters=True).fits(program(), target(2)))
-    assert Ddp(find_unused_parameters=True).fits(program("moe"), target(2)) is None  # a batch may leave experts out
+    assert (
+        Ddp(find_unused_parameters=True).fits(program("moe"), target(2)) is None
+    )  # a batch may leave experts out
 
 
 def test_buckets_hold_all_gradients_for_ever() -> None:
     assert buckets(rewritten()) == [GRADIENTS]
-    # The buckets of DDP exist beside gradients on their way in: at least one copy more than the plain step holds at its end.
+    # The buckets of DDP exist beside gradients on their way in: at least one copy more than the plain step
+    # holds at its end.
     assert rewritten().live_bytes()[0] == step().live_bytes()[0] + GRADIENTS
 
 
@@ -61,28 +73,34 @@ def test_buckets_close_when_they_reach_their_size() -> None:
     after = replicate(step(), Replication(2, 100_000))
     found = buckets(after)
     assert sum(found) == GRADIENTS
-    largest = max(int(step().bytes[p.gradient]) for p in step().parameters)
+    largest = max(int(step().storages.bytes[p.gradient]) for p in step().parameters)
     assert all(100_000 <= each < 100_000 + largest for each in found[:-1])
     assert len(found) > 3
-    assert [int(after.op_traffic_bytes[op]) for op in ops(after, "c10d.allreduce_.default")] == found
+    assert [int(after.ops.traffic_bytes[op]) for op in ops(after, "c10d.allreduce_.default")] == found
 
 
 def test_all_reduces_run_behind_the_backward_that_fills_them() -> None:
     after = replicate(step(), Replication(4, 100_000))
     reduced = ops(after, "c10d.allreduce_.default")
-    last = int((after.op_phase == Phase.BACKWARD).nonzero()[0][-1])
+    last = int((after.ops.phase == Phase.BACKWARD).nonzero()[0][-1])
     assert reduced[0] < last - 20
-    assert {int(after.op_group[op]) for op in reduced} == {4}
-    assert {int(after.op_phase[op]) for op in reduced} == {Phase.BACKWARD}
+    assert {int(after.ops.group[op]) for op in reduced} == {4}
+    assert {int(after.ops.phase[op]) for op in reduced} == {Phase.BACKWARD}
 
 
 def test_micro_batches_in_the_middle_hold_all_sums_throughout() -> None:
-    """A peak late in backward, where the last micro-batch has let go of sums: seen from three micro-batches on."""
+    """A peak late in backward, where the last micro-batch has let go of sums: seen from three micro-batches
+    on.
+    """
     plain = program("gpt", accumulate=3).step
-    late = replace(plain, bytes=plain.bytes.copy())
-    last = int(np.flatnonzero(plain.op_phase == Phase.BACKWARD)[-1])
-    made = np.flatnonzero((plain.producer > last - 40) & (plain.producer < last) & (plain.kind == Kind.TEMPORARY))
-    late.bytes[made[:1]] += 20_000_000
+    late = plain.with_storages(bytes=plain.storages.bytes.copy())
+    last = int(np.flatnonzero(plain.ops.phase == Phase.BACKWARD)[-1])
+    made = np.flatnonzero(
+        (plain.storages.producer > last - 40)
+        & (plain.storages.producer < last)
+        & (plain.storages.kind == Kind.TEMPORARY)
+    )
+    late.storages.bytes[made[:1]] += 20_000_000
     two, three = (replicate(late, Replication(2, 25 << 20, accumulate)).peak_bytes() for accumulate in (2, 3))
     assert two < three == late.peak_bytes() + GRADIENTS
 
@@ -90,15 +108,17 @@ def test_micro_batches_in_the_middle_hold_all_sums_throughout() -> None:
 def test_with_accumulation_sums_exist_beside_the_buckets_and_one_micro_batch_averages() -> None:
     once, twice = rewritten(), rewritten(accumulate=2)
     assert twice.live_bytes()[0] == once.live_bytes()[0] + GRADIENTS
-    assert {int(twice.op_phase[op]) for op in ops(twice, "c10d.allreduce_.default")} == {Phase.BOUNDARY}  # once per step
+    assert {int(twice.ops.phase[op]) for op in ops(twice, "c10d.allreduce_.default")} == {
+        Phase.BOUNDARY
+    }  # once per step
 
 
 def test_the_optimizer_reads_the_buckets() -> None:
     after = rewritten()
-    first = int((after.op_phase == Phase.OPTIMIZER).nonzero()[0][0])
-    assert not ((after.kind == Kind.GRADIENT) & (after.producer >= 0)).any()
-    assert {p.gradient for p in after.parameters} == set(after.landing.tolist())
-    assert (after.use_op[after.use_storage == after.landing[0]] >= first).any()
+    first = int((after.ops.phase == Phase.OPTIMIZER).nonzero()[0][0])
+    assert not ((after.storages.kind == Kind.GRADIENT) & (after.storages.producer >= 0)).any()
+    assert {p.gradient for p in after.parameters} == set(after.grad_order.tolist())
+    assert (after.uses.op[after.uses.storage == after.grad_order[0]] >= first).any()
 
 
 def test_buffers_follow_the_first_rank() -> None:
@@ -114,10 +134,13 @@ def test_record_tells_it_from_sharding() -> None:
 
 class TestDdp(ShardedSuite):
     technique = Ddp
-    not_shown = (*NOT_AT_THE_PEAK, "a failed apply is not undone")  # it wraps the model and changes nothing in it
+    not_shown = (
+        *NOT_AT_THE_PEAK,
+        "a failed apply is not undone",
+    )  # it wraps the model and changes nothing in it
 
 
-# -- a parameter that some ranks do not use -----------------------------------------------------------------------
+# -- a parameter that some ranks do not use ------------------------------------------------------------------
 
 
 class Gated(nn.Module):
@@ -135,14 +158,20 @@ def not_looked_for() -> list[str]:
     model = Gated()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {"sharding": {"states": {"kind": "ddp"}}}
-    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False)
+    tuned = apply(
+        model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False
+    )
     before = [p.detach().clone() for p in model.parameters()]
     said = []
     try:
         tuned.step([torch.ones(2, 4), -torch.ones(2, 4)])  # the last one leaves `sometimes` out
     except ApplyError as error:
         said += [error.code, error.fix]
-    return said if all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) else ["updated"]
+    return (
+        said
+        if all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        else ["updated"]
+    )
 
 
 def gated() -> dict[str, Any]:
@@ -151,7 +180,9 @@ def gated() -> dict[str, Any]:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {"sharding": {"states": {"kind": "ddp", "find_unused_parameters": True}}}
-    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False)
+    tuned = apply(
+        model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False
+    )
     sign = 1.0 if torch.distributed.get_rank() == 0 else -1.0
     for _ in range(2):
         tuned.step([sign * torch.ones(2, 4)])

@@ -1,4 +1,6 @@
-"""FSDP: when it fits, what it stands for, and that its pass follows its knobs. Its numbers: memtune/passes/test_shard.py."""
+"""FSDP: when it fits, what it stands for, and that its pass follows its knobs. Its numbers:
+memtune/passes/test_shard.py.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo import run_ranks
-from sharded_suite import ShardedSuite
-from sharding_program import program, target, with_parameter
+from support.gloo import run_ranks
+from support.sharding_programs import program, target, with_parameter
+from support.suites.sharded_suite import ShardedSuite
 from torch import Tensor, nn
 
-from memtune._apply import apply
-from memtune.program import Kind, Program, RankClass, Resource
+from memtune.api import apply
+from memtune.program.step import Kind, Program, RankClass, Resource
 from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.technique import NO_PLAN, Exactness
@@ -63,7 +65,11 @@ def test_a_weight_shared_between_blocks_is_a_reason_unless_one_unit_holds_both()
 def test_a_model_without_blocks_is_one_unit() -> None:
     plain = program().step
     outside = tuple(p._replace(block=-1) for p in plain.parameters)
-    step = replace(plain, blocks=(), call_block=plain.call_block[:0], parameters=outside, op_call=np.full_like(plain.op_call, -1))
+    step = (
+        replace(plain, blocks=(), parameters=outside)
+        .with_calls(block=plain.calls.block[:0])
+        .with_ops(call=np.full_like(plain.ops.call, -1))
+    )
     without = Program((RankClass(2, step),), 2)
     assert Fsdp().fits(without, target(2)) is None
     assert "always stays gathered" in str(Fsdp(reshard_after_forward=False).fits(without, target(2)))
@@ -76,13 +82,19 @@ def test_all_ranks_is_one_candidate_however_it_is_said() -> None:
 
 def test_the_pass_follows_the_knobs() -> None:
     step = Fsdp(degree=4).rewrite(program(ranks=16), NO_PLAN, target(16)).step
-    by_name = {name: [op for op in range(step.n_ops) if step.names[step.op_name[op]] == name] for name in step.names}
-    assert {int(step.op_group[op]) for op in by_name["memtune.all_gather_into_.default"]} == {4}
-    assert {int(step.op_group[op]) for op in by_name["memtune.all_reduce_.default"]} == {4}
-    assert {int(step.op_resource[op]) for op in by_name["memtune.all_reduce_.default"]} == {Resource.INTER_LINK}  # 8 GPUs a node
+    by_name = {
+        name: [op for op in range(step.ops.n) if step.names[step.ops.name[op]] == name] for name in step.names
+    }
+    assert {int(step.ops.group[op]) for op in by_name["memtune.all_gather_into_.default"]} == {4}
+    assert {int(step.ops.group[op]) for op in by_name["memtune.all_reduce_.default"]} == {4}
+    assert {int(step.ops.resource[op]) for op in by_name["memtune.all_reduce_.default"]} == {
+        Resource.INTER_LINK
+    }  # 8 GPUs a node
     kept = Fsdp(degree=4, reshard_after_forward=False).rewrite(program(ranks=16), NO_PLAN, target(16)).step
-    assert len(by_name["memtune.all_gather_into_.default"]) == 9  # root and four blocks, the blocks once more in backward
-    assert sum(kept.names[name] == "memtune.all_gather_into_.default" for name in kept.op_name) == 5
+    assert (
+        len(by_name["memtune.all_gather_into_.default"]) == 9
+    )  # root and four blocks, the blocks once more in backward
+    assert sum(kept.names[name] == "memtune.all_gather_into_.default" for name in kept.ops.name) == 5
 
 
 def test_other_collectives_are_refused_where_units_have_ways_of_their_own() -> None:
@@ -95,7 +107,11 @@ def test_other_collectives_are_refused_where_units_have_ways_of_their_own() -> N
 
 
 def test_only_several_nodes_are_asked_for_what_spares_their_links() -> None:
-    assert Fsdp().choices_on(target(8)).keys() == Fsdp().choices_on(target(4, "cpu")).keys() == {"degree", *Fsdp().choices()}
+    assert (
+        Fsdp().choices_on(target(8)).keys()
+        == Fsdp().choices_on(target(4, "cpu")).keys()
+        == {"degree", *Fsdp().choices()}
+    )
     assert Fsdp().choices_on(target(16))["reshard_after_forward"] == (True, False, 8)
 
 
@@ -107,7 +123,7 @@ def test_fewer_bits_are_lossy() -> None:
 def test_only_gloo_stages_its_messages() -> None:
     def scratch(device: str) -> int:
         step = Fsdp().rewrite(program(), NO_PLAN, target(2, device)).step
-        return int(step.bytes[step.kind == Kind.WORKSPACE].sum())
+        return int(step.storages.bytes[step.storages.kind == Kind.WORKSPACE].sum())
 
     assert scratch("cuda") == 0 < scratch("cpu")
 
@@ -123,7 +139,7 @@ class TestFsdp(ShardedSuite):
     technique = Fsdp
 
 
-# -- two copies of two shards -------------------------------------------------------------------------------------
+# -- two copies of two shards --------------------------------------------------------------------------------
 
 
 def two_by_two() -> dict[str, Any]:
@@ -155,5 +171,6 @@ def test_copies_of_shards_train_as_the_plain_model() -> None:
     for rank in run_ranks(two_by_two, 4):
         assert rank["shard"] == (4, 8)
         for name, wanted in plain["gradients"].items():
-            # 4 ranks, 16 summands each, and the rounding of weights of size 1 when the gradient is read off them
+            # 4 ranks, 16 summands each, and the rounding of weights of size 1 when the gradient is read off
+            # them
             assert (rank["gradients"][name] - wanted).abs().max() <= 2 * 21 * torch.finfo(torch.float32).eps

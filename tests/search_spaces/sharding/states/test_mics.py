@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from sharded_suite import ShardedSuite
-from sharding_program import program, target
-from zoo_paths import ZOO
+from support.sharding_programs import program, target
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
-from memtune.program import Phase, Resource, Step
+from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.search_spaces.sharding.states.mics import Mics
-from memtune.technique import NO_PLAN
 
 
 @pytest.mark.parametrize(
@@ -22,7 +21,12 @@ from memtune.technique import NO_PLAN
         ({}, 1, 2, "only one rank"),
         ({}, 16, 2, None),
         ({}, 8, 2, "all 8 ranks in one group are fsdp (sharding.states: fsdp)"),
-        ({"group": 4}, 8, 1, "with one micro-batch a step it is fsdp (sharding.states: {kind: fsdp, degree: 4})"),
+        (
+            {"group": 4},
+            8,
+            1,
+            "with one micro-batch a step it is fsdp (sharding.states: {kind: fsdp, degree: 4})",
+        ),
         ({"group": 3}, 8, 2, "group=3 must divide the 8 ranks (group: 2 or 4 or 8)"),
         ({"group": 16}, 8, 2, "group=16 is more than the 8 ranks"),
         ({"group": 2, "blocks_per_unit": 5}, 8, 2, "there are 4 blocks"),
@@ -42,34 +46,36 @@ def rewritten(group: int | None, ranks: int) -> Step:
 
 
 def ops(step: Step, name: str) -> list[int]:
-    return [op for op in range(step.n_ops) if name in step.names[step.op_name[op]]]
+    return [op for op in range(step.ops.n) if name in step.names[step.ops.name[op]]]
 
 
 def test_groups_are_averaged_once_a_step_over_the_network() -> None:
     step = rewritten(4, 16)
     averages, reductions = ops(step, "all_reduce"), ops(step, "reduce_scatter")
     assert len(averages) == len(reductions)
-    assert {int(step.op_phase[op]) for op in averages} == {Phase.BOUNDARY}  # which runs once a step
-    assert {int(step.op_phase[op]) for op in reductions} == {Phase.BACKWARD}
-    assert {int(step.op_group[op]) for op in averages} == {4}
-    assert {int(step.op_resource[op]) for op in averages} == {Resource.INTER_LINK}
-    assert {int(step.op_group[op]) for op in reductions + ops(step, "all_gather")} == {4}
-    assert sum(step.op_traffic_bytes[averages]) * 4 == sum(step.op_traffic_bytes[reductions])
+    assert {int(step.ops.phase[op]) for op in averages} == {Phase.BOUNDARY}  # which runs once a step
+    assert {int(step.ops.phase[op]) for op in reductions} == {Phase.BACKWARD}
+    assert {int(step.ops.group[op]) for op in averages} == {4}
+    assert {int(step.ops.resource[op]) for op in averages} == {Resource.INTER_LINK}
+    assert {int(step.ops.group[op]) for op in reductions + ops(step, "all_gather")} == {4}
+    assert sum(step.ops.traffic_bytes[averages]) * 4 == sum(step.ops.traffic_bytes[reductions])
 
 
 def test_all_but_the_last_unit_are_averaged_beside_backward() -> None:
     step = rewritten(2, 4)
     averages, end = ops(step, "all_reduce"), max(ops(step, "reduce_scatter"))
-    assert sum(op > end for op in averages) == 2  # the last unit, and the one before it beside whose reduction it runs
+    assert (
+        sum(op > end for op in averages) == 2
+    )  # the last unit, and the one before it beside whose reduction it runs
 
 
 def test_a_group_is_a_node_unless_it_is_said() -> None:
     where = target(16)
     assert where.hardware.gpus_per_node == 8
-    assert Mics().plan(program(ranks=16, accumulate=2), where).decisions == {"group": 8}
-    assert Mics(group=4).plan(program(ranks=16, accumulate=2), where) == NO_PLAN
+    assert Mics().plan(program(ranks=16, accumulate=2), where).document() == {"group": 8}
+    assert Mics(group=4).plan(program(ranks=16, accumulate=2), where).is_empty
     assert Mics().record(where) == Mics(group=8).record(where)
-    assert {int(rewritten(None, 16).op_group[op]) for op in ops(rewritten(None, 16), "all_gather")} == {8}
+    assert {int(rewritten(None, 16).ops.group[op]) for op in ops(rewritten(None, 16), "all_gather")} == {8}
 
 
 def test_it_differs_from_fsdp_in_when_copies_are_averaged() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sharding_program import program, target
+from support.sharding_programs import program, target
 
 from memtune.search_spaces.sharding.states.none import Alone
 from memtune.technique import NO_PLAN

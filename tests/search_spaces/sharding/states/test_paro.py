@@ -1,4 +1,6 @@
-"""PaRO: which letters fit and why others do not, and that letters are factors. On real ranks: memtune/runtime/test_states.py."""
+"""PaRO: which letters fit and why others do not, and that letters are factors. On real ranks:
+memtune/runtime/test_states.py.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from sharded_suite import ShardedSuite
-from sharding_program import program, target, with_parameter
-from zoo_paths import ZOO
+from support.sharding_programs import program, target, with_parameter
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
-from memtune.program import Kind, Phase, Program, Resource, Step, Tier
+from memtune.program.step import Kind, Phase, Program, Resource, Step, Tier
 from memtune.search_spaces.sharding.states.mics import Mics
 from memtune.search_spaces.sharding.states.paro import Paro
 
@@ -73,14 +75,18 @@ def rewritten(letters: str) -> Step:
 
 
 def sent(step: Step, name: str) -> set[tuple[int, int, int]]:
-    rows = [op for op in range(step.n_ops) if name in step.names[step.op_name[op]]]
-    return {(int(step.op_phase[op]), int(step.op_group[op]), int(step.op_resource[op])) for op in rows}
+    rows = [op for op in range(step.ops.n) if name in step.names[step.ops.name[op]]]
+    return {(int(step.ops.phase[op]), int(step.ops.group[op]), int(step.ops.resource[op])) for op in rows}
 
 
 def test_iig_reduces_in_groups_and_crosses_them_once() -> None:
     step, inside, between = rewritten("IIG"), (8, Resource.INTRA_LINK), (2, Resource.INTER_LINK)
     assert sent(step, "reduce_scatter") == {(Phase.BACKWARD, *inside), (Phase.BOUNDARY, *between)}
-    assert sent(step, "all_gather") == {(Phase.FORWARD, *inside), (Phase.BACKWARD, *inside), (Phase.BOUNDARY, *between)}
+    assert sent(step, "all_gather") == {
+        (Phase.FORWARD, *inside),
+        (Phase.BACKWARD, *inside),
+        (Phase.BOUNDARY, *between),
+    }
     assert not sent(step, "all_reduce")
 
 
@@ -98,7 +104,14 @@ def test_what_a_rank_holds_follows_the_letters() -> None:
     whole = program().step
 
     def held(step: Step, kind: Kind) -> int:
-        return int(step.bytes[(step.kind == kind) & (step.tier == Tier.DEVICE) & (step.producer < 0) & (step.bytes > 8)].sum())
+        return int(
+            step.storages.bytes[
+                (step.storages.kind == kind)
+                & (step.storages.tier == Tier.DEVICE)
+                & (step.storages.producer < 0)
+                & (step.storages.bytes > 8)
+            ].sum()
+        )
 
     for letters in BUILT:
         step = rewritten(letters)
@@ -110,7 +123,7 @@ def test_records_are_factors_and_groups_default_to_nodes() -> None:
     where = target(RANKS)
     assert Paro().record(where)["states.shard"] == {"parameters": 8, "gradients": 8, "optimizer": 16}
     assert Paro().record(where) == Paro(group=8).record(where) != Paro(group=4).record(where)
-    assert Paro().plan(program(), where).decisions == {"group": 8}
+    assert Paro().plan(program(), where).document() == {"group": 8}
     assert Paro().explain(Paro().plan(program(), where)) == ("groups of 8 ranks",)
     assert Paro(strategy="III").record(where)["states.shard"] == Mics().record(where)["states.shard"]
 

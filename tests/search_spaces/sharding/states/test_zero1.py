@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from sharded_suite import ShardedSuite
-from sharding_program import program, step, target, with_parameter
-from zoo_paths import ZOO
+from support.sharding_programs import program, step, target, with_parameter
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
-from memtune.program import Kind, Program, Tier
+from memtune.program.step import Kind, Program, Tier
 from memtune.search_spaces.sharding.states.zero1 import Zero1
 from memtune.technique import NO_PLAN
 
 
 def bytes_of(after: Program, kind: Kind) -> int:
     done = after.step
-    return int(done.bytes[(done.kind == kind) & (done.tier == Tier.DEVICE) & (done.bytes > 8)].sum())
+    return int(
+        done.storages.bytes[
+            (done.storages.kind == kind) & (done.storages.tier == Tier.DEVICE) & (done.storages.bytes > 8)
+        ].sum()
+    )
 
 
 @pytest.mark.parametrize(("ranks", "reason"), [(1, "only one rank"), (2, None), (8, None)])
@@ -41,16 +45,21 @@ def test_divides_the_state_alone() -> None:
 def test_the_gradients_cross_the_link_once_a_step() -> None:
     once, often = (Zero1().rewrite(program(accumulate=count), NO_PLAN, target(2)).step for count in (1, 4))
     for done in (once, often):
-        sent = done.op_traffic_bytes[done.op_group > 0]
+        sent = done.ops.traffic_bytes[done.ops.group > 0]
         flags = 2 * 4 * len(step().parameters)
-        assert sent.tolist() == [bytes_of(program(), Kind.PARAMETER) + flags, bytes_of(program(), Kind.PARAMETER)]
+        assert sent.tolist() == [
+            bytes_of(program(), Kind.PARAMETER) + flags,
+            bytes_of(program(), Kind.PARAMETER),
+        ]
 
 
 def test_it_lies_between_ddp_and_fsdp() -> None:
     from memtune.search_spaces.sharding.states.ddp import Ddp
     from memtune.search_spaces.sharding.states.fsdp import Fsdp
 
-    ddp, zero, fsdp = (each.rewrite(program(ranks=8), NO_PLAN, target(8)).step for each in (Ddp(), Zero1(), Fsdp()))
+    ddp, zero, fsdp = (
+        each.rewrite(program(ranks=8), NO_PLAN, target(8)).step for each in (Ddp(), Zero1(), Fsdp())
+    )
     assert ddp.live_bytes()[0] > zero.live_bytes()[0] > fsdp.live_bytes()[0]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from sharded_suite import ShardedSuite
-from sharding_program import program, step, target, with_parameter
-from zoo_paths import ZOO
+from support.sharding_programs import program, step, target, with_parameter
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
-from memtune.program import Kind, Phase, Program, Step, Tier
+from memtune.program.step import Kind, Phase, Program, Step, Tier
 from memtune.search_spaces.sharding.states.zero2 import Zero2
 from memtune.technique import NO_PLAN
 
@@ -31,8 +31,12 @@ def test_sums_are_shards() -> None:
     after.validate()
 
     def sums(done: Step) -> int:
-        mine = (done.kind == Kind.GRADIENT) & (done.producer < 0) & (done.tier == Tier.DEVICE)
-        return int(done.bytes[mine].sum())
+        mine = (
+            (done.storages.kind == Kind.GRADIENT)
+            & (done.storages.producer < 0)
+            & (done.storages.tier == Tier.DEVICE)
+        )
+        return int(done.storages.bytes[mine].sum())
 
     flags = 4 * len(step().parameters)
     assert (sums(after) - flags) * 4 == sums(whole)
@@ -40,10 +44,10 @@ def test_sums_are_shards() -> None:
 
 def test_the_gradients_cross_the_link_in_every_micro_batch() -> None:
     done = Zero2().rewrite(program(accumulate=4), NO_PLAN, target(2)).step
-    reduced = [op for op in range(done.n_ops) if "reduce_scatter" in done.names[done.op_name[op]]]
-    assert {int(done.op_phase[op]) for op in reduced} == {Phase.BACKWARD}  # which runs once a micro-batch
-    gathered = [op for op in range(done.n_ops) if "all_gather" in done.names[done.op_name[op]]]
-    assert {int(done.op_phase[op]) for op in gathered} == {Phase.BOUNDARY}  # and this once a step
+    reduced = [op for op in range(done.ops.n) if "reduce_scatter" in done.names[done.ops.name[op]]]
+    assert {int(done.ops.phase[op]) for op in reduced} == {Phase.BACKWARD}  # which runs once a micro-batch
+    gathered = [op for op in range(done.ops.n) if "all_gather" in done.names[done.ops.name[op]]]
+    assert {int(done.ops.phase[op]) for op in gathered} == {Phase.BOUNDARY}  # and this once a step
 
 
 def test_record_says_what_is_divided() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from sharded_suite import ShardedSuite
-from sharding_program import program, target
-from zoo_paths import ZOO
+from support.sharding_programs import program, target
+from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.search_spaces.sharding.states.zero3 import Zero3

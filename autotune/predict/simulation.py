@@ -1,0 +1,551 @@
+"""Predict peak memory and step time of a program on given hardware.
+
+The counting is native code (`csrc/simulator`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune import _native
+from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
+from memtune.autotune.predict.time_breakdown import RESOURCES, OpTime, critical_path, exposed_by_op
+from memtune.hardware import Hardware, op_costs
+from memtune.program import (
+    I64,
+    REPEATED,
+    Kind,
+    Phase,
+    Program,
+    Resource,
+    Step,
+    Tier,
+    columns_of,
+    traffic_bytes,
+)
+from memtune.units import MIB, format_bytes, format_seconds
+
+Level = Literal["coarse", "events"]
+
+KINDS = {
+    **{
+        Kind.PARAMETER: "parameters",
+        Kind.GRADIENT: "gradients",
+        Kind.OPTIMIZER: "optimizer",
+        Kind.BUFFER: "buffers",
+    },
+    **{
+        Kind.BATCH: "batch",
+        Kind.TEMPORARY: "temporaries",
+        Kind.WORKSPACE: "workspace",
+        Kind.COMMUNICATION: "communication",
+    },
+}
+ACTIVATIONS = "activations"
+"""Temporaries that autograd saves for backward."""
+
+# Half-widths without any trial behind them. Peaks: what the recorder cannot see (kernel workspaces), and on
+# CUDA what differs from the CPU recording. Times: a roofline with table rates is seldom off by more than
+# these factors.
+UNCALIBRATED_PEAK = (0.85, 1.15)
+UNCALIBRATED_STEP = (0.4, 2.5)
+
+# On a CPU these are all work of the same cores.
+_ON_CORES = [Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST]
+_ON_GPU = [Resource.COMPUTE]
+_IS_REPEATED = np.isin(np.arange(len(Phase)), REPEATED)
+
+# PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of
+# their own.
+_SMALL_BYTES = MIB
+_SEGMENT_BYTES = 2 * MIB
+_ALLOCATOR_STEPS = 3
+"""The first step, in which the optimizer state is allocated, one on the fragmented pools that it leaves, and
+one to confirm the steady state.
+"""
+
+
+class Interval(NamedTuple):
+    """Bounds of the true values; pruning relies on `peak_low_bytes`."""
+
+    peak_low_bytes: int
+    peak_high_bytes: int
+    step_low_s: float
+    step_high_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction of one candidate; bytes are per rank, of the rank class with the largest peak."""
+
+    level: Level
+    step_s: float
+    """One optimizer step, all micro-batches, of the slowest rank class."""
+    samples_per_s: float
+    """Over all ranks, each training on its own micro-batch."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    host_peak_bytes: int
+    ssd_peak_bytes: int
+    busy_s: dict[str, float]
+    """Seconds per optimizer step by resource, including `host_issue`; unused resources are omitted."""
+    exposed_s: dict[str, float]
+    """Part of `busy_s` not overlapped with compute; at the coarse level a lower bound."""
+    peak_by_kind: dict[str, int]
+    """Device bytes at the peak; they add up to `peak_allocated_bytes`."""
+    peak_op: str
+    """Name of the first op at the peak, empty for a step without ops."""
+    peak_module: str
+    interval: Interval
+    calibrated: bool
+    step_correction: float = 1.0
+    """Correction factor from trials, included in `step_s`; the seconds of single ops and resources exclude
+    it.
+    """
+    communicator_bytes: int = 0
+    """Device bytes that communicators hold outside PyTorch's allocator; included in no peak."""
+    exposed_by_op: tuple[OpTime, ...] = ()
+    """The ops that compute waits for longest, of the slowest rank class; empty at the coarse level."""
+    critical_path: tuple[OpTime, ...] = ()
+    """The longest parts of the chain of ops that determines `step_s`; empty at the coarse level."""
+    critical_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of that chain by resource; without `step_correction` they add up to `step_s`."""
+    ssd_written_bytes: int = 0
+    """Bytes per optimizer step, all micro-batches: SSDs wear."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain data."""
+        return {**asdict(self), "interval": self.interval._asdict()}
+
+    def __str__(self) -> str:
+        """Return peak and step time with their interval, and "uncalibrated" if no trial is behind it."""
+        low, high, fast, slow = self.interval
+        return (
+            f"peak {format_bytes(self.peak_allocated_bytes)} ({format_bytes(low)} to {format_bytes(high)}), "
+            f"step {format_seconds(self.step_s)} ({format_seconds(fast)} to {format_seconds(slow)})"
+            f"{'' if self.calibrated else ', uncalibrated'}"
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Errors of earlier predictions: one ratio of measured to predicted per trial."""
+
+    peak_ratios: tuple[float, ...] = ()
+    step_ratios: tuple[float, ...] = ()
+
+    ENOUGH = 3
+    """Fewest trials for an interval based on trials."""
+    LEVEL = 0.9
+    """Share of trials that the interval should contain."""
+
+    def add(
+        self, prediction: Prediction, measured_peak_bytes: int | None, measured_step_s: float | None
+    ) -> Calibration:
+        """Return this calibration with one more trial.
+
+        A value not measured (an out-of-memory trial has no time) is None.
+        """
+        peaks, steps = self.peak_ratios, self.step_ratios
+        if measured_peak_bytes and prediction.peak_allocated_bytes:
+            peaks += (measured_peak_bytes / prediction.peak_allocated_bytes,)
+        if measured_step_s and prediction.step_s:
+            steps += (measured_step_s * prediction.step_correction / prediction.step_s,)
+        return Calibration(peaks, steps)
+
+    @property
+    def step_correction(self) -> float:
+        """Return the median of measured over predicted step time, 1 without trials."""
+        return statistics.median(self.step_ratios) if self.step_ratios else 1.0
+
+    def peak_range(self) -> tuple[float, float]:
+        """Return the range of factors on the predicted peak; it always includes 1."""
+        low, high = _conformal(self.peak_ratios, floor=0.005) or UNCALIBRATED_PEAK
+        return min(low, 1.0), max(high, 1.0)
+
+    def step_range(self) -> tuple[float, float]:
+        """Return the range of factors on the corrected step time."""
+        found = _conformal([ratio / self.step_correction for ratio in self.step_ratios], floor=0.02)
+        return found or UNCALIBRATED_STEP
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether there are enough trials for both intervals."""
+        return min(len(self.peak_ratios), len(self.step_ratios)) >= self.ENOUGH
+
+
+def _conformal(ratios: Iterable[float], *, floor: float) -> tuple[float, float] | None:
+    """Return median ± the split-conformal quantile of the logarithmic residuals, None with too few of them.
+
+    With too few residuals for the level, the largest one, doubled, replaces the missing quantile.
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    if len(logs) < Calibration.ENOUGH:
+        return None
+    centre = statistics.median(logs)
+    scores = sorted(abs(each - centre) for each in logs)
+    rank = math.ceil((len(scores) + 1) * Calibration.LEVEL)
+    width = max(scores[rank - 1] if rank <= len(scores) else 2 * scores[-1], floor)
+    return math.exp(centre - width), math.exp(centre + width)
+
+
+def simulate(
+    program: Program,
+    hardware: Hardware,
+    *,
+    level: Level = "coarse",
+    calibration: Calibration | None = None,
+    allocator: AllocatorSettings | None = None,
+    as_held: bool = True,
+) -> Prediction:
+    """Predict peak memory and step time of `program` on `hardware`.
+
+    `coarse` counts live bytes, and a lower bound of the time of `events`: the longest path through the ops'
+    dependencies, or the busiest resource (`csrc/simulator/least.h`). `events` runs all rank classes together,
+    op by op (`csrc/simulator/machine.h` has the rules), and counts bytes meanwhile: a delayed transfer keeps
+    its source alive unless an op waits for it. The peak is that of the rank class with the largest one, the
+    time that of the slowest. With a GPU, pinned host memory counts as it is held (`held_bytes`); without
+    `as_held`, which saves a millisecond, as it is used.
+
+    Peak reserved on CUDA: at the events level, with the settings of an `allocator`, its replay of several
+    steps without memory pressure; otherwise small and large requests each keep the segments of their own
+    peak, since cached blocks never change pools, and fragmentation within a pool is not modelled. On CPU
+    reserved equals allocated, except for memtune's own allocator, which is replayed.
+
+    Raises:
+        ValueError: A column of a step is malformed.
+    """
+    runs = _coarse(program, hardware, as_held) if level == "coarse" else _events(program, hardware)
+    beside = [run.live for run in runs] if level == "coarse" else _host_and_ssd_runs(program, hardware, runs)
+    heaviest = max(runs, key=lambda run: run.live.peak_bytes[Tier.DEVICE])
+    slowest = max(runs, key=lambda run: run.time.step_s)
+    calibration = calibration or Calibration()
+    step_s = slowest.time.step_s * calibration.step_correction
+    reserved = _reserved_bytes(heaviest, hardware, allocator if level == "events" else None)
+    peak = heaviest.live.peak_bytes[Tier.DEVICE]
+    op = heaviest.live.peak_op[Tier.DEVICE]
+    step = heaviest.step
+    by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
+    return Prediction(
+        level=level,
+        step_s=step_s,
+        samples_per_s=program.samples / step_s if step_s else 0.0,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=reserved,
+        host_peak_bytes=max(live.peak_bytes[Tier.HOST] for live in beside),
+        ssd_peak_bytes=max(live.peak_bytes[Tier.SSD] for live in beside),
+        busy_s=_by_resource(slowest.time.busy_s, slowest.time.busy_s),
+        exposed_s=_by_resource(slowest.time.exposed_s, slowest.time.busy_s),
+        peak_by_kind={kind: n_bytes for kind, n_bytes in by_kind.items() if n_bytes},
+        peak_op=step.names[step.ops.name[op]] if op >= 0 else "",
+        peak_module=step.modules[step.ops.module[op]] if op >= 0 else "",
+        interval=_interval(peak, reserved, slowest.time, calibration),
+        calibrated=calibration.is_calibrated,
+        step_correction=calibration.step_correction,
+        communicator_bytes=_communicators(step) * hardware.communicator_bytes,
+        exposed_by_op=slowest.exposed_by_op,
+        critical_path=slowest.critical_path,
+        critical_s=slowest.critical_s,
+        ssd_written_bytes=max(_ssd_written_bytes(run.step, program.accumulate) for run in runs),
+    )
+
+
+def _ssd_written_bytes(step: Step, accumulate: int) -> int:
+    writes = step.ops.resource == Resource.SSD_WRITE
+    if not writes.any():
+        return 0
+    return int(traffic_bytes(step, accumulate)[writes].sum())
+
+
+class _Time(NamedTuple):
+    step_s: float
+    low_s: float
+    high_s: float
+    busy_s: list[float]
+    exposed_s: list[float]
+
+
+class _Run(NamedTuple):
+    step: Step
+    live: _native.Footprint
+    time: _Time
+    exposed_by_op: tuple[OpTime, ...] = ()
+    critical_path: tuple[OpTime, ...] = ()
+    critical_s: dict[str, float] = {}  # noqa: RUF012
+
+
+def _columns(step: Step, hardware: Hardware, ranks: int, as_held: bool = True) -> _native.StepColumns:
+    costs, n_bytes = (
+        op_costs(step, hardware, ranks=ranks),
+        held_bytes(step, hardware) if as_held else step.storages.bytes,
+    )
+    ops, storages, uses, saves = step.ops, step.storages, step.uses, step.saves
+    return _native.StepColumns(
+        op_phase=ops.phase,
+        op_resource=ops.resource,
+        op_s=costs.op_s,
+        op_issue_s=costs.issue_s,
+        bytes=n_bytes,
+        tier=storages.tier,
+        kind=storages.kind,
+        producer=storages.producer,
+        held_until=storages.held_until,
+        use_op=uses.op,
+        use_storage=uses.storage,
+        use_mutates=uses.mode,
+        save_storage=saves.storage,
+        save_until=saves.held_until,
+        op_stream=ops.stream,
+        op_prefetch=ops.prefetch,
+        op_match=ops.match,
+    )
+
+
+def _coarse(program: Program, hardware: Hardware, as_held: bool) -> list[_Run]:
+    columns = [_columns(each.step, hardware, program.ranks, as_held) for each in program.rank_classes]
+    on_cpu, stand = hardware.device == "cpu", places(program, hardware)
+    least = _native.least_s(
+        columns, stand, accumulate=program.accumulate, host_computes=on_cpu, shares_cores=on_cpu
+    )
+    runs = []
+    for each, mine, (_, sharing), least_s in zip(program.rank_classes, columns, stand, least, strict=True):
+        live = _native.live(mine, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
+        crossing = _on_roots(each.step, hardware, program.ranks)
+        runs.append(_Run(each.step, live, _coarse_time(live, least_s, program, hardware, sharing, crossing)))
+    return runs
+
+
+def _events(program: Program, hardware: Hardware) -> list[_Run]:
+    steps = [each.step for each in program.rank_classes]
+    timeline = _native.schedule(
+        [_columns(step, hardware, program.ranks) for step in steps],
+        places(program, hardware),
+        accumulate=program.accumulate,
+        host_computes=hardware.device == "cpu",
+        link_slowdown=hardware.link_slowdown,
+        rounding_bytes=hardware.allocation_rounding_bytes,
+        small_bytes=_SMALL_BYTES,
+        copies_in_turn=program.copies_in_turn,
+        shares_cores=hardware.device == "cpu",
+        link_of_root=_link_of_root(hardware),
+    )
+    path, by_resource = critical_path(steps, timeline)
+    runs = []
+    for step, found in zip(steps, timeline.classes, strict=True):
+        at = found.finish_s + _bubble_s(program, step, hardware)
+        time = _Time(at, at, at, list(found.busy_s), list(found.exposed_s))
+        runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path, by_resource))
+    return runs
+
+
+def _host_and_ssd_runs(program: Program, hardware: Hardware, runs: list[_Run]) -> list[_native.Footprint]:
+    """Return the runs that host and SSD peaks are taken from: in program order if the device is a GPU.
+
+    The host runs ahead of the device, and counts device memory when it issues ops. For its own memory it
+    waits: it reads into a buffer, or updates from one, after the transfer before is complete
+    (`runtime.transfer.wait`), so it never holds more at once than in program order.
+    """
+    if hardware.device == "cpu":
+        return [run.live for run in runs]
+    rounding = hardware.allocation_rounding_bytes
+    return [
+        _native.live(
+            _columns(run.step, hardware, program.ranks), rounding_bytes=rounding, small_bytes=_SMALL_BYTES
+        )
+        for run in runs
+    ]
+
+
+def _link_of_root(hardware: Hardware) -> tuple[float, float]:
+    """Return the largest share of a PCIe root, per direction, that a device's collectives use.
+
+    0 if they have their own link.
+    """
+    if not hardware.links_through_host:
+        return 0.0, 0.0
+    link = hardware.intra_link_bytes_per_s
+    return min(1.0, link / hardware.host_to_device_bytes_per_s), min(
+        1.0, link / hardware.device_to_host_bytes_per_s
+    )
+
+
+def _on_roots(step: Step, hardware: Hardware, ranks: int) -> npt.NDArray[np.float64]:
+    """Return (phases, 2) seconds of a PCIe root, per direction, that collectives take from copies."""
+    shares = _link_of_root(hardware)
+    if not any(shares):
+        return np.zeros((len(Phase), 2))
+    device = step.storages.tier == Tier.DEVICE
+    uses_device = np.zeros(step.ops.n, bool)
+    uses_device[step.uses.op[device[step.uses.storage]]] = True
+    uses_device[step.storages.producer[device & (step.storages.producer >= 0)]] = True
+    mine = np.flatnonzero(uses_device & (step.ops.resource == Resource.INTRA_LINK))
+    seconds = np.bincount(step.ops.phase[mine], op_costs(step, hardware, ranks=ranks).op_s[mine], len(Phase))
+    found: npt.NDArray[np.float64] = np.outer(seconds, shares)
+    return found
+
+
+def _bubble_s(program: Program, step: Step, hardware: Hardware) -> float:
+    """Return the seconds that a pipeline rank waits for its neighbours in a step (bubble)."""
+    if not program.idle:
+        return 0.0
+    body = np.isin(step.ops.phase, REPEATED) & (step.ops.resource == Resource.COMPUTE)
+    return (
+        program.accumulate
+        * program.idle
+        * float(op_costs(step, hardware, ranks=program.ranks).op_s[body].sum())
+    )
+
+
+def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:
+    """Return for each rank class a PCIe root and the number of its ranks behind that root.
+
+    A class that fills a root is modelled by such a root, any other by its first rank's. Ranks of a class that
+    does not list them are consecutive, after those of the classes before. On CPU `op_costs` divides the
+    machine.
+    """
+    per_root = hardware.gpus_per_pcie_root
+    if hardware.device == "cpu":
+        return [(number, 1) for number in range(len(program.rank_classes))]
+    found, first = [], 0
+    for each in program.rank_classes:
+        if each.ranks:
+            behind = Counter(rank // per_root for rank in each.ranks)
+            root = next(
+                (root for root, count in behind.items() if count == per_root), each.ranks[0] // per_root
+            )
+            found.append((root, behind[root]))
+            continue
+        filled = -(-first // per_root)
+        if (filled + 1) * per_root <= first + each.count:
+            found.append((filled, per_root))
+        else:
+            found.append((first // per_root, min(each.count, per_root - first % per_root)))
+        first += each.count
+    return found
+
+
+def _communicators(step: Step) -> int:
+    """Return the number of process groups, distinguished by size and link."""
+    talk = np.flatnonzero(step.ops.group > 1)
+    return len(set(zip(step.ops.group[talk].tolist(), step.ops.resource[talk].tolist(), strict=True)))
+
+
+def _coarse_time(
+    live: _native.Live,
+    least_s: float,
+    program: Program,
+    hardware: Hardware,
+    sharing: int,
+    crossing: npt.NDArray[np.float64],
+) -> _Time:
+    """Return the time that dependencies of ops (`least_s`) and busy resources allow.
+
+    At most all of them in sequence.
+
+    A pipeline also waits while forward and backward would run. A PCIe root is a resource as well: for copies
+    of one direction, and for collectives that cross it (`crossing`, from `_on_roots`). So are cores that
+    compute shares, and compute with the share that a collective takes while it is busy.
+    """
+    times = np.where(_IS_REPEATED, program.accumulate, 1)
+    by_phase = np.array(live.busy_s) * times
+    for copies in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
+        by_phase[copies] *= sharing
+    busy = by_phase.sum(1)
+    through = sharing * (crossing * times[:, None]).sum(0)
+    up, down = busy[Resource.HOST_TO_DEVICE], busy[Resource.DEVICE_TO_HOST]
+    link = max(busy[Resource.INTRA_LINK], busy[Resource.INTER_LINK])
+    compute = busy[Resource.COMPUTE] + link * hardware.link_slowdown / (1 + hardware.link_slowdown)
+    on_cores = _ON_CORES if hardware.device == "cpu" else _ON_GPU
+    waits = program.idle * float(by_phase[Resource.COMPUTE][_IS_REPEATED].sum())
+    low = waits + max(
+        least_s, *map(float, (busy.max(), busy[on_cores].sum(), compute, up + through[0], down + through[1]))
+    )
+    exposed = np.maximum(busy - busy[Resource.COMPUTE], 0.0)
+    exposed[on_cores] = busy[on_cores]
+    return _Time(low, low, waits + float(busy.sum()), busy.tolist(), exposed.tolist())
+
+
+def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -> Interval:
+    """Return the interval.
+
+    Its lower end is allocated bytes, which no allocator can undercut, its upper end reserved ones.
+    """
+    low, high = calibration.peak_range()
+    fast, slow = (factor * calibration.step_correction for factor in calibration.step_range())
+    # With trials behind it the correction already holds how much is hidden.
+    longest = time.step_s if calibration.is_calibrated else time.high_s
+    return Interval(math.floor(peak * low), math.ceil(reserved * high), time.low_s * fast, longest * slow)
+
+
+def _reserved_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings | None) -> int:
+    if hardware.device == "cpu" and (allocator is None or allocator.arena is None):
+        return run.live.peak_bytes[Tier.DEVICE]
+    if allocator is not None:
+        return replay(event_stream(run.step, _ALLOCATOR_STEPS), allocator, None).peak_reserved_bytes
+    return sum(-(-peak // _SEGMENT_BYTES) * _SEGMENT_BYTES for peak in run.live.pool_peak_bytes)
+
+
+def _by_resource(values: Iterable[float], busy: Iterable[float]) -> dict[str, float]:
+    return {name: seconds for name, seconds, used in zip(RESOURCES, values, busy, strict=True) if used > 0}
+
+
+# What page-locked host memory takes: beside a GPU torch's allocator gives the next power of two of what is
+# asked for.
+_MAKES_PINNED: Final = ("memtune.to_host.default", "memtune.from_ssd.default")
+
+
+def held_bytes(step: Step, hardware: Hardware) -> I64:
+    """(m,) `step.storages.bytes`, those of page-locked memory as they are held on `hardware`."""
+    if hardware.device != "cuda":
+        return step.storages.bytes
+    on_host = np.flatnonzero((step.storages.tier == Tier.HOST) & (step.storages.bytes > 0))
+    if not len(on_host):
+        return step.storages.bytes
+    locked = on_host[_is_page_locked(step, on_host)]
+    found = step.storages.bytes.copy()
+    found[locked] = next_power_of_two(found[locked])
+    return found
+
+
+def next_power_of_two(n_bytes: I64) -> I64:
+    """Return sizes above 0 rounded up to a power of two."""
+    found: I64 = np.int64(1) << np.ceil(np.log2(n_bytes.astype(np.float64))).astype(np.int64)
+    return found
+
+
+def _is_page_locked(step: Step, on_host: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    """Return which host storages are pinned.
+
+    Copies from the device, reads from SSD, and weights and gradient sums made of them.
+
+    Moments are made on the host, and masters of narrower weights are casts of copies: both are pageable.
+    """
+    makes = _makes_pinned(step.names)
+    producer, kind, owner = (
+        step.storages.producer[on_host],
+        step.storages.kind[on_host],
+        step.storages.owner[on_host],
+    )
+    copied = (producer >= 0) & makes[step.ops.name[producer]]
+    columns = columns_of(step.parameters)
+    own = (owner < 0) | (
+        step.storages.bytes[on_host] == np.append(columns.numel * columns.itemsize, 0)[owner]
+    )
+    found: npt.NDArray[np.bool_] = copied | (
+        (producer < 0) & ((kind == Kind.PARAMETER) | (kind == Kind.GRADIENT)) & own
+    )
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _makes_pinned(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    return np.fromiter((name in _MAKES_PINNED for name in names), bool, len(names))

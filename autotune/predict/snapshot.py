@@ -1,0 +1,328 @@
+"""Read a memory snapshot of torch as allocations and frees that can be replayed.
+
+Gaps of a trace are filled as follows: storages that existed before it are taken as allocated in order of
+their addresses; an allocation that failed is requested again and freed at once; a release of cached memory
+releases all cached memory, whatever its cause, unless a capacity shows that the allocator itself was out of
+memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memtune.autotune.predict import safe_pickle
+from memtune.autotune.predict.caching_allocator import Action, AllocatorEvents
+from memtune.errors import UsageError
+from memtune.program import I64
+
+_GROWS = ("segment_alloc", "segment_map")
+_SHRINKS = ("segment_free", "segment_unmap")
+_KNOWN = ("alloc", "free_requested", "free_completed", "oom", *_GROWS, *_SHRINKS)
+_NEVER = 2**62
+_MOST_BYTES = 2**45
+"""Upper bound of any size in a snapshot: 32 TiB."""
+_RECORD = "call torch.cuda.memory._record_memory_history() before the part in question, then _dump_snapshot"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Statistics of the allocator itself during the trace."""
+
+    settings: str
+    """`PYTORCH_CUDA_ALLOC_CONF` of the run, empty if the snapshot does not contain it."""
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    """Of sizes rounded up to multiples of 512."""
+    fragmentation: float
+    """Share of the reserved bytes that was unused at the reserved peak."""
+    device_allocs: int
+    ooms: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One device's trace, ready to be replayed."""
+
+    device: int
+    entries: int
+    storages_before: int
+    """Number of storages that existed when the trace began."""
+    events: AllocatorEvents
+    recorded: Recorded
+    notes: tuple[str, ...]
+
+
+def read_trace(path: Path, *, device: int | None = None, capacity_bytes: int | None = None) -> Trace:
+    """Return the trace of one device in the snapshot at `path`; by default the device with most entries.
+
+    Args:
+        path: A file of `_dump_snapshot`, or a pickle of the result of `_snapshot()`.
+        device: Its index.
+        capacity_bytes: Device memory available to the process. If given, releases because it was full are
+            left to the replay.
+
+    Raises:
+        UsageError: There is no such file (MT110), it cannot be read (MT141) or would run code (MT142), it is
+            no snapshot of a known form (MT143), or has no trace of the device (MT144).
+    """
+    if not path.is_file():
+        raise UsageError(f"There is no file {path}.", fix="give the path of a snapshot", code="MT110")
+    snapshot = _Snapshot.of(safe_pickle.load(path.read_bytes(), path.name), path.name)
+    return _TraceReader(snapshot, snapshot.device(device), capacity_bytes).trace()
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The relevant parts of the file, type-checked."""
+
+    name: str
+    segments: list[dict[str, Any]]
+    traces: list[list[dict[str, Any]]]
+    settings: str
+
+    @classmethod
+    def of(cls, loaded: Any, name: str) -> _Snapshot:
+        if isinstance(loaded, list):
+            raise _unknown(name, "it is a list, as torch 1.x wrote it, without a trace")
+        if not isinstance(loaded, dict):
+            raise _unknown(name, f"it holds a {type(loaded).__name__}")
+        missing = [each for each in ("segments", "device_traces") if not isinstance(loaded.get(each), list)]
+        if missing:
+            raise _unknown(
+                name,
+                f"it has no list '{missing[0]}' but {', '.join(map(str, list(loaded)[:8])) or 'nothing'}",
+            )
+        traces = loaded["device_traces"]
+        if not all(isinstance(trace, list) for trace in traces):
+            raise _unknown(name, "device_traces is not one list a device")
+        conf = loaded.get("allocator_settings")
+        text = (
+            conf.get("PYTORCH_CUDA_ALLOC_CONF", conf.get("PYTORCH_ALLOC_CONF", ""))
+            if isinstance(conf, dict)
+            else ""
+        )
+        return cls(name, loaded["segments"], traces, text if isinstance(text, str) else "")
+
+    def device(self, asked: int | None) -> int:
+        lengths = [len(trace) for trace in self.traces]
+        if not any(lengths):
+            raise UsageError(
+                f"{self.name} holds no trace.",
+                evidence="nothing was being recorded",
+                fix=_RECORD,
+                code="MT144",
+            )
+        found = max(range(len(lengths)), key=lengths.__getitem__) if asked is None else asked
+        if not 0 <= found < len(lengths) or not lengths[found]:
+            known = ", ".join(str(i) for i, length in enumerate(lengths) if length)
+            raise UsageError(
+                f"{self.name} holds no trace of device {found}.",
+                evidence=f"it has: {known}",
+                fix=_RECORD,
+                code="MT144",
+            )
+        return found
+
+    def number(self, entry: Any, key: str, where: str, default: int | None = None) -> int:
+        """Return `entry[key]`, a number from 0 on."""
+        value = entry.get(key, default) if isinstance(entry, dict) else None
+        if type(value) is not int or not 0 <= value < (
+            2**64 if key in ("addr", "address", "stream") else _MOST_BYTES
+        ):
+            raise _unknown(self.name, f"{where} has no '{key}' but {str(value)[:40]}")
+        return value
+
+
+def _unknown(name: str, why: str) -> UsageError:
+    what = f"{name} is no memory snapshot of a form that is known (torch 2.1 and later)."
+    return UsageError(what, evidence=why, fix=_RECORD, code="MT143")
+
+
+@dataclass
+class _TraceReader:
+    """Reads the entries once, collecting rows."""
+
+    snapshot: _Snapshot
+    device: int
+    capacity_bytes: int | None
+    rows: list[list[int]] = field(default_factory=list)  # action, storage, bytes, stream, op, ready_op
+    before: list[tuple[int, list[int]]] = field(
+        default_factory=list
+    )  # address and row of what was there when it began
+    live: dict[int, int] = field(default_factory=dict)  # address → storage
+    leaving: dict[int, list[int]] = field(default_factory=dict)  # address → row of a free that waits
+    streams: dict[tuple[int, Any], int] = field(default_factory=dict)
+    storages: int = 0
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    def trace(self) -> Trace:
+        entries = self.snapshot.traces[self.device]
+        for op, entry in enumerate(entries, start=1):
+            self._entry(op, entry, f"entry {op - 1} of device {self.device}")
+        self._what_was_never_freed()
+        self.before.sort(key=lambda each: each[0])
+        reserved = self._reserved(entries)
+        if entries and sum(self.ignored.values()) == len(entries):
+            kinds = ", ".join(f"'{each}'" for each in sorted(self.ignored)[:5])
+            raise _unknown(
+                self.snapshot.name, f"none of its {len(entries)} entries is of a kind that is known: {kinds}"
+            )
+        rows = [row for _, row in self.before] + self._with_releases(entries, reserved)
+        events = AllocatorEvents.of(np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64))
+        return Trace(
+            self.device,
+            len(entries),
+            len(self.before),
+            events,
+            self._recorded(entries, reserved),
+            self._notes(),
+        )
+
+    def _entry(self, op: int, entry: Any, where: str) -> None:
+        action = entry.get("action") if isinstance(entry, dict) else None
+        if not isinstance(action, str):
+            raise _unknown(self.snapshot.name, f"{where} has no action")
+        if action not in _KNOWN:
+            self.ignored[action] += 1
+            return
+        size = self.snapshot.number(entry, "size", where)
+        if action == "oom":
+            self._add(Action.ALLOC, self._name(), size, self._stream(entry, where), op, -1)
+            self._add(Action.FREE, self.storages - 1, 0, 0, op, -1)
+        elif action in ("alloc", "free_requested", "free_completed"):
+            address = self.snapshot.number(entry, "addr", where)
+            getattr(self, f"_{action}")(op, address, size, self._stream(entry, where))
+
+    def _alloc(self, op: int, address: int, size: int, stream: int) -> None:
+        if address in self.live:  # its free is not in the trace
+            self._add(Action.FREE, self.live[address], 0, 0, op, -1)
+        self.live[address] = self._name()
+        self._add(Action.ALLOC, self.live[address], size, stream, op, -1)
+
+    def _free_requested(self, op: int, address: int, size: int, stream: int) -> None:
+        storage = self.live.pop(address, None)
+        if storage is None:
+            storage = self._was_there(address, size, stream)
+        self.leaving[address] = self._add(Action.FREE, storage, 0, 0, op, _NEVER)
+
+    def _free_completed(self, op: int, address: int, size: int, stream: int) -> None:
+        row = self.leaving.pop(address, None)
+        if row is None:  # it was asked for before the trace began
+            self._add(Action.FREE, self._was_there(address, size, stream), 0, 0, op, -1)
+        else:
+            row[5] = -1 if op == row[4] + 1 else op
+
+    def _what_was_never_freed(self) -> None:
+        """Add blocks in use at the end whose allocation is not in the trace."""
+        for number, segment in enumerate(self.snapshot.segments):
+            where = f"segment {number}"
+            if self.snapshot.number(segment, "device", where, 0) != self.device:
+                continue
+            address = self.snapshot.number(segment, "address", where)
+            blocks = segment.get("blocks")
+            for block in blocks if isinstance(blocks, list) else []:
+                size = self.snapshot.number(block, "size", where)
+                if block.get("state") == "active_allocated" and address not in self.live:
+                    asked = self.snapshot.number(block, "requested_size", where, size)
+                    self._was_there(address, asked or size, self._stream(segment, where, "segment_pool_id"))
+                address += size
+
+    def _was_there(self, address: int, size: int, stream: int) -> int:
+        storage = self._name()
+        self.before.append((address, [Action.ALLOC, storage, size, stream, 0, -1]))
+        return storage
+
+    def _name(self) -> int:
+        self.storages += 1
+        return self.storages - 1
+
+    def _stream(self, entry: dict[str, Any], where: str, pool: str = "pool_id") -> int:
+        """Private pools of CUDA graphs share no blocks with others: they are streams of their own."""
+        which = entry.get(pool)
+        private = isinstance(which, tuple) and all(type(each) is int for each in which) and any(which)
+        key = (self.snapshot.number(entry, "stream", where, 0), which if private else None)
+        return self.streams.setdefault(key, len(self.streams))
+
+    def _add(self, *row: int) -> list[int]:
+        self.rows.append(list(row))
+        return self.rows[-1]
+
+    def _reserved(self, entries: list[dict[str, Any]]) -> I64:
+        """Return (entries + 1,) bytes reserved before each entry and after the last."""
+        change = [
+            (
+                each["size"] * ((each["action"] in _GROWS) - (each["action"] in _SHRINKS))
+                if each["action"] in _KNOWN
+                else 0
+            )
+            for each in entries
+        ]
+        sums = np.concatenate([[0], np.cumsum(np.array(change, np.int64))])
+        mine = [each for each in self.snapshot.segments if each.get("device", 0) == self.device]
+        end = sum(self.snapshot.number(each, "total_size", "a segment") for each in mine)
+        return sums + max(end - int(sums[-1]), -int(sums.min()))
+
+    def _with_releases(self, entries: list[dict[str, Any]], reserved: I64) -> list[list[int]]:
+        """Return the rows, with a call of empty_cache where cached memory was released."""
+        calls, run = [], False
+        for op, entry in enumerate(entries, start=1):
+            gives_back = entry["action"] in _SHRINKS
+            if gives_back and not run and not self._was_full(entries, op - 1, int(reserved[op - 1])):
+                calls.append([int(Action.EMPTY_CACHE), 0, 0, 0, op, -1])
+            run = gives_back or (run and entry["action"] == "free_completed")
+        return sorted([*self.rows, *calls], key=lambda row: row[4])
+
+    def _was_full(self, entries: list[dict[str, Any]], at: int, reserved: int) -> bool:
+        """Return whether a release from here on made room for an allocation that would have failed."""
+        if self.capacity_bytes is None:
+            return False
+        while at < len(entries) and entries[at]["action"] in (*_SHRINKS, "free_completed"):
+            at += 1
+        wants = at < len(entries) and entries[at]["action"] in (*_GROWS, "oom")
+        return wants and reserved + int(entries[at]["size"]) > self.capacity_bytes
+
+    def _recorded(self, entries: list[dict[str, Any]], reserved: I64) -> Recorded:
+        blocks = {
+            storage: -(-size // 512) * 512
+            for action, storage, size, *_ in self.rows
+            if action == Action.ALLOC
+        }
+        start = sum(-(-row[2] // 512) * 512 for _, row in self.before)
+        blocks |= {row[1]: -(-row[2] // 512) * 512 for _, row in self.before}
+        failed = {op for op, each in enumerate(entries, start=1) if each["action"] == "oom"}
+        change = np.zeros(len(entries) + 2, np.int64)
+        for action, storage, _, _, op, _ in self.rows:
+            if op not in failed:
+                change[op] += blocks[storage] if action == Action.ALLOC else -blocks[storage]
+        allocated = start + np.cumsum(change)
+        peak = int(np.argmax(reserved))
+        served = peak + 1 < len(allocated) and peak < len(entries) and entries[peak]["action"] == "alloc"
+        in_use = int(allocated[peak + 1 if served else peak])
+        most = int(reserved[peak])
+        return Recorded(
+            settings=self.snapshot.settings,
+            peak_reserved_bytes=most,
+            peak_allocated_bytes=int(allocated.max()),
+            fragmentation=max(0.0, 1 - in_use / most) if most else 0.0,
+            device_allocs=sum(each["action"] in _GROWS for each in entries),
+            ooms=len(failed),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        others = [str(i) for i, trace in enumerate(self.snapshot.traces) if trace and i != self.device]
+        notes = (
+            [f"device {self.device} of {', '.join(sorted([str(self.device), *others]))}"] if others else []
+        )
+        if self.before:
+            notes.append(
+                f"{len(self.before)} storages were there before the trace; they are laid out anew, in order"
+                " of address"
+            )
+        if any(key[1] is not None for key in self.streams):
+            notes.append("private pools of CUDA graphs are taken as streams of their own")
+        return (*notes, *(f"{count} entries '{action}' ignored" for action, count in self.ignored.items()))

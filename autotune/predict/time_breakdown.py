@@ -1,0 +1,100 @@
+"""Break down the time of a simulated step: exposed ops, and the critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune import _native
+from memtune.program import F64, Resource, Step
+from memtune.units import format_bytes, format_seconds
+
+RESOURCES = (*(each.name.lower() for each in Resource), "host_issue")
+TOP = 10
+"""Number of ops that a prediction lists."""
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """All runs of one op of one module in an optimizer step."""
+
+    op: str
+    module: str
+    resource: str
+    seconds: float
+
+
+def exposed_by_op(step: Step, op_exposed_s: F64) -> tuple[OpTime, ...]:
+    """Return at most `TOP` ops that compute waits for longest, by the seconds in which it is idle."""
+    ops = np.flatnonzero(op_exposed_s > 0)
+    return _largest(_rows(step, ops, step.ops.resource[ops].astype(np.int64), op_exposed_s[ops]))
+
+
+def critical_path(
+    steps: list[Step], timeline: _native.Timeline
+) -> tuple[tuple[OpTime, ...], dict[str, float]]:
+    """Return at most `TOP` longest parts of the critical path, and the path's seconds by resource."""
+    rank_class, op, by_host, start_s, stop_s = timeline.critical_path
+    seconds = stop_s - start_s
+    found: dict[tuple[str, str, str], float] = {}
+    for number, step in enumerate(steps):
+        mine = np.flatnonzero(rank_class == number)
+        if len(mine):
+            ops = op[mine]
+            resource = np.where(by_host[mine] == 1, len(RESOURCES) - 1, step.ops.resource[ops])
+            for row, total in _rows(step, ops, resource, seconds[mine]).items():
+                found[row] = found.get(row, 0.0) + total
+    by_resource: dict[str, float] = {}
+    for (_, _, name), total in found.items():
+        by_resource[name] = by_resource.get(name, 0.0) + total
+    return _largest(found), dict(sorted(by_resource.items(), key=lambda item: -item[1]))
+
+
+def time_lines(prediction: Mapping[str, Any]) -> list[str]:
+    """Return a prediction's critical path, five longest exposed ops and SSD writes, as text.
+
+    Predictions of the coarse level have neither path nor exposed ops. SSD writes are listed because drives
+    wear.
+    """
+    critical, waits = prediction.get("critical_s") or {}, prediction.get("exposed_by_op") or ()
+    total = sum(critical.values())
+    lines = []
+    if total:
+        shares = " · ".join(
+            f"{name} {seconds / total:.0%}" for name, seconds in critical.items() if seconds / total >= 0.005
+        )
+        lines.append(f"critical path: {shares}")
+    for each in waits[:5]:
+        place = f" in {each['module']}" if each["module"] else ""
+        lines.append(
+            f"not hidden: {format_seconds(each['seconds'])} of {each['op']}{place} ({each['resource']})"
+        )
+    if written := prediction.get("ssd_written_bytes"):
+        lines.append(f"written to SSD: {format_bytes(written)} a step and rank")
+    return lines
+
+
+def _rows(
+    step: Step, ops: npt.NDArray[Any], resource: npt.NDArray[Any], seconds: F64
+) -> dict[tuple[str, str, str], float]:
+    """Return seconds by op name, module and resource."""
+    key = (step.ops.name[ops].astype(np.int64) * len(step.modules) + step.ops.module[ops]) * len(
+        RESOURCES
+    ) + resource
+    keys, at = np.unique(key, return_inverse=True)
+    rows: dict[tuple[str, str, str], float] = {}
+    for each, total in zip(keys.tolist(), np.bincount(at, seconds, len(keys)).tolist(), strict=True):
+        rest, used = divmod(each, len(RESOURCES))
+        name, module = divmod(rest, len(step.modules))
+        rows[step.names[name], step.modules[module], RESOURCES[used]] = total
+    return rows
+
+
+def _largest(rows: dict[tuple[str, str, str], float]) -> tuple[OpTime, ...]:
+    return tuple(
+        OpTime(*row, seconds) for row, seconds in sorted(rows.items(), key=lambda item: -item[1])[:TOP]
+    )

@@ -1,0 +1,34 @@
+"""Record one training step by running the user's code on fake tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.autotune.record.batch_equivalence import batch_is_lossless
+    from memtune.autotune.record.compiled import CompiledRecordings
+    from memtune.autotune.record.recorder import (
+        SEED,
+        Session,
+        Trace,
+        error_line,
+        record,
+        start_session,
+        step_of,
+    )
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "SEED",
+    "CompiledRecordings",
+    "Session",
+    "Trace",
+    "batch_is_lossless",
+    "error_line",
+    "record",
+    "start_session",
+    "step_of",
+]

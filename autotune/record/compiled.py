@@ -1,0 +1,90 @@
+"""Recordings of compiled models.
+
+The Step of AOTAutograd's graphs, with the partitioner's choice of saved tensors.
+
+Nothing is modelled: Dynamo, AOTAutograd and its partitioner run on the fake model as in training, and the
+recorder observes the graphs op by op. A recording for `aot_eager` is exact. For `inductor`, the graphs are
+those that it would receive, with its decompositions and partitioner; fusion in its kernels is not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from memtune.autotune.record.recorder import error_line, record
+from memtune.compile import Compiling
+from memtune.errors import MemtuneError
+from memtune.hardware import Device
+from memtune.memory import WorkspaceTable
+from memtune.program import Recording
+from memtune.technique import Reason
+from memtune.workload import Workload
+
+_MOST_GRAPHS = 64
+"""Dynamo's cache limit per code object. Its default of 8 would fall back to eager after a few micro-batches.
+"""
+
+
+class CompiledRecordings:
+    """Recordings of a workload by compile setting, each made when first needed.
+
+    Args:
+        workload: The user's model, batch, loss and optimizer.
+        sizes: Micro-batches that will be used.
+        between: As in `record`.
+        workspace: Table of CPU kernels' scratch.
+        target: Device on which the step is to run.
+        translate: Translates a recording to the target's kernels.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        sizes: Iterable[int] = (),
+        between: Iterable[int] = (),
+        workspace: WorkspaceTable | None = None,
+        target: Device = "cpu",
+        translate: Callable[[Recording], Recording] = lambda recording: recording,
+    ) -> None:
+        self._record = partial(
+            record, workload, sizes=set(sizes), between=set(between), workspace=workspace, target=target
+        )
+        self._workload, self._translate = workload, translate
+        self._known: dict[Compiling, Recording | Reason] = {}
+
+    def __call__(self, compiling: Compiling) -> Recording | Reason:
+        """Return the recording under `compiling`, or why the model cannot be compiled so."""
+        if compiling not in self._known:
+            self._known[compiling] = self._made(compiling)
+        return self._known[compiling]
+
+    def _made(self, compiling: Compiling) -> Recording | Reason:
+        try:
+            with recording_graphs():
+                recording = self._record(compiling=compiling)
+        except MemtuneError as error:
+            return Reason(f"{error.what} {error.evidence}".strip(), "execution.compile: false")
+        except Exception as error:  # of Dynamo, AOTAutograd or user code that only they run
+            return Reason(
+                f"it cannot be compiled: {error_line(error, self._workload)}", "execution.compile: false"
+            )
+        return self._translate(recording)
+
+
+@contextmanager
+def recording_graphs() -> Iterator[None]:
+    """Compile graphs for fixed sizes, with Dynamo's caches cleared before and after.
+
+    It would reuse another model's.
+    """
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    settings = {"automatic_dynamic_shapes": False, "recompile_limit": _MOST_GRAPHS}
+    try:
+        with torch._dynamo.config.patch(settings):
+            yield
+    finally:
+        torch._dynamo.reset()

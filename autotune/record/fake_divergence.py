@@ -1,0 +1,167 @@
+"""Keep code that branches differently or fails on fake tensors on the path of training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtune.activations.capture import ConstantTensors, fakes_look_real
+from memtune.runtime import mutated
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_NUMBERS = "assumed that the numbers which the optimizer reads from tensors are 1: no size depends on them"
+_ONE_SEQUENCE = (
+    "assumed that no sample holds several packed sequences: transformers decides by looking at position_ids"
+)
+
+
+_AS_IN_THIS_BATCH = (
+    "assumed that every batch has masks like those recorded with: transformers decides by looking at them"
+)
+
+
+@contextmanager
+def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues | None) -> Iterator[None]:
+    """Answer reads of fake tensors' data as in training; append each assumption to `assumed`.
+
+    Optimizers that scale by a norm (`torch.optim.Adafactor`) read numbers in every step; a fake tensor has
+    none.
+    """
+    numbers = _OptimizerScalarReads(assumed)
+    before = optimizer.register_step_pre_hook(lambda *_: numbers.begin())
+    after = optimizer.register_step_post_hook(lambda *_: numbers.end())
+    looks = batch.watched(assumed) if batch is not None and "transformers" in sys.modules else nullcontext()
+    try:
+        with _one_sequence(assumed), fakes_look_real(), looks:
+            yield
+    finally:
+        numbers.end()
+        before.remove()
+        after.remove()
+
+
+class BatchValues:
+    """Known integers and masks of a session's micro-batches, taken before they were made fake."""
+
+    def __init__(self) -> None:
+        self._known = ConstantTensors()
+
+    def fake(self, tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+        """Return `tensor` as a fake one; its values remain known unless they are floating-point."""
+        made = mode.from_tensor(tensor)
+        self._known.know(made, tensor)
+        return made
+
+    def watched(self, assumed: list[str]) -> TorchDispatchMode:
+        """Inside, code that looks at what follows from them and from constants alone is told what training
+        would tell it.
+        """
+        return _KnownValueReads(self._known, assumed)
+
+
+class _KnownValueReads(TorchDispatchMode):
+    def __init__(self, known: ConstantTensors, assumed: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known, self._assumed = known, assumed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = self._known.look(func, args)
+        if told is not None:
+            if _AS_IN_THIS_BATCH not in self._assumed:
+                self._assumed.append(_AS_IN_THIS_BATCH)
+            return told
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (
+            isinstance(out, Tensor) and not out.is_floating_point()
+        ):  # floats are never known, nor written into what is
+            self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
+        return out
+
+
+class _OptimizerScalarReads(TorchDispatchMode):
+    """Answer 1 where the optimizer reads a number that no fake tensor has.
+
+    Active only while the optimizer steps.
+    """
+
+    def __init__(self, assumed: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._assumed, self._steps = assumed, False
+
+    def begin(self) -> None:
+        if not self._steps:
+            self._steps = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        if self._steps:
+            self._steps = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not _NUMBER:
+                raise
+        if _NUMBERS not in self._assumed:
+            self._assumed.append(_NUMBERS)
+        dtype = args[0].dtype
+        return 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
+
+
+@contextmanager
+def watch_random_states(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `note` with every state of the CPU generator that is read inside: tensors that no op makes."""
+    original = torch.get_rng_state
+
+    def get_rng_state() -> Tensor:
+        state = original()
+        if (
+            torch._C._len_torch_dispatch_stack()
+        ):  # modes are off while a kernel is measured, which is no part of the step
+            note(state)
+        return state
+
+    torch.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = original
+
+
+@contextmanager
+def _one_sequence(assumed: list[str]) -> Iterator[None]:
+    """Make Hugging Face models choose their attention mask as on real data.
+
+    On fake tensors transformers cannot see that no sample is packed, so it would build a full mask instead of
+    using the causal kernel: other ops, and a full mask more at the peak.
+    """
+    module: Any = sys.modules.get("transformers.masking_utils")
+    original = getattr(module, "find_packed_sequence_indices", None)
+    if original is None:
+        yield
+        return
+
+    def find_packed_sequence_indices(position_ids: Any) -> Any:
+        found = original(position_ids)
+        if found is not None:
+            (found[:, -1] == 0).all()  # the ops of the look that it takes in training
+            if _ONE_SEQUENCE not in assumed:
+                assumed.append(_ONE_SEQUENCE)
+        return None
+
+    module.find_packed_sequence_indices = find_packed_sequence_indices
+    try:
+        yield
+    finally:
+        module.find_packed_sequence_indices = original

@@ -1,0 +1,587 @@
+"""Record a workload: run the user's code on fake tensors at two micro-batches and build a Recording.
+
+A model that cannot be built or run on one recording rung is tried on the next (`RUNGS`); the recording names
+the rung that succeeded and why the lower ones failed. Sizes are affine functions of the micro-batch, fitted
+to the two recordings; further micro-batches are recorded to check them (`check`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from memtune.autotune.record.block_dedup import BlockDedup, optimizer_mark
+from memtune.autotune.record.block_expand import PartialRecording
+from memtune.autotune.record.cuda_autocast import cuda_autocast_on_cpu
+from memtune.autotune.record.fake_divergence import BatchValues, as_in_training
+from memtune.autotune.record.foreach_record import foreach_phase, step_counters
+from memtune.autotune.record.kernel_calls import CallRecorder
+from memtune.autotune.record.optimizer_dedup import OptimizerDedup
+from memtune.autotune.record.tracer import Tracer
+from memtune.compile import CompiledModel, Compiling
+from memtune.errors import MemtuneError, WorkloadError
+from memtune.hardware import Device
+from memtune.memory import RealOutputs, WorkspaceTable
+from memtune.offload.core import not_one_by_one
+from memtune.offload.optimizer import no_native_update_for
+from memtune.program import I64, Edit, Hints, Kind, OptimizerFacts, Recording, Step, at_micro_batch
+from memtune.runtime import (
+    HOST,
+    OneFakeMode,
+    Order,
+    SyncContext,
+    accumulate,
+    mark,
+    prepare_model,
+    tier,
+    train_step,
+)
+from memtune.workload import Workload, map_tensors, summary, user_line
+
+RUNGS = {
+    "fake": "on fake tensors",
+    "meta": "with the model built on the meta device",
+    "real-init": "with the model built for real, then made fake",
+    "real-step": "with a real step on CPU",
+}
+"""The recording rungs, lowest first, with the phrase that notes use for each."""
+CPU = torch.device("cpu")
+_AFFINE_TOLERANCE = 0.01
+"""Relative error of the affine peak from which a size counts as not affine; kernel scratch is never quite
+affine.
+"""
+_REAL_STEP_SHARE = 0.25
+"""Share of this machine's memory that a real step may use, where the ops differ between micro-batches."""
+SEED = 0
+"""Seed of every random draw while recording, so that data-dependent code (routing) takes the same path each
+time.
+"""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One traced step: the Step, and the hints that translation needs besides it."""
+
+    step: Step
+    hints: Hints
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model and optimizer on one rung of the ladder, ready to be traced."""
+
+    workload: Workload
+    rung: str
+    mode: AbstractContextManager[Any]
+    fake: FakeTensorMode | None
+    model: nn.Module
+    optimizer: Optimizer
+    blocks: list[str]
+    sizes: WorkspaceTable
+    """Output sizes of CPU kernels whose fake implementations report others."""
+    target: Device = "cpu"
+    """Device on which the step is to run; for CUDA, the recorded code paths are those that `translate` can
+    follow.
+    """
+    sync: SyncContext = field(default=lambda last: nullcontext())
+    """Context manager around each micro-batch, given whether it is the last; set by techniques that reduce
+    gradients.
+    """
+    order: Order | None = None
+    """Order of the micro-batches; None runs them one after the other."""
+    fold: OptimizerDedup | None = None
+    """Records the optimizer's step once per parameter signature; None records it for every parameter."""
+    blocks_fold: BlockDedup | None = None
+    """Records forward and backward of equal blocks once; None runs all blocks."""
+    assumed: list[str] = field(default_factory=list)
+    """Notes on answers that user code got where it read the data of fake tensors."""
+    values: BatchValues = field(default_factory=BatchValues)
+    """Known integers and masks of the micro-batches, although the tensors are fake."""
+
+    compiled: CompiledModel | None = None
+    """The parts of the model that run through torch.compile. Their graphs are made in an untraced step,
+    because Dynamo must not see the recorder.
+    """
+
+    def batch(self, size: int) -> Any:
+        """Return one micro-batch of `size` samples, made fake unless the rung is real."""
+        with tier(HOST):
+            batch = self.workload.make_batch(size)
+        fake = self.fake
+        if fake is not None:
+            batch = map_tensors(batch, lambda tensor: self.values.fake(tensor, fake))
+        map_tensors(batch, lambda tensor: mark(tensor, HOST))
+        return batch
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter the recording modes.
+
+        Fake tensors unless the rung is real, real output sizes, random draws from the seed.
+        """
+        casts = cuda_autocast_on_cpu() if self.target == "cuda" else nullcontext()
+        with casts, torch.random.fork_rng(devices=[]), self.mode:
+            torch.manual_seed(SEED)
+            if self.fake is None:
+                yield
+            else:
+                values = (
+                    self.values if self.compiled is None else None
+                )  # Dynamo compiles nothing under a dispatch mode
+                with as_in_training(self.assumed, self.optimizer, values), RealOutputs(self.sizes):
+                    yield
+
+    def warm_up(self, size: int) -> None:
+        """Run one untraced step, so that the optimizer has its state."""
+        with self.entered():
+            batches = [self.batch(size)]
+            if self.fold is None:
+                train_step(
+                    self.model,
+                    self.optimizer,
+                    self.workload.loss,
+                    batches,
+                    CPU,
+                    sync=self.sync,
+                    order=self.order,
+                )
+                return
+            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
+            self.fold.first_step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
+        """Return the steady-state step at micro-batch `size`.
+
+        With `trace_last`, that of the last of several micro-batches.
+        """
+        return self.traced(size, micro_batches=micro_batches, trace_last=trace_last).step
+
+    def traced(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
+        """Return the trace of `trace`.
+
+        The step, with the signatures by which workspaces of ops are looked up.
+        """
+        fold = self.blocks_fold
+        if fold is None or micro_batches > 1:
+            return self._whole(size, micro_batches=micro_batches, trace_last=trace_last)
+        if fold.proven and (written := fold.attempt(lambda: fold.written(self._short(fold, size)))):
+            return Trace(*written)
+        trace = self._whole(size)
+        if not fold.proven and not fold.whole:
+            fold.attempt(lambda: fold.prove(trace.step, trace.hints, self._short(fold, size)))
+        return trace
+
+    def _short(self, fold: BlockDedup, size: int) -> PartialRecording:
+        """Record forward and backward without the blocks that `dedup` skips."""
+        tracer = Tracer(self.model, self.optimizer, fold.kept, on_cpu=self.target == "cpu")
+        with self.entered(), fold.without_blocks():
+            batches = [self.batch(size)]
+            calls = CallRecorder(tracer, fuse=self.target == "cuda")
+            try:
+                with tracer.recording():
+                    with calls:
+                        loss = accumulate(
+                            self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order
+                        )
+                    tracer.note_gradients()
+                    seen = fold.gradients()
+                    optimizer_mark(tracer)
+                    self.optimizer.zero_grad(set_to_none=True)
+                    del loss  # as in `_whole`
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
+        return fold.short(tracer, calls.calls, self.optimizer, seen)
+
+    def _whole(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
+        if self.compiled is not None:
+            self.warm_up(size)
+        tracer = Tracer(self.model, self.optimizer, self.blocks, on_cpu=self.target == "cpu")
+        with self.entered():
+            batches = [self.batch(size) for _ in range(micro_batches)]
+            if trace_last and micro_batches > 1:
+                accumulate(
+                    self.model, self.workload.loss, batches[:-1], CPU, sync=lambda last: self.sync(False)
+                )
+                batches = batches[-1:]
+            calls = CallRecorder(tracer, fuse=self.target == "cuda")
+            with tracer.recording():
+                with calls if self.compiled is None else _no_new_graphs():
+                    loss = accumulate(
+                        self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order
+                    )
+                tracer.note_gradients()
+                foreach = None
+                if self.target == "cuda":
+                    with tracer.paused():
+                        foreach = (
+                            self.fold.foreach()
+                            if self.fold
+                            else foreach_phase(self.model, self.optimizer, self.blocks)
+                        )
+                counters = step_counters(tracer, self.optimizer)
+                self.optimizer.step() if self.fold is None else self.fold.step(tracer)
+                self.optimizer.zero_grad(set_to_none=True)
+                del loss  # held as long as `train_step` holds it
+        return Trace(
+            tracer.step(), Hints(tuple(calls.calls), tuple(tracer.draft.signatures), foreach, counters)
+        )
+
+
+@contextmanager
+def _fake_errors_unlogged() -> Iterator[None]:
+    """Silence torch's log of the op that failed on fake tensors.
+
+    The error is raised as well, and the next rung may succeed.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+@_fake_errors_unlogged()
+def record(
+    workload: Workload,
+    *,
+    small: int = 2,
+    large: int = 4,
+    sizes: Iterable[int] = (),
+    between: Iterable[int] = (),
+    workspace: WorkspaceTable | None = None,
+    target: Device = "cpu",
+    compiling: Compiling | None = None,
+    change: Callable[[Session], None] | None = None,
+) -> Recording:
+    """Record one training step of `workload`.
+
+    Args:
+        workload: The user's model, batch, loss and optimizer.
+        small: First micro-batch. At least 2: at 1 the program differs (broadcast dimensions), so sizes could
+            not be extrapolated.
+        large: Second micro-batch; sizes in between and beyond follow from the two.
+        sizes: Micro-batches that will be used. Each is recorded too, unless that takes a real step; a real
+            step is taken where ops differ between micro-batches and it needs a small part of this machine's
+            memory.
+        between: Micro-batches that are recorded only if the largest of `sizes` is not affine (experts with a
+            capacity, contrastive losses).
+        workspace: Table of CPU kernels' scratch, by op; missing entries are measured in a child process and
+            saved. Without it the recording holds tensors only, and its notes report that.
+        target: Device on which the step is to run; a recording for CUDA is meant for `translate`.
+        compiling: Scope and settings of torch.compile; None records the eager model.
+        change: Called with a fresh session to change model and optimizer before recording.
+
+    Returns:
+        The recording, with its rung and the reasons why lower rungs failed.
+
+    Raises:
+        WorkloadError: Even a real step on CPU fails; the message is that step's error.
+        ApplyError: The requested parts of the model were not compiled.
+    """
+    started = time.monotonic()
+    workload.check_batch()
+    session, one, notes = open_session(workload, small, target, compiling, change)
+    two = session.traced(large)
+    first, second = one.step, two.step
+    same = _same_program(first, second)
+    if workspace is None:
+        notes.append("kernel workspaces were not measured: the step holds tensors only")
+    else:
+        scratch = _workspaces(one, workspace), _workspaces(two, workspace)
+        somewhere = (scratch[0] > 0) | (scratch[1] > 0) if same else scratch[0] > 0
+        first = _with_workspaces(first, scratch[0], somewhere)
+        if same:
+            second = _with_workspaces(second, scratch[1], somewhere)
+    notes += session.assumed
+    if session.fold is not None and session.fold.whole:
+        notes.append(f"the optimizer's step was recorded whole: {session.fold.whole}")
+    if session.blocks_fold is not None and session.blocks_fold.left_out and session.blocks_fold.whole:
+        notes.append(f"equal blocks were recorded one by one: {session.blocks_fold.whole}")
+    if session.fake is None:
+        notes.append(
+            f"sizes may depend on the data: between micro-batches {small} and {large} and beyond they lie on"
+            " a line"
+        )
+    if not same:
+        notes.append(
+            f"the step at micro-batch {large} has other ops than at {small}: sizes are only known at {small}"
+        )
+        second = first
+    recording = Recording(
+        small=small,
+        step=first,
+        bytes_slope=(second.storages.bytes - first.storages.bytes) // (large - small),
+        flops_slope=(second.ops.flops - first.ops.flops) / (large - small),
+        traffic_slope=(second.ops.traffic_bytes - first.ops.traffic_bytes) // (large - small),
+        rung=session.rung,
+        notes=tuple(notes),
+        checked=frozenset({small, large} if same else {small}),
+        hints={small: one.hints, large: two.hints} if same else {small: one.hints},
+        optimizer=OptimizerFacts(no_native_update_for(session.optimizer), not_one_by_one(session.optimizer)),
+    )
+    wanted = sorted(
+        size
+        for size in set(sizes)
+        if session.fake is not None or (not same and _fits_in_memory(recording, size))
+    )
+    for size in wanted:
+        recording = check(recording, session, size, workspace)
+    if wanted and _not_affine(recording, wanted[-1]):
+        for size in sorted(set(between)):
+            recording = check(recording, session, size, workspace)
+    return replace(recording, record_s=time.monotonic() - started)
+
+
+def _fits_in_memory(recording: Recording, micro_batch: int) -> bool:
+    """Return whether a real step at `micro_batch` fits in this machine's memory by linear growth."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return recording.step.peak_bytes() * micro_batch / recording.small < _REAL_STEP_SHARE * memory_bytes
+
+
+def _not_affine(recording: Recording, micro_batch: int) -> bool:
+    """Return whether the recorded peak at `micro_batch` differs from the affine prediction."""
+    real, affine = recording.at(micro_batch).peak_bytes(), at_micro_batch(recording, micro_batch).peak_bytes()
+    return abs(real - affine) > _AFFINE_TOLERANCE * real
+
+
+def check(
+    recording: Recording, session: Session, micro_batch: int, workspace: WorkspaceTable | None = None
+) -> Recording:
+    """Record at `micro_batch` too, use that step for this size, and note errors of the affine sizes."""
+    if micro_batch in recording.checked:
+        return recording
+    trace = session.traced(micro_batch)
+    step = step_of(trace, workspace)
+    predicted = recording.at(micro_batch)
+    notes = recording.notes
+    if not _same_program(step, predicted) or not np.array_equal(
+        step.storages.bytes, predicted.storages.bytes
+    ):
+        more = step.peak_bytes() - predicted.peak_bytes()
+        notes += (
+            (
+                f"micro-batch {micro_batch} was recorded by itself: {more:+d} bytes at the peak against the"
+                " affine sizes"
+            ),
+        )
+    exact = {**recording.exact, micro_batch: step}
+    hints = {**recording.hints, micro_batch: trace.hints}
+    return replace(
+        recording, exact=exact, checked=recording.checked | {micro_batch}, notes=notes, hints=hints
+    )
+
+
+def step_of(trace: Trace, workspace: WorkspaceTable | None) -> Step:
+    """Return the traced step, with storages for kernel scratch if there is a table to look it up in."""
+    if workspace is None:
+        return trace.step
+    scratch = _workspaces(trace, workspace)
+    return _with_workspaces(trace.step, scratch, scratch > 0)
+
+
+def _workspaces(trace: Trace, table: WorkspaceTable) -> I64:
+    """Return (n,) scratch bytes of every op; measure entries that the table lacks and save them."""
+    keys = [key for key in trace.hints.signatures if key]
+    if any(key not in table.entries and key not in table.unknown for key in keys):
+        table.fill_in_child(keys)
+        table.save()
+    return np.asarray([table.workspace_bytes(key) if key else 0 for key in trace.hints.signatures], np.int64)
+
+
+def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.bool_]) -> Step:
+    """Return `step` with a storage for the scratch of every op in `somewhere`, live while the op runs."""
+    ops = np.flatnonzero(somewhere).astype(np.int32)
+    edit = Edit(step)
+    edit.add_storages(scratch_bytes[ops], producer=ops, kind=Kind.WORKSPACE)
+    return edit.done()
+
+
+@_fake_errors_unlogged()
+def open_session(
+    workload: Workload,
+    micro_batch: int,
+    target: Device = "cpu",
+    compiling: Compiling | None = None,
+    change: Callable[[Session], None] | None = None,
+) -> tuple[Session, Trace, list[str]]:
+    """Open a session on the first rung that records; return it, its trace and why lower rungs failed.
+
+    Raises:
+        WorkloadError: The real step, which is the last rung, fails too.
+    """
+    notes: list[str] = []
+    for rung, how in RUNGS.items():
+        try:
+            session = replace(start_session(workload, rung), target=target)
+            if change is not None:
+                change(session)
+            session = _with_dedup(session) if compiling is None else _with_compile(session, compiling)
+            session.warm_up(micro_batch)
+            trace = session.traced(micro_batch)
+        # whatever user code raises on fake tensors; the last rung is real and its error is the user's
+        except Exception as error:
+            if rung == "real-step":
+                if isinstance(error, MemtuneError):
+                    raise
+                if "SparseTensorImpl" in str(
+                    error
+                ):  # torch says so where it is asked for a sparse tensor's storage
+                    raise WorkloadError(
+                        "the training step makes sparse tensors, and memtune counts the bytes of dense ones"
+                        " only.",
+                        fix=(
+                            "nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad, SGD in place"
+                            " of SparseAdam)"
+                        ),
+                        code="MT118",
+                    ) from error
+                fix = "make it train without memtune first"
+                raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
+            notes.append(f"rung {rung}: {error_line(error, workload)}")
+        else:
+            if session.compiled is not None:
+                session.compiled.check()
+            return session, trace, [*notes, f"so the step was recorded {how}"] if notes else []
+    raise AssertionError("unreachable: the last rung returns or raises")
+
+
+@contextmanager
+def _no_new_graphs() -> Iterator[None]:
+    """Run existing graphs but compile none: neither the recorder's own code nor a graph that includes it."""
+    with torch.compiler.set_stance("eager_on_recompile"):
+        yield
+
+
+def _with_dedup(session: Session) -> Session:
+    """Return `session` with deduplication of equal blocks and parameters; it needs a plain step."""
+    return (
+        session
+        if session.fake is None
+        else replace(
+            session,
+            fold=OptimizerDedup(session.model, session.optimizer, session.blocks),
+            blocks_fold=BlockDedup(session.model, session.blocks),
+        )
+    )
+
+
+def _with_compile(session: Session, compiling: Compiling) -> Session:
+    """Return `session` with the model compiled as `compiling` asks.
+
+    A model compiled as a whole has no blocks.
+    """
+    regions = session.blocks if compiling.scope == "blocks" else [""]
+    compiled = CompiledModel(
+        session.model, regions, f"recorded {compiling.backend}", dict(compiling.partitioning)
+    )
+    compiled.install()
+    return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [])
+
+
+def start_session(workload: Workload, rung: str) -> Session:
+    """Build model and optimizer on one rung, from a fixed seed; raises any error of the user's code."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Deep copies ask fake tensors for their address; the answer is right, and the user can do nothing
+        # about the warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        torch.manual_seed(SEED)
+        return _build_session(workload, rung)
+
+
+def _build_session(workload: Workload, rung: str) -> Session:
+    fake = None if rung == "real-step" else OneFakeMode()
+    mode: AbstractContextManager[Any] = nullcontext() if fake is None else fake
+    build: Callable[[], nn.Module] = workload.build_model
+    if rung == "fake":
+        assert fake is not None
+        with fake:
+            model = build()
+    elif rung == "meta":
+        with torch.device("meta"):
+            model = build()
+        _make_fake(model, fake, CPU)
+    else:
+        model = build()
+        if fake is not None:
+            _make_fake(model, fake, None)
+    prepare_model(model).train()
+    with mode:
+        optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    blocks = workload.find_blocks(model)
+    return Session(workload, rung, mode, fake, model, optimizer, blocks, WorkspaceTable.cached())
+
+
+def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.device | None) -> None:
+    """Replace every parameter and buffer by a fake one in place; tied tensors remain tied."""
+    assert fake is not None
+    made: dict[int, torch.Tensor] = {}
+
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            with fake:
+                new = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+                )
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = new
+            keep.append(tensor)
+        return made[id(tensor)]
+
+    keep: list[torch.Tensor] = []
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = faked(parameter)  # type: ignore[assignment]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = faked(buffer)
+
+
+def _same_program(first: Step, second: Step) -> bool:
+    return (
+        first.names == second.names
+        and np.array_equal(first.ops.name, second.ops.name)
+        and np.array_equal(first.storages.producer, second.storages.producer)
+        and np.array_equal(first.uses.storage, second.uses.storage)
+    )
+
+
+def error_line(error: BaseException, workload: Workload) -> str:
+    """Return the exception as one line: the op, the message, and the line of the user's file."""
+    cause = error
+    while isinstance(cause, MemtuneError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    found, op = user_line(cause, workload.path), _op_of(cause)
+    text = summary(cause, 160)
+    return (
+        (f"{op}: " if op and op not in text else "")
+        + text
+        + (f" ({workload.path.name}, line {found[0]})" if found else "")
+    )
+
+
+def _op_of(error: BaseException) -> str:
+    """Return the name of the op that raised `error` on fake tensors, '' if none did."""
+    name, at = "", error.__traceback__
+    while at is not None:
+        func = at.tb_frame.f_locals.get("func")
+        if isinstance(func, torch._ops.OpOverload):
+            name = str(func)
+        at = at.tb_next
+    return name

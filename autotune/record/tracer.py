@@ -1,0 +1,590 @@
+"""Record one training step, op by op, as a Step.
+
+Invariants:
+
+1. Storages are counted, not tensors. A storage is created by the first op that returns it (or when FSDP2
+  resizes it from zero) and freed when its last reference dies, which a finaliser reports at once.
+2. Every tensor that autograd saves is replaced by a placeholder in memory of its own (`_pack`). The death of
+  the real storage then shows when *Python* released it, the death of the placeholder when *autograd* did, so
+  that a pass can remove one hold without the other.
+3. A backward op belongs to the module of the forward op whose autograd node has its sequence number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memtune.activations.offload import is_written_part
+from memtune.autotune.record.fake_divergence import watch_random_states
+from memtune.autotune.record.inplace_accumulation import SUM, is_in_place, sequence_number
+from memtune.autotune.record.step_builder import Draft, Mark
+from memtune.hardware import flops
+from memtune.memory import FAKE_DEVICE, signature
+from memtune.program import (
+    DONATES,
+    FOREVER,
+    OWN_GENERATOR,
+    READS,
+    WRITES,
+    Kind,
+    Parameter,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+)
+from memtune.runtime import (
+    DEVICE,
+    HOST,
+    READ_OUTS,
+    SEAM,
+    TIERS,
+    WatchingMode,
+    current_tier,
+    draws,
+    element_bytes,
+    group_size,
+    link_of,
+    mutated,
+    observe_kept,
+    one_pass_bytes,
+    tensors_in,
+    tier,
+    tier_of_storage,
+    weakly,
+)
+from memtune.workload import structure_of
+
+_COLLECTIVES = ("c10d.", "_c10d_functional.")
+
+
+class Tracer(WatchingMode):
+    """Dispatch mode that records every op inside `recording`; `step` builds the Step.
+
+    Args:
+        model: The model as it is trained, wrapped or not.
+        optimizer: Its optimizer; its state when the recording starts is that of a steady-state step.
+        blocks: Qualified names of the repeated blocks.
+        stand_ins: Replace saved tensors (rule 2). Otherwise holds of autograd and Python are not
+            distinguished.
+        on_cpu: The step is to run on CPU, where generator states that the model keeps are device memory.
+
+    Attributes:
+        draft: The rows recorded so far.
+        n_state: Number of storages that existed when the recording began.
+        entered: Position of the recording when each block was first called.
+        composite_from: First op of the running function of `PRODUCT_PLUS_BIAS`, -1 outside of one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        blocks: list[str],
+        *,
+        stand_ins: bool = True,
+        on_cpu: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._optimizer, self._stand_ins = model, optimizer, stand_ins
+        self._blocks, self._on_cpu = blocks, on_cpu
+        self.draft = Draft(blocks)
+        self.n_state = 0
+        self.entered: dict[int, Mark] = {}
+        self.phase = Phase.FORWARD
+        self._paused = 0
+        self._states: list[int] = []  # of random numbers, kept since the model's last op
+        self.composite_from = -1
+        self._turn = 0
+        self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
+        self._sequence = -1  # autograd's counter when the last op ran
+        self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of the saves
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
+        self._stack: list[tuple[int, int]] = [(0, -1)]  # module, call of a block
+        self._node_owner: dict[
+            int, tuple[int, int]
+        ] = {}  # autograd sequence number -> (module, call), ascending
+        self._nodes: list[int] = []  # the keys of _node_owner
+        self._last_writer: dict[int, int] = {}  # storage that backward wrote into -> the last op that did
+        self._on_death, self._on_release = (
+            weakly(self._died),
+            weakly(self._released),
+        )  # the model's storages outlive the step
+
+    # -- what exists before the step -------------------------------------------------------------------------
+
+    def _register_state(self) -> None:
+        seen: dict[int, int] = {}
+        owners = self._owning_blocks()
+        for name, parameter in self._model.named_parameters():
+            local = _local(parameter)
+            storage = self._register(local, Kind.PARAMETER)
+            if storage in seen:
+                continue
+            seen[storage] = len(self.draft.parameters)
+            shape = tuple(local.shape)
+            self.draft.parameters.append(
+                Parameter(
+                    name,
+                    storage,
+                    -1,
+                    shape,
+                    local.element_size(),
+                    parameter.requires_grad,
+                    owners.get(id(parameter), -1),
+                )
+            )
+        for buffer in self._model.buffers():
+            self._register(_local(buffer), Kind.BUFFER)
+        for state in self._optimizer.state.values():
+            for value in tree_leaves(state):
+                if isinstance(value, Tensor):
+                    self._register(_local(value), Kind.OPTIMIZER)
+        for group in (
+            self._optimizer.param_groups
+        ):  # parameters that only the optimizer holds: master copies on the host
+            for parameter in group["params"]:
+                self._register(_local(parameter), Kind.PARAMETER)
+
+    def _owning_blocks(self) -> dict[int, int]:
+        return {
+            id(parameter): i
+            for i, name in enumerate(self._blocks)
+            for parameter in self._model.get_submodule(name).parameters()
+        }
+
+    def _register(self, tensor: Tensor, kind: Kind) -> int:
+        storage = tensor.untyped_storage()
+        known = self._ids.get(storage._cdata)
+        return known if known is not None else self._new_storage(storage, kind, producer=-1)
+
+    def _new_storage(self, storage: torch.UntypedStorage, kind: Kind, producer: int) -> int:
+        place = tier_of_storage(storage)
+        place = current_tier() if place == DEVICE else place
+        index = self.draft.add(storage.nbytes(), Tier(TIERS.index(place)), kind, producer)
+        self._ids[storage._cdata] = index
+        weakref.finalize(storage, self._on_death, storage._cdata, index)
+        return index
+
+    def _died(self, address: int, index: int) -> None:
+        # FSDP2 resizes to zero and back: the address then belongs to a later incarnation, which this death
+        # ends.
+        current = self._ids.pop(address, index)
+        if self.draft.held[current] == FOREVER:
+            self.draft.held[current] = len(self.draft.ops) - 1
+
+    def storage_of(self, tensor: Tensor) -> int:
+        """Return the row of the storage behind `tensor`."""
+        return self._register(_local(tensor), Kind.BUFFER)
+
+    def adopt(self, tensor: Tensor, kind: Kind) -> None:
+        """Count the storage of `tensor` among those that existed before the step."""
+        self._register(_local(tensor), kind)
+
+    def mark(self) -> Mark:
+        """Return the current position of the recording."""
+        return Mark(len(self.draft.ops), torch._C._autograd._get_sequence_nr(), len(self.draft.saves))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not record ops inside."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # -- while the step runs ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func is FAKE_DEVICE and type(args[0]) is FakeTensor
+        ):  # every second call: spare it the way through all modes
+            return args[0].fake_device
+        if any(
+            kind not in (Tensor, nn.Parameter, FakeTensor) and hasattr(kind, "__torch_dispatch__")
+            for kind in types
+        ):
+            if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is Tensor for kind in types):
+                return NotImplemented  # a DTensor: its local op comes back here with local shapes
+        sequence = torch._C._autograd._get_sequence_nr() - 1
+        out = func(*args, **(kwargs or {}))
+        if self._paused or func.namespace in ("prim", "prims"):
+            return out
+        self._record(func, sequence, args, kwargs or {}, out)
+        return out
+
+    def _record(self, func: Any, sequence: int, args: Any, kwargs: Any, out: Any) -> None:
+        inputs = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        outputs = tensors_in((out,))
+        written = mutated(func, args, kwargs)
+        known = {t.untyped_storage()._cdata for t in inputs}
+        if torch._C._current_autograd_node() is None and sequence not in self._node_owner:
+            self._node_owner[sequence] = self._stack[-1]
+        fresh = [
+            t
+            for t in outputs
+            if t.untyped_storage()._cdata not in self._ids and t.untyped_storage()._cdata not in known
+        ]
+        if not fresh and not written:  # a view, or a read-out
+            if func in READ_OUTS and self._inside_model():
+                self._looked_at(inputs)
+            return
+        name = str(func)
+        if self.phase < Phase.BOUNDARY and any(t.is_conj() or t.is_neg() for t in inputs):
+            self.draft.lazy_values = True
+        self._sequence = sequence + 1
+        if (
+            torch.is_grad_enabled()
+            and any(t._is_view() for t in written)
+            and any(t.requires_grad for t in inputs)
+        ):
+            self._sequence += (
+                2  # writing into a view makes nodes for base and view, before the output is saved
+            )
+        op = len(self.draft.ops)
+        reads = [self._register(t, Kind.BUFFER) for t in inputs]
+        module, call, phase = self._place(sequence)
+        handed = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
+        for storage in dict.fromkeys(reads):
+            self.draft.uses.append((op, storage, DONATES if storage == handed else READS))
+        for tensor in written:
+            self.draft.uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
+            if phase is Phase.BACKWARD:
+                self._last_writer[self.draft.uses[-1][1]] = op
+        seam = SEAM.get(name)
+        resource = seam.resource if seam else Resource.COMPUTE
+        group = 0
+        if name.startswith(_COLLECTIVES) or (seam and seam.collective):
+            resource, group = link_of(func, args) if seam else Resource.INTRA_LINK, group_size(args, kwargs)
+        if seam or group:
+            one_pass = seam is not None and seam.resource in (Resource.HOST_THREADS, Resource.COMPUTE)
+            moving = inputs[:1] if seam is not None and seam.first_crosses else inputs + fresh
+            traffic = (
+                one_pass_bytes(inputs, written) if one_pass else max([t.nbytes for t in moving], default=0)
+            )
+        else:
+            traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
+        given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+        rng = OWN_GENERATOR if given else int(draws(func, args, kwargs))
+        n_flops = flops.count(func, args, kwargs, out)
+        node: Any = torch._C._current_autograd_node()
+        node_number = -1 if node is None or phase is not Phase.BACKWARD else sequence_number(node)
+        exact = element_bytes(func, args, kwargs, out)
+        self.draft.ops.append(
+            (name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number, exact)
+        )
+        self.draft.signatures.append("" if seam or group else signature(func, args, kwargs))
+        while self._states and not seam:
+            self.draft.producer[self._states.pop()] = op
+        kind = (
+            Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
+        )
+        for tensor in fresh:
+            made = tensor.untyped_storage()
+            if made._cdata in self._ids:
+                continue
+            index = self._new_storage(made, kind, producer=op)
+            if seam and seam.output_tier != Tier.DEVICE:
+                self.draft.tier[index] = int(seam.output_tier)
+
+    def _looked_at(self, tensors: list[Tensor]) -> None:
+        """Note that model code read a value of `tensors`.
+
+        Storages without an op, parameter or buffer are constants that the code itself made, and are not
+        noted.
+        """
+        known = [self._ids.get(_local(each).untyped_storage()._cdata, -1) for each in tensors]
+        self.draft.looks.update(
+            each for each in known if self.draft.producer[each] >= 0 or 0 <= each < self.n_state
+        )
+
+    def _is_in_place(self, func: Any, args: Any, out: Any, first: int, phase: Phase) -> bool:
+        maker = self._last_writer.get(first, self.draft.producer[first])
+        if phase is Phase.BACKWARD:
+            return maker >= 0 and is_in_place(
+                func, args, out, self.draft.ops[maker][0], self.draft.ops[maker][9]
+            )
+        return func is SUM and maker >= self.composite_from >= 0
+
+    def _inside_model(self) -> bool:
+        return len(self._stack) > 1 or torch._C._current_autograd_node() is not None
+
+    def _place(self, sequence: int) -> tuple[int, int, Phase]:
+        if self.phase is not Phase.FORWARD:
+            return 0, -1, self.phase
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return *self._stack[-1], Phase.FORWARD
+        owner = self._owner_of(node._sequence_nr())
+        if (
+            torch.is_grad_enabled()
+        ):  # forward ops inside backward: a recomputation, of the block whose backward asked for it
+            module, call = self._stack[-1]
+            return module or owner[0], call if call >= 0 else owner[1], Phase.RECOMPUTE
+        return *owner, Phase.BACKWARD
+
+    def _owner_of(self, node: int) -> tuple[int, int]:
+        """Return module and call of the forward op that made a node.
+
+        Writing into a view makes more nodes than ops, numbered after the op's own, so the nearest lower
+        number is taken.
+        """
+        if len(self._nodes) != len(self._node_owner):
+            self._nodes = sorted(self._node_owner)
+        at = bisect.bisect_right(self._nodes, node) - 1
+        return self._node_owner[self._nodes[at]] if at >= 0 else (0, -1)
+
+    def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
+        """Record that FSDP2 freed (`after` 0) or reallocated (`before` 0) a storage in place."""
+        index = self._ids.get(storage._cdata)
+        if self._paused or before == after:
+            return
+        if index is not None and before > 0:
+            self.draft.held[index] = len(self.draft.ops) - 1
+        if after > 0:
+            op = self._allocates(*self._stack[-1], self.phase)
+            self._ids[storage._cdata] = self.draft.add(after, Tier.DEVICE, Kind.COMMUNICATION, producer=op)
+
+    def _allocates(self, module: int, call: int, phase: Phase) -> int:
+        """Append an op that represents memory allocated without an op; return its row."""
+        self.draft.ops.append(
+            ("memtune.allocate", module, call, int(phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0)
+        )
+        self.draft.signatures.append("")
+        return len(self.draft.ops) - 1
+
+    def _asked_for_state(self, state: Tensor) -> None:
+        """Record a generator state that the model's own checkpoint keeps.
+
+        Kilobytes that torch allocates without an op.
+        """
+        if not self._paused and current_tier() == DEVICE:
+            op = self._allocates(*self._place(torch._C._autograd._get_sequence_nr() - 1))
+            self._new_storage(state.untyped_storage(), Kind.TEMPORARY, producer=op)
+
+    def _keeps_state(self, state: Tensor) -> None:
+        """Record a generator state that memtune's runtime keeps.
+
+        It is counted from the model's next op, because copies before that op are not part of the block.
+        """
+        if not self._paused:
+            with tier(HOST):
+                index = self._new_storage(
+                    state.untyped_storage(), Kind.TEMPORARY, producer=len(self.draft.ops)
+                )
+            self._states.append(index)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        index = self._ids.get(storage._cdata)
+        self._paused += 1
+        try:
+            if index is None:
+                index = self._register(tensor, Kind.BUFFER)
+            if self.draft.kind[index] in (Kind.PARAMETER, Kind.BUFFER) and self.draft.producer[index] < 0:
+                return tensor
+            base = tensor._base if tensor._is_view() else tensor
+            if isinstance(base, nn.Parameter) or self.draft.kind[index] == Kind.COMMUNICATION:
+                return tensor
+            if is_written_part(tensor):
+                self.draft.parts.add(index)
+            row = len(self.draft.saves)
+            call = self._stack[-1][1]
+            # An op saves its inputs after its autograd node is made and before it runs, its outputs after it
+            # has run.
+            is_output = torch._C._autograd._get_sequence_nr() <= self._sequence
+            self.draft.saves.append([index, len(self.draft.ops), -1, -1, call, int(is_output), -1, -1])
+            return self._stand_in_for(tensor, row, column=2)
+        finally:
+            self._paused -= 1
+
+    def _unpack(self, stand_in: Tensor) -> Tensor:
+        # A second stand-in: it dies when the backward node has used it, the first when autograd releases the
+        # node.
+        row = self._row_of.get(stand_in.untyped_storage()._cdata)
+        if row is None:
+            return stand_in
+        if self.draft.saves[row][6] < 0:
+            self.draft.saves[row][6:] = [len(self.draft.ops), self._turn]
+            self._turn += 1
+        self._paused += 1
+        try:
+            return self._stand_in_for(stand_in, row, column=3)
+        finally:
+            self._paused -= 1
+
+    def _stand_in_for(self, tensor: Tensor, row: int, column: int) -> Tensor:
+        stand_in = placeholder_like(tensor)
+        twin = stand_in.untyped_storage()
+        self._ids[twin._cdata] = self.draft.saves[row][0]
+        self._row_of[twin._cdata] = row
+        weakref.finalize(twin, self._on_release, twin._cdata, row, column)
+        return stand_in
+
+    def _released(self, address: int, row: int, column: int) -> None:
+        self._ids.pop(address, None)
+        self._row_of.pop(address, None)
+        self.draft.saves[row][column] = len(self.draft.ops) - 1
+
+    # -- start and finish ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Tracer]:
+        """Record everything that runs inside; the optimizer's `step` is the optimizer phase."""
+        self._register_state()
+        self.n_state = len(self.draft.bytes)
+        enter = module_hooks.register_module_forward_pre_hook(self._enter)
+        leave = module_hooks.register_module_forward_hook(self._leave, always_call=True)
+        before = self._optimizer.register_step_pre_hook(lambda *_: setattr(self, "phase", Phase.OPTIMIZER))
+        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with contextlib.ExitStack() as stack:
+            landed = [
+                p.register_post_accumulate_grad_hook(self._landed)
+                for p in self._model.parameters()
+                if p.requires_grad
+            ]
+            watched = [*(self._model.get_submodule(name) for name in self._blocks), self._model]
+            called = [
+                handle
+                for i, module in enumerate(watched)
+                for handle in (
+                    module.register_forward_pre_hook(self._called(i), with_kwargs=True, prepend=True),
+                    module.register_forward_hook(self._returned(i), prepend=True),
+                )
+            ]
+            # After hooks of the user's, which may change it.
+            called += [each.register_forward_hook(self._form_of(i)) for i, each in enumerate(watched[:-1])]
+            for handle in (enter, leave, before, *landed, *called):
+                stack.callback(handle.remove)
+            stack.enter_context(watch_resizes(self.resized))
+            if self._on_cpu:
+                stack.enter_context(watch_random_states(self._asked_for_state))
+            stack.enter_context(observe_kept(self._keeps_state))
+            if self._stand_ins:
+                stack.enter_context(saved)
+            stack.enter_context(self)
+            yield self
+
+    def _called(self, block: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_autograd_node() is not None:
+                return
+            if self.draft.enter[block] < 0:
+                self.draft.enter[block] = len(self.draft.ops)
+                self.entered[block] = self.mark()
+            if block == len(self._blocks):
+                self.draft.model_calls += 1
+                return
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self.draft.inputs[self._stack[-1][1], self._register(_local(tensor), Kind.BUFFER)] = None
+
+        return note
+
+    def _returned(self, block: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_autograd_node() is None:
+                self.draft.leave[block] = len(self.draft.ops) - 1
+                if block == len(self._blocks):
+                    with (
+                        torch._C.DisableTorchFunctionSubclass()
+                    ):  # or logits that are not there would be read
+                        storages = [
+                            _local(t).untyped_storage() for t in tree_leaves(output) if isinstance(t, Tensor)
+                        ]
+                    self.draft.outputs |= {
+                        self._ids[each._cdata] for each in storages if each._cdata in self._ids
+                    }
+
+        return note
+
+    def _form_of(self, block: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_autograd_node() is None:
+                self.draft.outputs_of[block] = structure_of(output)
+
+        return note
+
+    def _landed(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            index = self._ids.get(_local(parameter.grad).untyped_storage()._cdata)
+            if index is not None:
+                self.draft.ready[index] = len(self.draft.ops) - 1
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._module_names.get(id(module), "")
+        number = self.draft.modules.setdefault(name, len(self.draft.modules))
+        block = self._block_of.get(id(module), -1)
+        self._stack.append((number, self.draft.calls.enter(block) if block >= 0 else self._stack[-1][1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def note_gradients(self) -> None:
+        """Mark gradients and link them to their parameters; call it between backward and optimizer."""
+        by_name = dict(self._model.named_parameters())
+        for i, parameter in enumerate(self.draft.parameters):
+            gradient = by_name[parameter.name].grad
+            if gradient is None:
+                continue
+            index = self._ids.get(_local(gradient).untyped_storage()._cdata, -1)
+            if index >= 0:
+                self.draft.kind[index] = Kind.GRADIENT
+                self.draft.parameters[i] = parameter._replace(gradient=index)
+
+    def step(self) -> Step:
+        """Build the Step recorded so far and check its invariants."""
+        return self.draft.step()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+# FSDP2 frees and fills storages in place; what does so is noticed here, because no op runs.
+@contextmanager
+def watch_resizes(note: Callable[[torch.UntypedStorage, int, int], None]) -> Iterator[None]:
+    """Call `note` with every storage that is resized inside, and its bytes before and after."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        result = original(self, size)
+        note(self, before, self.nbytes())
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+# What a recording gives autograd in place of a tensor that it saves (Rule 2 of the tracer).
+def placeholder_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of `tensor`'s shape, strides and dtype in a storage of its own.
+
+    Real ones get its values.
+    """
+    if isinstance(tensor, FakeTensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+        whole = tensor.untyped_storage().clone()
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            whole, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )

@@ -1,0 +1,15 @@
+"""Record the step of one rank of a model that is partitioned over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.autotune.record_parallel.fake_process_group import fake_ranks
+    from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = ["CutRecordings", "fake_ranks"]

@@ -1,0 +1,465 @@
+"""Recordings of a model with layers partitioned over ranks.
+
+The runtime partitions the fake model, the recorder observes one rank.
+
+The user's code between the layers of a pair was not written for partitioning. It is correct if and only if
+each op there treats every head (of attention) or every feature (of an MLP) alike, so the two recordings are
+compared op by op:
+
+1. The same ops run in the same order.
+2. In every shape at most one dimension differs, by the factor of the degree.
+3. No op works along that dimension: it is element-wise, or a product with whole rows and columns of its
+  contracted dimension, or attention over whole heads. Only the row layer, whose own ops are known and
+  skipped, sums over the divided dimension.
+4. No op in a pair draws random numbers, because each rank would draw others.
+5. No divided tensor is combined with a weight that every rank has in full: its gradient would differ between
+  ranks. If positions are divided as well (`sequence_check`), the gradients of such weights are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from memtune.autotune.record import Session, error_line, record
+from memtune.autotune.record_parallel.fake_process_group import fake_ranks
+from memtune.autotune.record_parallel.op_check import (
+    Op,
+    count_divided,
+    draws_nothing,
+    forward_ops,
+    partition_error,
+)
+from memtune.autotune.record_parallel.sequence_check import positions_differ
+from memtune.errors import MemtuneError
+from memtune.hardware import Device
+from memtune.memory import WorkspaceTable
+from memtune.parallel.model import (
+    FIX,
+    HEAD_CONTEXT,
+    Place,
+    SequenceLayout,
+    Split,
+    cut_layers,
+    divided_attention,
+    dropouts,
+    grid_of,
+    require_linear,
+    require_plain_attention,
+    rotatable,
+    rotate_layers,
+    shard_fake_blocks,
+    shard_fake_sequence,
+)
+from memtune.parallel.ranks import Ring
+from memtune.parallel.sharding import meshes
+from memtune.program import Phase, Recording, Step
+from memtune.runtime import link_classes
+from memtune.technique import CutRecording, Reason
+from memtune.workload import Pair, Workload, find_pairs, share_of
+
+_FIX = "another degree, or cut: mlp"
+
+
+class CutRecordings:
+    """Steps of a workload with partitioned layers, each recorded when first needed.
+
+    Args:
+        workload: The user's model, batch, loss and optimizer.
+        plain: The recording of the unpartitioned step, not translated.
+        sizes: Micro-batches that will be used.
+        between: As in `record`.
+        workspace: Table of CPU kernels' scratch.
+        target: Device on which the step is to run.
+        ranks_per_node: Consecutive ranks that share a node.
+        translate: Translates a recording to the target's kernels.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plain: Recording,
+        sizes: Iterable[int] = (),
+        between: Iterable[int] = (),
+        workspace: WorkspaceTable | None = None,
+        target: Device = "cpu",
+        ranks_per_node: int | None = None,
+        translate: Callable[[Recording], Recording] = lambda recording: recording,
+    ) -> None:
+        self._record = partial(
+            record, workload, sizes=set(sizes), between=set(between), workspace=workspace, target=target
+        )
+        self._workload, self._plain, self._node, self._translate = workload, plain, ranks_per_node, translate
+        self._known: dict[tuple[int, str, int], CutRecording | Reason] = {}
+        self._alone: dict[tuple[int, int], AttentionArguments | Reason] = {}
+
+    def __call__(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
+        """Return the step of a rank whose layers `degree` of the `ranks` partition, or why they cannot."""
+        key = degree, what, ranks
+        if key not in self._known:
+            self._known[key] = self._made(*key)
+        return self._known[key]
+
+    def _made(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
+        if dist.is_initialized():
+            return Reason("this process trains with others already", "plan in a process of its own")
+        if what in ROTATED:
+            return self._rotated(degree, ROTATED[what], ranks)
+        if what.startswith(HEAD_CONTEXT):
+            return self._head_context(Split.named(what.removeprefix(HEAD_CONTEXT)), ranks)
+        step, sequence = self._plain.step, what == "sequence"
+        pairs = chosen_pairs(step, degree, "all" if sequence else what)
+        if isinstance(pairs, Reason):
+            return pairs
+        cut = self._recorded(partial(cut_session, pairs=pairs, degree=degree), ranks)
+        if isinstance(cut, Reason):
+            return cut
+        reason = partition_difference(self._plain, cut, pairs, degree, summed=sequence)
+        if reason is not None:
+            return reason
+        if sequence:
+            drops: set[str] = set()
+            divided = self._recorded(partial(divide_session, pairs=pairs, degree=degree, drops=drops), ranks)
+            if isinstance(divided, Reason):
+                return divided
+            reason = positions_differ(cut, divided, pairs, degree, drops)
+            if reason is not None:
+                return reason
+            cut = divided
+        return CutRecording(self._translate(cut), {"degree": degree, "pairs": tuple(pairs)})
+
+    def _rotated(self, degree: int, in_place: bool, ranks: int) -> CutRecording | Reason:
+        layers, refused = list[str](), list[str]()
+        change = partial(rotate_session, degree=degree, in_place=in_place, layers=layers, refused=refused)
+        recording = self._recorded(change, ranks)
+        if isinstance(recording, Reason):
+            return recording
+        if not layers:
+            return nothing_rotates(refused)
+        parameters = changed_shapes(self._plain, recording)
+        reason = used_outside(recording, layers, parameters)
+        if reason is not None:
+            return reason
+        n_bytes = degree * sum(
+            int(recording.step.storages.bytes[p.storage])
+            for p in recording.step.parameters
+            if p.name in parameters
+        )
+        fields = {
+            "degree": degree,
+            "layers": tuple(layers),
+            "parameters": tuple(parameters),
+            "rotated_bytes": n_bytes,
+        }
+        return CutRecording(self._translate(recording), fields)
+
+    def _head_context(self, split: Split, ranks: int) -> CutRecording | Reason:
+        key = split.ranks, ranks
+        if key not in self._alone:
+            self._alone[key] = self._apart(*key)
+        seen = self._alone[key]
+        reason = seen if isinstance(seen, Reason) else attention_refusal(seen, split)
+        if reason is not None:
+            return reason
+        assert isinstance(seen, AttentionArguments)
+        change = partial(divide_positions, split=split, copies=ranks // split.ranks)
+        recording = self._recorded(change, ranks)
+        if isinstance(recording, Reason):
+            return recording
+        return CutRecording(self._translate(recording), fields_of(seen, split))
+
+    def _apart(self, degree: int, ranks: int) -> AttentionArguments | Reason:
+        """Return the arguments of attention, or why blocks cannot work on one of `degree` shares."""
+        seen = AttentionArguments()
+        alone = self._recorded(partial(attend_within_shares, ranks=degree, seen=seen), ranks)
+        if isinstance(alone, Reason):
+            return alone
+        reason = positions_differ(self._plain, alone, (), degree, seen.drops, apart=True, fix=FIX)
+        return seen if reason is None else reason
+
+    def _recorded(self, change: Callable[[Session], None], ranks: int) -> Recording | Reason:
+        """Return a rank's step after `change`, or why it does not run."""
+        try:
+            with fake_ranks(ranks):
+                link_classes.declare(self._node)
+                recording = self._record(change=change)
+        except MemtuneError as error:
+            return Reason(_first_line(error), error.fix or _FIX)
+        except Exception as error:  # of user code, which was not written for fewer heads or positions
+            return Reason(
+                "its code does not run with a share of the weights or positions:"
+                f" {error_line(error, self._workload)}",
+                _FIX,
+            )
+        if recording.rung != self._plain.rung:
+            return Reason(f"with layers cut it runs only {recording.rung}: {recording.notes[0]}", _FIX)
+        return recording
+
+
+def _first_line(error: MemtuneError) -> str:
+    return f"{error.what} {error.evidence}".strip()
+
+
+def chosen_pairs(step: Step, degree: int, what: str) -> tuple[Pair, ...] | Reason:
+    """Return the pairs that `what` (`all` or `mlp`) selects, or why `degree` ranks cannot divide them."""
+    shapes = [(p.name, p.shape) for p in step.parameters]
+    pairs = find_pairs(shapes, step.blocks)
+    if what == "all" and pairs.refused:
+        return Reason(pairs.refused[0], "cut: mlp leaves attention whole")
+    chosen = tuple(pair for pair in pairs.found if what == "all" or not pair.attention)
+    if not chosen:
+        kind = (
+            "linear layers that widen and narrow again"
+            if what == "mlp"
+            else "attention or linear layers that could be cut"
+        )
+        return Reason(f"no {kind} were found in the blocks", "parallel: {kind: none}")
+    by_module = {name.removesuffix(".weight"): shape for name, shape in shapes}
+    unequal = next((error_line for pair in chosen if (error_line := share_of(pair, by_module, degree))), None)
+    return chosen if unequal is None else Reason(unequal, _FIX)
+
+
+def cut_session(session: Session, *, pairs: tuple[Pair, ...], degree: int) -> None:
+    """Partition the model of `session`.
+
+    Its weights remain plain tensors, so that only plain ops are recorded.
+    """
+    model = session.model
+    require_linear(model, pairs, degree)
+    mesh = meshes("cpu", degree)[1]
+    before = dict(model.named_parameters())
+    with session.entered():
+        cut_layers(model, pairs, Place(mesh.get_group().group_name, degree, 0))
+    new_of = {old: model.get_parameter(name) for name, old in before.items()}
+    for group in session.optimizer.param_groups:
+        group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
+
+
+def divide_session(session: Session, *, pairs: tuple[Pair, ...], degree: int, drops: set[str]) -> None:
+    """Partition the model, and give each rank its share of the positions between those layers.
+
+    Args:
+        session: Changed in place.
+        pairs: The layers to partition.
+        degree: Number of parts.
+        drops: Receives the names of the dropouts, which draw for all positions.
+    """
+    drops.update(dropouts(session.model, session.blocks))
+    cut_session(session, pairs=pairs, degree=degree)
+    place = Place(meshes("cpu", degree)[1].get_group().group_name, degree, 0)
+    shard_fake_sequence(session.model, pairs, session.blocks, place)
+
+
+def partition_difference(
+    plain: Recording, cut: Recording, pairs: Iterable[Pair], degree: int, *, summed: bool = False
+) -> Reason | None:
+    """Return why the recordings are not one computation partitioned `degree` times.
+
+    None if they are (rules 1 to 5).
+
+    Args:
+        plain: The step of a rank with the full model.
+        cut: The same with `pairs` partitioned.
+        pairs: The partitioned layers.
+        degree: Number of parts.
+        summed: Gradients of whole weights are summed over the ranks.
+    """
+    whole_weights = {} if summed else _whole_weights(plain, cut)
+    for pair in pairs:
+        mine, theirs = (ops_in(each, pair) for each in (plain, cut))
+        if [op.name for op in mine] != [op.name for op in theirs]:
+            return Reason(f"{pair.owner} runs other ops with a share of its {_parts(pair)}", _FIX)
+        for one, other in zip(mine, theirs, strict=True):
+            if one.draws and not draws_nothing(other):
+                return Reason(
+                    f"{pair.owner} draws random numbers ({one.name}): each rank would draw its own", _FIX
+                )
+            said = partition_error(one.name, one.arguments, other.arguments, degree)
+            if said:
+                return Reason(f"{one.name} in {pair.owner} {said}", _FIX)
+            met = whole_weights.keys() & other.reads
+            if met and count_divided(one.arguments, other.arguments, degree)[0]:
+                return Reason(
+                    f"{whole_weights[min(met)]} is used for what is divided: each rank has a part of its"
+                    " gradient",
+                    _FIX,
+                )
+    return None
+
+
+def changed_shapes(plain: Recording, cut: Recording) -> list[str]:
+    """Return the names of the parameters of which a rank of the partitioned step has a part."""
+    both = zip(plain.step.parameters, cut.step.parameters, strict=True)
+    return [mine.name for one, mine in both if one.shape != mine.shape]
+
+
+def _whole_weights(plain: Recording, cut: Recording) -> dict[int, str]:
+    """Return name by storage in the partitioned step of trainable parameters that are not divided."""
+    both = zip(plain.step.parameters, cut.step.parameters, strict=True)
+    return {mine.storage: mine.name for one, mine in both if mine.trainable and one.shape == mine.shape}
+
+
+def _parts(pair: Pair) -> str:
+    return "heads" if pair.attention else "features"
+
+
+def ops_in(recording: Recording, pair: Pair) -> list[Op]:
+    """Return the forward ops of the pair's module, except the row layer's own."""
+    names = recording.step.modules
+    inside = [
+        name != pair.row and (name == pair.owner or name.startswith(f"{pair.owner}.")) for name in names
+    ]
+    return forward_ops(recording, np.asarray(inside, bool))
+
+
+# Recordings of a model whose positions are divided, with attention over heads and contexts.
+class _CopiedShares(SequenceLayout):
+    """A layout whose shares are separate storages, to distinguish divided from undivided tensors."""
+
+    def seen(self, whole: Tensor, dim: int) -> Tensor:
+        """Return `own`."""
+        return self.own(whole, dim)
+
+
+@dataclass
+class AttentionArguments:
+    """The arguments with which attention was called."""
+
+    heads: set[int] = field(default_factory=set)
+    """Numbers of query heads."""
+    causal: bool = False
+    """True if any call masks later positions."""
+    drops: set[str] = field(default_factory=set)
+    """Names of the dropouts, which draw for all positions."""
+
+
+def attend_within_shares(session: Session, *, ranks: int, seen: AttentionArguments) -> None:
+    """Make the blocks of `session`'s model work on one of `ranks` shares, which attends to itself.
+
+    Args:
+        session: Changed in place.
+        ranks: Number of shares.
+        seen: Receives the arguments of attention.
+    """
+    attend = F.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        require_plain_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
+        seen.heads.add(query.shape[1])
+        seen.causal |= is_causal
+        return attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    seen.drops.update(dropouts(session.model, session.blocks))
+    group = meshes("cpu", ranks)[1].get_group().group_name
+    with session.entered():
+        shard_fake_blocks(session.model, session.blocks, _CopiedShares.contiguous(group, ranks, 0), attention)
+
+
+def divide_positions(session: Session, *, split: Split, copies: int) -> None:
+    """Divide the positions of `session`'s model as on the last rank of the last context."""
+    group = meshes("cpu", split.ranks)[1].get_group().group_name
+    grid = grid_of(split, "cpu", group, copies, split.rank(split.contexts - 1, split.heads - 1))
+    with session.entered():
+        shard_fake_blocks(session.model, session.blocks, grid.layout, divided_attention(grid))
+
+
+def attention_refusal(seen: AttentionArguments, split: Split) -> Reason | None:
+    """Return the reason that attention cannot be divided as `split` says, None if it can."""
+    uneven = sorted(each for each in seen.heads if each % split.heads)
+    if uneven:
+        return Reason(
+            f"{split.heads} ranks do not divide the {uneven[0]} heads of attention",
+            "a head_degree that divides the heads",
+        )
+    if not seen.heads:
+        return Reason(
+            "no block calls F.scaled_dot_product_attention: how positions meet is not known",
+            "parallel: {kind: none}",
+        )
+    if (split.zigzag or split.helpers) and not seen.causal:
+        return Reason("attention masks no later positions: contexts have equal work", "balance: none")
+    return None
+
+
+def fields_of(seen: AttentionArguments, split: Split) -> dict[str, Any]:
+    """Return the fields of the plan."""
+    return {"degree": split.ranks, "split": split, "attention_heads": tuple(sorted(seen.heads))}
+
+
+# Recordings of a model whose weights go round the ranks: the layers are changed on the fake model, one rank
+# is watched.
+ROTATED = {"rotated": False, "rotated in place": True}
+"""Modes of `CutRecordings`, and whether a received shard overwrites the rank's own."""
+_FIX_ROTATED = "another degree, or parallel: {kind: none}"
+
+
+def rotate_session(
+    session: Session, *, degree: int, in_place: bool, layers: list[str], refused: list[str]
+) -> None:
+    """Rotate the weights of `session`'s model.
+
+    They remain plain tensors, so that only plain ops are recorded.
+
+    Args:
+        session: Changed in place.
+        degree: Ranks of a ring.
+        in_place: Whether a received shard overwrites the rank's own.
+        layers: Receives the names of the layers.
+        refused: Receives a line about each layer that is not divided.
+    """
+    model = session.model
+    layers[:], refused[:] = rotatable(model, degree)
+    before = dict(model.named_parameters())
+    with session.entered():
+        rotate_layers(
+            model, layers, Ring(meshes("cpu", degree)[1].get_group().group_name, degree, 0, in_place)
+        )
+    new_of = {old: model.get_parameter(name) for name, old in before.items()}
+    for group in session.optimizer.param_groups:
+        group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
+
+
+def nothing_rotates(refused: Collection[str]) -> Reason:
+    """Return the reason that no weight rotates."""
+    first = min(refused, default="the model has no plain linear layer or embedding")
+    return Reason(f"no weight can go round the ranks: {first}", _FIX_ROTATED)
+
+
+def used_outside(recording: Recording, layers: Collection[str], parameters: Collection[str]) -> Reason | None:
+    """Return the reason that code outside of `layers` would see a part of one of the weights `parameters`.
+
+    None if it does not use them.
+    """
+    step = recording.step
+    weights = {p.storage: p.name for p in step.parameters if p.name in parameters}
+    inside = np.array([name in layers for name in step.modules], bool)
+    uses = (
+        np.isin(step.uses.storage, list(weights))
+        & (step.ops.phase[step.uses.op] <= Phase.FORWARD)
+        & ~inside[step.ops.module[step.uses.op]]
+    )
+    for at in np.flatnonzero(uses).tolist():
+        op = step.uses.op[at]
+        name, module = step.names[step.ops.name[op]], step.modules[step.ops.module[op]]
+        where = {"": "the model", "(outside)": "the loss"}.get(module, module)
+        return Reason(
+            f"{name} in {where} uses {weights[int(step.uses.storage[at])]}, of which each rank has a part",
+            _FIX_ROTATED,
+        )
+    return None

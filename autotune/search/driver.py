@@ -1,0 +1,492 @@
+"""Run jobs on an executor and record their results: the only writer of the study and of the event log.
+
+Invariants:
+
+1. A result is reported to the study first, then written to the log; results that a crash kept out of the log
+  are added on resume.
+2. Losses are compared with those of the first guard that fits; a result that disagrees is kept but never
+  wins.
+3. The same crash `BREAKER` times in a row stops the search: the cause is the user's code or the machine, not
+  a setting.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from memtune.autotune.predict import Calibration
+from memtune.autotune.search import events
+from memtune.autotune.search.control import Control
+from memtune.autotune.search.preparation import Setup
+from memtune.autotune.search.trial_verdict import Measured, judge, loss_tolerance, losses_disagree
+from memtune.autotune.space import (
+    Choice,
+    Effects,
+    Kind,
+    Pruner,
+    Sampler,
+    Scored,
+    SearchOptions,
+    StoredTrial,
+    effects,
+    kinds,
+    refusing_techniques,
+)
+from memtune.config import TunedConfig
+from memtune.executors import Executor, Progress, Trial, TrialResult
+from memtune.hardware import OpTime, matmul_dtype
+from memtune.technique import Plan, Reason
+from memtune.units import format_bytes
+
+BREAKER = 5
+_MEASURE_S = 2.0
+"""Measured steps together take about this long, within `_STEPS`."""
+_STEPS = (3, 20)
+_COUNTED = ("guard", "search", "audit")
+_DECISIVE = ("repeat", "confirm")
+"""A choice that fails in one of these roles is excluded, whatever its earlier results."""
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trial to run, and its role."""
+
+    role: events.Role
+    scored: Scored
+    name: str = ""
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class FinishedTrial:
+    """A trial with its result, as the search counts it."""
+
+    job: Job
+    number: int
+    result: TrialResult
+
+
+class Driver:
+    """State of a search, updated by each result.
+
+    Attributes:
+        finished: All trials with a result, in order.
+        pruner: With the current calibration.
+        stopped: Reason why no more trials are run; empty while they are.
+        broken: Reason of the crashes that stopped the search.
+        finalists: Keys of the choices that run again in alternating rounds; after one full round, only rounds
+            decide.
+        unit: One rounding of the dtype that the model computes in.
+        reference: The trial whose losses others are compared with: the first guard that fits, else the first
+            trial.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        options: SearchOptions,
+        sampler: Sampler,
+        executor: Executor,
+        log: events.EventLog,
+        control: Control,
+        began_s: float | None = None,
+    ) -> None:
+        self.setup, self.options, self.control = setup, options, control
+        self.pruner = Pruner(setup.budget_bytes)
+        self.finished: list[FinishedTrial] = []
+        self.running: dict[int, Job] = {}
+        self.tried: set[str] = set()
+        self._struck: set[frozenset[Kind]] = set()
+        self.finalists: set[str] = set()
+        self.stopped = self.broken = ""
+        self._sampler, self._executor, self._log = sampler, executor, log
+        self.reference: FinishedTrial | None = None
+        self.executor_name = executor.name
+        self._best_number: int | None = None
+        self._crashes: list[str] = []
+        self._started_s = time.monotonic() if began_s is None else began_s
+        self._paused = False
+        self.unit = 2.0**-8 if matmul_dtype(setup.recording.step) in ("bfloat16", "float16") else 2.0**-24
+        self._draws_random = bool(setup.recording.step.ops.rng.any())
+
+    # -- what is known ---------------------------------------------------------------------------------------
+
+    @property
+    def n_trials(self) -> int:
+        """Return the number of trials that count against the limit, including running ones."""
+        done = sum(each.job.role in _COUNTED for each in self.finished)
+        return done + sum(job.role in _COUNTED for job in self.running.values())
+
+    @property
+    def elapsed_s(self) -> float:
+        """Return seconds since the search was requested, recording and scoring included."""
+        return time.monotonic() - self._started_s
+
+    def measured(self) -> list[Measured]:
+        """Return valid results that fit, grouped by choice.
+
+        `rounds` holds those of completed alternating rounds.
+        """
+        rejected = {
+            each.job.scored.key
+            for each in self.finished
+            if each.result.status != "ok" and each.job.role in _DECISIVE
+        }
+        groups: dict[str, list[FinishedTrial]] = {}
+        for each in self.finished:
+            if each.result.status == "ok" and each.job.scored.key not in rejected:
+                groups.setdefault(each.job.scored.key, []).append(each)
+        repeats = {
+            key: [each.result for each in group if each.job.role == "repeat"] for key, group in groups.items()
+        }
+        complete = min((len(repeats.get(key, ())) for key in self.finalists - rejected), default=0)
+        return [
+            Measured(
+                group[0].job.scored.choice,
+                tuple(each.result for each in group),
+                guard=next((each.job.name for each in group if each.job.role == "guard"), ""),
+                rounds=tuple(repeats[key][:complete]) if key in self.finalists else (),
+            )
+            for key, group in groups.items()
+        ]
+
+    def best_value(self) -> float | None:
+        """Return the best measured value, None before anything fits."""
+        return min((each.value(self.setup.goal) for each in self.measured()), default=None)
+
+    def median_wall_s(self) -> float:
+        """Return the median wall time of a trial that fits, 0 before there is one."""
+        return statistics.median(
+            [each.result.wall_s for each in self.finished if each.result.status == "ok"] or [0.0]
+        )
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def drive(self, next_job: Callable[[], Job | None]) -> None:
+        """Run the jobs of `next_job` until it returns None and none is running, or the search is stopped."""
+        exhausted = False
+        while not self._stop_asked():
+            self._note_pause()
+            while (
+                not exhausted
+                and not self._paused
+                and not self.stopped
+                and len(self.running) < self._executor.slots
+            ):
+                job = next_job()
+                exhausted = job is None
+                if job is not None:
+                    self._start(job)
+            if not self.running and (exhausted or self.stopped):
+                return
+            for happened in self._executor.wait(_POLL_S):
+                if isinstance(happened, Progress):
+                    self._log.write(
+                        events.TrialProgress(
+                            number=happened.number, stage=happened.stage, device_bytes=happened.device_bytes
+                        )
+                    )
+                elif happened.number in self.running:
+                    self._finish(self.running.pop(happened.number), happened)
+            if self._paused and not self.running:
+                time.sleep(_POLL_S)
+
+    def run_all(self, jobs: Iterable[Job]) -> None:
+        """Run the jobs in order."""
+        waiting = iter(list(jobs))
+        self.drive(lambda: next(waiting, None))
+
+    def aside(self, trial: Trial) -> TrialResult | None:
+        """Run a trial outside of the study; return None if the search is stopped meanwhile."""
+        self._executor.submit(trial)
+        while not self.control.stopping:
+            for happened in self._executor.wait(_POLL_S):
+                if isinstance(happened, TrialResult) and happened.number == trial.number:
+                    return happened
+        self._executor.cancel(trial.number)
+        return None
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """Write a line to the log that belongs to no trial."""
+        self._log.write(events.Note(text=text, level="warning" if warning else "info"))
+
+    def _stop_asked(self) -> bool:
+        for number in self.control.take_kills():
+            if number in self.running:
+                self._cancel(number, "ended by you")
+        if self.control.stopping or self.broken:
+            self.stopped = self.stopped or self.broken or "stopped by you"
+            for number in list(self.running):
+                self._cancel(number, self.stopped)
+            return True
+        return False
+
+    def _note_pause(self) -> None:
+        if self.control.paused != self._paused:
+            self._paused = self.control.paused
+            self._log.write(events.Paused() if self._paused else events.Resumed())
+
+    def _cancel(self, number: int, reason: str) -> None:
+        self._executor.cancel(number)
+        del self.running[number]
+        self._sampler.fail(number, reason)
+        self._log.write(events.TrialCancelled(number=number, reason=reason))
+
+    def _start(self, job: Job) -> None:
+        number = job.number
+        if number is None:
+            number, _ = self._sampler.ask(job.scored.choice, role=job.role, name=job.name)
+        self.tried.add(job.scored.key)
+        self.running[number] = job
+        prediction, choice = job.scored.prediction, job.scored.choice
+        self._log.write(
+            events.TrialStarted(
+                number=number,
+                role=job.role,
+                name=job.name,
+                settings=choice.dump(),
+                summary=choice.summary,
+                predicted_peak_bytes=prediction.peak_allocated_bytes,
+                predicted_step_s=self._expected_step_s(job.scored),
+            )
+        )
+        self._executor.submit(self._trial(number, job))
+
+    def _trial(self, number: int, job: Job) -> Trial:
+        setup, choice = self.setup, job.scored.choice
+        expected = self._expected_step_s(job.scored)
+        steps = min(max(round(_MEASURE_S / expected) if expected else _STEPS[1], _STEPS[0]), _STEPS[1])
+        slowest = max(
+            (each.result.wall_s for each in self.finished if each.result.status == "ok"), default=0.0
+        )
+        samples = choice.execution.micro_batch or 1
+        return Trial(
+            number=number,
+            workload=self.options.workload,
+            config=trial_config(setup, choice).document(),
+            device=setup.device,
+            ranks=setup.ranks,
+            budget_bytes=setup.budget_bytes,
+            steps=steps,
+            seed=self.options.seed,
+            global_batch=samples * choice.execution.accumulate * setup.ranks,
+            deadline_s=max(60.0, 5 * slowest) if slowest else self.options.trial_deadline_s,
+            clock_ops=job.role == "guard" and not choice.execution.compile,
+            env=choice.env(),
+        )
+
+    def _expected_step_s(self, scored: Scored) -> float:
+        return scored.prediction.step_s * self.pruner.calibration.step_correction
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    def _finish(self, job: Job, raw: TrialResult) -> None:
+        done = FinishedTrial(job, raw.number, self._believed(job, raw))
+        self._tell(done)
+        self._write(done)
+        self._absorb(done)
+        self._after(done)
+
+    def _believed(self, job: Job, result: TrialResult) -> TrialResult:
+        """Return `result`, marked invalid with the reason if it may not count (rule 2)."""
+        if result.status != "ok":
+            return result
+        budget, peak = self.setup.budget_bytes, result.peak_allocated_bytes
+        if budget is not None and peak is not None and peak > budget:
+            return result.model_copy(
+                update={"status": "oom", "reason": f"peak {format_bytes(peak)} exceeds the budget"}
+            )
+        if result.step_s is None or peak is None:
+            return result.model_copy(
+                update={"status": "crash", "reason": "the trial reported no step time or no peak"}
+            )
+        if (
+            self.reference is None or self.setup.goal == "batch"
+        ):  # other micro-batches without accumulation train on other data
+            return result
+        tolerance = loss_tolerance(
+            job.scored.choice,
+            self.reference.job.scored.choice,
+            unit=self.unit,
+            draws_random=self._draws_random,
+        )
+        wrong = tolerance is not None and losses_disagree(
+            result.losses, self.reference.result.losses, tolerance
+        )
+        return (
+            result.model_copy(update={"status": "unfit", "reason": f"invalid: {wrong}"}) if wrong else result
+        )
+
+    def _tell(self, done: FinishedTrial) -> None:
+        job, result, goal = done.job, done.result, self.setup.goal
+        value = Measured(job.scored.choice, (result,)).value(goal) if result.status == "ok" else None
+        over = 0.0
+        if result.status == "oom":
+            over = float(max(job.scored.prediction.peak_allocated_bytes - (self.setup.budget_bytes or 0), 1))
+        self._sampler.tell(done.number, result, value, over)
+
+    def _write(self, done: FinishedTrial) -> None:
+        prediction, choice = done.job.scored.prediction, done.job.scored.choice
+        self._log.write(
+            events.TrialFinished(
+                number=done.number,
+                role=done.job.role,
+                name=done.job.name,
+                settings=choice.dump(),
+                summary=choice.summary,
+                predicted_peak_bytes=prediction.peak_allocated_bytes,
+                predicted_step_s=self._expected_step_s(done.job.scored),
+                result=done.result,
+            )
+        )
+
+    def _absorb(self, done: FinishedTrial) -> None:
+        """Update the state with a result, new or restored from the study."""
+        self.finished.append(done)
+        self.tried.add(done.job.scored.key)
+        self._strike()
+        result, prediction = done.result, done.job.scored.prediction
+        if result.status == "ok":
+            guard_is_due = self.reference is None or (
+                done.job.role == "guard" and self.reference.job.role != "guard"
+            )
+            if guard_is_due:
+                self.reference = done
+            if result.op_times:
+                self._learn()
+            else:
+                calibration = self.pruner.calibration.add(
+                    prediction, result.peak_allocated_bytes, result.step_s
+                )
+                self.pruner = self.pruner.calibrated(calibration)
+            if done.job.role == "audit" and result.peak_allocated_bytes:
+                self.pruner = self.pruner.after_audit(prediction, result.peak_allocated_bytes)
+
+    def op_times(self, *, without: int | None = None) -> list[OpTime]:
+        """Return the op times measured by all trials, or by all but one."""
+        return [row for each in self.finished if each.number != without for row in each.result.op_times]
+
+    def _learn(self) -> None:
+        """Predict all finished trials again and calibrate by them.
+
+        A trial is predicted without its own op times, so that its error is not hidden.
+        """
+        scorer, calibration = self.setup.scorer, Calibration()
+        scorer.learn(self.op_times())
+        for i, each in enumerate(self.finished):
+            taught_by = self.op_times(without=each.number) if each.result.op_times else None
+            scored = scorer.again(each.job.scored, taught_by=taught_by)
+            self.finished[i] = replace(each, job=replace(each.job, scored=scored))
+            if each.result.status == "ok":
+                calibration = calibration.add(
+                    scored.prediction, each.result.peak_allocated_bytes, each.result.step_s
+                )
+        self.pruner = self.pruner.calibrated(calibration)
+
+    def effects(self) -> Effects:
+        """Return the techniques' correction factors from the trials."""
+        ok = [(each.job.scored, each.result.step_s) for each in self.finished if each.result.status == "ok"]
+        return effects(
+            (kinds(scored.choice), step_s / scored.prediction.step_s) for scored, step_s in ok if step_s
+        )
+
+    def refuses(self, choice: Choice) -> bool:
+        """Return whether `choice` has all techniques of a set that refused the live model in two trials."""
+        return any(struck <= kinds(choice) for struck in self._struck)
+
+    def _strike(self) -> None:
+        """Recompute the refused sets after each result: a set that worked once is removed."""
+        refused: dict[str, list[frozenset[Kind]]] = {}
+        for each in self.finished:
+            if each.result.refusal is not None:
+                refused.setdefault(each.result.refusal, []).append(kinds(each.job.scored.choice))
+        worked = (
+            {kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"}
+            if refused
+            else set()
+        )
+        self._struck = {
+            struck for trials in refused.values() for struck in refusing_techniques(trials, worked)
+        }
+
+    def _after(self, done: FinishedTrial) -> None:
+        if done.result.status == "ok":
+            self._log.write(self._calibrated())
+        verdict = judge(self.measured(), self.setup.goal)
+        if verdict is not None and verdict.winner.number != self._best_number:
+            winner = verdict.winner
+            self._best_number = winner.number
+            self._log.write(
+                events.BestChanged(
+                    number=winner.number,
+                    summary=winner.choice.summary,
+                    peak_bytes=winner.peak_bytes,
+                    samples_per_s=winner.samples_per_step / winner.step_s,
+                )
+            )
+        cause = re.sub(r"[0-9]+", "#", done.result.reason) if done.result.status == "crash" else None
+        self._crashes = [] if cause is None else [*(each for each in self._crashes if each == cause), cause]
+        if len(self._crashes) >= BREAKER:
+            self.broken = done.result.reason
+
+    def _calibrated(self) -> events.Calibrated:
+        correction = self.pruner.calibration.step_correction
+        peaks, steps = [], []
+        for each in self.finished:
+            prediction, result = each.job.scored.prediction, each.result
+            if result.status == "ok" and result.peak_allocated_bytes and result.step_s:
+                peaks.append(abs(prediction.peak_allocated_bytes / result.peak_allocated_bytes - 1))
+                steps.append(abs(prediction.step_s * correction / result.step_s - 1))
+        return events.Calibrated(
+            peak_error=statistics.median(peaks), step_error=statistics.median(steps), n_trials=len(peaks)
+        )
+
+    # -- resuming --------------------------------------------------------------------------------------------
+
+    def restore(self, stored: Iterable[StoredTrial], logged: set[int]) -> list[Job]:
+        """Take over the trials of an earlier process (rule 1).
+
+        Return those that were running, to run them again.
+        """
+        again = []
+        for trial in stored:
+            if trial.outcome == "running":
+                self._sampler.fail(trial.number, "its process ended")
+            if trial.settings is None or trial.outcome == "pruned":
+                continue
+            scored = self.setup.scorer.score(Choice.from_document(trial.settings))
+            if isinstance(scored, Reason):
+                continue
+            role: events.Role = trial.role  # type: ignore[assignment]  # written by this class
+            job = Job(role, self.setup.scorer.refined(scored), trial.name)
+            if trial.result is not None:
+                done = FinishedTrial(job, trial.number, trial.result)
+                if trial.number not in logged:
+                    self._write(done)
+                self._absorb(done)
+            elif trial.outcome == "running" and role in _COUNTED:
+                again.append(job)
+        return again
+
+    def rebuild(self, told: Iterable[events.TrialFinished]) -> None:
+        """Fill an empty study from the event log; trials get new numbers."""
+        for event in told:
+            scored = self.setup.scorer.score(Choice.from_document(event.settings))
+            if isinstance(scored, Reason):
+                continue
+            job = Job(event.role, scored, event.name)
+            number, _ = self._sampler.ask(scored.choice, role=job.role, name=job.name)
+            done = FinishedTrial(job, number, event.result.model_copy(update={"number": number}))
+            self._tell(done)
+
+
+def trial_config(setup: Setup, choice: Choice) -> TunedConfig:
+    """Return the config of `choice` with its plans, as known before a trial."""
+    candidate = setup.scorer.rewriter.candidate(choice)
+    plans: dict[str, Plan] = {} if isinstance(candidate, Reason) else dict(candidate.plans)
+    return TunedConfig(settings=choice, made_for=setup.made_for, plan=plans)

@@ -1,0 +1,271 @@
+"""The outcome of a search: the config, the numbers behind it, or why nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from memtune.autotune.predict import oom_probability
+from memtune.autotune.search.driver import Driver, FinishedTrial, trial_config
+from memtune.autotune.search.lifecycle_peaks import Moment, largest_batch, moments
+from memtune.autotune.search.preparation import Setup
+from memtune.autotune.search.trial_verdict import Measured, Verdict
+from memtune.autotune.space import Choice, Scored, Scores, ablate, describe, more_memory, remedies
+from memtune.config import TunedConfig, load_config
+from memtune.errors import NothingFits
+from memtune.technique import Exactness, Reason
+from memtune.units import format_bytes
+
+SCHEMA = 1
+_SHOWN = {
+    "status",
+    "reason",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "step_s",
+    "samples_per_s",
+    "losses",
+    "wall_s",
+}
+Status = Literal["done", "stopped", "interrupted", "dry_run"]
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """The outcome of a search."""
+
+    status: Status
+    study: str
+    """Folder of the study."""
+    message: str
+    """One sentence: the winner and its gain."""
+    config: dict[str, Any] | None = None
+    """The written document; None for a dry run."""
+    out: str | None = None
+    measured: dict[str, Any] | None = None
+    predicted: dict[str, Any] | None = None
+    guards: tuple[dict[str, Any], ...] = ()
+    trials: tuple[dict[str, Any], ...] = ()
+    exit_code: int = 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether a signal ended it; the best so far was written if anything fitted."""
+        return self.status == "interrupted"
+
+    @property
+    def tuned(self) -> TunedConfig | None:
+        """Return the written config."""
+        return load_config(self.config) if self.config is not None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return one document."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> SearchOutcome:
+        """Return the outcome that `to_dict` wrote."""
+        values = {name: value for name, value in document.items() if name != "schema"}
+        return cls(**{**values, "guards": tuple(values["guards"]), "trials": tuple(values["trials"])})
+
+
+def trial_rows(finished: Sequence[FinishedTrial]) -> tuple[dict[str, Any], ...]:
+    """Return all trials as plain data, in order."""
+    return tuple(
+        {
+            "number": each.number,
+            "role": each.job.role,
+            "name": each.job.name,
+            "summary": each.job.scored.choice.summary,
+            "settings": each.job.scored.choice.dump(),
+            "predicted_peak_bytes": each.job.scored.prediction.peak_allocated_bytes,
+            "predicted_reserved_bytes": each.job.scored.prediction.peak_reserved_bytes,
+            "predicted_step_s": each.job.scored.prediction.step_s,
+            **each.result.model_dump(
+                mode="json",
+                include=_SHOWN,
+            ),
+        }
+        for each in finished
+    )
+
+
+def tuned_config(
+    driver: Driver,
+    scored: Scored,
+    verdict: Verdict,
+    *,
+    confirmed: FinishedTrial | None,
+    numerics: dict[str, Any],
+    study: str,
+) -> TunedConfig:
+    """Return the winner's config with measurement, prediction and certificate, which includes `numerics`."""
+    winner = verdict.winner
+    guards = {each.guard: numbers(each) for each in driver.measured() if each.guard}
+    guards |= {
+        each.job.name: {"status": each.result.status}
+        for each in driver.finished
+        if each.job.role == "guard" and each.result.status != "ok"
+    }
+    return trial_config(driver.setup, winner.choice).model_copy(
+        update={
+            "measured": {**numbers(winner), "guards": guards},
+            "predicted": predicted(driver, scored) | _ablation(driver, winner.choice),
+            "certificate": _certificate(driver, winner, confirmed) | numerics,
+            "study": {
+                "name": Path(study).name,
+                "trial": winner.number,
+                "seed": driver.options.seed,
+                "goal": driver.setup.goal,
+            },
+        }
+    )
+
+
+def numbers(measured: Measured) -> dict[str, Any]:
+    """Return the measurements of one choice."""
+    written = max((each.link_bytes.get("ssd_write", 0) for each in measured.results), default=0)
+    return ({"ssd_written_bytes": written} if written else {}) | {
+        "peak_bytes": measured.peak_bytes,
+        "reserved_bytes": max(each.peak_reserved_bytes or 0 for each in measured.results) or None,
+        "step_s": measured.step_s,
+        "spread_s": measured.spread_s,
+        "samples_per_s": measured.samples_per_step / measured.step_s,
+        "trials": len(measured.results),
+    }
+
+
+def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
+    """Return the prediction of a choice, with the correction from trials."""
+    prediction, calibration = scored.prediction, driver.pruner.calibration
+    return {
+        "peak_bytes": prediction.peak_allocated_bytes,
+        "reserved_bytes": prediction.peak_reserved_bytes,
+        "host_peak_bytes": prediction.host_peak_bytes,
+        "ssd_peak_bytes": prediction.ssd_peak_bytes,
+        "ssd_written_bytes": prediction.ssd_written_bytes,
+        "step_s": prediction.step_s * calibration.step_correction,
+        "calibrated_by": len(calibration.step_ratios),
+        "oom_probability": oom_probability(
+            calibration, prediction.peak_allocated_bytes, driver.setup.budget_bytes
+        ),
+        "rates": driver.setup.hardware.rates_from,
+        "hardware": driver.setup.hardware.name,
+        "critical_s": prediction.critical_s,
+        "exposed_by_op": [asdict(each) for each in prediction.exposed_by_op[:5]],
+    }
+
+
+def _ablation(driver: Driver, choice: Choice) -> dict[str, Any]:
+    """Return cost and saving of each setting, for `memtune explain`."""
+    found = ablate(driver.setup.scorer, choice, step_correction=driver.pruner.calibration.step_correction)
+    return {} if isinstance(found, Reason) else {"ablation": found.document()}
+
+
+def _certificate(driver: Driver, winner: Measured, confirmed: FinishedTrial | None) -> dict[str, Any]:
+    budget = driver.setup.budget_bytes
+    classes = [each.exactly() for each in winner.choice.techniques]
+    exactness = max(classes, key=list(Exactness).index, default=Exactness.BITWISE)
+    reference = driver.reference
+    certificate: dict[str, Any] = {
+        "fits": budget is None or winner.peak_bytes <= budget,
+        "budget_bytes": budget,
+    }
+    certificate["confirmed_in_fresh_process"] = confirmed is not None
+    if confirmed is not None:
+        certificate["confirmed_peak_bytes"] = confirmed.result.peak_allocated_bytes
+    if reference is not None:
+        certificate["losses_agree_with"] = reference.job.name or reference.job.scored.choice.summary
+        certificate["largest_relative_loss_difference"] = max(
+            (
+                abs(mine - other) / max(abs(other), 1e-8)
+                for result in winner.results
+                for mine, other in zip(result.losses, reference.result.losses, strict=False)
+            ),
+            default=0.0,
+        )
+    certificate["exactness"] = str(exactness)
+    return certificate | predicted_moments(driver.setup, winner.choice)
+
+
+def predicted_moments(setup: Setup, choice: Choice) -> dict[str, Any]:
+    """Return the part of a certificate about each moment of a run, and which ones exceed the budget."""
+    rewriter = setup.scorer.rewriter
+    candidate = rewriter.candidate(choice)
+    if isinstance(candidate, Reason):
+        return {}
+    found = list(moments(rewriter, candidate))
+    largest = largest_batch(setup.workload, setup.recorded, rewriter.target, choice, setup.workspace)
+    part: dict[str, Any] = {}
+    if isinstance(largest, Moment):
+        found.append(largest)
+    elif largest is not None:
+        part["largest_batch"] = str(largest)
+    over = [
+        each.name for each in found if setup.budget_bytes is not None and each.peak_bytes > setup.budget_bytes
+    ]
+    if over:
+        part["predicted_over_budget"] = over
+    return part | {"moments": {each.name: each.to_dict(setup.budget_bytes) for each in found}}
+
+
+def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
+    """Return the error, before any trial, if no setting shards or offloads enough of the weights."""
+    budget = setup.budget_bytes
+    if budget is None or not scores.by_key:
+        return None
+    least = min(each.prediction.peak_by_kind.get("parameters", 0) for each in scores.by_key.values())
+    if least <= budget:
+        return None
+    return NothingFits(
+        f"Nothing fits: the weights alone need {format_bytes(least)} per rank, the limit is"
+        f" {format_bytes(budget)} (short by {format_bytes(least - budget)}).",
+        evidence=(
+            f"{setup.made_for.parameters:,} parameters, {format_bytes(setup.parameter_bytes)} in all, on"
+            f" {setup.ranks} rank"
+        )
+        + ("s." if setup.ranks > 1 else "."),
+        fix=(
+            f"{more_memory(setup.hardware, least)}; more ranks with sharding.states: fsdp; or fewer"
+            " parameters"
+        ),
+        code="MT301",
+    )
+
+
+def nothing_fits(driver: Driver) -> NothingFits:
+    """Return the error after the trials: the closest candidate, its excess, and what would help."""
+    setup = driver.setup
+    budget = setup.budget_bytes or setup.hardware.memory_bytes
+    over = [each for each in driver.finished if each.result.status == "oom"]
+    if not over:
+        tried = "; ".join(
+            dict.fromkeys(f"{each.result.status}: {each.result.reason}" for each in driver.finished)
+        )
+        return NothingFits(
+            f"No setting ran: {len(driver.finished)} trials, none of them finished.",
+            evidence=tried[:500],
+            fix="memtune trial with one setting shows its log",
+            code="MT301",
+        )
+    closest = min(over, key=lambda each: each.job.scored.prediction.peak_allocated_bytes)
+    prediction = closest.job.scored.prediction
+    needs = max(prediction.peak_allocated_bytes, budget + 1)
+    biggest = max(prediction.peak_by_kind.items(), key=lambda item: item[1], default=("", 0))
+    return NothingFits(
+        f"Nothing fits: the closest of {len(over)} that ran out of memory needs about {format_bytes(needs)}, "
+        f"the limit is {format_bytes(budget)} (short by {format_bytes(needs - budget)}).",
+        evidence=(
+            f"Trial {closest.number}, {closest.job.scored.choice.summary}. Biggest: {biggest[0]}"
+            f" {format_bytes(biggest[1])}"
+        )
+        + (
+            f", at {prediction.peak_op} in {prediction.peak_module or 'the model'}."
+            if prediction.peak_op
+            else "."
+        ),
+        fix="; ".join(map(describe, remedies(setup.scorer.rewriter, closest.job.scored, budget))),
+        code="MT301",
+    )

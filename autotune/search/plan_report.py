@@ -1,0 +1,323 @@
+"""`memtune plan`: the prediction of every candidate, or of one config, without running a trial."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from memtune.autotune.predict import ParallelMap, PeakRow, at_peak, oom_probability
+from memtune.autotune.search.baselines import guards
+from memtune.autotune.search.dry_runs import DryRuns
+from memtune.autotune.search.preparation import Setup, prepare
+from memtune.autotune.space import (
+    Choice,
+    PlanOptions,
+    Pruner,
+    Remedy,
+    Scored,
+    Scores,
+    alike,
+    largest_micro_batch,
+    processes,
+    refined_front,
+    remedies,
+    same_passes,
+)
+from memtune.executors import Probing
+from memtune.technique import Reason
+
+SCHEMA = 1
+EXACT_ROWS = 5
+"""Rows of the front to dry-run on request; each takes as long as recording the model."""
+MOST_SIMULATED = 64
+"""Candidates simulated op by op to find the front, in addition to the best by the goal; further ones may be
+missing from the front.
+"""
+Status = Literal["ok", "oom", "unfit"]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One predicted candidate."""
+
+    summary: str
+    settings: dict[str, Any]
+    status: Status
+    """`ok` if the predicted peak is within the budget, `oom` if not, `unfit` if a technique refused."""
+    reason: str = ""
+    guard: str = ""
+    peak_allocated_bytes: int | None = None
+    peak_low_bytes: int | None = None
+    peak_high_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_s: float | None = None
+    step_low_s: float | None = None
+    step_high_s: float | None = None
+    samples_per_s: float | None = None
+    micro_batch: int | None = None
+    accumulate: int = 1
+    alike: int = 1
+    """Number of candidates with equal predictions."""
+    largest_micro_batch: int | None = None
+    """Largest micro-batch at which the techniques fit; None if not requested or unlimited."""
+    oom_probability: float | None = None
+    """Probability of exceeding the budget; None (uncalibrated) after too few trials on this machine."""
+    exact_peak_bytes: int | None = None
+    """Peak of a dry run, if requested and possible."""
+    exact_reason: str = ""
+    """Reason why a requested dry run was not possible."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """The full prediction."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain data; `prediction` includes `calibrated`, busy and exposed times."""
+        values = {name: value for name, value in vars(self).items() if name != "details"}
+        return {**values, "prediction": self.details}
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The ranking, or one config's prediction, with its basis."""
+
+    facts: dict[str, Any]
+    rows: tuple[PlanRow, ...]
+    guards: tuple[PlanRow, ...]
+    front: tuple[PlanRow, ...]
+    """Candidates that fit and are beaten by none in both time and memory, fastest first."""
+    unfit: dict[str, str]
+    """Reason why each technique (`slot: kind`) was omitted."""
+    refused: dict[str, int]
+    """Number of refused combinations, by reason."""
+    n_candidates: int = 0
+    n_merged: int = 0
+    pruned: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Number of candidates that cannot fit and the least of their needs, by technique that shards or offloads
+    states.
+    """
+    peak: tuple[PeakRow, ...] = ()
+    """The bytes at the peak of the front's first row, of the closest candidate if none fits, or of the
+    config.
+    """
+    remedies: tuple[Remedy, ...] = ()
+    """Changes that would help if nothing fits."""
+    notes: tuple[str, ...] = ()
+    config: PlanRow | None = None
+    """Set if one config was requested; there is no ranking then."""
+
+    @property
+    def n_pruned(self) -> int:
+        """Return the number of candidates that cannot fit."""
+        return sum(count for count, _ in self.pruned.values())
+
+    @property
+    def feasible(self) -> bool:
+        """Return whether the config, or any candidate, is predicted to be within the budget."""
+        return bool(self.front) if self.config is None else self.config.status == "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return one document; for one config, with its `status`, peaks and `step_s` at the top level."""
+        head: dict[str, Any] = {"schema": SCHEMA, **self.facts, "notes": list(self.notes)}
+        head["peak_by_module"] = [row.to_dict() for row in self.peak]
+        if self.config is not None:
+            return head | self.config.to_dict()
+        return head | {
+            "candidates": [each.to_dict() for each in self.rows],
+            "guards": [each.to_dict() for each in self.guards],
+            "front": [each.to_dict() for each in self.front],
+            "remedies": [each.to_dict() for each in self.remedies],
+            "n_candidates": self.n_candidates,
+            "n_merged": self.n_merged,
+            "n_pruned": self.n_pruned,
+            "pruned": {
+                name: {"candidates": count, "least_bytes": least}
+                for name, (count, least) in self.pruned.items()
+            },
+            "n_unfit": sum(self.refused.values()),
+            "unfit": self.unfit,
+            "refused": self.refused,
+        }
+
+
+def plan(
+    options: PlanOptions, *, say: Callable[[str], None] = lambda text: None, begun: Probing | None = None
+) -> PlanReport:
+    """Predict every candidate, or one config, for a target that need not be present; `begun` as in `prepare`.
+
+    Raises:
+        WorkloadError: `model.py` cannot be used.
+        UsageError: The options contradict each other or the workload.
+        ConfigError: The config cannot be read.
+    """
+    setup = prepare(options, say=say, for_trials=False, begun=begun)
+    pruner = Pruner(setup.budget_bytes)
+    notes = (*setup.recording.notes, *setup.space.notes)
+    if options.config is not None:
+        planned, peak = _plan_config(setup, pruner, options)
+        return PlanReport(_facts(setup), (), (), (), {}, {}, peak=peak, notes=notes, config=planned)
+    say("predicting all candidates")
+    scores = setup.score(options.seed)
+    found, refused = guards(setup.scorer, setup.global_batch)
+    alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
+    ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
+    front = _simulated(
+        setup, [each for each in scores.by_key.values() if not _over(each, setup.budget_bytes)]
+    )
+    first = (
+        front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
+    )
+    return PlanReport(
+        facts=_facts(setup),
+        rows=tuple(
+            _row(setup, each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)
+        ),
+        guards=tuple(
+            _row(setup, setup.scorer.refined(each.scored), pruner, guard=each.name) for each in found
+        ),
+        front=_dry_run(
+            setup, _front(setup, pruner, front[: options.top]), EXACT_ROWS if options.exact else 0
+        ),
+        unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
+        refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
+        n_candidates=scores.n_candidates,
+        n_merged=scores.n_merged,
+        pruned=_pruned(scores, pruner),
+        peak=at_peak(setup.scorer.program(first.choice).step) if first else (),
+        remedies=_remedies(setup, first) if first and not front else (),
+        notes=notes,
+    )
+
+
+def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
+    """Return the front of `scored`, simulated op by op."""
+    with ParallelMap(
+        setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_it=2
+    ) as side_by_side:
+        return refined_front(scored, side_by_side.over, MOST_SIMULATED)
+
+
+def _front(setup: Setup, pruner: Pruner, shown: Sequence[Scored]) -> tuple[PlanRow, ...]:
+    """Return the rows of the front, each with the largest micro-batch of its techniques."""
+    with ParallelMap(
+        lambda choice: largest_micro_batch(setup.scorer, choice, pruner), same_passes, processes(), worth_it=2
+    ) as side_by_side:
+        sizes = side_by_side.over([each.choice for each in shown])
+    return tuple(
+        replace(_row(setup, each, pruner), largest_micro_batch=n)
+        for each, n in zip(shown, sizes, strict=True)
+    )
+
+
+def _dry_run(setup: Setup, rows: tuple[PlanRow, ...], count: int) -> tuple[PlanRow, ...]:
+    """Return `rows`, the first `count` of them with the peak of a dry run or the reason why there is none."""
+    runs = DryRuns(setup, {row.micro_batch or 1 for row in rows[:count]})
+    done = []
+    for row in rows[:count]:
+        found = runs.peak_bytes(Choice.from_document(row.settings), row.peak_allocated_bytes or 0)
+        reason = str(found) if isinstance(found, Reason) else ""
+        done.append(
+            replace(row, exact_peak_bytes=None if isinstance(found, Reason) else found, exact_reason=reason)
+        )
+    return (*done, *rows[count:])
+
+
+def _pruned(scores: Scores, pruner: Pruner) -> dict[str, tuple[int, int]]:
+    counts: Counter[str] = Counter()
+    least: dict[str, int] = {}
+    for each in scores.by_key.values():
+        if pruner.reason(each.prediction) is None:
+            continue
+        used = {technique.slot: technique.kind for technique in each.choice.techniques}
+        name = (
+            " · ".join(used[slot] for slot in ("sharding.states", "offload.states") if slot in used)
+            or "nothing sharded"
+        )
+        counts[name] += 1
+        low = pruner.peak_low_bytes(each.prediction)
+        least[name] = min(least.get(name, low), low)
+    return {name: (count, least[name]) for name, count in counts.most_common()}
+
+
+def _remedies(setup: Setup, closest: Scored) -> tuple[Remedy, ...]:
+    budget = setup.budget_bytes
+    assert budget is not None  # without a limit everything fits
+    return remedies(setup.scorer.rewriter, closest, budget)
+
+
+def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[PlanRow, tuple[PeakRow, ...]]:
+    choice = setup.only
+    assert choice is not None
+    scored = setup.scorer.score(choice, level="events")
+    if isinstance(scored, Reason):
+        return PlanRow(
+            choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch
+        ), ()
+    (row,) = _dry_run(setup, (_row(setup, scored, pruner),), int(options.exact))
+    return row, at_peak(setup.scorer.program(choice).step)
+
+
+def _row(setup: Setup, scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1) -> PlanRow:
+    prediction, budget = scored.prediction, pruner.budget_bytes
+    reason = pruner.reason(prediction) or ""
+    fits = budget is None or prediction.peak_allocated_bytes <= budget
+    if not fits and not reason:
+        reason = "over the budget as predicted, within it at the lower end of the interval"
+    interval = prediction.interval
+    return PlanRow(
+        summary=scored.choice.summary,
+        settings=scored.choice.dump(),
+        status="ok" if fits else "oom",
+        reason=reason,
+        guard=guard,
+        peak_allocated_bytes=prediction.peak_allocated_bytes,
+        peak_low_bytes=interval.peak_low_bytes,
+        peak_high_bytes=interval.peak_high_bytes,
+        peak_reserved_bytes=prediction.peak_reserved_bytes,
+        step_s=prediction.step_s,
+        step_low_s=interval.step_low_s,
+        step_high_s=interval.step_high_s,
+        samples_per_s=prediction.samples_per_s,
+        micro_batch=scored.choice.execution.micro_batch,
+        accumulate=scored.choice.execution.accumulate,
+        alike=alike,
+        oom_probability=oom_probability(
+            setup.calibration, prediction.peak_allocated_bytes, pruner.budget_bytes
+        ),
+        details=prediction.to_dict(),
+    )
+
+
+def _merge_alike(ranked: list[Scored], count: int) -> list[tuple[Scored, int]]:
+    """Return the first `count` distinguishable candidates, each with its number of (adjacent) equals."""
+    rows: list[tuple[Scored, int]] = []
+    for each in ranked:
+        if rows and alike(rows[-1][0].prediction) == alike(each.prediction):
+            rows[-1] = (rows[-1][0], rows[-1][1] + 1)
+        elif len(rows) == count:
+            break
+        else:
+            rows.append((each, 1))
+    return rows
+
+
+def _over(scored: Scored, budget_bytes: int | None) -> bool:
+    return budget_bytes is not None and scored.prediction.peak_allocated_bytes > budget_bytes
+
+
+def _facts(setup: Setup) -> dict[str, Any]:
+    return {
+        "workload": str(setup.workload.path.name),
+        "hardware": setup.hardware.title,
+        "rates": setup.hardware.rates_from,
+        "device": setup.device,
+        "ranks": setup.ranks,
+        "goal": setup.goal,
+        "budget_bytes": setup.budget_bytes,
+        "calibrated_by": min(len(setup.calibration.peak_ratios), len(setup.calibration.step_ratios)),
+        "global_batch": setup.global_batch,
+        "parameters": setup.made_for.parameters,
+        "parameter_bytes": setup.parameter_bytes,
+        "rung": setup.recording.rung,
+        "record_s": round(setup.recording.record_s, 3),
+    }

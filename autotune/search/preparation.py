@@ -1,0 +1,379 @@
+"""Common start of a search and a plan: record the workload, detect the machine, build the space."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import torch
+
+import memtune
+from memtune import hardware
+from memtune.autotune.predict import Calibration, calibration_of, load_searches
+from memtune.autotune.record import CompiledRecordings, batch_is_lossless, record, start_session
+from memtune.autotune.record_parallel import CutRecordings
+from memtune.autotune.space import (
+    Choice,
+    Goal,
+    PlanOptions,
+    Pruner,
+    Rewriter,
+    Scored,
+    Scorer,
+    Scores,
+    Space,
+    TargetOptions,
+    batch_sizes,
+    build_space,
+    executions,
+    score_all,
+)
+from memtune.autotune.translate import translate
+from memtune.config import MadeFor, fingerprint, load_config
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.executors import Probing, probe
+from memtune.hardware import Device, Hardware, threads_per_rank, usable_cores
+from memtune.memory import WorkspaceTable, cpu_allocator, op_of
+from memtune.offload.optimizer import available_bytes
+from memtune.program import Kind, Recording
+from memtune.search_spaces import null
+from memtune.ssd import offload_dir
+from memtune.technique import Reason, Target
+from memtune.units import GIB, format_bytes
+from memtune.workload import Workload, compress
+
+_DEFAULT_SAMPLES = 8
+"""Samples per rank and step if neither the workload nor the user specifies them."""
+_MOST_SAMPLES = 2**20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One workload on one target, ready to be searched."""
+
+    workload: Workload
+    recording: Recording
+    hardware: Hardware
+    device: Device
+    ranks: int
+    global_batch: int
+    budget_bytes: int | None
+    goal: Goal
+    scorer: Scorer
+    space: Space
+    made_for: MadeFor
+    recorded: Recording
+    """The recording before its translation to the device."""
+    workspace: WorkspaceTable | None = None
+    """Table of CPU kernels' scratch; None if not measured."""
+    only: Choice | None = None
+    """The one choice in question, with its micro-batch; None for a whole space."""
+    calibration: Calibration = field(default_factory=Calibration)
+    """Corrections from trials of earlier searches on this machine."""
+    batch_adds_up: bool = False
+    """Set if micro-batches were checked to add up to the batch, even if the search does not split it."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """True if micro-batches were checked to add up to the batch, even if the search does not split it."""
+        return parameter_bytes(self.recording)
+
+    def score(self, seed: int) -> Scores:
+        """Score the whole space with the simulator."""
+        return score_all(self.space, self.scorer, self.goal, seed=seed)
+
+
+def parameter_bytes(recording: Recording) -> int:
+    """Return bytes of all parameters on the device, each storage once."""
+    step = recording.step
+    return int(
+        step.storages.bytes[(step.storages.kind == Kind.PARAMETER) & (step.storages.producer < 0)].sum()
+    )
+
+
+def prepare(
+    options: TargetOptions,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    for_trials: bool = True,
+    begun: Probing | None = None,
+) -> Setup:
+    """Probe, load and record the workload, detect the machine, check the batch axis, build the space.
+
+    Args:
+        options: The user's options.
+        say: Called with one line about each phase as it begins.
+        for_trials: Whether the device must be present.
+        begun: A probe of the workload that the caller already started.
+
+    Raises:
+        WorkloadError: `model.py` cannot be used.
+        UsageError: The options contradict each other, the machine or the workload.
+        EnvironmentFault: There are fewer GPUs than requested.
+        NothingFits: The budget is below the weights.
+    """
+    say("looking at the workload")
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # fake tensors need it; it takes as long to load as the probe's process to look
+        pool.submit(importlib.import_module, "torch._dynamo")
+        probe(options.workload) if begun is None else begun.report()
+    device = _device(options, for_trials)
+    machine = _on_nodes(
+        hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device), options
+    )
+    budget = _budget(options, machine, device)
+    workload = Workload.load(options.workload)
+    global_batch = options.global_batch or workload.global_batch or _DEFAULT_SAMPLES * options.ranks
+    shares = executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
+    say("recording one training step")
+    only = _one_config(options, global_batch // options.ranks)
+    used = {each.micro_batch for each in (shares if only is None else [only.execution]) if each.micro_batch}
+    workspace = _workspaces(device, options.ranks)
+    # The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at
+    # 2 and more.
+    sizes = {max(used), *(used & {1})}
+    recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
+    scratch = _device_workspaces(recorded) if device == "cuda" and options.gpu_type is None else None
+
+    def to_device(each: Recording) -> Recording:
+        return translate(each, machine, workspace=scratch)
+
+    recording = to_device(recorded)
+    frozen: Reason | None = None
+    checked = options.goal != "batch" and only is None
+    if checked:
+        say("checking that micro-batches add up to the batch")
+        frozen = batch_is_lossless(
+            workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks)
+        )
+    compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
+    searches = load_searches(device) if options.gpu_type is None else []
+    calibration = calibration_of(searches)
+    cut = CutRecordings(
+        workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device
+    )
+    target = Target(machine, options.ranks, budget, cut=cut if _records_partitions(options, only) else None)
+    scorer = Scorer(
+        Rewriter(recording, target, compiled=compiled),
+        op_times=[row for each in searches for row in each.op_times],
+        calibration=(
+            None if for_trials else calibration
+        ),  # a search calibrates by its own trials, as they come
+        host_bytes=(
+            available_bytes() if options.gpu_type is None else None
+        ),  # of another machine nothing is known
+        ssd_bytes=offload_dir.free_bytes() if options.gpu_type is None else None,
+    )
+    space = build_space(
+        scorer.rewriter,
+        global_batch,
+        axes=options.axes,
+        freeze=options.freeze,
+        batch_frozen=frozen,
+        allow_lossy=options.allow_lossy,
+    )
+    if options.goal == "batch":
+        space = _with_all_batches(space, scorer, budget)
+    return Setup(
+        workload,
+        recording,
+        machine,
+        device,
+        options.ranks,
+        global_batch,
+        budget,
+        options.goal,
+        scorer,
+        space,
+        _made_for(workload, recording, machine, options.ranks, global_batch),
+        recorded,
+        workspace,
+        only,
+        calibration,
+        checked and frozen is None,
+    )
+
+
+def _budget(options: TargetOptions, machine: Hardware, device: Device) -> int | None:
+    """Return the bytes that a rank may use; None for no limit.
+
+    Raises:
+        UsageError: The limit exceeds the GPU's memory.
+    """
+    if device == "cuda" and (options.budget_bytes or 0) > machine.memory_bytes:
+        most = machine.usable_bytes(options.ranks)
+        raise UsageError(
+            f"A limit of {format_bytes(options.budget_bytes or 0)} is over the"
+            f" {format_bytes(machine.memory_bytes)} of {machine.name}.",
+            evidence=f"{format_bytes(most)} of them can be allocated.",
+            fix=f"--max-memory {most * 10 // GIB / 10:g}GiB, or leave it out",
+            code="MT100",
+        )
+    budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
+    return machine.memory_bytes // options.ranks if budget is None and options.goal == "batch" else budget
+
+
+def _with_all_batches(space: Space, scorer: Scorer, budget: int | None) -> Space:
+    """Return `space` with the unaccumulated micro-batches worth trying, up to the largest that may fit."""
+    assert budget is not None  # goal batch always has one
+    like = space.executions[0]
+    sizes = [each.micro_batch for each in batch_sizes(_most_samples(scorer, space, budget))]
+    return replace(
+        space,
+        executions=tuple(like.model_copy(update={"micro_batch": each, "accumulate": 1}) for each in sizes),
+    )
+
+
+def _records_partitions(options: TargetOptions, only: Choice | None) -> bool:
+    """Return whether to record partitioned layers.
+
+    Each degree takes a recording, so the slot must be requested.
+    """
+    slot = "sharding.parallel"
+    if only is not None:
+        return only.technique(slot) != null(slot)
+    return options.ranks > 1 and (slot in options.freeze or slot in options.axes)
+
+
+def _one_config(options: TargetOptions, per_rank: int) -> Choice | None:
+    """Return the one choice that a plan is for, with its micro-batch; None for a whole space."""
+    if not isinstance(options, PlanOptions) or options.config is None:
+        return None
+    settings = load_config(options.config).settings
+    return Choice(settings.execution, settings.techniques).with_batch(per_rank, options.micro_batch)
+
+
+def _workspaces(device: Device, ranks: int) -> WorkspaceTable | None:
+    """Return the table of CPU kernels' scratch for the thread count of a trial's ranks.
+
+    None if not measurable.
+    """
+    if device != "cpu" or cpu_allocator.available() is not None:
+        return None
+    return WorkspaceTable.cached(threads=_threads(ranks))
+
+
+def _device_workspaces(recorded: Recording) -> WorkspaceTable | None:
+    """Return the table of scratch of the local GPU's kernels, with missing convolutions measured.
+
+    None without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return None
+    table = WorkspaceTable.cached("cuda")
+    keys = {
+        key
+        for hints in recorded.hints.values()
+        for key in hints.signatures
+        if key and "convolution" in op_of(key)
+    }
+    try:
+        table.fill_in_child(sorted(keys), "cuda")
+    except EnvironmentFault:
+        return None  # the notes then say that convolutions are counted without
+    table.save()
+    return table
+
+
+def _threads(ranks: int) -> int:
+    """Return the CPU threads per rank of a trial: the user's setting, else an equal share of cores."""
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wish) if wish.isdecimal() and int(wish) else threads_per_rank(usable_cores(), ranks)
+
+
+def _device(options: TargetOptions, for_trials: bool) -> Device:
+    """Return the requested device, or the one present; a prediction needs none."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.device == "cpu" or (
+        options.device is None and options.gpu_type is None and not visible and not for_trials
+    ):
+        return "cpu"
+    if not for_trials and options.gpu_type is not None:
+        return "cuda"
+    if not visible:
+        fix = (
+            "add --device cpu"
+            if for_trials
+            else "name the GPU that is meant: --gpu-type h100-80g; or add --device cpu"
+        )
+        raise EnvironmentFault(
+            "No GPU is visible.",
+            evidence=f"torch {torch.__version__} sees no CUDA device.",
+            fix=fix,
+            code="MT104",
+        )
+    if options.ranks > visible and options.single_node:
+        raise EnvironmentFault(
+            f"{options.ranks} GPUs asked, {visible} visible.",
+            evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')}",
+            fix=f"--gpus {visible}, or widen the variable",
+            code="MT104",
+        )
+    return "cuda"
+
+
+def _on_nodes(machine: Hardware, options: TargetOptions) -> Hardware:
+    """Return `machine` with the number of devices per node that `options` request."""
+    nodes = options.nodes
+    if nodes is None:
+        return machine
+    if machine.device == "cpu" or options.ranks % nodes:
+        raise UsageError(
+            f"{options.ranks} {'GPUs' if machine.device == 'cuda' else 'CPU workers'} cannot be spread over"
+            f" {nodes} nodes.",
+            evidence=(
+                f"{options.ranks} / {nodes} = {options.ranks / nodes:.4g} per node"
+                if machine.device == "cuda"
+                else ""
+            ),
+            fix=(
+                f"--gpus {nodes * max(1, options.ranks // nodes)}, or a number of nodes that divides"
+                f" {options.ranks}"
+                if machine.device == "cuda"
+                else "leave --nodes out on CPU"
+            ),
+            code="MT124",
+        )
+    return replace(machine, gpus_per_node=options.ranks // nodes)
+
+
+def _most_samples(scorer: Scorer, space: Space, budget_bytes: int) -> int:
+    """Return an upper bound for micro-batches: twice the largest power of two that may fit."""
+    pruner = Pruner(budget_bytes)
+    options = [
+        tuple({each.kind: each for each in reversed(techniques)}.values())
+        for techniques in space.slots.values()
+    ]
+    size = 1
+    while size < _MOST_SAMPLES:
+        for techniques in itertools.product(*options):
+            execution = space.executions[0].model_copy(update={"micro_batch": size, "accumulate": 1})
+            scored = scorer.score(Choice.of(execution, {each.slot: each for each in techniques}))
+            if isinstance(scored, Scored) and pruner.reason(scored.prediction) is None:
+                break
+        else:
+            return size
+        size *= 2
+    return size
+
+
+def _made_for(
+    workload: Workload, recording: Recording, machine: Hardware, ranks: int, global_batch: int
+) -> MadeFor:
+    model = start_session(workload, recording.rung).model
+    return MadeFor(
+        model=fingerprint(model),
+        parameters=sum(each.numel() for each in model.parameters()),
+        blocks=compress(recording.step.blocks),
+        ranks=ranks,
+        device=machine.device,
+        hardware=machine.name,
+        global_batch=global_batch,
+        torch=str(torch.__version__),
+        memtune=memtune.__version__,
+    )

@@ -1,0 +1,496 @@
+"""The stages of a search, from its first trial to the config it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from memtune.autotune.predict import SearchErrors, store_search
+from memtune.autotune.search import events
+from memtune.autotune.search.baselines import Guard, guards
+from memtune.autotune.search.driver import Driver, FinishedTrial, Job
+from memtune.autotune.search.numerics_check import numerics
+from memtune.autotune.search.outcome import (
+    SearchOutcome,
+    Status,
+    nothing_fits,
+    numbers,
+    predicted,
+    trial_rows,
+    tuned_config,
+)
+from memtune.autotune.search.study_store import RESULT, StudyFolder
+from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, rounds_disagree
+from memtune.autotune.space import Choice, Proposer, Sampler, Scored, Scores, predict_again
+from memtune.config import save_text
+from memtune.errors import MemtuneError, NothingFits, UsageError
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason
+
+_DRIFT = 0.05
+"""Relative change of a guard's time between start and end that flags the study."""
+
+
+@dataclass
+class Stages:
+    """One search from its first trial to its last; each stage is a method, `run` is their order."""
+
+    driver: Driver
+    sampler: Sampler
+    scores: Scores
+    folder: StudyFolder
+    log: events.EventLog
+    resumed: bool
+
+    def __post_init__(self) -> None:
+        setup = self.driver.setup
+        self._proposer = Proposer(self.scores, setup.scorer, self.sampler, setup.goal, self._pruned)
+
+    def run(self, logged: set[int]) -> SearchOutcome:
+        """Run all stages; the log records any reason that ends the search."""
+        try:
+            with self.driver.control.catch_signals():
+                self._announce()
+                again = self.driver.restore(self.sampler.trials(), logged)
+                self._guards(again)
+                self.driver.run_all(job for job in again if job.role != "guard")
+                self._candidates(self.driver.options.trials // 2)  # by then the interval has trials behind it
+                self._audit()
+                self._candidates(self.driver.options.trials)
+                self._audit()
+                self._largest_batch()
+                self._repeats()
+                verdict, confirmed = self._confirmed()
+                return self._end(verdict, confirmed, self._numerics(verdict))
+        except MemtuneError as error:
+            is_empty = isinstance(error, NothingFits)
+            self.log.write(
+                events.SearchFinished(status="nothing_fits" if is_empty else "failed", message=error.what)
+            )
+            raise
+
+    # -- stages ----------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        setup, options = self.driver.setup, self.driver.options
+        if not self.resumed:
+            self.log.write(
+                events.SearchStarted(
+                    study=self.folder.name,
+                    workload=setup.workload.path.name,
+                    device=setup.device,
+                    ranks=setup.ranks,
+                    slots=options.slots,
+                    executor=self.driver.executor_name,
+                    goal=setup.goal,
+                    budget_bytes=setup.budget_bytes,
+                    max_trials=options.trials,
+                    time_limit_s=options.time_s,
+                    seed=options.seed,
+                    n_parameters=setup.made_for.parameters,
+                    parameter_bytes=setup.parameter_bytes,
+                    global_batch=setup.global_batch,
+                    hardware=setup.hardware.title,
+                )
+            )
+        step = setup.recording.step
+        self.log.write(
+            events.Recorded(
+                rung=setup.recording.rung,
+                record_s=setup.recording.record_s,
+                n_ops=step.ops.n,
+                blocks=len(step.blocks),
+                plain_peak_bytes=self._plain_peak_bytes(),
+            )
+        )
+        pruned = sum(
+            self.driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values()
+        )
+        self.log.write(
+            events.CandidatesScored(
+                n_candidates=self.scores.n_candidates,
+                n_merged=self.scores.n_merged,
+                n_pruned=pruned,
+                n_unfit=self.scores.n_unfit,
+                score_s=self.scores.score_s,
+                not_used={name: str(reason) for name, reason in setup.space.unfit.items()},
+            )
+        )
+        for text in (*setup.recording.notes, *setup.space.notes):
+            self.driver.note(text)
+        network = self.folder.network()
+        if network is not None:
+            self.driver.note(
+                f"the study lies on {network}: run no other search on it from another host", warning=True
+            )
+
+    def _plain_peak_bytes(self) -> int:
+        plain = self._known_guards()[0]
+        return plain[0].scored.prediction.peak_allocated_bytes if plain else 0
+
+    def _known_guards(self) -> tuple[list[Guard], dict[str, Reason]]:
+        return guards(self.driver.setup.scorer, self.driver.setup.global_batch)
+
+    def _guards(self, again: list[Job]) -> None:
+        found, refused = self._known_guards()
+        for name, reason in refused.items():
+            self.driver.note(f"guard {name} cannot be used: {reason}")
+        done = {each.job.name for each in self.driver.finished if each.job.role == "guard"}
+        jobs = [Job("guard", self._listed(each.scored), each.name) for each in found if each.name not in done]
+        self.driver.run_all(jobs)
+        self._note_losses()
+        if self.driver.op_times():
+            predict_again(self.scores.by_key, self.driver.setup.scorer)
+
+    def _note_losses(self) -> None:
+        """Warn about a guard with a non-finite loss.
+
+        The search measures time and memory anyway, but the user should know before training.
+        """
+        for each in self.driver.measured():
+            if each.guard and not all(map(math.isfinite, each.results[0].losses)):
+                step = next(
+                    i for i, loss in enumerate(each.results[0].losses, start=1) if not math.isfinite(loss)
+                )
+                self.driver.note(
+                    f"the loss is {each.results[0].losses[step - 1]} from step {step} on with {each.guard},"
+                    " which changes no numbers: look at learning rate, data and precision before training"
+                    " with the result",
+                    warning=True,
+                )
+                return
+
+    def _listed(self, scored: Scored) -> Scored:
+        """Return the entry of the scores for a candidate, with the refined prediction."""
+        refined = self.driver.setup.scorer.refined(self.scores.by_key.get(scored.key, scored))
+        self.scores.by_key[scored.key] = refined
+        return refined
+
+    def _candidates(self, until: int) -> None:
+        """Run proposals until this many trials have been counted.
+
+        One is reserved for an audit if one is due, unless nothing has fitted so far: then candidates that may
+        fit come first.
+        """
+        driver = self.driver
+
+        def next_job() -> Job | None:
+            kept = int(self._to_audit() is not None and driver.best_value() is not None)
+            if driver.n_trials >= min(until, driver.options.trials - kept) or self._out_of_time():
+                return None
+            refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
+            proposal = self._proposer.next(
+                driver.pruner, driver.tried | refused, driver.best_value(), driver.effects()
+            )
+            if proposal is None:
+                return None
+            return Job("search", proposal.scored, number=proposal.number)
+
+        driver.drive(next_job)
+
+    def _to_audit(self) -> Scored | None:
+        """Return the pruned candidate closest to the budget; None if there is none or an audit was run."""
+        if any(each.job.role == "audit" for each in self.driver.finished):
+            return None
+        return self.driver.pruner.borderline(
+            each for each in self.scores.by_key.values() if each.key not in self.driver.tried
+        )
+
+    def _audit(self) -> None:
+        """Run the pruned candidate closest to the budget.
+
+        If it fits, the interval was too narrow and is widened.
+        """
+        driver = self.driver
+        borderline, left = self._to_audit(), driver.options.trials - driver.n_trials
+        if driver.stopped or borderline is None or left < (1 if driver.best_value() is not None else 2):
+            return
+        pruned = sum(
+            driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values()
+        )
+        driver.run_all([Job("audit", self._listed(borderline), "audit")])
+        audited = [each for each in driver.finished if each.job.role == "audit"]
+        if not audited:
+            return
+        if audited[0].result.status != "ok":
+            driver.note(
+                "audit: the pruned candidate closest to the limit does not fit either"
+                f" ({audited[0].result.reason})"
+            )
+            return
+        now = sum(driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
+        driver.note(
+            f"audit: a pruned candidate fits, so the interval was too narrow; {pruned - now} of {pruned}"
+            " reconsidered",
+            warning=True,
+        )
+
+    def _largest_batch(self) -> None:
+        """For goal batch, bisect between the largest micro-batch that fits and the next that fails."""
+        driver = self.driver
+        if driver.setup.goal != "batch":
+            return
+
+        def next_job() -> Job | None:
+            verdict = judge(driver.measured(), "batch")
+            if (
+                verdict is None
+                or driver.running
+                or self._out_of_time()
+                or driver.n_trials >= driver.options.trials
+            ):
+                return None
+            choice = verdict.winner.choice
+            low = choice.execution.micro_batch or 1
+            high = self._smallest_that_fails(choice, low)
+            if high - low <= max(1, low // 32):
+                return None
+            middle = Choice(Execution(micro_batch=(low + high) // 2), choice.techniques)
+            scored = driver.setup.scorer.score(middle)
+            return (
+                None
+                if isinstance(scored, Reason) or scored.key in driver.tried
+                else Job("search", driver.setup.scorer.refined(scored))
+            )
+
+        while (job := next_job()) is not None and not driver.stopped:
+            driver.run_all([job])
+
+    def _smallest_that_fails(self, choice: Choice, above: int) -> int:
+        """Return the smallest micro-batch of the same techniques that failed or is pruned."""
+        driver = self.driver
+        failed = [
+            each.job.scored.choice.execution.micro_batch or 0
+            for each in driver.finished
+            if each.job.scored.choice.techniques == choice.techniques and each.result.status != "ok"
+        ]
+        high = min((size for size in failed if size > above), default=0)
+        size = above + 1
+        while not high:
+            scored = driver.setup.scorer.score(Choice(Execution(micro_batch=size), choice.techniques))
+            if isinstance(scored, Reason) or driver.pruner.reason(scored.prediction) is not None:
+                high = size
+            size *= 2
+        return high
+
+    def _repeats(self) -> None:
+        """Run the best three and the best guard again in alternation, so that a slow machine affects all."""
+        driver, goal = self.driver, self.driver.setup.goal
+        measured = driver.measured()
+        if driver.stopped or goal != "throughput" or len(measured) < 2:
+            return
+        best = contenders(measured, goal)
+        best += [
+            each
+            for each in contenders([each for each in measured if each.guard], goal, 1)
+            if each not in best
+        ]
+        by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
+        jobs = [Job("repeat", by_choice[each.choice], each.guard) for each in best]
+        driver.finalists = {job.scored.key for job in jobs}
+        rounds = driver.options.repeats
+        self._run_rounds(jobs, rounds)
+        if (
+            rounds > 1
+            and rounds_disagree([each for each in driver.measured() if each.rounds], goal)
+            and not self._out_of_time()
+        ):
+            self._run_rounds(jobs, rounds + 1)
+        self._note_drift()
+
+    def _run_rounds(self, jobs: list[Job], rounds: int) -> None:
+        """Run `jobs` in alternation until each has run `rounds` times, earlier processes included."""
+        done = Counter(each.job.scored.key for each in self.driver.finished if each.job.role == "repeat")
+        self.driver.run_all(job for turn in range(rounds) for job in jobs if done[job.scored.key] <= turn)
+
+    def _note_drift(self) -> None:
+        for each in self.driver.measured():
+            if each.guard and len(each.results) > 1:
+                first, last = each.results[0], each.results[-1]
+                if (
+                    first.step_s
+                    and last.step_s
+                    and abs(last.step_s / first.step_s - 1) > max(_DRIFT, 2 * each.spread_s / each.step_s)
+                ):
+                    self.driver.note(
+                        f"a step of {each.guard} took {last.step_s / first.step_s:.2g} times as long at the"
+                        " end as at the start: the machine is busy or throttles, small differences mean"
+                        " little",
+                        warning=True,
+                    )
+
+    def _confirmed(self) -> tuple[Verdict | None, FinishedTrial | None]:
+        """Run the winner again in a fresh process; if it fails, exclude it and confirm the next best."""
+        driver = self.driver
+        while True:
+            verdict = judge(driver.measured(), driver.setup.goal)
+            if verdict is None or driver.stopped:
+                return verdict, None
+            scored = self._scored(verdict)
+            driver.run_all([Job("confirm", scored, verdict.winner.guard)])
+            last = next((each for each in reversed(driver.finished) if each.job.role == "confirm"), None)
+            if last is not None and last.job.scored.key == scored.key and last.result.status == "ok":
+                return self._unchanged(verdict), last
+            if driver.stopped:
+                return verdict, None
+            driver.note(
+                f"{verdict.winner.choice.summary} did not hold in a fresh process; the next best is taken",
+                warning=True,
+            )
+
+    def _numerics(self, verdict: Verdict | None) -> dict[str, Any]:
+        """Compare the winner's loss and gradients with the reference's, unless the search was stopped."""
+        driver = self.driver
+        simulated = driver.executor_name == "simulated"
+        if verdict is None or driver.stopped or not driver.options.certify or simulated:
+            return {}
+        found = numerics(driver, verdict.winner.choice)
+        if found.get("agrees") is False:
+            driver.note(
+                f"gradients differ from {found['reference']} by {found['difference']} at"
+                f" {found.get('largest_at', 'the loss')}, more than {found['tolerance']}: look before you"
+                " train with this config",
+                warning=True,
+            )
+        elif "not_run" in found:
+            driver.note(f"gradients were not compared with a reference: {found['not_run']}", warning=True)
+        else:
+            unjudged = (
+                f", tolerance {found['tolerance']}"
+                if found.get("agrees", True) is None and "tolerance" in found
+                else ""
+            )
+            difference = found.get("difference") or f"not compared, {found['not_compared']}"
+            driver.note(
+                f"gradients against {found['reference']}: {difference}{unjudged}", warning=bool(unjudged)
+            )
+        return {"numerics": found}
+
+    def _unchanged(self, verdict: Verdict) -> Verdict:
+        """Return the verdict with the confirming run among the winner's measurements."""
+        winner = next(each for each in self.driver.measured() if each.choice == verdict.winner.choice)
+        return verdict._replace(winner=winner)
+
+    def _scored(self, verdict: Verdict) -> Scored:
+        return next(
+            each.job.scored
+            for each in self.driver.finished
+            if each.job.scored.choice == verdict.winner.choice
+        )
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _end(
+        self, verdict: Verdict | None, confirmed: FinishedTrial | None, certificate: dict[str, Any]
+    ) -> SearchOutcome:
+        driver, control = self.driver, self.driver.control
+        status: Status = "interrupted" if control.interrupted else "stopped" if driver.stopped else "done"
+        trials = trial_rows(driver.finished)
+        if verdict is None:
+            if driver.broken:
+                raise _broken(driver)
+            if not driver.stopped:
+                raise nothing_fits(driver)
+            self.log.write(
+                events.SearchFinished(
+                    status="interrupted" if control.interrupted else "stopped", message=driver.stopped
+                )
+            )
+            return SearchOutcome(
+                status,
+                str(self.folder.path),
+                f"{driver.stopped}; nothing that fits was measured yet",
+                trials=trials,
+                exit_code=control.exit_code or 1,
+            )
+        scored = self._scored(verdict)
+        config = tuned_config(
+            driver, scored, verdict, confirmed=confirmed, numerics=certificate, study=str(self.folder.path)
+        )
+        out = self.folder.save_config(config, driver.options.out)
+        message = verdict.text + (f" (stopped: {driver.broken})" if driver.broken else "")
+        outcome = SearchOutcome(
+            status=status,
+            study=str(self.folder.path),
+            message=message,
+            config=config.document(),
+            out=str(out),
+            measured=numbers(verdict.winner),
+            predicted=predicted(driver, scored),
+            guards=tuple(
+                {**row, "is_winner": verdict.winner.guard == row["name"]}
+                for row in trials
+                if row["role"] == "guard"
+            ),
+            trials=trials,
+            exit_code=control.exit_code,
+        )
+        if status == "done":
+            self._teach_later_runs()
+            save_text(self.folder.path / RESULT, json.dumps(outcome.to_dict(), indent=1) + "\n")
+        self.log.write(
+            events.SearchFinished(
+                status=status if status != "dry_run" else "done",
+                out=str(out),
+                best_number=verdict.winner.number,
+                samples_per_s=verdict.winner.samples_per_step / verdict.winner.step_s,
+                confirmed=confirmed is not None,
+                message=message,
+            )
+        )
+        return outcome
+
+    def _teach_later_runs(self) -> None:
+        driver = self.driver
+        if driver.executor_name == "simulated":
+            return
+        calibration = driver.pruner.calibration
+        taught = SearchErrors(
+            date=datetime.now(UTC).date().isoformat(),
+            workload=driver.setup.workload.path.name,
+            op_times=driver.op_times(),
+            peak_ratios=list(calibration.peak_ratios),
+            step_ratios=list(calibration.step_ratios),
+        )
+        store_search(driver.setup.device, taught)
+
+    def _out_of_time(self) -> bool:
+        """Return whether another candidate would leave no time for the repeats and the confirmation."""
+        limit = self.driver.options.time_s
+        if limit is None:
+            return False
+        rest = 1 + (4 * self.driver.options.repeats if self.driver.setup.goal == "throughput" else 0)
+        wall = self.driver.median_wall_s()
+        return self.driver.elapsed_s + min((rest + 1) * wall, limit / 2) >= limit
+
+    def _pruned(self, number: int, scored: Scored, reason: str) -> None:
+        pruner = self.driver.pruner
+        self.log.write(
+            events.TrialPruned(
+                number=number,
+                settings=scored.choice.dump(),
+                summary=scored.choice.summary,
+                predicted_peak_bytes=scored.prediction.peak_allocated_bytes,
+                peak_low_bytes=pruner.peak_low_bytes(scored.prediction),
+                budget_bytes=pruner.budget_bytes or 0,
+                reason=reason,
+            )
+        )
+
+
+def _broken(driver: Driver) -> MemtuneError:
+    last = driver.finished[-1]
+    lines = [line for line in last.result.log_tail.splitlines() if line.strip()]
+    return UsageError(
+        f"Trial {last.number} and {len(driver.finished) - 1} more failed alike, stopping.",
+        evidence=f"{driver.broken}" + (f"   last line: {lines[-1].strip()[:200]}" if lines else ""),
+        fix=(
+            f"memtune trial {driver.options.workload} --config … shows it alone; the logs of all trials are"
+            " in the study folder"
+        ),
+        code="MT302",
+    )

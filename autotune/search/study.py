@@ -1,0 +1,198 @@
+"""`memtune search`: guards, candidates, audit, repeats, verdict, confirmation; then one config is written."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from memtune.autotune.search import events
+from memtune.autotune.search.baselines import guards
+from memtune.autotune.search.control import Control
+from memtune.autotune.search.driver import Driver
+from memtune.autotune.search.outcome import SearchOutcome, weights_over_budget
+from memtune.autotune.search.preparation import Setup, prepare
+from memtune.autotune.search.search_stages import Stages
+from memtune.autotune.search.study_store import RESULT, StudyFolder, check_writable, read_json, versions
+from memtune.autotune.search.trials import make_executor
+from memtune.autotune.space import Sampler, Scored, SearchOptions
+from memtune.errors import UsageError
+from memtune.executors import Executor
+from memtune.ssd import all_allowed
+
+
+def search(
+    options: SearchOptions,
+    control: Control | None = None,
+    *,
+    executor: Executor | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> SearchOutcome:
+    """Find the best settings for a workload by real trials, and write them.
+
+    Args:
+        options: The user's options.
+        control: Through which the user pauses, stops and interrupts.
+        executor: An open one, used instead of the one that the options name; it stays open.
+        say: Called with one line about each phase, before there is an event log.
+
+    Returns:
+        The outcome; after an interruption with the best so far.
+
+    Raises:
+        NothingFits: No trial was within the budget.
+        UsageError: The options contradict each other, the workload or the study.
+        EnvironmentFault: The study is in use, or its disk, the device or the executor cannot be used.
+    """
+    began_s = time.monotonic()
+    folder = study_folder(options)
+    own = options.resume and folder.wrote(options.out)
+    foreign = f"Study '{folder.name}' did not write it as it is now." if options.resume else ""
+    check_writable(options.out, force=options.force or own, evidence=foreign)
+    if options.dry_run:
+        return _dry_run(options, folder, say)
+    with _locked(folder):
+        finished = read_json(folder.path / RESULT)
+        if finished is not None and options.resume:
+            return _finished_study(SearchOutcome.from_dict(finished), folder, options)
+        setup = prepare(options, say=say)
+        resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)
+        aside = folder.check_database()
+        say("predicting all candidates")
+        scores = setup.score(options.seed)
+        too_large = weights_over_budget(setup, scores)
+        if too_large is not None:
+            raise too_large
+        logged = [
+            each for each in events.read_events(folder.events) if isinstance(each, events.TrialFinished)
+        ]
+        opened = executor or make_executor(
+            options.executor,
+            device=setup.device,
+            ranks=options.ranks,
+            slots=options.slots,
+            ray_address=options.ray_address,
+            log_dir=folder.logs,
+        )
+        try:
+            with events.EventLog(folder.events, began_s) as log:
+                sampler = Sampler(folder.database, setup.space, options.seed)
+                try:
+                    driver = Driver(setup, options, sampler, opened, log, control or Control(), began_s)
+                    if aside is not None:
+                        driver.note(
+                            f"the study was damaged and is now {aside.name}; rebuilt from the event log",
+                            warning=True,
+                        )
+                        driver.rebuild(logged)
+                    stages = Stages(driver, sampler, scores, folder, log, resumed)
+                    return stages.run({each.number for each in logged})
+                finally:
+                    sampler.close()
+        finally:
+            if executor is None:
+                opened.close()
+
+
+def study_folder(options: SearchOptions) -> StudyFolder:
+    """Return the folder of the study.
+
+    `--study` as a name below `.memtune/` or a path, else a free name derived from the workload's.
+
+    Raises:
+        UsageError: `--resume` without a study to resume.
+    """
+    home = Path(".memtune")
+    if options.study is not None:
+        named = Path(options.study)
+        return StudyFolder(named if len(named.parts) > 1 or named.is_absolute() else home / named)
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(options.workload.partition(":")[0]).stem)
+    taken = [
+        int(match[1])
+        for each in home.glob(f"{stem}-*")
+        if (match := re.fullmatch(re.escape(stem) + r"-(\d+)", each.name))
+    ]
+    if options.resume and not taken:
+        raise UsageError(
+            f"There is no study of {options.workload} to resume.",
+            evidence=f"Looked in {home.resolve()}",
+            fix="drop --resume",
+            code="MT405",
+        )
+    number = max(taken, default=0) + (0 if options.resume else 1)
+    return StudyFolder(home / f"{stem}-{number}")
+
+
+@contextmanager
+def _locked(folder: StudyFolder) -> Iterator[None]:
+    """Lock the folder; remove it afterwards if nothing was started in it."""
+    is_new = not folder.path.exists()
+    with folder:
+        try:
+            yield
+        finally:
+            if is_new and folder.fingerprint() is None:
+                folder.discard()
+
+
+def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
+    asked = {
+        "goal": options.goal,
+        "ranks": options.ranks,
+        "device": setup.device,
+        "budget_bytes": setup.budget_bytes,
+        "global_batch": setup.global_batch,
+        "axes": list(options.axes),
+        "freeze": dict(options.freeze),
+        "allow_lossy": options.allow_lossy,
+        "seed": options.seed,
+        "offload_dirs": len(all_allowed()) or None,  # without one nothing that needs a drive is searched
+    }
+    workload = {
+        "file": setup.workload.path.name,
+        "name": setup.workload.name,
+        "source_sha256": setup.workload.source_sha256,
+    }
+    return {"workload": workload, "options": asked, "hardware": setup.hardware.name, "versions": versions()}
+
+
+def _dry_run(options: SearchOptions, folder: StudyFolder, say: Callable[[str], None]) -> SearchOutcome:
+    setup = prepare(options, say=say)
+    scores = setup.score(options.seed)
+    too_large = weights_over_budget(setup, scores)
+    if too_large is not None:
+        raise too_large
+    found, _ = guards(setup.scorer, setup.global_batch)
+    ranked = sorted(
+        scores.by_key.values(), key=lambda each: (_is_over(each, setup.budget_bytes), each.rank(options.goal))
+    )
+    rows = [("guard", each.name, each.scored) for each in found] + [("search", "", each) for each in ranked]
+    trials = tuple(
+        {
+            "role": role,
+            "name": name,
+            "summary": each.choice.summary,
+            "settings": each.choice.dump(),
+            "predicted_peak_bytes": each.prediction.peak_allocated_bytes,
+            "predicted_step_s": each.prediction.step_s,
+        }
+        for role, name, each in rows[: options.trials]
+    )
+    return SearchOutcome(
+        "dry_run", str(folder.path), f"{len(trials)} trials would be run first", trials=trials
+    )
+
+
+def _is_over(scored: Scored, budget_bytes: int | None) -> bool:
+    return budget_bytes is not None and scored.prediction.peak_allocated_bytes > budget_bytes
+
+
+def _finished_study(outcome: SearchOutcome, folder: StudyFolder, options: SearchOptions) -> SearchOutcome:
+    """Return the outcome of a finished study; write its config to the requested path."""
+    tuned = outcome.tuned
+    if tuned is not None:
+        folder.save_config(tuned, options.out)
+    return replace(outcome, out=str(options.out))

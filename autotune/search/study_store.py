@@ -1,0 +1,279 @@
+"""The folder of a study.
+
+A lock, its fingerprint, and files that a crash leaves either old or new, never torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from memtune.config import TunedConfig, dump_yaml, save_text
+from memtune.errors import EnvironmentFault, UsageError
+
+SCHEMA = 1
+RESULT = "result.json"
+"""Outcome of a finished search; absent before."""
+_NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "afs",
+    "9p",
+    "fuse.sshfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+}
+
+
+@dataclass
+class StudyFolder:
+    """`.memtune/<name>/` with study.db, events.jsonl, study.json (the fingerprint) and logs/.
+
+    As a context manager it locks the folder; the kernel releases the lock if the process dies.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        self._lock = FileLock(self.path / "lock")
+
+    @property
+    def database(self) -> Path:
+        """Return the path of the Optuna study."""
+        return self.path / "study.db"
+
+    @property
+    def events(self) -> Path:
+        """Return the path of the event log."""
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder of the trials' output."""
+        return self.path / "logs"
+
+    @property
+    def name(self) -> str:
+        """Return the name of the study."""
+        return self.path.name
+
+    def __enter__(self) -> StudyFolder:
+        """Lock the study.
+
+        Raise EnvironmentFault (MT401) if another search has it or the folder is not writable.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+            save_text(
+                self.path / "owner.json",
+                _json({"pid": os.getpid(), "host": socket.gethostname(), "since": _clock()}),
+            )
+        except Timeout:
+            raise self._in_use() from None
+        except OSError as error:
+            raise EnvironmentFault(
+                f"The study folder {self.path} cannot be written.",
+                evidence=str(error),
+                fix="run where you may write, or name another folder with --study",
+                code="MT404",
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unlock the study."""
+        (self.path / "owner.json").unlink(missing_ok=True)
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Remove a folder in which nothing was started."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Return the fingerprint: workload, options and versions of the study, or None for a new one."""
+        return read_json(self.path / "study.json")
+
+    def claim(self, fingerprint: Mapping[str, Any], *, resume: bool) -> bool:
+        """Start the study or resume it; return whether it existed.
+
+        Raises:
+            UsageError: The study exists and `resume` was not requested, or its fingerprint differs.
+        """
+        before = self.fingerprint()
+        if before is None:
+            save_text(self.path / "study.json", _json({"memtune": SCHEMA, **fingerprint}))
+            return False
+        if not resume:
+            raise UsageError(
+                f"Study '{self.name}' exists already.",
+                evidence=str(self.path),
+                fix="add --resume, or --study another",
+                code="MT405",
+            )
+        changed = differences(before, {"memtune": SCHEMA, **fingerprint})
+        if changed:
+            raise UsageError(
+                f"Study '{self.name}' was made for something else; its trials would not compare.",
+                evidence="; ".join(changed),
+                fix="undo the change, or start anew with --study another",
+                code="MT406",
+            )
+        return True
+
+    def save_config(self, config: TunedConfig, out: Path) -> Path:
+        """Write `config` to `out`, after noting its hash.
+
+        A crash leaves no config that the study does not recognise.
+        """
+        text = dump_yaml(config)
+        known = {*self._written(), _sha256(text.encode())}
+        save_text(self.path / "written.json", _json({"sha256": sorted(known)}))
+        return save_text(out, text)
+
+    def wrote(self, path: Path) -> bool:
+        """Return whether the file at `path` was written by this study and is unchanged."""
+        with contextlib.suppress(OSError):
+            return _sha256(path.read_bytes()) in self._written()
+        return False
+
+    def _written(self) -> list[str]:
+        known = (read_json(self.path / "written.json") or {}).get("sha256")
+        return [str(each) for each in known] if isinstance(known, list) else []
+
+    def check_database(self) -> Path | None:
+        """Rename a damaged database to `study.db.corrupt`; return its new path, None if it was intact."""
+        if not self.database.exists():
+            return None
+        try:
+            with contextlib.closing(sqlite3.connect(self.database)) as connection:
+                sound = connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
+        except sqlite3.DatabaseError:
+            sound = False
+        if sound:
+            return None
+        aside = self.database.with_suffix(".db.corrupt")
+        os.replace(self.database, aside)
+        for leftover in ("study.db-journal", "study.db-wal", "study.db-shm"):
+            (self.path / leftover).unlink(missing_ok=True)
+        return aside
+
+    def network(self) -> str | None:
+        """Return the kind of network file system, on which locks and SQLite are safe from one host only."""
+        with contextlib.suppress(OSError):
+            best = ("", "")
+            for line in Path("/proc/self/mounts").read_text().splitlines():
+                _, mount, kind, *_ = line.split()
+                if len(mount) > len(best[0]) and self.path.resolve().is_relative_to(mount):
+                    best = (mount, kind)
+            return best[1] if best[1] in _NETWORK else None
+        return None
+
+    def free_bytes(self) -> int:
+        """Return the free bytes on its disk."""
+        return shutil.disk_usage(self.path).free
+
+    def _in_use(self) -> EnvironmentFault:
+        owner = read_json(self.path / "owner.json") or {}
+        who = f"pid {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('since', '?')}"
+        return EnvironmentFault(
+            f"Study '{self.name}' is in use by {who}.",
+            fix=f"memtune watch {self.path}, or --study another",
+            code="MT401",
+        )
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the changes, one line per field: `options.goal: throughput → memory`."""
+    found = []
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: {_shown(old)} → {_shown(new)}")
+    return found
+
+
+def _shown(value: object) -> str:
+    text = "unset" if value is None else str(value)
+    return text[:12] + "…" if len(text) > 40 else text
+
+
+def versions() -> dict[str, str]:
+    """Return versions of everything that a measurement depends on."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+    }
+
+
+def check_writable(path: Path, *, force: bool, evidence: str = "") -> None:
+    """Check at the start, not after the search, that `path` can be written.
+
+    Args:
+        path: Of the config.
+        force: Whether an existing file may be replaced.
+        evidence: Reason why it may not.
+
+    Raises:
+        UsageError: It exists and `force` is not set.
+    """
+    if path.is_dir():
+        raise EnvironmentFault(f"{path} is a folder.", fix="name a file with --out", code="MT407")
+    if path.exists() and not force:
+        fix = "add --force to replace it, or --out another.yaml"
+        raise UsageError(f"{path} exists.", evidence=evidence, fix=fix, code="MT408")
+    folder = path.parent
+    probe = folder / f".{path.name}.{os.getpid()}.probe"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path} cannot be written.",
+            evidence=str(error),
+            fix="name a file in a folder of yours with --out",
+            code="MT407",
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file or it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _clock() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

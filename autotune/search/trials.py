@@ -1,0 +1,122 @@
+"""Start trials: the executor for a request, and a single trial (`memtune trial`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from memtune.config import TunedConfig, load_config
+from memtune.errors import EnvironmentFault
+from memtune.executors import Executor, Trial, TrialResult, probe
+
+ExecutorName = Literal["auto", "local", "ray", "simulated"]
+
+
+def make_executor(
+    name: ExecutorName = "auto",
+    *,
+    device: str = "cpu",
+    ranks: int = 1,
+    slots: int = 1,
+    ray_address: str | None = None,
+    log_dir: Path | None = None,
+) -> Executor:
+    """The executor asked for (`executor_name`), open.
+
+    Raises:
+        EnvironmentFault: Ray is asked for and cannot be started.
+    """
+    name = executor_name(name, device=device, ranks=ranks, ray_address=ray_address)
+    if name == "ray":
+        from memtune.executors.ray import RayExecutor
+
+        return RayExecutor(ray_address, slots=slots, ranks=ranks, log_dir=log_dir)
+    if name == "simulated":
+        raise EnvironmentFault(
+            "The simulated executor needs a function that predicts.", fix="use --executor local", code="MT409"
+        )
+    from memtune.executors import LocalExecutor
+
+    return LocalExecutor(slots, log_dir=log_dir)
+
+
+def executor_name(name: ExecutorName, *, device: str, ranks: int, ray_address: str | None) -> ExecutorName:
+    """Return `name`.
+
+    For `auto`, Ray for two or more GPUs or an address, else child processes of this machine.
+    """
+    if name != "auto":
+        return name
+    return "ray" if ray_address is not None or (device == "cuda" and ranks > 1) else "local"
+
+
+def run_trial(
+    workload: str,
+    config: str | Path | TunedConfig | Mapping[str, Any],
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    ranks: int = 1,
+    budget_bytes: int | None = None,
+    micro_batch: int | None = None,
+    executor: Executor | ExecutorName = "auto",
+    steps: int = 3,
+    warmup_steps: int = 2,
+    seed: int = 0,
+    deadline_s: float = 600.0,
+    ray_address: str | None = None,
+    log_dir: Path | None = None,
+) -> TrialResult:
+    """Run one trial of `config` in fresh processes and wait for its result.
+
+    Args:
+        workload: `model.py` or `model.py:name`.
+        config: A config, or the path of one.
+        device: Device to compute on.
+        ranks: Number of processes that train together.
+        budget_bytes: Device bytes per rank; exceeding them ends the trial as `oom`.
+        micro_batch: Replaces the config's.
+        executor: An open one (it stays open), or the name of one.
+        steps: Measured steps.
+        warmup_steps: Steps before them.
+        seed: Of weights, data and dropout.
+        deadline_s: Seconds after which the trial is ended as `timeout`.
+        ray_address: Of the cluster, for Ray.
+        log_dir: Folder of the ranks' output.
+
+    Raises:
+        WorkloadError: `model.py` cannot be used.
+        ConfigError: The config cannot be read.
+    """
+    probe(workload)
+    tuned = config if isinstance(config, TunedConfig) else load_config(config)
+    if micro_batch is not None:
+        tuned = tuned.model_copy(update={"settings": tuned.settings.with_execution(micro_batch=micro_batch)})
+    trial = Trial(
+        number=0,
+        workload=workload,
+        config=tuned.document(),
+        device=device,
+        ranks=ranks,
+        budget_bytes=budget_bytes,
+        warmup_steps=warmup_steps,
+        steps=steps,
+        seed=seed,
+        deadline_s=deadline_s,
+        env=tuned.settings.env(),
+    )
+    if not isinstance(executor, str):
+        return _wait_for(executor, trial)
+    opened = make_executor(executor, device=device, ranks=ranks, ray_address=ray_address, log_dir=log_dir)
+    try:
+        return _wait_for(opened, trial)
+    finally:
+        opened.close()
+
+
+def _wait_for(executor: Executor, trial: Trial) -> TrialResult:
+    executor.submit(trial)
+    while True:
+        for event in executor.wait(1.0):
+            if isinstance(event, TrialResult) and event.number == trial.number:
+                return event

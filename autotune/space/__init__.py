@@ -1,0 +1,83 @@
+"""The search space: candidates, their scores, pruning, proposals and the sampler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.autotune.space.ablation import (
+        AblatedSetting,
+        Ablation,
+        ablate,
+        ablation_reason,
+        trade,
+        trade_text,
+    )
+    from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+    from memtune.autotune.space.pareto import largest_micro_batch, refined_front
+    from memtune.autotune.space.proposals import Proposer
+    from memtune.autotune.space.pruning import Pruner
+    from memtune.autotune.space.sampler import Sampler, StoredTrial
+    from memtune.autotune.space.scoring import (
+        Goal,
+        Scored,
+        Scorer,
+        Scores,
+        alike,
+        predict_again,
+        processes,
+        same_passes,
+        score_all,
+    )
+    from memtune.autotune.space.search_options import PlanOptions, SearchOptions, TargetOptions
+    from memtune.autotune.space.search_space import Space, batch_sizes, build_space, executions, variants
+    from memtune.autotune.space.suggestions import Remedy, describe, more_memory, remedies
+    from memtune.autotune.space.technique_effects import Effects, Kind, effects, kinds, refusing_techniques
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "AblatedSetting",
+    "Ablation",
+    "Candidate",
+    "Choice",
+    "Effects",
+    "Goal",
+    "Kind",
+    "PlanOptions",
+    "Proposer",
+    "Pruner",
+    "Remedy",
+    "Rewriter",
+    "Sampler",
+    "Scored",
+    "Scorer",
+    "Scores",
+    "SearchOptions",
+    "Space",
+    "StoredTrial",
+    "TargetOptions",
+    "ablate",
+    "ablation_reason",
+    "alike",
+    "batch_sizes",
+    "build_space",
+    "describe",
+    "effects",
+    "executions",
+    "kinds",
+    "largest_micro_batch",
+    "more_memory",
+    "predict_again",
+    "processes",
+    "refined_front",
+    "refusing_techniques",
+    "remedies",
+    "same_passes",
+    "score_all",
+    "trade",
+    "trade_text",
+    "variants",
+]

@@ -1,0 +1,79 @@
+"""The Pareto front of candidates in time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.pruning import Pruner
+from memtune.autotune.space.scoring import Scored, Scorer
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason
+
+_MOST_SAMPLES = 2**16
+_NOTICEABLE = 0.005
+"""Relative memory saving below which a slower candidate is not worth a row."""
+
+
+def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
+    """Return the candidates that none beats in both time and memory, fastest first.
+
+    Ties go to the simpler one.
+    """
+    front: list[Scored] = []
+    for each in sorted(
+        scored,
+        key=lambda each: (_sample_s(each), each.prediction.peak_allocated_bytes, each.choice.complexity),
+    ):
+        if not front or each.prediction.peak_allocated_bytes < front[-1].prediction.peak_allocated_bytes * (
+            1 - _NOTICEABLE
+        ):
+            front.append(each)
+    return front
+
+
+def refined_front(
+    scored: Iterable[Scored], refine: Callable[[list[Scored]], list[Scored]], most: int
+) -> list[Scored]:
+    """Return the front among candidates simulated op by op: those that were, and about `most` others.
+
+    The coarse level is a lower bound of the step time, so a candidate of the coarse front may be beaten once
+    it is simulated; the ones that it had beaten are then simulated in turn.
+    """
+    best = {each.key: each for each in scored}
+    while most > 0:
+        coarse = [each for each in pareto_front(best.values()) if each.prediction.level != "events"]
+        if not coarse:
+            break
+        most -= len(coarse)
+        best.update({each.key: each for each in refine(coarse)})
+    return pareto_front(each for each in best.values() if each.prediction.level == "events")
+
+
+def largest_micro_batch(scorer: Scorer, choice: Choice, pruner: Pruner) -> int | None:
+    """Return the largest micro-batch at which `choice` is predicted to fit, to one part in 16.
+
+    None without a budget.
+
+    Peaks grow with the micro-batch, so doubling and bisection find it.
+    """
+    budget = pruner.budget_bytes
+    if budget is None:
+        return None
+
+    def fits(size: int) -> bool:
+        scored = scorer.score(Choice(Execution(micro_batch=size), choice.techniques))
+        return not isinstance(scored, Reason) and scored.prediction.peak_allocated_bytes <= budget
+
+    low, high = 0, max(choice.execution.micro_batch or 1, 1)
+    while high <= _MOST_SAMPLES and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _sample_s(scored: Scored) -> float:
+    rate = scored.prediction.samples_per_s
+    return 1 / rate if rate else float("inf")

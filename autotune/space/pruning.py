@@ -1,0 +1,69 @@
+"""Decide which candidates are not run: those whose predicted peak exceeds the budget even at its lower end.
+
+That is as reliable as the interval, so each search also runs the pruned candidate closest to the budget (the
+audit). If it fits, the interval was too narrow: it is widened accordingly, and pruned candidates are
+reconsidered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from memtune.autotune.predict import Calibration, Prediction
+from memtune.autotune.space.scoring import Scored
+from memtune.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Pruner:
+    """Prunes by the interval of the trials so far.
+
+    Attributes:
+        budget_bytes: Device bytes per rank; None prunes nothing.
+        calibration: Corrections of predictions from trials.
+        widest: Smallest measured over predicted peak of an audit that fitted; the interval extends at least
+            that low.
+    """
+
+    budget_bytes: int | None
+    calibration: Calibration = field(default_factory=Calibration)
+    widest: float = 1.0
+
+    def peak_low_bytes(self, prediction: Prediction) -> int:
+        """Lower end of the peak of allocated bytes."""
+        return math.floor(
+            prediction.peak_allocated_bytes * min(self.calibration.peak_range()[0], self.widest)
+        )
+
+    def reason(self, prediction: Prediction) -> str | None:
+        """Return why a candidate is pruned, or None if it may fit."""
+        low = self.peak_low_bytes(prediction)
+        if self.budget_bytes is None or low <= self.budget_bytes:
+            return None
+        over = format_bytes(low - self.budget_bytes)
+        where = f" at {prediction.peak_op}" if prediction.peak_op else ""
+        return (
+            f"needs at least {format_bytes(low)} (predicted"
+            f" {format_bytes(prediction.peak_allocated_bytes)}{where}), {over} over the budget of"
+            f" {format_bytes(self.budget_bytes)}"
+        )
+
+    def borderline(self, candidates: Iterable[Scored]) -> Scored | None:
+        """Return the pruned candidate whose lower end is closest to the budget, for the audit."""
+        pruned = [each for each in candidates if self.reason(each.prediction) is not None]
+        return min(
+            pruned,
+            key=lambda each: (self.peak_low_bytes(each.prediction), *each.choice.complexity),
+            default=None,
+        )
+
+    def calibrated(self, calibration: Calibration) -> Pruner:
+        """Return this pruner with the interval of more trials."""
+        return replace(self, calibration=calibration)
+
+    def after_audit(self, prediction: Prediction, measured_peak_bytes: int) -> Pruner:
+        """Return this pruner with an interval that would not have pruned the audited candidate."""
+        ratio = measured_peak_bytes / prediction.peak_allocated_bytes
+        return replace(self, widest=min(self.widest, ratio))

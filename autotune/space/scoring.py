@@ -1,0 +1,398 @@
+"""Predict every candidate of a space, merge equal programs and refine the most promising ones."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+from memtune.autotune.predict import (
+    AllocatorSettings,
+    Calibration,
+    ParallelMap,
+    Prediction,
+    host_memory_shortage,
+    residuals,
+    simulate,
+    ssd_shortage,
+)
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, Space
+from memtune.hardware import Hardware, OpTime, usable_cores
+from memtune.program import Program
+from memtune.technique import Reason
+
+Goal = Literal["throughput", "memory", "batch"]
+EVENTS_FOR = 64
+"""Programs that are simulated op by op at a time; further batches follow while one may beat the best so far.
+"""
+_MOST_EVENTS = 4 * EVENTS_FOR
+"""Limit on programs simulated op by op: hundreds with one coarse prediction need not all be refined."""
+_ALL = ("all",)
+_SMALL = tuple(("small", place) for place in range(4))
+"""The neighbourhoods of this many candidates with the smallest peaks are explored too."""
+_SLOWER = 2.0
+"""The neighbourhood of a technique is not explored if its best candidate is slower than the best of all by
+this factor: no other slot makes up for it.
+"""
+_EXPLORE_AGAIN = 0.01
+"""Relative improvement of the best candidate with a technique from which its neighbourhood is explored again.
+"""
+_PROCESSES = 4
+"""Limit on scoring processes: each has a memory of programs of its own."""
+_COLLECT_AFTER = 50_000
+"""Object count that triggers a garbage collection while candidates are made."""
+_MOST_PREDICTIONS = 64
+"""Number of programs whose prediction is kept; equal programs are close together in pass order."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate and its prediction."""
+
+    choice: Choice
+    key: str
+    prediction: Prediction
+
+    def rank(self, goal: Goal) -> tuple[float, ...]:
+        """Return the sort key for `goal`, smaller is better.
+
+        Ties go to the faster, then smaller, then simpler candidate.
+        """
+        # The levels differ by more than candidates do, so they are never compared: what was looked at more
+        # closely comes first.
+        return (self.prediction.level != "events", *self.rank_among_levels(goal))
+
+    def rank_among_levels(self, goal: Goal, *, slower: float = 1.0) -> tuple[float, ...]:
+        """Return `rank` for a step `slower` times as long as predicted, without regard to the level.
+
+        The coarse level is optimistic compared with the other.
+        """
+        step_per_sample = (
+            slower / self.prediction.samples_per_s if self.prediction.samples_per_s else math.inf
+        )
+        peak = float(self.prediction.peak_allocated_bytes)
+        first = {
+            "throughput": step_per_sample,
+            "memory": peak,
+            "batch": -float(self.choice.execution.micro_batch or 0),
+        }[goal]
+        return (first, step_per_sample, peak, *self.choice.complexity)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scored space."""
+
+    by_key: dict[str, Scored]
+    unfit: Mapping[str, int]
+    """Number of refused candidates, by reason."""
+    n_candidates: int
+    n_merged: int
+    score_s: float
+
+    @property
+    def n_unfit(self) -> int:
+        """Return the number of candidates that some technique refused."""
+        return sum(self.unfit.values())
+
+
+class ScoreRequest(NamedTuple):
+    """A question to `Scorer.asked`."""
+
+    choice: Choice
+    scored: Scored | None = None
+    """The score to refine; None scores the choice."""
+
+
+_SideBySide: TypeAlias = ParallelMap[ScoreRequest, Scored | Reason]
+
+
+class Scorer:
+    """Predicts choices.
+
+    Equal programs are simulated once, as long as the first prediction is still in memory.
+
+    Args:
+        rewriter: Makes programs of choices, for a target.
+        op_times: Op times measured by earlier searches on this machine.
+        calibration: Corrections from trials of whole steps and peaks, if predictions are to include them.
+        host_bytes: Free host memory of a node; None if unknown, then nothing is refused for it.
+        ssd_bytes: Free SSD space of a node, likewise.
+    """
+
+    def __init__(
+        self,
+        rewriter: Rewriter,
+        *,
+        op_times: Sequence[OpTime] = (),
+        calibration: Calibration | None = None,
+        host_bytes: int | None = None,
+        ssd_bytes: int | None = None,
+    ) -> None:
+        self.rewriter, self._op_times, self._calibration = rewriter, tuple(op_times), calibration
+        self._host_bytes, self._ssd_bytes = host_bytes, ssd_bytes
+        self._known: dict[int, tuple[Program, Prediction]] = {}
+        self._hardware = self._taught_by(())
+
+    def learn(self, op_times: Iterable[OpTime]) -> None:
+        """Correct all later predictions by these op times of trials, instead of those given before."""
+        self._hardware = self._taught_by(op_times)
+        self._known.clear()
+
+    def _taught_by(self, op_times: Iterable[OpTime]) -> Hardware:
+        hardware = self.rewriter.target.hardware
+        return replace(hardware, residuals=residuals((*self._op_times, *op_times), hardware))
+
+    def score(self, choice: Choice, *, level: Literal["coarse", "events"] = "coarse") -> Scored | Reason:
+        """Return `choice` with its prediction, or why it does not fit."""
+        candidate = self.rewriter.candidate(choice)
+        if isinstance(candidate, Reason):
+            return candidate
+        prediction = (
+            self._coarse(candidate.program)
+            if level == "coarse"
+            else self._events(choice, candidate.program, self._hardware)
+        )
+        target, keeps = self.rewriter.target, any(each.effects.keeps_steps for each in choice.chosen.values())
+        reason = host_memory_shortage(prediction, target, self._host_bytes)
+        reason = reason or ssd_shortage(prediction, target, self._ssd_bytes, keeps_steps=keeps)
+        return Scored(choice, candidate.key, prediction) if reason is None else reason
+
+    def _coarse(self, program: Program) -> Prediction:
+        known = self._known.get(id(program))
+        if known is None or known[0] is not program:  # an id may come again when its program is gone
+            if len(self._known) >= _MOST_PREDICTIONS:
+                del self._known[next(iter(self._known))]  # the oldest
+            as_held = self._host_bytes is not None  # else nobody asks, of candidates that nobody sees
+            prediction = simulate(program, self._hardware, calibration=self._calibration, as_held=as_held)
+            known = self._known[id(program)] = program, prediction
+        return known[1]
+
+    def again(self, scored: Scored, *, taught_by: Iterable[OpTime] | None = None) -> Scored:
+        """Return `scored` predicted again at the events level; `taught_by` replaces the op times learnt."""
+        hardware = self._hardware if taught_by is None else self._taught_by(taught_by)
+        return replace(scored, prediction=self._events(scored.choice, self.program(scored.choice), hardware))
+
+    def _events(self, choice: Choice, program: Program, hardware: Hardware) -> Prediction:
+        allocator = AllocatorSettings.from_env(choice.env())
+        return simulate(program, hardware, level="events", allocator=allocator, calibration=self._calibration)
+
+    def program(self, choice: Choice) -> Program:
+        """Return the program of `choice`, which must fit."""
+        candidate = self.rewriter.candidate(choice)
+        assert not isinstance(candidate, Reason)
+        return candidate.program
+
+    def asked(self, asked: ScoreRequest) -> Scored | Reason:
+        """Return a choice's score, or a refined score."""
+        return self.score(asked.choice) if asked.scored is None else self.refined(asked.scored)
+
+    def refined(self, scored: Scored) -> Scored:
+        """Return `scored` with the prediction of the events level, which trials are compared with."""
+        return scored if scored.prediction.level == "events" else self.again(scored)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Make garbage collections rare, and exclude objects that exist now (torch, the recording).
+
+    A collection scans all programs in memory, for a tenth of a second; candidates leave hardly any cycles.
+    Objects that the caller froze before remain frozen.
+    """
+    is_ours, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()
+    gc.freeze()
+    if thresholds[0]:  # else somebody has turned them off
+        gc.set_threshold(max(thresholds[0], _COLLECT_AFTER), *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if is_ours:
+            gc.unfreeze()
+
+
+def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Scores:
+    """Score the space, or a sample and neighbourhoods above `ENUMERATE_UP_TO`; refine the best.
+
+    A neighbourhood: another technique, or other knobs, in one slot. It is explored until nothing better is
+    found.
+    """
+    started = time.monotonic()
+    with (
+        rare_collections(),
+        ParallelMap(scorer.asked, lambda asked: same_passes(asked.choice), processes()) as side_by_side,
+    ):
+        found = _ScoredSet(scorer, side_by_side)
+        if space.size <= ENUMERATE_UP_TO:
+            found.add(space)
+        else:
+            found.add(space.sample(SAMPLE, seed))
+            looked_around: dict[Hashable, Scored] = {}
+            while promising := found.promising(goal, looked_around):
+                found.add(space.around([each.choice for each in promising.values()]))
+                looked_around |= promising
+        _refine(found.by_key, side_by_side, scorer.rewriter.target.budget_bytes, goal)
+    return Scores(
+        found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started
+    )
+
+
+def processes() -> int:
+    """Return the number of processes that score in parallel."""
+    return min(usable_cores(), _PROCESSES)
+
+
+def same_passes(choice: Choice) -> Hashable | None:
+    """Return a key of choices whose first passes are equal, which share programs.
+
+    None for choices that need a recording, which only this process makes.
+    """
+    if choice.execution.compile or "sharding.parallel" in choice.chosen:
+        return None
+    first = (choice.chosen.get(slot) for slot in ("split", "recompute"))
+    return choice.execution, *first
+
+
+class _ScoredSet:
+    """The candidates scored so far; of equal ones the simplest is kept."""
+
+    def __init__(self, scorer: Scorer, side_by_side: _SideBySide) -> None:
+        self._scorer, self._side_by_side = scorer, side_by_side
+        self.by_key: dict[str, Scored] = {}
+        self.unfit: Counter[str] = Counter()
+        self.seen: set[Choice] = set()
+        self.n_merged = 0
+        self._predictions: dict[Hashable, list[Prediction]] = defaultdict(list)
+        """One object for equal predictions, whichever process made them (see `_refine`)."""
+
+    def add(self, choices: Iterable[Choice]) -> None:
+        """Score choices that are new."""
+        new = [choice for choice in dict.fromkeys(choices) if choice not in self.seen]
+        self.seen.update(new)
+        for choice, scored in zip(
+            new, self._side_by_side.over([ScoreRequest(choice) for choice in new]), strict=True
+        ):
+            if isinstance(scored, Reason):
+                self.unfit[str(scored)] += 1
+                continue
+            # A copy's choice is another object, and objects are known by their id.
+            scored = replace(scored, choice=choice, prediction=self._one_object(scored.prediction))
+            known = self.by_key.get(scored.key)
+            self.n_merged += known is not None
+            if known is None or choice.complexity < known.choice.complexity:
+                self.by_key[scored.key] = scored
+
+    def _one_object(self, prediction: Prediction) -> Prediction:
+        alike = self._predictions[
+            prediction.step_s, prediction.peak_allocated_bytes, prediction.host_peak_bytes
+        ]
+        known = next((each for each in alike if each is prediction or each == prediction), None)
+        if known is None:
+            alike.append(prediction)
+        return known or prediction
+
+    def promising(self, goal: Goal, looked_around: Mapping[Hashable, Scored]) -> dict[Hashable, Scored]:
+        """Return the candidates whose neighbourhood to explore, by the property that they are best in.
+
+        A candidate qualifies if it is much better than the one explored before for that property, or at all
+        better for the best overall. Techniques whose best is several times slower are skipped.
+        """
+        best = self._best(goal)
+        fastest = best[_ALL].rank(goal)[1] if goal == "throughput" and _ALL in best else math.inf
+        found = {}
+        for part, each in best.items():
+            value, before = each.rank(goal)[1], looked_around.get(part)
+            if before is not None:
+                least = 0.0 if part == _ALL else _EXPLORE_AGAIN * abs(before.rank(goal)[1])
+                if each.choice == before.choice or value > before.rank(goal)[1] - least:
+                    continue
+            if value <= _SLOWER * fastest or part in _SMALL:
+                found[part] = each
+        return found
+
+    def _best(self, goal: Goal) -> dict[Hashable, Scored]:
+        """Return the best by micro-batch and by kind of technique, and those with the smallest peaks.
+
+        One per kind, because the few best overall often differ in one knob only.
+        """
+        budget = self._scorer.rewriter.target.budget_bytes
+        best: dict[Hashable, Scored] = {}
+        for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
+            if budget is None or each.prediction.peak_allocated_bytes <= budget:
+                for part in (
+                    each.choice.execution,
+                    *((one.slot, one.kind) for one in each.choice.techniques),
+                    _ALL,
+                ):
+                    best.setdefault(part, each)
+        small = heapq.nsmallest(len(_SMALL), self.by_key.values(), key=lambda each: each.rank("memory"))
+        return best | dict(zip(_SMALL, small, strict=False))
+
+
+def _refine(
+    by_key: dict[str, Scored], side_by_side: _SideBySide, budget_bytes: int | None, goal: Goal
+) -> None:
+    """Simulate the best programs op by op until no other can be better.
+
+    The coarse level never overestimates the time.
+
+    Equal programs share one prediction object. Its reserved bytes are those of the simplest one's allocator
+    settings.
+    """
+    programs: dict[int, list[Scored]] = {}
+    for each in by_key.values():
+        if budget_bytes is None or each.prediction.peak_allocated_bytes <= budget_bytes:
+            programs.setdefault(id(each.prediction), []).append(each)
+    ranked = heapq.nsmallest(
+        _MOST_EVENTS, programs.values(), key=lambda group: min(each.rank(goal) for each in group)
+    )
+    best: tuple[float, ...] = (math.inf,)
+    for start in range(0, len(ranked), EVENTS_FOR):
+        groups = ranked[start : start + EVENTS_FOR]
+        if best < min(each.rank_among_levels(goal) for each in groups[0]):
+            break
+        simplest = [min(group, key=lambda each: each.choice.complexity) for group in groups]
+        for group, refined in zip(
+            groups, side_by_side.over([ScoreRequest(each.choice, each) for each in simplest]), strict=True
+        ):
+            assert isinstance(refined, Scored)
+            by_key.update({each.key: replace(each, prediction=refined.prediction) for each in group})
+            if budget_bytes is None or refined.prediction.peak_allocated_bytes <= budget_bytes:
+                best = min(best, refined.rank_among_levels(goal))
+
+
+def predict_again(by_key: dict[str, Scored], scorer: Scorer) -> None:
+    """Predict again, in place, what was simulated op by op, with the op times learnt since.
+
+    Coarse predictions come after these in every ranking, so they are kept.
+    """
+    known: dict[int, Prediction] = {}
+    for key, each in by_key.items():
+        if each.prediction.level == "events":
+            known_as = id(each.prediction)  # neighbours that became one program share it
+            if known_as not in known:
+                known[known_as] = scorer.again(each).prediction
+            by_key[key] = replace(each, prediction=known[known_as])
+
+
+def alike(prediction: Prediction) -> tuple[object, ...]:
+    """Return the predicted values by which candidates can be distinguished.
+
+    One of each group of equals is tried first.
+    """
+    return prediction.peak_allocated_bytes, prediction.peak_reserved_bytes, f"{prediction.step_s:.6g}"
+
+
+def fits_budget(prediction: Prediction, budget_bytes: int | None, calibration: Calibration) -> bool:
+    """Return whether the expected peak, corrected by trials, is within the budget."""
+    if budget_bytes is None:
+        return True
+    low, high = calibration.peak_range() if calibration.is_calibrated else (1.0, 1.0)
+    return prediction.peak_allocated_bytes * math.sqrt(low * high) <= budget_bytes

@@ -1,0 +1,148 @@
+"""Suggest changes that make a workload fit: try every option in the simulator, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.scoring import Scored, Scorer
+from memtune.hardware import Hardware
+from memtune.search_spaces import find, kinds
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason, Technique
+from memtune.units import format_bytes
+
+_LEAN = ("offload.states", "recompute", "offload.activations", "sharding.states")
+"""Slots that trade time for memory; all of their kinds are tried, because the search may have excluded them.
+"""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change, and the peak with it."""
+
+    change: str
+    peak_bytes: int
+    slowdown: float
+    """Seconds per sample on a rank, relative to the closest candidate."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return {"change": self.change, "peak_allocated_bytes": self.peak_bytes, "slowdown": self.slowdown}
+
+
+def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int = 3) -> tuple[Remedy, ...]:
+    """Return the `count` cheapest changes after which `closest`, the smallest candidate, is predicted to fit.
+
+    Tries a smaller micro-batch, other kinds in the slots (the search may have excluded them) and more ranks;
+    if no single change suffices on as many ranks, two other kinds; if more ranks do not suffice either, other
+    kinds on more ranks. A larger limit always suffices and comes last.
+    """
+    scorer = Scorer(rewriter)
+
+    def enough(tried: Iterator[Remedy]) -> list[Remedy]:
+        return [each for each in tried if each.peak_bytes <= budget_bytes]
+
+    found = enough(_one_change(scorer, closest)) or enough(_two_changes(scorer, closest))
+    found += enough(_wider(scorer, closest.choice, closest, "")) or (
+        [] if found else enough(_changed_and_wider(scorer, closest))
+    )
+    unique = {
+        each.change: each for each in sorted(found, key=lambda each: (-each.slowdown, -each.peak_bytes))
+    }
+    cheapest = sorted(unique.values(), key=lambda each: (each.slowdown, each.peak_bytes))[: count - 1]
+    needs = max(
+        closest.prediction.peak_allocated_bytes, budget_bytes + 1
+    )  # a trial may have needed more than predicted
+    return (*cheapest, Remedy(more_memory(rewriter.target.hardware, needs), needs, 1.0))
+
+
+def more_memory(hardware: Hardware, n_bytes: int) -> str:
+    """Return the advice for a need of `n_bytes`: no limit helps above the GPU's memory."""
+    if hardware.device == "cuda" and n_bytes > hardware.memory_bytes:
+        return f"a card with {rounded_up(n_bytes)} of memory"
+    most = hardware.memory_bytes if hardware.device == "cuda" else None
+    return f"--max-memory {rounded_up(n_bytes, most)} or a card with more memory"
+
+
+def rounded_up(n_bytes: int, most_bytes: int | None = None) -> str:
+    """Return a short size for `--max-memory`.
+
+    At least `n_bytes`, and at most `most_bytes` unless `n_bytes` is more.
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"))[n_bytes < 2**30 :]:
+        tenths = -(-n_bytes * 10 // unit)
+        if most_bytes is None or tenths * unit <= most_bytes * 10:
+            whole, tenth = divmod(tenths, 10)
+            return f"{whole}.{tenth}{name}" if tenth else f"{whole}{name}"
+    return f"{n_bytes}B"
+
+
+def describe(remedy: Remedy) -> str:
+    """Return the remedy in one line."""
+    cost = f", {remedy.slowdown:.2g}× the time per sample" if remedy.slowdown > 1.005 else ""
+    return f"{remedy.change}: {format_bytes(remedy.peak_bytes)}{cost}"
+
+
+def _one_change(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
+    choice = closest.choice
+    size = choice.execution.micro_batch or 1
+    while size > 1:
+        size //= 2
+        smaller = Choice(Execution(micro_batch=size), choice.techniques)
+        yield from _remedy(scorer, smaller, closest, f"a micro-batch of {size} (a smaller global batch)")
+    for other, name in _other_kinds(choice):
+        yield from _remedy(scorer, other, closest, name)
+
+
+def _two_changes(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
+    for one, first in _other_kinds(closest.choice):
+        for both, second in _other_kinds(one):
+            if first < second and second.split(":")[0] != first.split(":")[0]:
+                yield from _remedy(scorer, both, closest, f"{first} and {second}")
+
+
+def _changed_and_wider(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
+    for one, first in _other_kinds(closest.choice):
+        yield from _wider(scorer, one, closest, first + " and ")
+
+
+def _wider(scorer: Scorer, choice: Choice, closest: Scored, prefix: str) -> Iterator[Remedy]:
+    """Yield `choice` on more ranks, unchanged and fully sharded."""
+    rewriter = scorer.rewriter
+    for times in (2, 4, 8):
+        ranks = rewriter.target.ranks * times
+        wider = Scorer(
+            Rewriter(rewriter.recording, replace(rewriter.target, ranks=ranks), compiled=rewriter.compiled)
+        )
+        for techniques in _sharded(choice):
+            yield from _remedy(wider, Choice(choice.execution, techniques), closest, f"{prefix}{ranks} ranks")
+
+
+def _other_kinds(choice: Choice) -> Iterator[tuple[Choice, str]]:
+    used = {each.slot: each for each in choice.techniques}
+    for slot in _LEAN:
+        for kind in kinds(slot):
+            technique = find(slot, kind)(kind=kind)
+            if kind not in ("none", used[slot].kind if slot in used else "none"):
+                yield Choice.of(choice.execution, {**used, slot: technique}), f"{slot}: {kind}"
+
+
+def _sharded(choice: Choice) -> list[tuple[Technique, ...]]:
+    rest = tuple(each for each in choice.techniques if each.slot != "sharding.states")
+    return [choice.techniques, (*rest, find("sharding.states", "fsdp")(kind="fsdp"))]
+
+
+def _remedy(scorer: Scorer, choice: Choice, closest: Scored, change: str) -> Iterator[Remedy]:
+    scored = scorer.score(choice)
+    if not isinstance(scored, Reason):
+        before, after = _rank_sample_s(closest), _rank_sample_s(scored)
+        yield Remedy(change, scored.prediction.peak_allocated_bytes, after / before if before else 1.0)
+
+
+def _rank_sample_s(scored: Scored) -> float:
+    """Return seconds per sample on one rank."""
+    execution = scored.choice.execution
+    return scored.prediction.step_s / ((execution.micro_batch or 1) * execution.accumulate)

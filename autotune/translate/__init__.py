@@ -1,0 +1,16 @@
+"""Translate a step recorded on CPU into the step that CUDA runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.autotune.translate import translation_table as translation_table
+    from memtune.autotune.translate.translation import translate
+    from memtune.autotune.translate.translation_table import FOREACH_OPTIMIZERS
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = ["FOREACH_OPTIMIZERS", "translate", "translation_table"]

@@ -1,0 +1,145 @@
+"""Norms in the translation to CUDA: precision of their statistics, and batch norms on cuDNN.
+
+A batch norm on cuDNN returns a reserve in addition to its statistics, which autograd packs last and its
+backward reads. Torch's own kernel is preceded by an empty tensor instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.autotune.translate import translation_table as table
+from memtune.program import I32, I64, Edit, Hints, Step
+
+
+class Translated(Protocol):
+    """The parts of a translation that these functions change."""
+
+    step: Step
+    names: list[str]
+    op_name: npt.NDArray[Any]
+    bytes: I64
+    dropped_ops: npt.NDArray[np.bool_]
+    gone: npt.NDArray[np.bool_]
+    later: list[Callable[[Edit], object]]
+
+
+def widen_statistics(translated: Translated, hints: Hints) -> None:
+    """Keep means and deviations of 16-bit inputs in fp32, where CPU keeps them in 16 bits."""
+    step = translated.step
+    for name in table.NORM_STATISTICS.keys() & set(step.names):
+        for op in _rows(step, name):
+            if (given := _arguments(hints, op)) is None:
+                continue
+            (dtype, shape, _), axes = given[0]["t"], given[1]
+            by_row = name == "aten.native_layer_norm.default"
+            rows = int(np.prod(shape[: len(shape) - len(axes)])) if by_row else shape[1]
+            made = np.flatnonzero(step.storages.producer == op)[1:]
+            if dtype in ("float16", "bfloat16"):
+                translated.bytes[made[step.storages.bytes[made] == 2 * rows]] = 4 * rows
+
+
+def use_cudnn(translated: Translated, hints: Hints, turns: int) -> int:
+    """Make batch norms that cuDNN answers its own; returns how many there are.
+
+    Args:
+        translated: The step.
+        hints: Say what each op was given.
+        turns: How many turns there will be between two that were recorded (`Saves.unpack_order`).
+    """
+    step = translated.step
+    forward, backward = table.BATCH_NORM
+    if forward not in step.names:
+        return 0
+    reader = _readers(step, backward)
+    found: list[tuple[int, int, int]] = []  # the op, its backward or -1, the last of its statistics
+    for op in _rows(step, forward):
+        given = _arguments(hints, op)
+        made = np.flatnonzero(step.storages.producer == op)
+        back = reader.get(int(made[-1]), -1) if len(made) == 3 else -1
+        if (
+            given is not None
+            and len(made) == 3
+            and _is_cudnns(given, None if back < 0 else _arguments(hints, back))
+        ):
+            found.append((int(op), back if given[5] else -1, int(made[-1])))
+    if found:
+        ops, backs, last = (np.asarray(column, np.int32) for column in zip(*found, strict=True))
+        _rename(translated, ops, table.CUDNN_BATCH_NORM[0])
+        _rename(translated, backs[backs >= 0], table.CUDNN_BATCH_NORM[1])
+        _drop_reserves(translated, ops)
+        translated.later.append(lambda edit: _add_reserves(edit, step, ops, backs, last, turns))
+    return len(found)
+
+
+def _rows(step: Step, name: str) -> I32:
+    rows: I32 = np.flatnonzero(step.ops.name == step.names.index(name)).astype(np.int32)
+    return rows
+
+
+def _arguments(hints: Hints, op: int) -> list[Any] | None:
+    if op >= len(hints.signatures) or not hints.signatures[op]:
+        return None
+    given: list[Any] = json.loads(hints.signatures[op])[1]
+    return given
+
+
+def _is_cudnns(given: list[Any], backward: list[Any] | None) -> bool:
+    """Return whether it runs on cuDNN in both directions: cuDNN makes all three gradients, needed or not."""
+    x, weight, bias, mean, _, training = given[:6]
+    if backward is not None and training and not all(backward[-1]):
+        return False
+    others = (None if each is None else tuple(each["t"]) for each in (weight, bias, mean))
+    return table.runs_on_cudnn(tuple(x["t"]), *others, training=bool(training))
+
+
+def _readers(step: Step, name: str) -> dict[int, int]:
+    """Return the op called `name` that reads each storage."""
+    if name not in step.names:
+        return {}
+    uses = np.flatnonzero(step.ops.name[step.uses.op] == step.names.index(name))
+    return dict(zip(step.uses.storage[uses].tolist(), step.uses.op[uses].tolist(), strict=True))
+
+
+def _rename(translated: Translated, ops: I32, name: str) -> None:
+    if name not in translated.names:
+        translated.names.append(name)
+    translated.op_name[ops] = translated.names.index(name)
+
+
+def _drop_reserves(translated: Translated, ops: I32) -> None:
+    """Remove the tensors made just before each of `ops` instead of a reserve, which are never used."""
+    step = translated.step
+    if table.BATCH_NORM_RESERVE not in step.names:
+        return
+    before = ops[ops > 0] - 1
+    before = before[step.ops.name[before] == step.names.index(table.BATCH_NORM_RESERVE)]
+    made = np.flatnonzero(np.isin(step.storages.producer, before) & (step.storages.bytes == 0))
+    translated.dropped_ops[step.storages.producer[made]] = True
+    translated.gone[made] = True
+
+
+def _add_reserves(edit: Edit, step: Step, ops: I32, backs: I32, last: I32, turns: int) -> None:
+    """Add a reserve to each of `ops`, packed after the `last` of its statistics, read by backward."""
+    reserves = edit.add_storages(np.zeros(len(ops), np.int64), producer=ops)
+    has = backs >= 0
+    edit.add_uses(backs[has], reserves[has])
+    save_of = dict(zip(step.saves.storage.tolist(), range(step.saves.n), strict=True))
+    packed = np.asarray([each in save_of for each in last.tolist()], bool)
+    rows = np.asarray([save_of[each] for each in last[packed].tolist()], np.int32)
+    like = step.saves.rows(rows)
+    edit.add_saves(
+        reserves[packed],
+        packed_before=like.packed_before,
+        held_until=like.held_until,
+        call=like.call,
+        unpacked_before=like.unpacked_before,
+        unpack_order=like.unpack_order * turns + 1,
+        is_output=1,
+        used_until=like.used_until,
+    )

@@ -1,0 +1,98 @@
+"""Numbers and trials of a search as short text; shared by the lines, the panels and the details."""
+
+from __future__ import annotations
+
+from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
+from memtune.executors import TrialResult
+from memtune.units import format_bytes, format_seconds
+
+STATUS_COLOR = {
+    "running": "cyan",
+    "ok": "green",
+    "oom": "yellow",
+    "timeout": "red",
+    "crash": "red",
+    "unfit": "magenta",
+    "cancelled": "bright_black",
+}
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def rate(samples_per_s: float | None) -> str:
+    """Format samples per second with three significant digits: `18.9`, `1,240`, `2.00`; a dash if unknown."""
+    if samples_per_s is None:
+        return "–"
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:#.3g}"
+
+
+def maybe_bytes(n_bytes: int | None) -> str:
+    """Format bytes; a dash if unknown."""
+    return "–" if n_bytes is None else format_bytes(n_bytes)
+
+
+def maybe_seconds(seconds: float | None) -> str:
+    """Format seconds; a dash if unknown."""
+    return "–" if seconds is None else format_seconds(seconds)
+
+
+def percent(fraction: float | None, signed: bool = False) -> str:
+    """Format `3.1 %`, or `+3.1 %` when `signed`; a dash if unknown."""
+    if fraction is None:
+        return "–"
+    digits = 0 if abs(fraction) >= 0.0995 else 1
+    return f"{100 * fraction:{'+' if signed else ''}z.{digits}f} %"
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as `0:41` or `1:02:09`, of a constant width while the hours do not change."""
+    hours, rest = divmod(int(max(0.0, seconds)), 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def clip(text: str, width: int) -> str:
+    """Return the first line of `text`, with an ellipsis if it is longer than `width`."""
+    first = text.splitlines()[0] if text else ""
+    return first if len(first) <= width else first[: max(0, width - 1)] + "…"
+
+
+def bar(fraction: float, width: int, empty: str = "░") -> str:
+    """Return a bar of `width` cells in eighths of a cell; fractions above 1 fill it."""
+    cells = min(1.0, max(0.0, fraction)) * width
+    full = int(cells)
+    part = _EIGHTHS[int((cells - full) * 8)] if full < width else ""
+    done = "█" * full + part.strip()
+    return done + empty * (width - len(done))
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 trial`, `2 trials`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def outcome(trial: TrialView) -> str:
+    """Return the outcome of a trial, in a word or a number."""
+    if trial.status == "ok" and trial.result is not None:
+        return f"{rate(trial.result.samples_per_s)} samples/s"
+    return trial.stage if trial.status == "running" else STATUS_TEXT[trial.status]
+
+
+def title(view: SearchView) -> tuple[str, str]:
+    """Return the workload, and the target and goal of its search."""
+    started = view.started
+    if started is None:
+        return "search", "waiting for it to start"
+    device = (
+        f"{started.ranks} × {started.hardware or started.device}"
+        if started.ranks > 1
+        else started.hardware or started.device
+    )
+    facts = [device, f"goal {started.goal}"]
+    facts += [f"limit {format_bytes(started.budget_bytes)}"] if started.budget_bytes is not None else []
+    return started.workload, " · ".join(facts)
+
+
+def wear(result: TrialResult) -> str:
+    """Return the SSD writes per step of the rank that wrote most; '' without any."""
+    written = result.link_bytes.get("ssd_write", 0)
+    return f"{format_bytes(written)} a step to SSD" if written else ""

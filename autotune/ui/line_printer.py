@@ -1,0 +1,248 @@
+"""Print a search to a pipe, a log file or with `--no-tui`.
+
+One line per trial, and a heartbeat at most once a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from memtune.autotune.search import (
+    CandidatesScored,
+    Control,
+    Event,
+    LogTail,
+    Note,
+    Paused,
+    Recorded,
+    Resumed,
+    SearchStarted,
+    TrialCancelled,
+    TrialFinished,
+    TrialPruned,
+    Unknown,
+)
+from memtune.autotune.ui import formatting
+from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
+from memtune.units import format_bytes, format_seconds
+
+T = TypeVar("T")
+HEARTBEAT_S = 60.0
+_ANSI = {
+    "bold": "1",
+    "dim": "2",
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+    "magenta": "35",
+    "cyan": "36",
+    "bright_black": "90",
+}
+_HEAD = (
+    f"{'#':>4}  {'trial':<15}  {'result':<13}  {'step':>8}  {'samples/s':>9}  {'peak':>9}  {'predicted':>9} "
+    " settings"
+)
+
+
+def use_color(stream: TextIO) -> bool:
+    """Return whether to use colour: on terminals that support it, unless NO_COLOR is set."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class LinePrinter:
+    """Prints a search as it proceeds.
+
+    Args:
+        stream: By default stderr, so that stdout holds the result alone.
+        color: Whether to use ANSI colours; by default `use_color` of the stream.
+    """
+
+    def __init__(self, stream: TextIO | None = None, color: bool | None = None) -> None:
+        self.view = SearchView()
+        self._stream = stream if stream is not None else sys.stderr
+        self._color = use_color(self._stream) if color is None else color
+        self._pruned: list[TrialPruned] = []
+        self._last_line_s = 0.0
+        self._headed = False
+
+    def apply(self, event: Event | Unknown) -> None:
+        """Apply the next event, and print its line if it has one."""
+        self.view.apply(event)
+        if isinstance(event, TrialPruned):
+            self._pruned.append(event)
+            return
+        self._flush_pruned()
+        match event:
+            case SearchStarted():
+                workload, facts = formatting.title(self.view)
+                self._print(
+                    f"{self._paint('memtune search', 'bold')} {workload} · {facts} · study {event.study}"
+                )
+            case Recorded():
+                self._print(
+                    f"recorded {event.n_ops:,} ops, {formatting.plural(event.blocks, 'repeated block')} in "
+                    f"{format_seconds(event.record_s)} ({event.rung}) · "
+                    f"plain peak {format_bytes(event.plain_peak_bytes)} predicted"
+                )
+            case CandidatesScored():
+                self._print(
+                    f"scored {formatting.plural(event.n_candidates, 'candidate')} in"
+                    f" {format_seconds(event.score_s)}: {event.n_pruned:,} over the limit, {event.n_merged:,}"
+                    f" the same as another, {event.n_unfit:,} unfit"
+                )
+                if event.not_used:
+                    self._print(
+                        self._paint(f"not used: {_by_slot(event.not_used)} (`memtune plan` says why)", "dim")
+                    )
+            case TrialFinished() | TrialCancelled() if event.number in self.view.trials:
+                self._trial(self.view.trials[event.number])
+            case Paused() | Resumed():
+                self._print(
+                    "paused: running trials go on, no new one starts"
+                    if isinstance(event, Paused)
+                    else "resumed"
+                )
+            case Note():
+                self._print(self._paint(event.text, "yellow") if event.level == "warning" else event.text)
+
+    def tick(self, elapsed_s: float) -> None:
+        """Print a heartbeat if nothing was printed for a minute. `elapsed_s` is the search's own clock."""
+        if elapsed_s - self._last_line_s < HEARTBEAT_S or self.view.finished is not None:
+            return
+        running = (
+            ", ".join(f"#{trial.number} {trial.stage}" for trial in self.view.running) or "nothing running"
+        )
+        facts = [running, f"{len(self.view.done)} done"]
+        if (best := self.view.best) is not None:
+            facts.append(f"best #{best.number} {formatting.outcome(best)}")
+        if (eta_s := self.view.eta_s(elapsed_s)) is not None:
+            facts.append(f"~{formatting.clock(eta_s)} left")
+        self._print(self._paint(f"… {formatting.clock(elapsed_s)}  {' · '.join(facts)}", "dim"), elapsed_s)
+
+    def close(self) -> None:
+        """Print pending lines."""
+        self._flush_pruned()
+
+    def _trial(self, trial: TrialView) -> None:
+        if not self._headed:
+            self._headed = True
+            self._print(self._paint(_HEAD, "dim"))
+        result = trial.result
+        peak = result.peak_allocated_bytes if result else None
+        status = self._paint(f"{STATUS_TEXT[trial.status]:<13}", formatting.STATUS_COLOR[trial.status])
+        error = formatting.percent(trial.peak_error, signed=True)
+        detail = (
+            trial.summary
+            if trial.status == "ok" or not trial.reason
+            else f"{trial.summary} – {formatting.clip(trial.reason, 100)}"
+        )
+        self._print(
+            f"{trial.number:>4}  {formatting.clip(trial.label or 'search', 15):<15}  {status} "
+            f" {formatting.maybe_seconds(result.step_s if result else None):>8} "
+            f" {formatting.rate(result.samples_per_s if result else None):>9} "
+            f" {formatting.maybe_bytes(peak):>9}  {error:>9}  {detail}"
+        )
+
+    def _flush_pruned(self) -> None:
+        if not self._pruned:
+            return
+        first, lowest = self._pruned[0], min(self._pruned, key=lambda pruned: pruned.peak_low_bytes)
+        what = (
+            first.summary or first.reason
+            if len(self._pruned) == 1
+            else formatting.plural(len(self._pruned), "candidate")
+        )
+        self._print(
+            f"pruned {what}: at least {format_bytes(lowest.peak_low_bytes)} predicted, limit"
+            f" {format_bytes(lowest.budget_bytes)}"
+        )
+        self._pruned = []
+
+    def _paint(self, line: str, color: str) -> str:
+        return f"\x1b[{_ANSI[color]}m{line}\x1b[0m" if self._color else line
+
+    def _print(self, line: str, elapsed_s: float | None = None) -> None:
+        self._last_line_s = self.view.elapsed_s if elapsed_s is None else elapsed_s
+        # A closed pipe (`| head`) must not end a search that has run for hours.
+        with suppress(BrokenPipeError):
+            print(line, file=self._stream, flush=True)
+
+
+def with_lines(
+    search: Callable[[], T], log_path: str | Path, control: Control, printer: LinePrinter | None = None
+) -> T:
+    """Run `search` in this thread while another prints its event log; returns or raises what `search` does.
+
+    The first Ctrl-C or SIGTERM asks `control` for an orderly end, the second raises KeyboardInterrupt.
+    """
+    printer, tail, over = printer or LinePrinter(), LogTail(log_path), threading.Event()
+
+    def follow() -> None:
+        while True:
+            last = over.wait(0.25)
+            for event in tail.poll():
+                printer.apply(event)
+            if last:
+                return printer.close()
+            printer.tick(printer.view.now_s())
+
+    thread = threading.Thread(target=follow, name="memtune-lines", daemon=True)
+    thread.start()
+    try:
+        with control.catch_signals():
+            return search()
+    finally:
+        over.set()
+        thread.join()
+
+
+def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> list[str]:
+    """Return the last lines of a finished search: the config written, its gain, and the next commands.
+
+    Args:
+        view: The finished search.
+        see_why: The command that shows more; omitted if empty.
+        color: Whether to use ANSI colours.
+    """
+    finished, best = view.finished, view.best
+    if finished is None:
+        return []
+    if finished.out is None or best is None or best.result is None:
+        sign = "\x1b[31m✘\x1b[0m" if color else "✘"
+        return [f"{sign} {finished.message or 'no config was written'}"]
+    sign = "\x1b[32m✔\x1b[0m" if color else "✔"
+    plain = next((guard for guard in view.guards if guard.name == "plain"), None)
+    against = (
+        f" (plain: {formatting.outcome(plain)})" if plain is not None and plain.number != best.number else ""
+    )
+    peak = f"peak {formatting.maybe_bytes(best.result.peak_allocated_bytes)}"
+    rate = (
+        formatting.outcome(best)
+        if finished.samples_per_s is None
+        else f"{formatting.rate(finished.samples_per_s)} samples/s"
+    )
+    facts = [
+        f"{finished.out}  {rate}{against}",
+        peak + (f" of {format_bytes(view.budget_bytes)}" if view.budget_bytes else ""),
+    ]
+    facts += [wear] if (wear := formatting.wear(best.result)) else []
+    facts += ["checked in a fresh process"] if finished.confirmed else []
+    lines = [f"{sign} {' · '.join(facts)}"]
+    lines += [f"  {finished.message}"] if finished.message else []
+    lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{finished.out}")')
+    return lines + ([f"  see why    {see_why}"] if see_why else [])
+
+
+def _by_slot(names: Iterable[str]) -> str:
+    """`recompute coop, dtr · allocator async` of `recompute: coop`, `recompute: dtr`, `allocator: async`."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        slot, _, kind = name.partition(": ")
+        kinds.setdefault(slot, []).append(kind)
+    return " · ".join(f"{slot} {', '.join(each)}" for slot, each in kinds.items())

@@ -1,0 +1,284 @@
+"""The state of a search, derived from its events: everything that the display, the lines and the report show.
+
+It is computed by `SearchView.apply(event)` in order, so views of a finished log, of a growing one and of one
+that was interrupted and resumed share one implementation.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from memtune.autotune.search import (
+    BestChanged,
+    Calibrated,
+    CandidatesScored,
+    Event,
+    LogOpened,
+    Note,
+    Paused,
+    Recorded,
+    Resumed,
+    Role,
+    SearchFinished,
+    SearchStarted,
+    TrialCancelled,
+    TrialFinished,
+    TrialProgress,
+    TrialPruned,
+    TrialStarted,
+    Unknown,
+)
+from memtune.executors import TrialResult
+
+Shown = Literal["running", "ok", "oom", "timeout", "crash", "unfit", "cancelled"]
+STATUS_TEXT: dict[str, str] = {
+    "running": "running",
+    "ok": "ok",
+    "oom": "out of memory",
+    "timeout": "timed out",
+    "crash": "crashed",
+    "unfit": "unfit",
+    "cancelled": "ended",
+}
+_ETA_WINDOW = 10
+"""Number of latest finished trials that the ETA is based on; earlier ones ran other kinds of settings."""
+MAX_NOTES = 200
+
+
+@dataclass
+class TrialView:
+    """The current state of one trial."""
+
+    number: int
+    role: Role
+    name: str
+    settings: dict[str, Any]
+    summary: str
+    predicted_peak_bytes: int | None
+    predicted_step_s: float | None
+    started_s: float
+    status: Shown = "running"
+    stage: str = "starting"
+    device_bytes: int | None = None
+    reason: str = ""
+    finished_s: float | None = None
+    result: TrialResult | None = None
+
+    @property
+    def label(self) -> str:
+        """Return a guard's name, else the role unless it is plain search."""
+        return self.name or ("" if self.role == "search" else self.role)
+
+    @property
+    def peak_error(self) -> float | None:
+        """Return (predicted - measured) / measured peak allocated bytes."""
+        measured = self.result.peak_allocated_bytes if self.result and self.status == "ok" else None
+        return _relative(self.predicted_peak_bytes, measured)
+
+    @property
+    def step_error(self) -> float | None:
+        """Return (predicted - measured) / measured step time."""
+        return _relative(
+            self.predicted_step_s, self.result.step_s if self.result and self.status == "ok" else None
+        )
+
+
+class Point(NamedTuple):
+    """One finished trial in the scatter of throughput against memory."""
+
+    number: int
+    peak_bytes: int
+    samples_per_s: float
+    role: Role
+
+
+def _relative(predicted: float | None, measured: float | None) -> float | None:
+    return (predicted - measured) / measured if predicted is not None and measured else None
+
+
+def _median_size(errors: list[float | None]) -> float | None:
+    known = [abs(error) for error in errors if error is not None]
+    return statistics.median(known) if known else None
+
+
+@dataclass
+class SearchView:
+    """A search, accumulated from its events."""
+
+    started: SearchStarted | None = None
+    recorded: Recorded | None = None
+    scored: CandidatesScored | None = None
+    finished: SearchFinished | None = None
+    trials: dict[int, TrialView] = field(default_factory=dict)
+    pruned: dict[int, TrialPruned] = field(default_factory=dict)
+    best_number: int | None = None
+    best_changed: BestChanged | None = None
+    calibrated: Calibrated | None = None
+    paused: bool = False
+    notes: list[Note] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    last_t: float = 0.0
+    opened_t: float = field(default_factory=time.time, compare=False)
+    """Wall clock when the view was opened; the log begins only after recording and scoring."""
+    pid: int = 0
+    changes: int = 0
+    """Incremented by every event with an effect, so that a display can skip redrawing."""
+
+    def apply(self, event: Event | Unknown) -> None:
+        """Apply the next event."""
+        if isinstance(event, Unknown):
+            return
+        self.elapsed_s, self.last_t = max(self.elapsed_s, event.elapsed_s), event.t
+        self.changes += 1
+        match event:
+            case TrialStarted() | TrialFinished() | TrialProgress() | TrialCancelled():
+                self._apply_trial(event)
+            case TrialPruned():
+                self.pruned[event.number] = event
+            case BestChanged():
+                self.best_number, self.best_changed = event.number, event
+            case Paused() | Resumed():
+                self.paused = isinstance(event, Paused)
+            case Note():
+                self.notes = [*self.notes, event][-MAX_NOTES:]
+            case LogOpened():
+                self._reopen(event)
+            case SearchStarted():
+                self.started = event
+            case Recorded():
+                self.recorded = event
+            case CandidatesScored():
+                self.scored = event
+            case Calibrated():
+                self.calibrated = event
+            case SearchFinished():
+                self.finished, self.paused = event, False
+                self.best_number = event.best_number if event.best_number is not None else self.best_number
+
+    def _apply_trial(self, event: TrialStarted | TrialFinished | TrialProgress | TrialCancelled) -> None:
+        if isinstance(event, TrialStarted | TrialFinished):
+            trial = self.trials.get(event.number)
+            if trial is None or isinstance(event, TrialStarted):
+                trial = TrialView(
+                    event.number,
+                    event.role,
+                    event.name,
+                    event.settings,
+                    event.summary,
+                    event.predicted_peak_bytes,
+                    event.predicted_step_s,
+                    event.elapsed_s,
+                )
+                self.trials[event.number] = trial
+            if isinstance(event, TrialFinished):
+                trial.status, trial.reason, trial.result = (
+                    event.result.status,
+                    event.result.reason,
+                    event.result,
+                )
+                trial.finished_s = event.elapsed_s
+            return
+        trial = self.trials.get(event.number)
+        if trial is None or trial.status != "running":
+            return
+        if isinstance(event, TrialCancelled):
+            trial.status, trial.reason, trial.finished_s = "cancelled", event.reason, event.elapsed_s
+        else:
+            trial.stage = event.stage
+            trial.device_bytes = event.device_bytes if event.device_bytes is not None else trial.device_bytes
+
+    def _reopen(self, event: LogOpened) -> None:
+        """Handle a resumed search: trials that ran when the last process ended have no result."""
+        self.pid, self.finished, self.paused = event.pid, None, False
+        for trial in self.running:
+            trial.status, trial.reason, trial.finished_s = (
+                "cancelled",
+                "the search ended before it did",
+                event.elapsed_s,
+            )
+
+    def now_s(self) -> float:
+        """Return seconds since the search started: up to now while it runs, up to its end otherwise."""
+        if self.finished:
+            return self.elapsed_s
+        return self.elapsed_s + max(0.0, time.time() - (self.last_t or self.opened_t))
+
+    @property
+    def running(self) -> list[TrialView]:
+        """Return trials without a result, oldest first."""
+        return [trial for trial in self.trials.values() if trial.status == "running"]
+
+    @property
+    def done(self) -> list[TrialView]:
+        """Return trials with a result, of any status."""
+        return [trial for trial in self.trials.values() if trial.result is not None]
+
+    def count(self, *statuses: Shown) -> int:
+        """Return the number of trials with one of `statuses`."""
+        return sum(trial.status in statuses for trial in self.trials.values())
+
+    @property
+    def n_pruned(self) -> int:
+        """Return the number of candidates whose peak exceeds the budget even at its low end."""
+        return max(len(self.pruned), self.scored.n_pruned if self.scored else 0)
+
+    @property
+    def guards(self) -> list[TrialView]:
+        """Return the guards in the order in which they were started."""
+        return [trial for trial in self.trials.values() if trial.role == "guard"]
+
+    @property
+    def best(self) -> TrialView | None:
+        """Return the trial that is currently best."""
+        return self.trials.get(self.best_number) if self.best_number is not None else None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Return device bytes per rank, None without a limit."""
+        return self.started.budget_bytes if self.started else None
+
+    @property
+    def points(self) -> list[Point]:
+        """Return the trials that fit, for the scatter."""
+        return [
+            Point(trial.number, trial.result.peak_allocated_bytes, trial.result.samples_per_s, trial.role)
+            for trial in self.done
+            if trial.result
+            and trial.status == "ok"
+            and trial.result.peak_allocated_bytes
+            and trial.result.samples_per_s
+        ]
+
+    @property
+    def peak_error(self) -> float | None:
+        """Return the median relative error of predicted peaks; None before any trial has one."""
+        if self.calibrated and self.calibrated.peak_error is not None:
+            return self.calibrated.peak_error
+        return _median_size([trial.peak_error for trial in self.trials.values()])
+
+    @property
+    def step_error(self) -> float | None:
+        """Return the median relative error of predicted step times, as `peak_error`."""
+        if self.calibrated and self.calibrated.step_error is not None:
+            return self.calibrated.step_error
+        return _median_size([trial.step_error for trial in self.trials.values()])
+
+    def eta_s(self, elapsed_s: float | None = None) -> float | None:
+        """Return seconds until the search ends, from the latest durations and the limits; None if unknown."""
+        now_s = self.elapsed_s if elapsed_s is None else elapsed_s
+        if self.finished or self.started is None:
+            return None
+        bounds = []
+        if self.started.time_limit_s is not None:
+            bounds.append(self.started.time_limit_s - now_s)
+        durations = [
+            trial.finished_s - trial.started_s for trial in self.done if trial.finished_s is not None
+        ]
+        if self.started.max_trials is not None and durations:
+            left_s = (self.started.max_trials - len(self.done)) * statistics.mean(durations[-_ETA_WINDOW:])
+            spent_s = sum(max(0.0, now_s - trial.started_s) for trial in self.running)
+            bounds.append((left_s - spent_s) / max(1, self.started.slots))
+        return max(0.0, min(bounds)) if bounds else None

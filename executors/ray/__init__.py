@@ -1,0 +1,15 @@
+"""Trials on a Ray cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.executors.ray.address import check_reachable
+    from memtune.executors.ray.executor import RayExecutor
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = ["RayExecutor", "check_reachable"]

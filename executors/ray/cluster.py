@@ -1,0 +1,128 @@
+"""A private Ray cluster on this machine, below a supervisor, so that it ends with the driver.
+
+Ray's own clean-up leaves two of its agents behind when the driver is killed, and they cannot be found by a
+marker in their environment, which they overwrite with their titles. So the driver does not start Ray: a head
+process below a supervisor does (`python -m memtune.executors.ray.cluster`), and reports the address that the
+driver joins. All daemons, workers and ranks are then descendants of that supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from memtune._optional import require
+from memtune.errors import EnvironmentFault
+from memtune.executors import descendants, end_supervisor, last_line, start_supervisor
+
+START_S = 90.0
+OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum is 75 MiB; only small records go through it
+SOCKET_FOLDER_CHARS = 40  # Ray appends some 60 to it, and the name of a Unix socket has at most 107
+_TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
+
+
+def access() -> dict[str, str]:
+    """Return the environment with which processes join the private cluster, token included.
+
+    The token is the user's if there is one, else one that only this process and its children know.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or _TOKEN}
+
+
+class Cluster:
+    """Starts a cluster without dashboard, in its own folder, that requires a token (`access`).
+
+    Args:
+        cpus: Logical processors, one for each rank that runs at the same time.
+
+    Raises:
+        EnvironmentFault: Ray does not start; the evidence is the last line of its output.
+    """
+
+    def __init__(self, cpus: int) -> None:
+        base = tempfile.gettempdir()
+        self.folder = tempfile.mkdtemp(prefix="mt-", dir=base if len(base) < SOCKET_FOLDER_CHARS else "/tmp")
+        own = {
+            **access(),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # it would end actors for what their ranks use; the kernel finds the rank
+            "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+        head = {
+            "rank": 0,
+            "argv": [sys.executable, "-P", "-m", "memtune.executors.ray.cluster", str(cpus), self.folder],
+            "env": {**os.environ, **own, "PYTHONUNBUFFERED": "1"},
+            "log": f"{self.folder}/head.log",
+        }
+        self._shim = start_supervisor()
+        try:
+            self.address = _address(self._shim, {"ranks": [head], "scratch": self.folder})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the head and its daemons run."""
+        return self._shim.poll() is None
+
+    def close(self) -> None:
+        """Kill the whole cluster; return when nothing of it is left. May be called twice."""
+        end_supervisor(self._shim)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _address(shim: subprocess.Popen[bytes], spec: dict[str, Any]) -> str:
+    """Give the supervisor its spec and wait for the address that the head reports."""
+    if shim.stdin is None or shim.stdout is None:
+        raise ValueError("the shim was started without pipes")
+    shim.stdin.write(json.dumps(spec).encode() + b"\n")
+    shim.stdin.flush()
+    why, stop_s = f"no answer after {START_S:g} s", time.monotonic() + START_S
+    while select.select([shim.stdout], [], [], max(0.0, stop_s - time.monotonic()))[0]:
+        told = json.loads(shim.stdout.readline() or '{"exit": 0, "tail": "its shim was killed"}')
+        if "line" in told:
+            return str(json.loads(told["line"])["address"])
+        if "exit" in told:
+            why = last_line(told["tail"]) or f"exit code {told['exit']}"
+            break
+    raise EnvironmentFault(
+        "Ray does not start.", evidence=why, fix="--executor local needs no Ray", code="MT513"
+    )
+
+
+def head(cpus: int, folder: str) -> None:
+    """Start the cluster, report its address, and keep it until killed, or until one of its daemons is gone.
+
+    A cluster without its control store or raylet answers no request, and Ray would end the driver for it
+    after a minute.
+    """
+    ray = require("ray", extra="ray")
+    ray.init(
+        address="local",  # never another cluster, whatever the environment or an address file says
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=folder,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    address = ray.get_runtime_context().gcs_address
+    os.write(int(os.environ["MEMTUNE_REPORT_FD"]), json.dumps({"address": address}).encode() + b"\n")
+    while set(descendants(os.getpid()).values()) >= {"gcs_server", "raylet"}:
+        time.sleep(0.5)
+    os._exit(1)  # not by way of Ray's own clean-up, which would wait for them
+
+
+if __name__ == "__main__":
+    head(int(sys.argv[1]), sys.argv[2])

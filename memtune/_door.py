@@ -1,0 +1,60 @@
+"""Load what a room exports at first use, so that importing a room costs nothing.
+
+A room's `__init__.py` lists its exports twice: in `__all__`, for readers, and as imports under `if
+TYPE_CHECKING:`, for type checkers and for this module, which reads from them which file defines each name.
+Passes, planners and worker processes can then import from a room without loading its runtime files, and with
+them torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.abc
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+
+def open_door(room: str) -> Callable[[str], Any]:
+    """Return a module `__getattr__` (PEP 562) that imports the exports of the package `room` at first use.
+
+    Raises:
+        AttributeError: From the returned function, for a name that the room does not export.
+    """
+    homes: dict[str, str] = {}
+
+    def __getattr__(name: str) -> Any:
+        if not homes:
+            homes.update(read_exports(room))
+        if name not in homes:
+            # `from room import submodule` asks here first and falls back to the import system on this error.
+            raise AttributeError(f"module '{room}' exports no '{name}'")
+        home = importlib.import_module(homes[name])
+        value = home if homes[name] == f"{room}.{name}" else getattr(home, name)
+        setattr(importlib.import_module(room), name, value)  # the next use does not come here
+        return value
+
+    return __getattr__
+
+
+def read_exports(room: str) -> dict[str, str]:
+    """Return the module that defines each name which `room` imports under `if TYPE_CHECKING:`; a submodule
+    maps to itself.
+    """
+    spec = importlib.util.find_spec(room)
+    source = (
+        spec.loader.get_source(room)
+        if spec and isinstance(spec.loader, importlib.abc.InspectLoader)
+        else None
+    )
+    homes: dict[str, str] = {}
+    for node in ast.parse(source or "").body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for each in node.body:
+                if isinstance(each, ast.ImportFrom) and each.module:
+                    is_room = each.module == room
+                    homes |= {
+                        alias.name: f"{room}.{alias.name}" if is_room else each.module for alias in each.names
+                    }
+    return homes

@@ -1,0 +1,1 @@
+"""Tensors that autograd saves: recompute, offload, eviction, schedules, tiling and capture."""

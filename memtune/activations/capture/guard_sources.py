@@ -1,0 +1,477 @@
+"""The plain Python data that a module's code can read, compared before each run.
+
+That is attributes, class attributes and globals.
+
+Rule 1. The names that are read are taken from the code that `forward` can reach by name: other methods,
+functions of its file. Numbers, strings and other plain values are compared wherever they are; other objects
+only under names that this code reads.
+Rule 2. Lists, dicts and sets are compared by value, functions and other objects by identity, and tensors not
+at all: a tensor that is neither a parameter nor a buffer cannot be captured.
+
+The second half takes back side effects of a capture: values that a forward sets outside its own tensors.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import is_, itemgetter
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memtune.runtime import ForwardWrapper
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+"""Types whose values are compared with `==`."""
+_MOST_ITEMS = 256
+"""Largest list, dict or set that is compared by value at each step."""
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_ITEMS = frozenset(
+    {list, tuple, dict, OrderedDict, defaultdict, set, frozenset}
+)  # what derives from them may compare otherwise
+_GONE = object()
+_OURS = ("torch.", "memtune.")
+
+
+class _Copy(NamedTuple):
+    """A snapshot of a container."""
+
+    kind: type
+    items: Any
+
+
+class _Seen:
+    """Some entries of a dictionary, compared with their values at construction.
+
+    Args:
+        held: The dictionary.
+        names: The entries.
+        noticed: Names that must not be added to it; None if additions have no effect.
+    """
+
+    def __init__(
+        self, held: Mapping[str, Any], names: list[str], noticed: frozenset[str] | None = None
+    ) -> None:
+        values = {name: _copied(held[name]) for name in names}
+        self._held, self._noticed, self._keys = held, noticed, tuple(held) if noticed is not None else ()
+        self._fixed = [name for name, value in values.items() if not isinstance(value, _Copy)]
+        self._values = [values[name] for name in self._fixed]
+        self._copies = [(name, value) for name, value in values.items() if isinstance(value, _Copy)]
+        self._read: Callable[[Any], tuple[Any, ...]] = (
+            itemgetter(*self._fixed, *self._fixed[:1]) if self._fixed else _nothing
+        )
+        self._again = [*self._values, *self._values[:1]]  # of one name alone `itemgetter` gives no tuple
+
+    def changed(self) -> str:
+        """Return a description of the first change, '' if there is none."""
+        held = self._held
+        try:
+            fixed = all(map(is_, self._read(held), self._again))
+        except KeyError:
+            fixed = False
+        if not fixed:
+            for name, value in zip(self._fixed, self._values, strict=True):
+                if not _same(held.get(name, _GONE), value):
+                    return _describe_change(name, held.get(name, _GONE), value)
+        for name, copy in self._copies:
+            if not _same(held.get(name, _GONE), copy):
+                return f"{name} holds something else"
+        if self._noticed is not None and tuple(held) != self._keys:
+            added = self._noticed.intersection(held).difference(self._keys)
+            if added:
+                return f"{min(added)} is new"
+        return ""
+
+
+def visible_data(module: nn.Module) -> list[_Seen]:
+    """Return all data that the code of `module` and of its submodules can read, with the current values."""
+    modules = list(module.modules())
+    kinds = list(
+        dict.fromkeys(
+            kind for each in modules for kind in type(each).__mro__ if kind not in (nn.Module, object)
+        )
+    )
+    read, scopes = _read_names([*map(vars, kinds), *map(vars, modules)])
+    found: list[_Seen] = []
+    known: set[int] = set()
+
+    def see(held: Mapping[str, Any], left_out: frozenset[str] = frozenset()) -> None:
+        names = [
+            name
+            for name, value in held.items()
+            if name not in left_out and name[:2] != "__" and (name in read or _is_plain(value))
+        ]
+        found.append(_Seen(held, names, read - left_out))
+
+    for each in modules:
+        for held in (vars(each), *_settings(each)):
+            if id(held) not in known:
+                known.add(id(held))
+                see(
+                    held, _OF_MODULES | {"forward"} if each is module else _OF_MODULES
+                )  # its own forward is the region
+    for kind in kinds:
+        see(vars(kind))
+    return found + [_Seen(scope, names) for scope, names in scopes]
+
+
+class WritablePlace(NamedTuple):
+    """A place where code may set names."""
+
+    holder: Any
+    """A file's globals (a dict), a class, or an imported file."""
+    names: frozenset[str] | None
+    """Names that it may set there; None: any."""
+
+
+def writable_places(module: nn.Module) -> list[WritablePlace]:
+    """Return the places outside modules' own attributes that the code of `module` can read and so could set.
+
+    Globals, by the names that the code reads or sets; classes; attributes that it sets of imported files.
+    """
+    modules = list(module.modules())
+    kinds = list(
+        dict.fromkeys(
+            kind for each in modules for kind in type(each).__mro__ if kind not in (nn.Module, object)
+        )
+    )
+    sets = _Sets({}, set())
+    _, scopes = _read_names([*map(vars, kinds), *map(vars, modules)], sets)
+    found = [WritablePlace(kind, None) for kind in kinds if not kind.__module__.startswith(_OURS)]
+    for scope, names in scopes:
+        found.append(WritablePlace(scope, frozenset(names) | sets.globals[id(scope)]))
+        files = (scope[name] for name in names if isinstance(scope[name], ModuleType))
+        found += [
+            WritablePlace(vars(each), frozenset(sets.attributes))
+            for each in files
+            if not each.__name__.startswith(_OURS)
+        ]
+    return found
+
+
+class _Sets(NamedTuple):
+    """Names that code sets."""
+
+    globals: dict[int, set[str]]
+    """By the id of the dictionary."""
+    attributes: set[str]
+
+
+def _read_names(
+    places: list[Mapping[str, Any]], sets: _Sets | None = None
+) -> tuple[frozenset[str], list[tuple[dict[str, Any], list[str]]]]:
+    """Return the names that reachable code reads, and the globals that it reads.
+
+    Reachable is the code among `places` that `forward` can reach by name. Adds the names that it sets to
+    `sets`.
+    """
+    read, done = {"forward"}, set[int]()
+    scopes: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    methods: dict[str, list[FunctionType]] = {}
+    for held in places:
+        for name, value in held.items():
+            methods.setdefault(name, []).extend(_functions(value))
+    waiting = [
+        each
+        for name in ("forward", "__getattr__", "__getattribute__", "__call__")
+        for each in methods.get(name, ())
+    ]
+    while waiting:
+        function = waiting.pop()
+        if id(function) in done:
+            continue
+        done.add(id(function))
+        scope = function.__globals__
+        for name in _names(function.__code__):
+            if name not in read:
+                read.add(name)
+                waiting += methods.get(name, ())
+        if function.__module__.startswith(_OURS):
+            continue
+        if sets is not None:
+            sets.globals.setdefault(id(scope), set()).update(
+                _with(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL")
+            )
+            sets.attributes.update(_with(function.__code__, "STORE_ATTR", "DELETE_ATTR"))
+        _, names = scopes.setdefault(id(scope), (scope, []))
+        for name in _with(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
+            if name in scope and name not in names:
+                names.append(name)
+                waiting += [each for each in _functions(scope[name]) if each.__globals__ is scope]
+    return frozenset(read), list(scopes.values())
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions that run when `value` is called or read, including those that they wrap."""
+    if isinstance(value, ForwardWrapper):
+        value = value.__wrapped__
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod | MethodType):
+        value = value.__func__
+    for _ in range(8):
+        if not isinstance(value, FunctionType):
+            return
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield attributes that `code` may read, including those read by `getattr`."""
+    for each in _codes(code):
+        yield from each.co_names
+        yield from (const for const in each.co_consts if isinstance(const, str) and const.isidentifier())
+
+
+def _with(code: CodeType, *ops: str) -> Iterator[str]:
+    """Yield the names that are arguments of the bytecode instructions `ops` of `code`."""
+    for each in _codes(code):
+        yield from (str(step.argval) for step in dis.get_instructions(each) if step.opname in ops)
+
+
+def _settings(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of objects that a module holds: its config."""
+    for name, value in vars(module).items():
+        if name[:1] != "_" and has_attributes(value):
+            yield vars(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (
+        isinstance(value, tuple) and len(value) < _MOST_ITEMS and all(map(_is_plain, value))
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Return `value`, copied if it can change while its identity stays the same."""
+    if isinstance(value, Tensor):
+        return Tensor
+    if type(value) not in _ITEMS or len(value) > _MOST_ITEMS or _is_plain(value):
+        return value
+    if isinstance(value, dict):
+        return _Copy(type(value), {key: _copied(each) for key, each in value.items()})
+    return _Copy(
+        type(value),
+        frozenset(value) if isinstance(value, set | frozenset) else [_copied(each) for each in value],
+    )
+
+
+def _same(now: Any, before: Any) -> bool:
+    is_copy = isinstance(before, _Copy)
+    if now is before:
+        return True
+    if before is Tensor:
+        return isinstance(now, Tensor)
+    if not is_copy:
+        return type(now) is type(before) and (_is_plain(now) and _equal(now, before))
+    if type(now) is not before.kind or len(now) != len(before.items):
+        return False
+    if isinstance(now, dict):
+        return all(_same(now.get(key, _GONE), each) for key, each in before.items.items())
+    return now == before.items if isinstance(now, set | frozenset) else all(map(_same, now, before.items))
+
+
+def _equal(now: Any, before: Any) -> bool:
+    """Compare plain data of one type; 1, True and 1.0 differ within tuples too."""
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(_same, now, before))
+    return bool(now == before)
+
+
+def _nothing(_: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def _describe_change(name: str, now: Any, before: Any) -> str:
+    if not _is_plain(before) or not _is_plain(now):
+        return f"{name} is another object"
+    return f"{name} is {now!r}, was {before!r}"
+
+
+# What containers and objects hold, a few levels deep, so that it can be compared later and put back.
+_MOST_SNAPSHOT_ITEMS = 4096
+"""Largest container that is snapshotted."""
+_MOST_HELD = 20_000
+"""Most containers and objects that are snapshotted."""
+_LEVELS = 4
+_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+"""Mutable containers; the first matching class does the work, so that overridden methods are not called."""
+_OTHERS = frozenset({"torch", "memtune", "queue", "threading", "multiprocessing", "concurrent", "asyncio"})
+"""Packages whose objects are not snapshotted: they belong to no model, or other threads change them."""
+_NO_HOLDERS = (
+    nn.Module,
+    Tensor,
+    type,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    ModuleType,
+    logging.Logger,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """Snapshot of the items of one container, or of one object's attributes."""
+
+    root: str
+    """Description of the place where it was found."""
+    held: Any
+    kind: Any
+    items: Any
+    """A list of its items; of pairs for a dictionary."""
+
+    def is_changed(self) -> bool:
+        """Return whether it holds other items now; items are compared by identity."""
+        now, before = _items(self.held, self.kind), self.items
+        if len(now) != len(before):
+            return True
+        if issubclass(self.kind, dict):
+            return any(
+                one[0] is not two[0] or one[1] is not two[1] for one, two in zip(now, before, strict=True)
+            )
+        return any(one is not two for one, two in zip(now, before, strict=True))
+
+    def put_back(self) -> None:
+        """Restore the items in their order."""
+        self.kind.clear(self.held)
+        (self.kind.update if issubclass(self.kind, dict | set) else self.kind.extend)(self.held, self.items)
+
+
+def contents_of(roots: Iterable[tuple[str, Any]]) -> list[Content]:
+    """Return a snapshot of every container, and every object with attributes, in or below `roots`, each once.
+
+    Modules, tensors, loggers, classes, functions, `_OTHERS`, and large containers are skipped.
+    """
+    found: dict[int, Content] = {}
+    waiting = [(name, value, 0) for name, value in roots]
+    while waiting and len(found) < _MOST_HELD:
+        root, value, level = waiting.pop()
+        if level and isinstance(value, tuple):
+            waiting += (
+                [(root, each, level + 1) for each in value]
+                if level < _LEVELS and len(value) <= _MOST_SNAPSHOT_ITEMS
+                else []
+            )
+            continue
+        held = _held_of(value)
+        kind = next((each for each in _KINDS if isinstance(held, each)), None)
+        if kind is None or id(held) in found or len(held) > _MOST_SNAPSHOT_ITEMS:
+            continue
+        content = found[id(held)] = Content(root, held, kind, _items(held, kind))
+        if level < _LEVELS:
+            inside = (item[1] for item in content.items) if issubclass(kind, dict) else content.items
+            waiting += [(root, each, level + 1) for each in inside]
+    return list(found.values())
+
+
+def has_attributes(value: Any) -> bool:
+    """Return whether `value` is an object that may hold settings."""
+    return not isinstance(value, _NO_HOLDERS) and hasattr(value, "__dict__")
+
+
+def _held_of(value: Any) -> Any:
+    """Return the container `value`, or the dictionary of its attributes."""
+    if isinstance(value, _KINDS):
+        return value
+    is_other = type(value).__module__.split(".")[0] in _OTHERS
+    return None if is_other or not has_attributes(value) else vars(value)
+
+
+def _items(held: Any, kind: Any) -> list[Any]:
+    return list(kind.items(held)) if issubclass(kind, dict) else list(kind.__iter__(held))
+
+
+# What a forward leaves behind: a counter in a global, in a class, in a config, in a container that a module
+# holds.
+
+
+@contextmanager
+def no_side_effects(module: nn.Module, error: type[Exception]) -> Iterator[None]:
+    """Undo the side effects of the code that runs inside.
+
+    Raise `error` for them unless an exception is raised already.
+
+    Covers the contents of modules' attributes; the attributes themselves are checked by the capture.
+    """
+    places = writable_places(module)
+    before = [_values(each) for each in places]
+    roots = [
+        (f"changes {name}, which is of no module", value)
+        for values in before
+        for name, value in values.items()
+    ]
+    contents = contents_of([*_attributes(module), *roots])
+    changed = ""
+    try:
+        yield
+    finally:
+        for place, values in zip(places, before, strict=True):
+            changed = _restore(place, values) or changed
+        for content in filter(Content.is_changed, contents):
+            content.put_back()
+            changed = content.root or changed
+    if changed:
+        raise error(f"its forward {changed}")
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of modules with a description of a change.
+
+    The description is '' where torch's own code changes them.
+    """
+    for each in module.modules():
+        for name, value in vars(each).items():
+            is_own = name[:1] == "_" and (isinstance(value, dict) or has_attributes(value))
+            if not is_own:
+                is_flat = isinstance(each, nn.RNNBase) and name.startswith("_flat_weight")
+                yield "" if is_flat else f"sets the attribute {name}", value
+
+
+def _values(place: WritablePlace) -> dict[str, Any]:
+    held = _dictionary(place)
+    return {
+        name: held.get(name, _GONE) for name in (_own_names(held) if place.names is None else place.names)
+    }
+
+
+def _own_names(held: Mapping[str, Any]) -> list[str]:
+    return [name for name in held if name[:2] != "__"]
+
+
+def _dictionary(place: WritablePlace) -> Mapping[str, Any]:
+    return place.holder if isinstance(place.holder, dict) else vars(place.holder)
+
+
+def _restore(place: WritablePlace, before: dict[str, Any]) -> str:
+    """Restore the names; return a description of a change, '' if there is none."""
+    now, changed = _values(place), ""
+    for name in {**before, **now}:
+        value = before.get(name, _GONE)
+        if now.get(name, _GONE) is not value:
+            changed = f"changes {name}, which is of no module"
+            _set(place.holder, name, value)
+    return changed
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if not isinstance(holder, dict):
+        delattr(holder, name) if value is _GONE else setattr(holder, name, value)
+    elif value is _GONE:
+        del holder[name]
+    else:
+        holder[name] = value

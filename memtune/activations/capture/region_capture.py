@@ -1,0 +1,363 @@
+"""Captures a region: runs its forward and backward once on fake tensors and records the ops as a `Tape`.
+
+A capture has no side effects: the ops run below all active modes, on fake copies of parameters, buffers and
+inputs, and no attribute of the modules and no generator may have changed afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from memtune.activations.capture.guard_sources import no_side_effects
+from memtune.activations.capture.tape import (
+    CaptureError,
+    GradientLike,
+    Outside,
+    Recorder,
+    SideEffectError,
+    Slot,
+    Tape,
+    fakes_look_real,
+)
+from memtune.activations.recompute import without_hooks
+from memtune.program import OpGraph
+from memtune.runtime import plain_type
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether `tensor` is an ordinary strided one, real or fake."""
+    return (
+        isinstance(tensor, Tensor)
+        and plain_type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+        and tensor.layout == torch.strided
+    )
+
+
+def named_state(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return every parameter, then every buffer of `module`, each tensor once.
+
+    Each is given by its dictionary, its key and itself.
+    """
+    found: list[tuple[dict[str, Any], str, Tensor]] = []
+    for attribute in ("_parameters", "_buffers"):
+        seen: set[int] = set()
+        for each in module.modules():
+            held: dict[str, Any] = getattr(each, attribute)
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found.append((held, name, tensor))
+    return found
+
+
+class _InputGradient(torch.autograd.Function):
+    """Marks an input of the region: notes the gradient that arrives in backward, and stops it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: Callable[[Tensor], None]) -> Tensor:
+        ctx.note = note
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.note(gradients[0])
+        return None, None
+
+
+def capture(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    autocast: Sequence[Callable[[], AbstractContextManager[Any]]],
+    gradients: dict[int, GradientLike] | Callable[[int, Tensor], bool],
+) -> Tape:
+    """Run `forward` and its backward on fake copies of all tensors; return the recorded ops.
+
+    Args:
+        module: The module of the region: its parameters and buffers are replaced by fakes meanwhile.
+        forward: Its forward.
+        arguments: Of the current call, by position and by name; tensors may be shapes alone (`shapes_of`).
+        autocast: The result of `autocast_state` when the module was called.
+        gradients: Layout of the gradient of each output that gets one; or a predicate on outputs, for
+            contiguous ones.
+
+    Raises:
+        CaptureError: It cannot be captured: the op, and the reason.
+    """
+    with (
+        _disable_current_modes(),
+        without_hooks(),
+        FakeTensorMode() as fake,
+        torch.enable_grad(),
+        _no_random_draws(),
+        _unchanged(module),
+        no_side_effects(module, SideEffectError),
+        fakes_look_real(),
+    ):
+        recorder = Recorder()
+        landed: list[tuple[int, int, Slot]] = []
+        arrived: dict[int, Slot] = {}
+        with _faked_state(module, fake, recorder, landed):
+            leaves, spec = tree_flatten(arguments)
+            faked: dict[int, Tensor] = {}
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and id(leaf) not in faked:
+                    faked[id(leaf)] = _faked_input(leaf, number, fake, recorder, arrived)
+            given = tree_unflatten(
+                [faked[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            )
+            with recorder:
+                with ExitStack() as stack:
+                    for context in (no_autocast, *autocast):
+                        stack.enter_context(context())
+                    out = forward(*given[0], **given[1])
+                return _with_backward(recorder, out, gradients, fake, landed, arrived)
+
+
+def _with_backward(
+    recorder: Recorder,
+    out: Any,
+    gradients: dict[int, GradientLike] | Callable[[int, Tensor], bool],
+    fake: FakeTensorMode,
+    landed: list[tuple[int, int, Slot]],
+    arrived: dict[int, Slot],
+) -> Tape:
+    leaves, spec = tree_flatten(out)
+    odd = next(
+        (leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)), None
+    )
+    if odd is not None:
+        raise CaptureError(f"its forward returns a {type(odd).__name__}")
+    outputs = tuple(recorder.slot(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    n_forward = len(recorder.calls)
+    differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    asked = [
+        i
+        for i in differentiable
+        if (i in gradients if isinstance(gradients, dict) else gradients(i, leaves[i]))
+    ]
+    if not asked:
+        raise CaptureError("nothing that its forward returns can be differentiated")
+    flowing = []
+    for i in asked:
+        like = gradients[i] if isinstance(gradients, dict) else _contiguous_like(leaves[i])
+        with _disable_current_modes(), fake:
+            gradient = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=leaves[i].device)
+        recorder.know(gradient, Outside("gradient", i))
+        flowing.append(gradient)
+    roots = [leaves[i] for i in asked]
+    del out, leaves
+    with no_autocast():
+        torch.autograd.backward(roots, flowing)
+    names = tuple(str(call.func) for call in recorder.calls)
+    makes, reads, writes = (
+        tuple(map(tuple, part)) for part in (recorder.makes, recorder.reads, recorder.writes)
+    )
+    graph = OpGraph(
+        names, n_forward, makes, reads, writes, frozenset(recorder.random), frozenset(recorder.once)
+    )
+    return Tape(
+        graph,
+        tuple(recorder.calls),
+        outputs,
+        spec,
+        tuple(differentiable),
+        tuple(asked),
+        tuple(landed),
+        tuple(sorted(arrived.items())),
+        tuple(recorder.constants),
+        recorder.given,
+    )
+
+
+def _contiguous_like(out: Tensor) -> GradientLike:
+    stride = torch._prims_common.make_contiguous_strides_for(out.shape)
+    return GradientLike(tuple(out.shape), tuple(stride), out.dtype)
+
+
+def _faked_input(
+    leaf: Tensor, number: int, fake: FakeTensorMode, recorder: Recorder, arrived: dict[int, Slot]
+) -> Tensor:
+    if not is_plain(leaf):
+        raise CaptureError(f"it is given a {type(leaf).__name__}")
+    twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    recorder.know(twin, Outside("input", number))
+    if not leaf.requires_grad:
+        return twin
+
+    def note(gradient: Tensor) -> None:
+        arrived[number] = recorder.slot(gradient)
+
+    arrive: Any = _InputGradient.apply
+    arriving: Tensor = arrive(twin.requires_grad_(), note)
+    return arriving
+
+
+@contextmanager
+def _faked_state(
+    module: nn.Module, fake: FakeTensorMode, recorder: Recorder, landed: list[tuple[int, int, Slot]]
+) -> Iterator[None]:
+    """Replace every parameter and buffer of `module` by a fake twin while the context is active."""
+    state = named_state(module)
+    twins: dict[int, Tensor] = {}
+    for number, (_, name, tensor) in enumerate(state):
+        if not is_plain(tensor):
+            raise CaptureError(f"{name} is a {type(tensor).__name__}")
+        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        recorder.know(twin, Outside(kind, number))
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            if tensor.requires_grad:
+                twin.register_post_accumulate_grad_hook(_grad_ready_hook(number, recorder, landed))
+        twins[id(tensor)] = twin
+    held_by: list[dict[str, Any]] = [
+        held for each in module.modules() for held in (each._parameters, each._buffers)
+    ]
+    undo = [(held, dict(held)) for held in held_by]
+    set_inside = ""
+    try:
+        for held, before in undo:
+            held.update({name: twins[id(tensor)] for name, tensor in before.items() if tensor is not None})
+        yield
+        set_inside = next((name for held, before in undo for name in _set_in(held, before, twins)), "")
+    finally:
+        for held, before in undo:
+            _put_back(held, before)
+    if set_inside:
+        raise CaptureError(f"its forward sets the parameter or buffer {set_inside}")
+
+
+def _set_in(held: dict[str, Any], before: dict[str, Any], twins: dict[int, Tensor]) -> Iterator[str]:
+    """Yield the names that a forward has set in `held` or removed.
+
+    Its tensors were twins of those in `before`.
+    """
+    for name in {**before, **held}:
+        tensor = before.get(name)
+        if (name in held) is not (name in before) or held[name] is not (
+            None if tensor is None else twins[id(tensor)]
+        ):
+            yield name
+
+
+def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restore the items of `held`, in their order."""
+    held.clear()
+    held.update(before)
+
+
+def _grad_ready_hook(
+    number: int, recorder: Recorder, landed: list[tuple[int, int, Slot]]
+) -> Callable[[Tensor], None]:
+    def note(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        landed.append((number, len(recorder.calls) - 1, recorder.slot(parameter.grad)))
+
+    return note
+
+
+@contextmanager
+def _no_random_draws() -> Iterator[None]:
+    """Refuse draws from the generators of Python and numpy: a captured region could not repeat them.
+
+    The generators are restored in any case: the run that follows draws the same numbers.
+    """
+    before, numpy_before = random.getstate(), np.random.get_state()
+    drawn = False
+    try:
+        yield
+    finally:
+        drawn = random.getstate() != before or str(np.random.get_state()) != str(numpy_before)
+        if drawn:
+            random.setstate(before)
+            np.random.set_state(numpy_before)
+    if drawn:
+        raise CaptureError("its forward draws random numbers in Python")
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Refuse a forward that sets attributes of modules, and restore them."""
+    before = [
+        (each, {k: v for k, v in vars(each).items() if k[0] != "_" or not isinstance(v, dict)})
+        for each in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        changed = ""
+        for each, attributes in before:
+            for name in [
+                n
+                for n in vars(each)
+                if n not in attributes and (n[0] != "_" or not isinstance(vars(each)[n], dict))
+            ]:
+                changed = name
+                del vars(each)[name]
+            for name, value in attributes.items():
+                if vars(each).get(name) is not value:
+                    changed = changed if _is_flat_weight(each, name) else name
+                    vars(each)[name] = value
+        if changed:
+            raise CaptureError(f"its forward sets the attribute {changed}")
+
+
+def _is_flat_weight(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")
+
+
+def autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return contexts that restore the current autocast state."""
+    return [
+        partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+def shapes_of(values: Any) -> Any:
+    """Return `values` with fake tensors instead of tensors; the same fake for the same tensor."""
+    twins: dict[int, Tensor] = {}
+
+    def twin(leaf: Any) -> Any:
+        if not is_plain(leaf):
+            return leaf
+        if id(leaf) not in twins:
+            twins[id(leaf)] = torch.empty_strided(
+                leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+            )
+            twins[id(leaf)].requires_grad_(leaf.requires_grad)
+        return twins[id(leaf)]
+
+    with _disable_current_modes(), FakeTensorMode():
+        return tree_map(twin, values)
+
+
+class no_autocast(AbstractContextManager[None]):
+    """Disables autocast: the ops of a tape contain their casts."""
+
+    def __enter__(self) -> None:
+        self._kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        for kind in self._kinds:
+            torch.set_autocast_enabled(kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        for kind in self._kinds:
+            torch.set_autocast_enabled(kind, True)

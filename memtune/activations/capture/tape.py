@@ -1,0 +1,327 @@
+"""The tape of a region: the ATen ops of its forward and backward, and their recorder.
+
+Rule 1. Data flow is by storage: an op reads a storage through size, stride and offset. Views are no ops; they
+are made again where they are read.
+Rule 2. A region whose ops do not follow from shapes is refused by the op's name: sizes that depend on data,
+writes into inputs, outside tensors that are neither parameter nor buffer nor argument.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memtune.program import BATCH_NORMS, EMPTY, OpGraph
+from memtune.runtime import READ_OUTS, draws, mutated, tensors_in
+
+_FAKE_SHARES = frozenset(
+    {"aten.mkldnn_rnn_layer_backward.default"}
+)  # its fake gradients of the two biases are one tensor
+COLLECTIVE_INSIDE = "a collective runs inside"
+
+
+class CaptureError(Exception):
+    """A region cannot be captured; the message is part of a user-facing one."""
+
+
+class SideEffectError(CaptureError):
+    """The forward has a side effect, which it may have in its first run only."""
+
+
+class Outside(NamedTuple):
+    """A tensor from outside a region, by kind and number.
+
+    Kinds are `parameter`, `buffer`, `input`, `gradient` and `constant`.
+    """
+
+    kind: str
+    number: int
+
+
+class Slot(NamedTuple):
+    """A tensor as an op sees it: a storage, and the view of it."""
+
+    of: int | Outside
+    """Number of the value, or the outside tensor."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class GradientLike:
+    """Shape of a gradient that flows into an output."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded op."""
+
+    func: Any
+    args: tuple[Any, ...]
+    """`Slot`s instead of tensors."""
+    kwargs: dict[str, Any]
+    out: Any
+    """The result; `Slot`s instead of tensors."""
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A captured region."""
+
+    graph: OpGraph
+    calls: tuple[Call, ...]
+    outputs: tuple[Any, ...]
+    """Leaves of the forward's result: `Slot`s instead of tensors."""
+    output_spec: TreeSpec
+    differentiable: tuple[int, ...]
+    """Outputs that can have a gradient."""
+    asked: tuple[int, ...]
+    """Those of them with a gradient in the captured backward."""
+    landed: tuple[tuple[int, int, Slot], ...]
+    """(parameter, op after which its gradient was in place, the gradient)."""
+    input_gradients: tuple[tuple[int, Slot], ...]
+    constants: tuple[Tensor, ...]
+    given: Mapping[Outside, Slot]
+    """The outside tensors, as the capture had them."""
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Records every op with its arguments as slots."""
+
+    calls: list[Call] = field(default_factory=list)
+    makes: list[list[int]] = field(default_factory=list)
+    reads: list[list[int]] = field(default_factory=list)
+    writes: list[list[int]] = field(default_factory=list)
+    random: set[int] = field(default_factory=set)
+    once: set[int] = field(default_factory=set)
+    constants: list[Tensor] = field(default_factory=list)
+    given: dict[Outside, Slot] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of: dict[int, int | Outside] = {}
+        self._readers: dict[Outside, set[int]] = {}
+        self._n_values = 0
+        self._known = ConstantTensors()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def know(self, tensor: Tensor, outside: Outside) -> None:
+        """Register `tensor` as the outside tensor `outside`."""
+        self._note(tensor, outside)
+        self.given[outside] = self.slot(tensor)
+
+    def _note(self, tensor: Tensor, of: int | Outside) -> None:
+        storage = tensor.untyped_storage()
+        self._of[storage._cdata] = of
+        weakref.finalize(storage, self._forget, storage._cdata, of)
+
+    def _forget(self, address: int, of: int | Outside) -> None:
+        if self._of.get(address) == of:
+            del self._of[address]
+
+    def slot(self, tensor: Tensor) -> Slot:
+        """Return the slot of a registered or recorded `tensor`.
+
+        Raises:
+            CaptureError: It is unknown, or no plain view.
+        """
+        if tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided:
+            raise CaptureError("a sparse or lazily conjugated tensor is used")
+        of = self._of.get(tensor.untyped_storage()._cdata)
+        if of is None:
+            raise CaptureError("a tensor is used that is neither parameter nor buffer nor argument")
+        return Slot(of, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("prim", "prims"):
+            return func(*args, **kwargs)
+        told = self._known.look(func, args)
+        if told is not None:
+            return told
+        try:
+            plain = self._slots(func, args), {key: self._slots(func, value) for key, value in kwargs.items()}
+            out = func(*args, **kwargs)
+            if str(func) in _FAKE_SHARES:
+                out = _apart(out)
+            self._follow(func, args, kwargs, out)
+            self._record(func, args, kwargs, plain, out)
+        except CaptureError as error:
+            raise CaptureError(f"{func}: {error}") from None
+        except (UnsupportedFakeTensorException, RuntimeError) as error:
+            if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                raise CaptureError(f"{func}: what it returns depends on the data") from None
+            raise
+        return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if "lift_fresh" in str(func) and not isinstance(args[0], FakeTensor):
+            self._known.know(out, args[0])
+        else:
+            self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
+
+    def _slots(self, func: Any, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not isinstance(value, FakeTensor) and "lift_fresh" in str(func):
+                self.constants.append(value)
+                self.know(value, Outside("constant", len(self.constants) - 1))
+            return self.slot(value)
+        if isinstance(value, list | tuple):
+            return type(value)(self._slots(func, each) for each in value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Generator):
+            raise CaptureError(f"it is given a {type(value).__name__}")
+        return value
+
+    def _record(self, func: Any, args: Any, kwargs: Any, plain: tuple[Any, Any], out: Any) -> None:
+        inputs, outputs = tensors_in([*args, *kwargs.values()]), tensors_in([out])
+        written = mutated(func, args, kwargs)
+        known = {t.untyped_storage()._cdata for t in inputs}
+        fresh = [
+            t
+            for t in outputs
+            if t.untyped_storage()._cdata not in self._of and t.untyped_storage()._cdata not in known
+        ]
+        if not fresh and not written:
+            return  # a view
+        op = len(self.calls)
+        made: list[int] = []
+        for tensor in fresh:
+            if tensor.untyped_storage()._cdata not in self._of:
+                made.append(self._n_values)
+                self._note(tensor, self._n_values)
+                self._n_values += 1
+        touched = [] if str(func) in EMPTY else [self.slot(t).of for t in inputs]
+        self.makes.append(made)
+        self.reads.append(sorted({of for of in touched if isinstance(of, int)}))
+        changed = [self.slot(t).of for t in written]
+        self.writes.append(sorted({of for of in changed if isinstance(of, int)}))
+        self._check_outside(func, op, [of for of in changed if isinstance(of, Outside)])
+        if str(func) not in BATCH_NORMS:  # in training they read no statistics
+            for of in touched:
+                if isinstance(of, Outside):
+                    self._readers.setdefault(of, set()).add(op)
+        if draws(func, args, kwargs):
+            self.random.add(op)
+        self.calls.append(Call(func, tuple(plain[0]), plain[1], tree_map(self._out, out)))
+
+    def _out(self, value: Any) -> Any:
+        return self.slot(value) if isinstance(value, Tensor) else value
+
+    def _check_outside(self, func: Any, op: int, changed: list[Outside]) -> None:
+        for each in changed:
+            if each.kind != "buffer":
+                raise CaptureError(f"it writes into an {each.kind} of the region")
+            if str(func) not in BATCH_NORMS:
+                self.once.add(op)
+            self.once |= self._readers.get(
+                each, set()
+            )  # run again after this, they would read something else
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise CaptureError(COLLECTIVE_INSIDE)
+
+
+def _apart(outputs: Any) -> Any:
+    """Return `outputs` with a separate storage for each."""
+    seen: set[int] = set()
+    found = []
+    for each in outputs:
+        address = each.untyped_storage()._cdata if isinstance(each, Tensor) else None
+        found.append(torch.empty_like(each) if address in seen else each)
+        if address is not None:
+            seen.add(address)
+    return tuple(found)
+
+
+# Values that follow from shapes and constants alone: positions, masks. Code may look at them without
+# depending on its data.
+_MOST_ELEMENTS = 1 << 20
+
+
+class ConstantTensors:
+    """Real twins on the CPU of fake integer and bool tensors that follow from constants."""
+
+    def __init__(self) -> None:
+        self._twin: Any = WeakIdKeyDictionary()
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """Register `real`, a constant of the code, as the value of `fake`."""
+        if _is_kept(real):
+            with _disable_current_modes():
+                self._twin[fake] = real.detach().to("cpu", copy=True)
+
+    def look(self, func: Any, args: Any) -> Any | None:
+        """Return the value that code reads from constant tensors with `func`.
+
+        None for other ops and tensors.
+        """
+        if func not in READ_OUTS or any(each not in self._twin for each in tensors_in(args)):
+            return None
+        with _disable_current_modes():
+            return func(*tree_map(self._real, args))
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any, *, writes: list[Tensor]) -> None:
+        """Register the result of `func` if all that it read is constant, and it draws nothing."""
+        inputs = tensors_in([*args, *kwargs.values()])
+        known = all(each in self._twin for each in inputs)
+        for each in writes:  # views of it would have to follow
+            self._forget(each)
+        if writes or not known or not isinstance(out, Tensor) or not _is_kept(out):
+            return
+        if func is torch.ops.memtune.to_device.default:
+            self._twin[out] = self._twin[args[0]]
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten" or "empty" in str(func):
+            return
+        host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+        with _disable_current_modes():
+            self._twin[out] = func(*tree_map(self._real, args), **tree_map(self._real, host))
+
+    def _real(self, value: Any) -> Any:
+        return self._twin[value] if isinstance(value, Tensor) else value
+
+    def _forget(self, written: Tensor) -> None:
+        address = written.untyped_storage()._cdata
+        for each in [t for t in self._twin if t.untyped_storage()._cdata == address]:
+            del self._twin[each]
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_ELEMENTS
+
+
+@contextmanager
+def fakes_look_real() -> Iterator[None]:
+    """Let transformers treat fake tensors as real ones, so that it takes the code path of training.
+
+    If that path reads values that depend on data, the capture refuses it.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_fake_tensor", None)
+    if original is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original

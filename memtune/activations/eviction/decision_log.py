@@ -1,0 +1,122 @@
+"""A log of one run of the evicting region: every call on the rematerializer, and the outputs of each op.
+
+A program that does the same again makes the same calls, whatever the budget: evictions and replays are
+results of the rematerializer, not inputs. So a later run can replay the calls from this log
+(`activations.eviction.replayer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from memtune import _native
+from memtune.activations.capture import GradientLike
+from memtune.activations.eviction.op_metadata import OpMetadata
+
+MUTATING_CALLS = (
+    "constant",
+    "call",
+    "retain",
+    "release",
+    "hold",
+    "let_go",
+    "take",
+    "give_back",
+    "bring",
+    "make_room",
+)
+"""Methods that change the rematerializer's state; all others query it."""
+LoggedCall = tuple[str, tuple[Any, ...]]
+
+
+class OpOutput(NamedTuple):
+    """A storage that an op made, with the view of its first tensor."""
+
+    number: int
+    """Number in the rematerializer."""
+    n_bytes: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class OpLog:
+    """An op in the log."""
+
+    before: int
+    """Number of calls logged when it ran."""
+    made: list[OpOutput] = field(default_factory=list)
+    again: int = -1
+    """Its number among the ops that may run again."""
+    over: tuple[int, int] | None = None
+    """The value that it wrote into, and the new value."""
+
+
+@dataclass
+class DecisionLog:
+    """The log of one forward and its backward."""
+
+    told: list[LoggedCall] = field(default_factory=list)
+    ops: list[OpLog] = field(default_factory=list)
+    forward_end: int = 0
+    """Number of calls logged at the end of forward."""
+    flowed_in: list[tuple[int, int]] = field(default_factory=list)
+    """Number of each incoming gradient, and the output of forward that it belongs to."""
+    why_not: str = ""
+    """Reason why the log cannot be replayed, '' if it can."""
+
+    def made(self, tensor: Tensor, number: int, n_bytes: int) -> None:
+        """Note that the op that ran last made a storage."""
+        self.ops[-1].made.append(
+            OpOutput(number, n_bytes, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        )
+
+
+class LoggingRematerializer:
+    """A rematerializer that logs its mutating calls.
+
+    Args:
+        remat: The rematerializer that is called.
+        notes: The log.
+    """
+
+    def __init__(self, books: _native.Rematerializer, notes: DecisionLog) -> None:
+        self.pending, self.drain, self.counted = books.pending, books.drain, books.counted
+        for name in MUTATING_CALLS:
+            setattr(self, name, _logged(name, getattr(books, name), notes.told))
+
+
+def _logged(name: str, tell: Callable[..., Any], told: list[LoggedCall]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        told.append((name, args))
+        return tell(*args)
+
+    return noted
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedRun:
+    """The log of one forward and its backward, with its ops."""
+
+    notes: DecisionLog
+    ran: list[OpMetadata]
+    """Every op, in the order of first runs."""
+    n_forward: int
+    gradients: dict[int, GradientLike]
+    """The incoming gradients, by output of forward."""
+
+
+def script_of(notes: DecisionLog, ran: list[OpMetadata]) -> _native.RematScript:
+    """Return the logged calls as a native script for a later run; the sizes of all ops are known now."""
+    told = list(notes.told)
+    for note, facts in zip(notes.ops, ran, strict=True):
+        told[note.before - 1] = ("make_room", (facts.makes_bytes + facts.scratch_bytes,))
+    script = _native.RematScript()
+    for name, args in told:
+        getattr(script, name)(*args)
+    return script

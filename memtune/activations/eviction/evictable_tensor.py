@@ -1,0 +1,270 @@
+"""Records of the evicting region: versions of storages, reads of ops, and the second run of an op."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memtune.activations.eviction.op_metadata import OpMetadata
+from memtune.errors import ApplyError
+from memtune.program import parts_of
+from memtune.runtime import READS_GRAD_MODE, RandomState, grad_mode_on, part_of
+from memtune.units import format_bytes
+
+
+class View(NamedTuple):
+    """The layout of a tensor within its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def on(self, alias: Tensor) -> Tensor:
+        """Return the same view of the storage behind `alias`."""
+        if alias.dtype != self.dtype:
+            alias = alias.view(self.dtype)
+        return alias.as_strided(self.size, self.stride, self.offset)
+
+
+def view_of(tensor: Tensor) -> View:
+    """Return the layout of `tensor` within its storage."""
+    return View(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """One version of one storage that an op of the model made."""
+
+    number: int
+    """Number in the rematerializer."""
+    bytes: int
+    again: bool
+    alias: Tensor | None = None
+    """A tensor on its storage while it is resident."""
+    address: int = 0
+    """Address of its storage while it is resident."""
+    outside: bool = True
+    """Python or autograd's engine hold it, as far as known."""
+    writes: int = 0
+    """Number of writes that did not make a new value."""
+    unsaid: int = 0
+    """Number of those writes that the op's schema does not declare (BatchNorm's statistics): no version
+    counter counts them.
+    """
+    version: int | None = None
+    """Version counter of its storage when forward returned it, if it did and the storage is still that one.
+    """
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether it was written into since forward returned it."""
+        return self.version is not None and self.alias is not None and self.alias._version != self.version
+
+
+@dataclass(slots=True, eq=False)
+class OutsideTensor:
+    """A tensor from outside the region; replaced by a copy before it is written into."""
+
+    tensor: Tensor
+    version: int
+
+
+class Read(NamedTuple):
+    """A tensor that an op read."""
+
+    of: Value | OutsideTensor
+    view: View
+    writes: int
+    """Writes into the value so far."""
+
+
+@dataclass(slots=True, eq=False)
+class RepeatableOp:
+    """An op that may run again, with its arguments."""
+
+    facts: OpMetadata
+    args: Any
+    kwargs: dict[str, Any]
+    at: int
+    """Its number among all ops that ran."""
+    made: list[tuple[int, Value]]
+    """Position among the tensors that it returns, and the value."""
+    over: tuple[Value, Value] | None
+    """The value that it writes into, and the new value."""
+    random: RandomState | None
+
+
+class ReplayRecord(NamedTuple):
+    """A second run, by numbers among all ops that ran."""
+
+    before: int
+    """The op that ran next for the first time."""
+    which: int
+    along: tuple[int, ...] = ()
+    """Ops that ran along in its parts."""
+    parts: int = 1
+
+
+class PackedValue:
+    """The object that autograd saves instead of a tensor.
+
+    Its deletion releases autograd's reference to the value.
+    """
+
+    __slots__ = ("gone", "value", "view", "writes")
+
+    def __init__(self, value: Value, view: View, gone: Callable[[Value], None]) -> None:
+        self.value, self.view, self.writes, self.gone = value, view, value.writes - value.unsaid, gone
+
+    def __del__(self) -> None:
+        self.gone(self.value)
+
+
+class StorageWatch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that reports the end of a storage that the table does not hold."""
+
+    __slots__ = ("number",)
+    number: int
+    """Number in the rematerializer."""
+
+
+# -- once more -----------------------------------------------------------------------------------------------
+
+
+def run_again(ran: RepeatableOp, over: bool) -> tuple[Any, Tensor | None]:
+    """Run `ran` again on its recorded arguments.
+
+    Return its result, and the whole storage that it wrote into, if any.
+
+    Args:
+        ran: The op.
+        over: It may write into the original value; else into a copy.
+
+    Raises:
+        ApplyError: An argument has been written into since.
+    """
+    whole = None
+    if ran.over is not None:
+        old = ran.over[0]
+        assert old.alias is not None
+        whole = whole_of(old.alias) if over else whole_of(old.alias).clone()
+    args, kwargs = tree_map(
+        lambda each: _given_again(each, ran, whole), (ran.args, ran.kwargs), is_leaf=_is_read
+    )
+    about = ran.facts.about
+    if about.norm and args[5]:  # training; in eval mode they are read
+        args = (*args[:3], None, None, *args[5:])  # the running statistics have had their update
+    if about.name in READS_GRAD_MODE:
+        with grad_mode_on():
+            return about.func(*args, **kwargs), whole
+    if ran.random is not None:
+        with ran.random.restored():
+            return about.func(*args, **kwargs), whole
+    return about.func(*args, **kwargs), whole
+
+
+def run_in_parts(ran: RepeatableOp, along: Sequence[RepeatableOp], parts: int) -> Tensor:
+    """Run `ran` again on its recorded arguments, part by part; return its output.
+
+    Args:
+        ran: An elementwise op (`memtune.runtime.op_schema`).
+        along: Elementwise ops, in order, that produce arguments which are not resident: they are computed
+            part by part as well and never exist whole.
+        parts: Number of parts.
+
+    Raises:
+        ApplyError: An argument of one of them has been written into since.
+    """
+    looks = next(
+        each.view for each in tree_leaves((ran.args, ran.kwargs), is_leaf=_is_read) if _is_read(each)
+    )
+    whole: Tensor | None = None
+    for start, end in parts_of(math.prod(looks.size), parts):
+        made: dict[int, Tensor] = {}  # id of a value → its part
+        for each in along:
+            made[id(each.made[0][1])] = _run_part(each, made, start, end)
+        part = _run_part(ran, made, start, end)
+        made.clear()
+        if whole is None:
+            whole = torch.empty_strided(looks.size, looks.stride, dtype=part.dtype, device=part.device)
+        part_of(whole, start, end).copy_(part)
+        del part
+    assert whole is not None
+    return whole
+
+
+def _run_part(ran: RepeatableOp, made: Mapping[int, Tensor], start: int, end: int) -> Tensor:
+    def given(each: Any) -> Any:
+        if not _is_read(each):
+            return each
+        part = made.get(id(each.of))
+        return part_of(_given_again(each, ran, None), start, end) if part is None else part
+
+    args, kwargs = tree_map(given, (ran.args, ran.kwargs), is_leaf=_is_read)
+    out: Tensor = ran.facts.about.func(*args, **kwargs)
+    return out
+
+
+def _is_read(each: Any) -> bool:
+    return isinstance(each, Read)
+
+
+def _given_again(each: Any, ran: RepeatableOp, whole: Tensor | None) -> Any:
+    if not isinstance(each, Read):
+        return each
+    what = ran.facts.about.name
+    if isinstance(each.of, OutsideTensor):
+        if each.of.tensor._version != each.of.version:
+            raise written_since(f"a tensor that {what} has read and must read again")
+        return each.view.on(each.of.tensor)
+    if ran.over is not None and each.of is ran.over[0]:
+        assert whole is not None
+        return each.view.on(whole)
+    if each.of.alias is None or each.of.is_written or (not each.of.again and each.of.writes != each.writes):
+        raise written_since(f"a tensor that {what} has read and must read again")
+    return each.view.on(each.of.alias)
+
+
+def whole_of(alias: Tensor) -> Tensor:
+    """Return all of the storage behind `alias` as one flat tensor."""
+    return alias.as_strided((alias.untyped_storage().nbytes() // alias.element_size(),), (1,), 0)
+
+
+def written_since(what: str) -> ApplyError:
+    """Return the error for `what` being changed in place within a region."""
+    return ApplyError(
+        f"{what} was written into in place after the model's forward had used it.",
+        fix="write x = x + y instead of x += y, and step the optimizer after backward",
+        code="MT326",
+    )
+
+
+def too_small(
+    who: str, wanted_bytes: int, held_bytes: int, background_bytes: int, *, waits: bool = False
+) -> ApplyError:
+    """Return the error for a request of `requester` that eviction cannot satisfy.
+
+    `waits`: another forward waits for its backward.
+    """
+    first = ", or call backward() before the next forward" if waits else ""
+    return ApplyError(
+        f"the budget is too small for {who}: nothing is left to evict.",
+        evidence=(
+            f"It asks for {format_bytes(wanted_bytes)} beside {format_bytes(held_bytes)} that must stay and"
+            f" {format_bytes(background_bytes)} of parameters, gradients, optimizer state, inputs and what"
+            " waits for its backward."
+        ),
+        fix=(
+            f"give a budget of at least {format_bytes(background_bytes + wanted_bytes + held_bytes)}, "
+            f"or a smaller micro-batch{first}"
+        ),
+        code="MT337",
+    )

@@ -1,0 +1,527 @@
+"""The tensors of a running model under a byte budget: their producers and holders, evictions and replays.
+
+Rule 1. The native rematerializer (`csrc/remat`) accounts and decides; this table applies its journal to real
+tensors.
+Rule 2. Values that Python or autograd's engine hold cannot be evicted: they are held in the rematerializer
+until the table's own alias of the storage is the only reference. The table keeps what autograd would save
+(`pack`) and restores it (`unpack`).
+Rule 3. An op runs again on its recorded arguments: an outside tensor that has been written into since is an
+error, a buffer or input is copied before a write, and a value changed in place becomes a new version.
+Rule 4. Collectives, ops that write into outside tensors, and ops of backward never run again.
+Rule 5. All storages made while the region runs are accounted, by whichever code they are held: incoming
+gradients, copies, kernel workspace. So the accounted peak is the device's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memtune import _native
+from memtune.activations.capture import no_autocast
+from memtune.activations.eviction.decision_log import DecisionLog, LoggingRematerializer, OpLog
+from memtune.activations.eviction.evictable_tensor import (
+    OutsideTensor,
+    PackedValue,
+    Read,
+    RepeatableOp,
+    ReplayRecord,
+    StorageWatch,
+    Value,
+    run_again,
+    run_in_parts,
+    too_small,
+    view_of,
+    whole_of,
+    written_since,
+)
+from memtune.activations.eviction.op_metadata import OpMetadata, OpMetadataCache, OpProperties
+from memtune.activations.eviction.policy import ALONG, EVICT, OVERWRITE, REPLAY, Policy
+from memtune.errors import ApplyError, is_out_of_memory
+from memtune.program import ON_GPU_ONLY
+from memtune.runtime import RandomState, element_bytes, generator_of, is_uncounted, mutated, tensors_in
+
+TRIES = 4
+"""Attempts of an op that the device refuses, each after more evictions."""
+
+
+class OnlineTable:
+    """Values of the forwards that wait for their backward, with their rematerializer.
+
+    Args:
+        module: The module that runs.
+        policy: The eviction policy.
+        budget_bytes: For the values alone.
+        background_bytes: Other resident bytes, for messages.
+        facts: Metadata of ops; kept over many steps.
+        notes: Log of the run; None: no log.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        budget_bytes: int,
+        background_bytes: int,
+        facts: OpMetadataCache,
+        notes: DecisionLog | None = None,
+    ) -> None:
+        self.budget_bytes, self.background_bytes, self.notes = budget_bytes, background_bytes, notes
+        self.backward, self.paused, self.waits = False, False, False
+        self.ran: list[OpMetadata] = []
+        """Every op, once for each first run."""
+        self.replays: list[ReplayRecord] = []
+        """Second runs, in order."""
+        self._module, self._facts = module, facts
+        self._values: dict[int, Value] = {}  # by address of the storage
+        self._by_number: dict[int, Value] = {}
+        self._held: dict[int, Value] = {}  # those outside, by number
+        self._given: dict[int, OutsideTensor] = {}
+        self._ops: list[RepeatableOp] = []
+        self._watches: dict[int, StorageWatch] = {}  # what the engine or others hold and the table does not
+        self._dead: deque[StorageWatch] = deque()
+        self._unkept: deque[Value] = deque()
+        if budget_bytes <= 0:
+            raise too_small("the model", 0, 0, background_bytes)
+        self._parts = policy.parts
+        books = _native.Rematerializer(policy.settings(budget_bytes))
+        self._books: Any = books if notes is None else LoggingRematerializer(books, notes)
+
+    # -- an op runs ------------------------------------------------------------------------------------------
+
+    def run(self, about: OpProperties, args: Any, kwargs: Any) -> Any:
+        """Run an op of the model's forward or backward; evict before until its outputs fit."""
+        self._settle()
+        facts = self._facts.of(about, args, kwargs)
+        self.ran.append(facts)
+        inputs = tensors_in(args)
+        if kwargs:
+            inputs += tensors_in(list(kwargs.values()))
+        written = mutated(about.func, args, kwargs) if about.writes else []
+        addresses = [each.untyped_storage()._cdata for each in inputs]
+        noted = None if self.backward else self._noted(facts, args, kwargs, inputs, written)
+        out = self._fitted(facts, args, kwargs, bool(written))
+        fresh: list[tuple[int, Tensor, int, int]] = []  # position, tensor, address, bytes
+        for at, each in enumerate(tensors_in((out,))):
+            storage = each.untyped_storage()
+            if storage._cdata not in addresses:
+                addresses.append(storage._cdata)
+                fresh.append((at, each, storage._cdata, storage.nbytes()))
+        made_bytes = sum([each[3] for each in fresh])
+        if made_bytes > facts.makes_bytes:
+            facts.makes_bytes = made_bytes
+        if noted is None or (noted.over is not None and fresh):
+            if noted is not None:
+                self._spoil(
+                    about.func, args, written
+                )  # no op makes both again: without it the value would be as before
+            for _, each, _, size in fresh:
+                self._enter_constant(each, size)
+        elif fresh or noted.over is not None:
+            self._enter(
+                noted,
+                self._facts.cost_s(facts, args, kwargs, out, inputs),
+                addresses,
+                fresh,
+                self._elements(noted, args, kwargs, out),
+            )
+        return out
+
+    def _fitted(self, facts: OpMetadata, args: Any, kwargs: Any, writes: bool) -> Any:
+        """Run the op; if the device is out of memory although it should fit, evict more and try again."""
+        about = facts.about
+        needs_bytes = facts.makes_bytes + facts.scratch_bytes
+        for attempt in range(TRIES):
+            self._make_room(needs_bytes << attempt, about.name)
+            if self.notes is not None:
+                self._note(attempt)
+            try:
+                return about.func(*args, **kwargs)
+            except RuntimeError as error:
+                last = writes or attempt == TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes
+                if last or not is_out_of_memory(error):
+                    raise
+        raise AssertionError
+
+    def _note(self, attempt: int) -> None:
+        assert self.notes is not None
+        if attempt:
+            self.notes.why_not = "the device had less room than the books"
+        else:
+            self.notes.ops.append(OpLog(len(self.notes.told)))
+
+    def _noted(
+        self, facts: OpMetadata, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor]
+    ) -> RepeatableOp | None:
+        """Return the op as it could run again; None if it must not (Rule 4)."""
+        about, over = facts.about, None
+        odd = any(each.layout is not torch.strided or each.is_conj() or each.is_neg() for each in inputs)
+        if written or odd or about.once:
+            owners = {
+                address for each in written if (address := each.untyped_storage()._cdata) in self._values
+            }
+            abroad = [each for each in written if each.untyped_storage()._cdata not in self._values]
+            for each in abroad:
+                self._copy_given(each)
+            over = None if abroad or not written else self._values[written[0].untyped_storage()._cdata]
+            spoils = odd or about.once or (abroad and not about.norm) or len(owners) > 1
+            if spoils or (over is not None and not over.again):
+                self._spoil(about.func, args, written)
+                return None
+        random = (
+            RandomState.capture(self._module, filter(None, (generator_of(kwargs),))) if facts.random else None
+        )
+        read = [self._read(each) for each in args]
+        named = {name: self._read(value) for name, value in kwargs.items()} if kwargs else {}
+        return RepeatableOp(
+            facts, read, named, len(self.ran) - 1, [], None if over is None else (over, over), random
+        )
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            address = value.untyped_storage()._cdata
+            mine = self._values.get(address)
+            if mine is not None:
+                return Read(mine, view_of(value), mine.writes)
+            given = self._given.get(address)
+            if given is None:
+                given = self._given[address] = OutsideTensor(value, value._version)
+            return Read(given, view_of(value), 0)
+        if isinstance(value, list | tuple):
+            return type(value)(self._read(each) for each in value)
+        return value
+
+    def _copy_given(self, tensor: Tensor) -> None:
+        """Copy an outside tensor that ops have read and that is about to be written.
+
+        Parameters are too large for that.
+        """
+        given = self._given.pop(tensor.untyped_storage()._cdata, None)
+        if given is not None and not isinstance(tensor, nn.Parameter) and not self.backward:
+            self._cannot_follow("a tensor from outside is changed that was read before")
+            self._make_room(given.tensor.untyped_storage().nbytes(), "a copy of a buffer")
+            whole = whole_of(given.tensor).clone()
+            given.tensor, given.version = whole, whole._version
+            self.watch(whole)
+
+    def _spoil(self, func: Any, args: Any, written: list[Tensor]) -> None:
+        """Hold values that an unrepeatable op wrote into: ops that read them before cannot run again."""
+        for each in written:
+            value = self._values.get(each.untyped_storage()._cdata)
+            if value is not None:
+                self._cannot_follow("a value is changed by what must not run again")
+                value.writes += 1
+                value.unsaid += is_uncounted(func, args, each)
+                if value.again:
+                    value.again = False
+                    self._books.hold(value.number)
+
+    def _cannot_follow(self, why: str) -> None:
+        if self.notes is not None:
+            self.notes.why_not = why
+
+    # -- what it made ----------------------------------------------------------------------------------------
+
+    def _elements(self, noted: RepeatableOp, args: Any, kwargs: Any, out: Any) -> int:
+        """Return the number of elements of an elementwise op's output; 0 for other ops."""
+        if self._parts < 2 or not noted.facts.about.by_element or noted.over is not None:
+            return 0
+        return (
+            out.numel() if 0 < element_bytes(noted.facts.about.func, args, kwargs, out) < ON_GPU_ONLY else 0
+        )
+
+    def _enter(
+        self,
+        noted: RepeatableOp,
+        cost_s: float,
+        addresses: list[int],
+        fresh: list[tuple[int, Tensor, int, int]],
+        elements: int,
+    ) -> None:
+        """Account the op's outputs."""
+        values = self._values
+        numbers = [values[each].number for each in addresses if each in values]
+        if noted.over is not None:
+            self._overwrite(noted, cost_s, numbers)
+            return
+        made = self._called(noted.facts, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements)
+        if self.notes is not None:
+            self.notes.ops[-1].again = len(self._ops)
+        self._ops.append(noted)
+        for number, (at, each, address, size) in zip(made, fresh, strict=True):
+            if self.notes is not None:
+                self.notes.made(each, number, size)
+            value = Value(number, size, True, each.detach(), address)
+            noted.made.append((at, value))
+            values[address] = self._by_number[number] = self._held[number] = value
+
+    def _enter_constant(self, tensor: Tensor, size: int) -> None:
+        number = self.watch(tensor) if self.backward else self._constant(size)
+        if self.notes is not None and number is not None:
+            self.notes.made(tensor, number, size)
+        if self.backward or number is None:
+            return
+        value = Value(number, size, again=False)
+        self._books.hold(value.number)
+        self._adopt(value, tensor.detach())
+
+    def flow_in(self, at: int, gradient: Tensor) -> None:
+        """Account a gradient of output `at` of forward."""
+        number = self.watch(gradient)
+        if number is None:
+            self._cannot_follow("a gradient flows in that is a value of the model")
+        elif self.notes is not None:
+            self.notes.flowed_in.append((number, at))
+
+    def watch(self, tensor: Tensor) -> int | None:
+        """Account `tensor` while it has holders, as a constant; return its number, None if it is a value."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._values:
+            return None
+        number = self._constant(storage.nbytes())
+        watch = self._watches[number] = StorageWatch(storage, self._dead.append)
+        watch.number = number
+        return number
+
+    def _constant(self, n_bytes: int) -> int:
+        try:
+            number: int = self._books.constant(n_bytes)
+        except RuntimeError as error:
+            raise self._nothing_left("the model") from error
+        self._obey()
+        return number
+
+    def _called(
+        self,
+        facts: OpMetadata,
+        cost_s: float,
+        numbers: list[int],
+        n_bytes: list[int],
+        takes_over: int,
+        elements: int = 0,
+    ) -> list[int]:
+        try:
+            made: list[int] = self._books.call(
+                cost_s, numbers, n_bytes, takes_over, facts.scratch_bytes, elements
+            )
+        except RuntimeError as error:
+            raise self._nothing_left(facts.about.name) from error
+        self._obey()
+        return made
+
+    def _overwrite(self, noted: RepeatableOp, cost_s: float, numbers: list[int]) -> None:
+        """Replace the old value by a new version of it in the same storage."""
+        assert noted.over is not None
+        old = noted.over[0]
+        alias, old.alias, old.writes = old.alias, None, old.writes + 1
+        assert alias is not None
+        self._books.let_go(old.number)
+        (number,) = self._called(noted.facts, cost_s, numbers, [old.bytes], old.number)
+        if self.notes is not None:
+            self.notes.ops[-1].again, self.notes.ops[-1].over = len(self._ops), (old.number, number)
+        self._ops.append(noted)
+        self._books.release(old.number)
+        old.outside = False
+        del self._held[old.number]
+        value = Value(number, old.bytes, again=True)
+        noted.over = (old, value)
+        self._adopt(value, alias)
+
+    def _adopt(self, value: Value, alias: Tensor) -> None:
+        """Note that `value` is resident for the first time and held by the op's caller."""
+        self._by_number[value.number] = self._held[value.number] = value
+        self._place(value, alias)
+
+    def _place(self, value: Value, alias: Tensor) -> None:
+        value.alias, value.address = alias, alias.untyped_storage()._cdata
+        self._values[value.address] = value
+
+    def _remove(self, value: Value) -> None:
+        """Free its storage if it is resident."""
+        if value.alias is not None:
+            value.alias = value.version = None
+            if self._values.get(value.address) is value:
+                del self._values[value.address]
+
+    # -- who still wants it ----------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Release the references that Python and autograd have dropped since the last op."""
+        books = self._books
+        while self._dead:
+            number = self._dead.popleft().number
+            del self._watches[number]
+            books.release(number)
+        gone = [value for value in self._held.values() if _count(value.address) <= _ALONE]
+        for value in gone:
+            value.outside = False
+            del self._held[value.number]
+            books.give_back(value.number)
+        while self._unkept:
+            books.release(self._unkept.popleft().number)
+        self._obey()
+
+    # -- autograd --------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the object that autograd saves instead of `tensor`."""
+        value = self._values.get(tensor.untyped_storage()._cdata)
+        if (
+            value is None
+            or self.paused
+            or tensor.layout is not torch.strided
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return tensor, tensor._version
+        self._books.retain(value.number)
+        return PackedValue(value, view_of(tensor), self._unkept.append)
+
+    def unpack(self, kept: Any) -> Tensor:
+        """Return the tensor that autograd saved; replay ops if it was evicted.
+
+        Raises:
+            ApplyError: It, or a tensor that it was computed from, was written since.
+        """
+        if type(kept) is not PackedValue:
+            tensor, version = kept
+            if tensor._version != version:
+                raise written_since("a tensor that backward needs")
+            return tensor  # type: ignore[no-any-return]
+        value = kept.value
+        if value.writes - value.unsaid != kept.writes:
+            raise written_since("a tensor that backward needs")
+        if value.is_written:
+            raise written_since("a tensor that backward needs")
+        self._bring(value)
+        assert value.alias is not None
+        if not value.outside:
+            value.outside = True
+            self._held[value.number] = value
+            self._books.take(value.number)
+        self.paused = True
+        try:
+            return kept.view.on(value.alias)
+        finally:
+            self.paused = False
+
+    def _bring(self, value: Value) -> None:
+        self._settle()
+        try:
+            self._books.bring(value.number)
+        except RuntimeError as error:
+            raise self._nothing_left("the model") from error
+        self._obey()
+
+    # -- what the books decide -------------------------------------------------------------------------------
+
+    def leave_room(self, n_bytes: int) -> None:
+        """Evict until `n_bytes` are free, for the ops between forward and backward."""
+        self._settle()
+        self._make_room(n_bytes, "the loss")
+        if self.notes is not None:
+            self.notes.forward_end = len(self.notes.told)
+
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Note the outputs of forward.
+
+        Later writes into them are not seen, but change their version counters.
+        """
+        for each in outputs:
+            value = self._values.get(each.untyped_storage()._cdata)
+            if value is not None and value.alias is not None:
+                value.alias = whole_of(
+                    each.detach()
+                ).detach()  # what ops made below autograd's view counts other versions
+                value.version = value.alias._version
+
+    def counted(self) -> dict[str, Any]:
+        """Return the rematerializer's counters."""
+        found: dict[str, Any] = self._books.counted()
+        return found
+
+    def _make_room(self, n_bytes: int, who: str) -> None:
+        try:
+            self._books.make_room(n_bytes)
+        except RuntimeError as error:
+            raise self._nothing_left(who) from error
+        self._obey()
+
+    def _nothing_left(self, who: str) -> ApplyError:
+        self._obey()
+        counted = self._books.counted()
+        return too_small(
+            who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes, waits=self.waits
+        )
+
+    def _obey(self) -> None:
+        if not self._books.pending():
+            return
+        over, along = False, []
+        for act, number in self._books.drain():
+            if act == EVICT:
+                value = self._by_number.get(number)
+                if value is not None:
+                    self._remove(value)
+            elif act == ALONG:
+                along.append(self._ops[number])
+            elif act == REPLAY:
+                if along:
+                    self._again_in_parts(self._ops[number], along)
+                else:
+                    self._again(self._ops[number], over)
+                along = []
+            over = act == OVERWRITE
+
+    def _again_in_parts(self, ran: RepeatableOp, along: list[RepeatableOp]) -> None:
+        """Replay an elementwise op in parts, with the producers of its missing arguments."""
+        self.replays.append(
+            ReplayRecord(len(self.ran), ran.at, tuple(each.at for each in along), self._parts)
+        )
+        self.paused = True
+        try:
+            with torch.no_grad(), no_autocast():
+                out = run_in_parts(ran, along, self._parts)
+        finally:
+            self.paused = False
+        self._place(ran.made[0][1], out)
+
+    def _again(self, ran: RepeatableOp, over: bool) -> None:
+        """Replay an op (Rule 3)."""
+        self.replays.append(ReplayRecord(len(self.ran), ran.at))
+        self.paused = True
+        try:
+            with torch.no_grad(), no_autocast():
+                out, whole = run_again(ran, over)
+        finally:
+            self.paused = False
+        if ran.over is not None:
+            assert whole is not None
+            if over:
+                self._remove(ran.over[0])
+            self._place(ran.over[1], whole.detach())  # a view would keep its base, and look held for ever
+        made = tensors_in((out,))
+        for at, value in ran.made:
+            if value.alias is None:
+                self._place(value, made[at])
+
+
+_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def _alone() -> int:
+    tensor = torch.zeros(1)
+    return _count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _alone()
+"""Use count of a storage that one tensor holds."""
+
+
+def is_shared_storage(address: int) -> bool:
+    """Return whether more than one tensor holds the storage at `address`."""
+    return _count(address) > _ALONE

@@ -1,0 +1,579 @@
+"""The pass of offload claims: copies saved tensors to the host in forward, and back in backward.
+
+It runs after `activations.recompute.recompute_pass` and mirrors Rules 2, 6 and 10 of
+`activations.recompute.activation_table`: the same tensors are selected by the same running sums
+(`activations.offload.selection_plan`), each copy holds its source until the next copy starts or the next
+block ends, and each tensor is reloaded once. A tensor that is spilled to SSD is written when its copy to the
+host is complete, and read when it is fetched, or when a tensor that was offloaded after it is
+(`activations.offload.ssd_spill`).
+
+On pipeline stages (`Stages`) only the outputs of a stage's own blocks are offloaded: the schedule holds the
+stage's inputs anyway, or each stage computes them. With `in_slots` copies follow
+`activations.offload.pipeline_slots`: all reloads of a stage are put before its backward, and
+`activations.offload.pipeline_slots_pass`, which knows the other micro-batches, sets how long sources are held
+and when SSD writes are complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.activations.offload.selection_plan import (
+    OffloadClaim,
+    OffloadSelection,
+    forward_end,
+    select_offloads,
+    stage_of,
+)
+from memtune.program import (
+    I32,
+    I64,
+    WRITES_IN_FLIGHT,
+    Edit,
+    Phase,
+    Resource,
+    Stages,
+    Step,
+    Tier,
+    join_calls,
+    read_by_second_order,
+    reads,
+    saved_in_backward,
+    split_calls,
+)
+
+
+def move_activations(
+    step: Step,
+    claims: list[OffloadClaim],
+    ssd_ahead: int | None = None,
+    ahead: int = 0,
+    stages: Stages | None = None,
+    *,
+    window: int = 0,
+) -> Step:
+    """Return `step` with saved activations of claimed blocks offloaded after forward.
+
+    Args:
+        step: Any step.
+        claims: At most one per block.
+        ssd_ahead: Spill all claims without `keep_on_host` to SSD, and read so many tensors before backward
+            reads them; None: no tensor is spilled.
+        ahead: Number of tensors to prefetch from the host, by the rule of `activations.offload.prefetch`.
+        stages: Of a pipeline, whose blocks run once each.
+        window: As `prefetch`, with as many copies to the host in flight at once; excludes the other three.
+    """
+    claim_of = {claim.block: claim for claim in claims}
+    look = Lookahead(window, window) if window else Lookahead(ahead)
+    each = [
+        (call, claim_of[block]) for call, block in enumerate(step.calls.block.tolist()) if block in claim_of
+    ]
+    calls = split_calls(step)
+    own = [replace(claim, block=call) for call, claim in each]
+    new = _move_calls(calls, own, copy_end_ops(step, stages), ssd_ahead, look, stages)
+    return step if new is calls else join_calls(new, step)
+
+
+def copy_end_ops(step: Step, stages: Stages | None = None) -> I32:
+    """Return (calls,) the op after which copies started in each call are complete (Rule 6).
+
+    n_ops if only backward's first read completes them.
+
+    That is the end of the next call that autograd records, or of the call itself if its block is the last of
+    all or of a stage.
+    """
+    end = forward_end(split_calls(step))
+    seen = np.sort(end[(step.calls.grad_enabled == 1) & (end >= 0)])
+    following = np.searchsorted(seen, end, side="right")
+    lands = np.append(seen, np.int32(step.ops.n))[following]
+    last = [len(step.blocks) - 1, *(start - 1 for start in (stages.starts[1:] if stages else ()))]
+    return np.where(np.isin(step.calls.block, last), end, lands).astype(np.int32)
+
+
+def _move_calls(
+    step: Step,
+    claims: list[OffloadClaim],
+    lands_after: I32,
+    ssd_ahead: int | None,
+    look: Lookahead,
+    stages: Stages | None,
+) -> Step:
+    """Apply `move_activations` to blocks that run once each."""
+    out = select_offloads(step, claims, stages)
+    storage, block = out.storage, out.block
+    if not len(storage):
+        return step
+    claimed = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
+    claimed[[claim.block for claim in claims if claim.fraction > 0]] = True
+    moved = _Offloaded(storage, block, claimed, stage_of(step, stages))
+    in_slots = stages is not None and stages.in_slots
+    edit = Edit(step)
+
+    readers, moved_save = _readers_and_saves(step, moved)
+    first, asked = (
+        _before_backward(step, moved, moved_save)
+        if in_slots
+        else _first_asked(step, moved_save, len(storage))
+    )
+    last = np.full(min(look.out, len(storage)), step.ops.n, np.int32)
+    by_next = np.append(out.before[look.out :], last) <= lands_after[block]
+    landing = _CopyEnds(lands_after[block], by_next, int(first.min(initial=step.ops.n)), look.out)
+    stay = [claim.block for claim in claims if claim.stays_on_host]
+    on = ~np.isin(block, stay) if ssd_ahead is not None else np.zeros(len(storage), bool)
+    leave, rest, write = _insert_offloads(edit, step, out, landing, on)
+    edit.add_uses(leave, storage)
+    host = edit.add_storages(out.n_bytes, producer=leave, tier=Tier.HOST)
+    kept = _keep_cut_bytes(edit, step, out, rest)
+    _hold_sources(edit, step, out, np.maximum(leave, rest), write, moved, landing)
+    if not in_slots:
+        _free_sources(edit, storage, leave, write, landing)
+
+    if in_slots:
+        ops = at = insert_stage_reloads(edit, out, first, asked)
+        read = leave[:0]
+    elif ssd_ahead is None and look.back:
+        ops, at = insert_prefetches(edit, step, out, host, first, asked, look)
+        read = leave[:0]
+    else:
+        ops, read = insert_reloads(edit, step, out, first, asked, on, ssd_ahead or 0, moved.stage[block])
+        at = ops
+    if on.any():
+        there, place = on[asked], np.cumsum(on) - 1
+        mine = place[asked[there]], ops[there], read[there]
+        host[on] = insert_ssd_spill(
+            edit, out.n_bytes[on], host[on], write[on], *mine, on_stages=stages is not None
+        )
+    edit.add_uses(ops, host[asked])
+    edit.add_uses(ops[out.is_cut[asked]], kept[asked][out.is_cut[asked]])
+    if not in_slots:
+        hold_locals(edit, step, storage[asked[at >= 0]], at[at >= 0])
+    back = np.full(len(storage), -1, np.int32)
+    back[asked] = edit.add_storages(step.storages.bytes[storage[asked]], producer=ops)
+    edit.set_uses(storage=np.where(readers >= 0, back[readers], edit.uses.storage).astype(np.int32))
+    # Some saves are let go without ever being asked for.
+    edit.drop_saves((moved_save >= 0) & (step.saves.held_until < first[moved_save]))
+    returned = (moved_save >= 0) & (back[moved_save] >= 0)
+    edit.set_saves(storage=np.where(returned, back[moved_save], edit.saves.storage).astype(np.int32))
+    return edit.done()
+
+
+@dataclass(frozen=True)
+class _CopyEnds:
+    """When copies to the host complete (Rule 6)."""
+
+    after: I32  # (moved,)
+    by_next: npt.NDArray[np.bool_]  # (moved,)
+    first_asked: int
+    at_once: int = 1
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """The offloaded storages.
+
+    Args:
+        storage: (moved,) storages.
+        block: (moved,) block whose claim offloads each.
+        claimed: (blocks + 1,) whether each block has a claim.
+        stage: (blocks + 1,) stage of each block.
+    """
+
+    storage: I32
+    block: I32
+    claimed: npt.NDArray[np.bool_]
+    stage: I32
+
+    def seen_by(self, step: Step, storages: I32, blocks: I32) -> I32:
+        """Return the row here of each of `storages` if a block in `blocks` finds it offloaded; -1 for others.
+
+        A storage that another stage offloads is resident for this one.
+        """
+        index = self.index(step)[storages]
+        same = (self.stage[blocks] == self.stage[self.block[index]]) & (
+            blocks >= self.block[index]
+        )  # one before has kept it
+        return np.where(same & self.claimed[blocks], index, -1).astype(np.int32)
+
+    def index(self, step: Step) -> I32:
+        """Return (m,) the row of each storage here, -1 for resident ones."""
+        index = np.full(step.storages.n, -1, np.int32)
+        index[self.storage] = np.arange(len(self.storage), dtype=np.int32)
+        return index
+
+
+def _keep_cut_bytes(edit: Edit, step: Step, out: OffloadSelection, rest: I32) -> I32:
+    """Return the device copies of the kept bytes of cut storages, made by the ops `rest`.
+
+    -1 for all other storages.
+    """
+    kept = np.full(len(out.storage), -1, np.int32)
+    cut = np.flatnonzero(out.is_cut)
+    edit.add_uses(rest[cut], out.storage[cut])
+    kept[cut] = edit.add_storages(
+        step.storages.bytes[out.storage[cut]] - out.n_bytes[cut], producer=rest[cut]
+    )
+    return kept
+
+
+def _hold_sources(
+    edit: Edit,
+    step: Step,
+    out: OffloadSelection,
+    leave: I32,
+    write: I32,
+    moved: _Offloaded,
+    landing: _CopyEnds,
+) -> None:
+    """Hold the arguments and outputs of an op that saves its own outputs until it has packed the last one."""
+    output = out.is_output
+    if output.any():
+        at = out.before[output] - 1
+        last_packed = np.full(step.ops.n, -1, np.int32)
+        last_packed[at] = leave[output]  # ascending, so the last one stays
+        free_after = _end_without(step, moved)
+        waits = np.flatnonzero(
+            (free_after < step.ops.n) & (last_packed[np.minimum(free_after, step.ops.n - 1)] >= 0)
+        )
+        edit.hold_through(waits.astype(np.int32), last_packed[free_after[waits]])
+    _hold_until_copied(edit, step, out, leave, write, landing)
+
+
+def _free_sources(edit: Edit, storage: I32, leave: I32, write: I32, landing: _CopyEnds) -> None:
+    """Free each source just before the copy that completes its own (Rule 6).
+
+    That is the next copy, or the `at_once`-th next; else the source is held through the op after which its
+    copy is complete.
+    """
+    by_next, n = landing.by_next, landing.at_once
+    landed_by = np.where(write[:-n] >= 0, write[:-n], leave[n:])
+    edit.let_go_before(storage[:-n][by_next[:-n]], landed_by[by_next[:-n]])
+    late = ~by_next
+    edit.hold_through(storage[late], landing.after[late])
+
+
+def _end_without(step: Step, moved: _Offloaded) -> I32:
+    """(m,) `step.freed_after` as it would be if autograd did not hold what moves."""
+    readers, moved_save = _readers_and_saves(step, moved)
+    stays = moved_save < 0
+    end = np.maximum(step.storages.held_until, step.storages.producer)
+    np.maximum.at(end, step.uses.storage, np.where(readers < 0, step.uses.op, -1))
+    np.maximum.at(end, step.saves.storage[stays], step.saves.held_until[stays])
+    return end
+
+
+def _hold_until_copied(
+    edit: Edit, step: Step, out: OffloadSelection, leave: I32, write: I32, landing: _CopyEnds
+) -> None:
+    """Hold arguments of a block's callers through the last copy or write at its end."""
+    block, end = out.block, forward_end(step)
+    at_end = out.before == end[block] + 1
+    last_leave = np.full(step.ops.n, -1, np.int32)
+    np.maximum.at(last_leave, end[block[at_end]], leave[at_end])
+    at_return = ~landing.by_next & (landing.after < step.ops.n) & (write >= 0)
+    np.maximum.at(last_leave, landing.after[at_return], write[at_return])
+    returns = np.full(step.ops.n, -1, np.int32)
+    returns[end[end >= 0]] = np.flatnonzero(end >= 0)
+    until = np.clip(step.storages.held_until, 0, step.ops.n - 1)
+    held = (step.storages.held_until == until) & (last_leave[until] >= 0) & (_made_in(step) != returns[until])
+    edit.hold_through(np.flatnonzero(held).astype(np.int32), last_leave[until[held]])
+
+
+def _readers_and_saves(step: Step, moved: _Offloaded) -> tuple[I32, I32]:
+    """Return (u,) and (v,): the offloaded storage that each use or save finds reloaded, -1 for all others.
+
+    Those are reads in backward or recomputation of a claimed block, and saves in the block itself and in
+    later claimed ones. Where backward is differentiated again: also what it saves of its reads, and the
+    readers of that.
+    """
+    later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
+    readers = np.where(later, moved.seen_by(step, step.uses.storage, step.ops.block[step.uses.op]), -1)
+    saves, index = moved.seen_by(step, step.saves.storage, step.saves.block), moved.index(step)
+    again = saved_in_backward(step, readers >= 0, (saves < 0) & (index[step.saves.storage] >= 0))
+    if again.any():
+        second_order = (readers < 0) & read_by_second_order(step, again, again | (saves >= 0))
+        readers = np.where(second_order, index[step.uses.storage], readers)
+        saves = np.where(again, index[step.saves.storage], saves)
+    return readers.astype(np.int32), saves.astype(np.int32)
+
+
+def _before_backward(step: Step, moved: _Offloaded, moved_save: I32) -> tuple[I32, I32]:
+    """Return as `_first_asked` for pipeline slots: the first op of each one's stage in backward.
+
+    Storages offloaded last come first.
+    """
+    backward = np.flatnonzero(
+        (step.ops.phase == Phase.RECOMPUTE) | (step.ops.phase == Phase.BACKWARD)
+    ).astype(np.int32)
+    stage = moved.stage[step.ops.block[backward]]
+    begins = np.full(int(moved.stage.max(initial=0)) + 1, step.ops.n, np.int32)
+    np.minimum.at(begins, stage[stage >= 0], backward[stage >= 0])
+    if len(backward):
+        begins[-1] = backward[0]  # the loss and what follows the blocks are the last stage's
+    first = begins[moved.stage[moved.block]]
+    saved_until = np.full(len(moved.storage), -1, np.int32)
+    rows = moved_save >= 0
+    np.maximum.at(saved_until, moved_save[rows], step.saves.held_until[rows])
+    there = np.flatnonzero(saved_until >= first)[::-1]
+    return first, there[np.argsort(first[there], kind="stable")].astype(np.int32)
+
+
+def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:
+    """Return (moved,) the op that first reads each storage, and the storages in order of access.
+
+    The op is n_ops if none reads it.
+    """
+    rows = np.flatnonzero((moved_save >= 0) & (step.saves.unpacked_before >= 0))
+    rows = rows[np.lexsort((rows, step.saves.unpack_order[rows], step.saves.unpacked_before[rows]))]
+    moved, at = np.unique(moved_save[rows], return_index=True)
+    first = np.full(count, step.ops.n, np.int32)
+    first[moved] = step.saves.unpacked_before[rows[at]]
+    return first, moved[np.argsort(at)].astype(np.int32)
+
+
+def _made_in(step: Step) -> I32:
+    """Return (m,) the block whose forward produced each storage, -1 for none."""
+    return np.where(step.storages.producer >= 0, step.ops.block[step.storages.producer], -1).astype(np.int32)
+
+
+def _insert_offloads(
+    edit: Edit, step: Step, out: OffloadSelection, landing: _CopyEnds, on: npt.NDArray[np.bool_]
+) -> tuple[I32, I32, I32]:
+    """Insert the copies to the host, the copies of what is kept of cut storages, and the SSD writes of `on`.
+
+    Returns the rows of the three, -1 for none. An SSD write starts where the copy to the host is complete.
+    """
+    block, before, none = out.block, out.before, np.full(len(out.storage), -1, np.int32)
+    if not (on.any() or out.is_cut.any()):
+        copies = edit.add_ops(
+            "memtune.to_host.default",
+            before=before,
+            phase=Phase.FORWARD,
+            resource=Resource.DEVICE_TO_HOST,
+            traffic_bytes=out.n_bytes,
+            call=block,
+            prefetch=1,  # the side stream waits for the compute stream
+        )
+        return copies, none, none
+    end = forward_end(step)
+    returns = np.full(
+        step.ops.n + 1, -1, np.int32
+    )  # the call that returns after each op; the last entry: none
+    returns[end[end >= 0]] = np.flatnonzero(end >= 0)
+    late = np.where(landing.after < step.ops.n, landing.after + 1, landing.first_asked)
+    lands_before = np.where(landing.by_next, np.append(before[1:], step.ops.n), late)
+    lands_in = np.where(landing.by_next, np.append(block[1:], -1), returns[landing.after])
+    names = [
+        edit.name_id(name)
+        for name in ("memtune.to_host.default", "aten.clone.default", "memtune.to_ssd.default")
+    ]
+    resources = [Resource.DEVICE_TO_HOST, Resource.COMPUTE, Resource.SSD_WRITE]
+    rest_bytes = 2 * (step.storages.bytes[out.storage] - out.n_bytes)  # read and written
+    there = np.stack([np.ones(len(on), bool), out.is_cut, on], axis=1)
+    place = there.ravel()
+    ops = edit.add_ops(  # a copy, that of the rest, the write, the next copy
+        np.tile(np.asarray(names, np.int32), len(on))[place],
+        before=_interleave(before, before, lands_before)[place],
+        phase=Phase.FORWARD,
+        resource=np.tile(np.asarray(resources, np.uint8), len(on))[place],
+        traffic_bytes=np.stack([out.n_bytes, rest_bytes, out.n_bytes], axis=1).ravel()[place],
+        call=_interleave(block, block, lands_in)[place],
+        prefetch=np.tile(np.asarray([1, 0, 1], np.uint8), len(on))[place],
+    )
+    rows = np.full(there.shape, -1, np.int32)
+    rows[there] = ops
+    return rows[:, 0], rows[:, 1], rows[:, 2]
+
+
+def _interleave(*columns: npt.NDArray[np.integer]) -> I32:
+    return np.stack(columns, axis=1).ravel().astype(np.int32)
+
+
+# How moved activations come back in backward: one by one, before a stage's backward, or ahead of their use.
+@dataclass(frozen=True)
+class Lookahead:
+    """Numbers of tensors to prefetch, and of copies to the host in flight."""
+
+    back: int = 0
+    out: int = 1
+
+
+def insert_reloads(
+    edit: Edit,
+    step: Step,
+    out: OffloadSelection,
+    first: I32,
+    asked: I32,
+    on: npt.NDArray[np.bool_],
+    ssd_ahead: int,
+    stage: I32,
+) -> tuple[I32, I32]:
+    """Insert the reloads, each just before its first read and after the SSD reads it starts.
+
+    Returns both, in the order of `asked`.
+
+    A reload belongs to the block whose backward reads the tensor first: a tensor saved by several blocks is
+    reloaded with the last of them. `stage` is that of each tensor; SSD reads are prefetched within a stage.
+    """
+    fetched, is_read = asked, np.zeros(len(asked), bool)
+    moving = asked
+    if on.any():
+        shelved = asked[on[asked]]
+        pairs: list[tuple[int, int, bool]] = []
+        starts: dict[int, list[int]] = {}
+        for each in np.unique(stage[shelved]).tolist():
+            mine = shelved[stage[shelved] == each]
+            for fetch, tensor in reads(np.sort(mine).tolist(), mine.tolist(), ssd_ahead):
+                starts.setdefault(fetch, []).append(tensor)
+        for each in asked.tolist():
+            pairs += [(each, tensor, True) for tensor in starts.get(each, [])] + [(each, each, False)]
+        fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
+        is_read = np.asarray([pair[2] for pair in pairs], bool)
+    asking = step.ops.block[first[fetched]]
+    names = _names(edit, out)[moving]
+    if is_read.any():
+        names = np.where(is_read, edit.name_id("memtune.from_ssd.default"), names).astype(np.int32)
+    ops = edit.add_ops(
+        names,
+        before=first[fetched],
+        phase=Phase.BACKWARD,
+        resource=np.where(is_read, np.uint8(Resource.SSD_READ), np.uint8(Resource.HOST_TO_DEVICE)),
+        traffic_bytes=out.n_bytes[moving],
+        call=np.where(asking >= 0, asking, out.block[fetched]),
+        stream=np.where(is_read, 0, 1).astype(np.uint8),  # a copy back is complete in stream order
+        prefetch=is_read.astype(np.uint8),
+    )
+    read = np.full(len(on), -1, np.int32)
+    read[moving[is_read]] = ops[is_read]
+    return ops[~is_read], read[asked]
+
+
+def _names(edit: Edit, out: OffloadSelection) -> I32:
+    """Return the op of each reload: a cut storage is joined with its kept bytes."""
+    whole = np.full(len(out.storage), edit.name_id("memtune.to_device.default"), np.int32)
+    return (
+        np.where(out.is_cut, edit.name_id("memtune.to_device_beside.default"), whole)
+        if out.is_cut.any()
+        else whole
+    )
+
+
+def insert_stage_reloads(edit: Edit, out: OffloadSelection, first: I32, asked: I32) -> I32:
+    """Insert the reloads of each stage before its backward, on a copy stream."""
+    return edit.add_ops(
+        _names(edit, out)[asked],
+        before=first[asked],
+        phase=Phase.BACKWARD,
+        resource=Resource.HOST_TO_DEVICE,
+        traffic_bytes=out.n_bytes[asked],
+        call=out.block[asked],
+        prefetch=1,
+    )
+
+
+def insert_prefetches(
+    edit: Edit, step: Step, out: OffloadSelection, host: I32, first: I32, asked: I32, look: Lookahead
+) -> tuple[I32, I32]:
+    """As `insert_reloads`, by the rule of `activations.offload.prefetch`; also the last copy that each one
+    starts, as asked, -1 for none.
+
+    Copies ahead of their use are on a stream of their own, after what has been computed so far. What they
+    come from stays on the `host` until they are asked for, and the copies that this starts have begun.
+    """
+    # Schedules run ops again, not blocks; backward that is differentiated runs in this phase, and is no copy.
+    runs_again = (step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of >= 0) & (not step.by_schedules)
+    again, block = np.unique(step.ops.block[runs_again]), out.block
+    left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
+    pairs = reads(left.tolist(), asked.tolist(), look.back)
+    fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
+    asking, early = step.ops.block[first[fetched]], fetched != moving
+    ops = edit.add_ops(
+        _names(edit, out)[moving],
+        before=first[fetched],
+        phase=Phase.BACKWARD,
+        resource=Resource.HOST_TO_DEVICE,
+        traffic_bytes=out.n_bytes[moving],
+        call=np.where(asking >= 0, asking, block[fetched]),
+        stream=np.where(early, 0, 1).astype(np.uint8),
+        prefetch=early.astype(np.uint8),
+    )
+    turn = np.empty(len(block), np.int32)
+    turn[asked] = np.arange(len(asked), dtype=np.int32)
+    mine = moving[early]
+    before = (
+        np.searchsorted(turn[fetched], turn[mine], side="right") - 1
+    )  # the last copy that has been started then
+    same_place = (before >= 0) & (first[fetched[before]] == first[mine])
+    edit.hold_through(host[mine], np.where(same_place, ops[before], first[mine] - 1).astype(np.int32))
+    came, at = (np.full(len(block), -1, np.int32) for _ in range(2))
+    came[moving], at[fetched] = ops, ops  # of several copies at one place the last
+    return came[asked], at[asked]
+
+
+def insert_ssd_spill(
+    edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32, *, on_stages: bool
+) -> I32:
+    """Insert the tiers of spilled storages; return their host storages after the read.
+
+    Host memory is held until the write completes, SSD until the reload. On pipeline stages
+    `activations.offload.pipeline_slots_pass`, which knows the other micro-batches, sets when a write
+    completes.
+    """
+    shelved = edit.add_storages(n_bytes, producer=write, tier=Tier.SSD)
+    edit.add_uses(write, host)
+    if not on_stages:
+        edit.let_go_before(host[:-WRITES_IN_FLIGHT], write[WRITES_IN_FLIGHT:])
+    if not len(asked):
+        return host
+    if not on_stages:
+        last = host[-WRITES_IN_FLIGHT:]
+        edit.let_go_before(last, np.full(len(last), read[0], np.int32))
+    edit.add_uses(read, shelved[asked])
+    edit.hold_through(shelved[asked], back)
+    again = host.copy()
+    again[asked] = edit.add_storages(n_bytes[asked], producer=read, tier=Tier.HOST)
+    return again
+
+
+def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
+    """Hold what an op's first run held locally while its kept outputs are reloaded in the second run."""
+    if step.by_schedules or not (step.ops.copy_of >= 0).any():
+        return
+    twin, held = _twins(step), step.storages.held_until.copy()
+    forward = step.use_phase == Phase.FORWARD
+    np.maximum.at(held, step.uses.storage[forward], step.uses.op[forward])
+    # Pairs of a storage that comes back and one that its block's first run held over the op that made it.
+    originals = np.flatnonzero(twin >= 0)
+    originals = originals[np.argsort(step.ops.block[step.storages.producer[originals]], kind="stable")]
+    made_in = step.ops.block[step.storages.producer[originals]]
+    ops, kept_op = ops[step.storages.producer[storage] >= 0], step.storages.producer[storage]
+    kept_op = kept_op[kept_op >= 0]
+    first, stop = (np.searchsorted(made_in, step.ops.block[kept_op], side) for side in ("left", "right"))
+    number = np.repeat(np.arange(len(ops)), stop - first)
+    mine = originals[
+        np.arange(len(number)) + np.repeat(first - np.cumsum(stop - first) + (stop - first), stop - first)
+    ]
+    inside = (step.storages.producer[mine] < kept_op[number]) & (held[mine] >= kept_op[number])
+    edit.hold_through(twin[mine[inside]], ops[number[inside]])
+
+
+def _twins(step: Step) -> I32:
+    """Return (m,) the storage that the second run makes for each, -1 for none; third runs are ignored."""
+    twin = np.full(step.storages.n, -1, np.int32)
+    made = (step.storages.producer >= 0) & (
+        step.storages.tier == Tier.DEVICE
+    )  # states of random numbers, which only one run may keep, are not
+    copies = np.flatnonzero(made & (step.ops.copy_of[step.storages.producer] >= 0))
+    copied = np.zeros(step.ops.n, bool)
+    copied[step.ops.copy_of[step.ops.copy_of >= 0]] = True
+    originals = np.flatnonzero(made & copied[step.storages.producer])
+    copies = copies[np.lexsort((copies, step.ops.copy_of[step.storages.producer[copies]]))]
+    originals = originals[np.lexsort((originals, step.storages.producer[originals]))]
+    if len(copies) > len(originals):
+        of = step.ops.copy_of[step.storages.producer[copies]]
+        n_made = np.bincount(step.storages.producer[originals], minlength=step.ops.n)
+        copies = copies[np.arange(len(of)) - np.searchsorted(of, of) < n_made[of]]
+    twin[originals] = copies
+    return twin

@@ -1,0 +1,235 @@
+"""A storage that autograd saved and the activation table offloads: its states, its copies, and views of it.
+
+States of an `SavedStorage`: resident → copying to the host → on the host (→ on SSD → on the host) → resident.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
+from memtune.runtime import transfer
+
+
+class EntryOwner(Protocol):
+    """The operations of the activation table that an entry calls."""
+
+    def land(self) -> None:
+        """Complete the copy that is on its way."""
+
+    def take(self, entry: SavedStorage) -> None:
+        """Read `entry` from SSD into host memory."""
+
+    def bring(self, entry: SavedStorage) -> None:
+        """Reload `entry`, which backward reads."""
+
+
+class SavedStorage:
+    """One storage that autograd saved: resident, being copied, on the host, or on SSD.
+
+    Args:
+        moves: The table that it belongs to.
+        tensor: A view of the storage.
+        name: Its name in error messages if it is spilled to SSD; else empty.
+    """
+
+    def __init__(self, moves: EntryOwner, tensor: Tensor, name: str = "") -> None:
+        self._moves, self._name = moves, name
+        self.moved = False
+        """Its offload has begun."""
+        self._source: Tensor | None = None
+        self._host: Tensor | None = None
+        self._kept: Tensor | None = None
+        """The bytes of a cut storage that stay on the device: its last ones."""
+        self._ssd: Tensor | None = None
+        self.device = tensor.device
+        self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
+        self._back: Tensor | None = None
+        self._asked = False
+
+    @property
+    def goes_on(self) -> bool:
+        """From the host to SSD."""
+        return self._name != ""
+
+    @property
+    def may_leave(self) -> bool:
+        """It is among what leaves or may still leave: whoever needs it asks here for it."""
+        return self.moved or self._back is not None
+
+    @property
+    def is_back(self) -> bool:
+        """On the device again."""
+        return self._back is not None
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the host copy, complete or in flight; 0 without one."""
+        return 0 if self._host is None else self._host.nbytes
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a view of this storage."""
+        return self._storage() is tensor.untyped_storage()
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep it resident and readable until it is offloaded."""
+        self._back, self._asked = _whole(tensor), True
+
+    def leave(self, n_bytes: int) -> None:
+        """Start the copy of its first `n_bytes` to the host; hold the source until `complete_offload`.
+
+        Clone the rest.
+
+        The copy starts before the clone: its stream waits for all compute issued so far, which would include
+        the clone.
+        """
+        source, self._back = self._back, None
+        assert source is not None
+        self._source, self._asked, self.moved = source, False, True
+        if n_bytes == source.nbytes:
+            self._host = torch.ops.memtune.to_host(source)
+            return
+        flat = source.view(torch.uint8)
+        self._host = torch.ops.memtune.to_host(flat[:n_bytes])
+        self._kept = flat[n_bytes:].clone()
+
+    def arrive(self) -> None:
+        """Complete the copy and let the source go."""
+        assert self._host is not None
+        transfer.wait(self._host)
+        self._source = None
+
+    def shelve(self) -> tuple[Tensor, Tensor]:
+        """Start the write from host to SSD; returns both, and holds the one on SSD alone."""
+        host, self._host = self._host, None
+        assert host is not None
+        self._ssd = torch.ops.memtune.to_ssd(host, self._name)
+        return host, self._ssd
+
+    def read(self) -> None:
+        """Start the read from SSD to the host."""
+        assert self._ssd is not None
+        self._host = torch.ops.memtune.from_ssd(self._ssd)
+
+    def fetch(self, like: View) -> Tensor:
+        """Return the tensor on the device.
+
+        The first read reloads the storage, which all views of it share.
+        """
+        if not self._asked:
+            self._asked = True
+            self._moves.land()
+            self._moves.bring(self)
+        assert self._back is not None
+        return like.of(self._back)
+
+    def come_back(self) -> None:
+        """Copy it to the device, asked for or ahead of that."""
+        if self._ssd is not None:
+            self._moves.take(self)
+        assert self._host is not None
+        if self._kept is None:
+            self._back = torch.ops.memtune.to_device(self._host, self.device)
+        else:
+            self._back = torch.ops.memtune.to_device_beside(self._host, self._kept, self.device)
+        self._host = self._ssd = self._kept = None
+
+    def come_ahead(self) -> None:
+        """As `come_back`, where nobody waits yet: what it comes from is held until `is_there`, however soon
+        the copy is over.
+        """
+        host = self._host
+        with transfer.prefetching_separately(self.device):
+            self.come_back()
+        self._source = host
+
+    def is_there(self) -> None:
+        """Complete the copy that `come_ahead` started."""
+        assert self._back is not None
+        transfer.wait_tensor(self._back)
+        self._source = None
+
+    def __del__(self) -> None:
+        if self._back is not None and not self._asked:
+            transfer.wait_tensor(self._back)  # came ahead and was never asked for
+        if self._ssd is not None and self._host is not None:
+            transfer.abandon(self._host)  # was read ahead and never asked for
+
+
+@dataclass(frozen=True)
+class View:
+    """The layout of a tensor within its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+    is_conj: bool
+    """It is a conjugate view."""
+    is_neg: bool
+    """It is a negative view, as the imaginary part of a conjugate is."""
+
+    @classmethod
+    def describe(cls, tensor: Tensor) -> View:
+        """Return the layout of `tensor` within its storage."""
+        return cls(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.requires_grad,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same view of `whole`, a flat tensor of the storage's bytes."""
+        flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+        return _conj_neg_view(
+            torch.as_strided(flat, self.size, self.stride, self.offset), conj=self.is_conj, neg=self.is_neg
+        )
+
+
+@dataclass(frozen=True)
+class OffloadedTensor:
+    """A tensor whose storage is, or may be, on the host or SSD: the object that autograd saves instead."""
+
+    entry: SavedStorage
+    view: View
+
+    def get(self) -> Tensor:
+        """Return the tensor on the device; reload it if necessary."""
+        return self.entry.fetch(self.view)
+
+
+def id_of(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage, valid while the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_written_part(tensor: Tensor) -> bool:
+    """Return whether `tensor` was changed in place and shares its storage with other base tensors.
+
+    Autograd does not treat those as its views. Recurrent cells on CPU split their gates with `unsafe_chunk`
+    and write the parts one by one, some after the first part was saved: a copy of the storage made then would
+    have stale values of the others.
+    """
+    return tensor._version > 0 and not tensor._is_view() and tensor.nbytes < tensor.untyped_storage().nbytes()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return all of `tensor`'s storage as one flat tensor, with the values in memory."""
+    flat = _conj_neg_view(tensor.detach(), conj=tensor.is_conj(), neg=tensor.is_neg())
+    return torch.as_strided(flat, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _conj_neg_view(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
+    """Return `tensor` as its conjugate view, its negative view, or both."""
+    tensor = tensor.conj() if conj else tensor
+    return torch._neg_view(tensor) if neg else tensor

@@ -1,0 +1,177 @@
+"""Selects the saved tensors that a block offloads, when, and how many bytes of each.
+
+It follows Rules 1, 2 and 10 of `activations.recompute.activation_table`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.activations.offload.byte_quota import ByteShare
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    INPUTS,
+    OpAddress,
+    Phase,
+    Stages,
+    Step,
+    Tier,
+    calls_of,
+    split_calls,
+)
+
+
+@dataclass(frozen=True)
+class OffloadClaim:
+    """The offload claim of one block: a fraction of its claimable bytes, no tensor under `min_bytes`."""
+
+    block: int
+    fraction: float
+    min_bytes: int = 0
+    only: frozenset[OpAddress] | None = None
+    """Calls whose outputs are claimable, `INPUTS` for the block's inputs; None: all saved tensors."""
+    stays_on_host: bool = False
+    """Keep it on the host where other claims spill to SSD."""
+
+
+@dataclass(frozen=True)
+class OffloadSelection:
+    """The offloaded tensors, in the order in which their copies start."""
+
+    storage: I32
+    block: I32
+    """The block whose claim offloads it."""
+    before: I32
+    """The op just before which the copy starts."""
+    n_bytes: I64
+    """Bytes that cross the link: the whole storage, or the first bytes of a cut one."""
+    is_cut: npt.NDArray[np.bool_]
+    is_output: npt.NDArray[np.bool_]
+    """The op just before saved its own output."""
+
+
+def select_offloads(step: Step, claims: list[OffloadClaim], stages: Stages | None) -> OffloadSelection:
+    """Return the tensors that `claims` offload, of blocks that run once each."""
+    claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
+    rows = _deciding_rows(step, claim_of, stages)
+    storage, block = step.saves.storage[rows], step.saves.block[rows]
+    share = {each: ByteShare[int](claim.fraction) for each, claim in claim_of.items()}
+    columns = (range(len(rows)), block.tolist(), step.storages.bytes[storage].tolist())
+    whole = [nth for nth, of, n_bytes in zip(*columns, strict=True) if share[of].takes(nth, n_bytes)]
+    cut = [rest for each in share.values() if (rest := each.rest()) is not None]
+    chosen = np.asarray([*whole, *(nth for nth, _ in cut)], np.int32)
+    n_bytes = np.concatenate(
+        [step.storages.bytes[storage[whole]], np.asarray([each for _, each in cut], np.int64)]
+    ).astype(np.int64)
+    late = np.arange(len(chosen)) >= len(whole)
+    before = np.where(
+        late, forward_end(step)[block[chosen]] + 1, step.saves.packed_before[rows[chosen]]
+    ).astype(np.int32)
+    order = np.lexsort((late, block[chosen], before))  # a block's call ends before the next one's starts
+    chosen, late, n_bytes = chosen[order], late[order], n_bytes[order]
+    return OffloadSelection(
+        storage[chosen],
+        block[chosen],
+        before[order],
+        n_bytes,
+        n_bytes < step.storages.bytes[storage[chosen]],
+        (step.saves.is_output[rows[chosen]] == 1) & ~late,
+    )
+
+
+@lru_cache(maxsize=64)
+def claimable_bytes(step: Step, min_bytes: int, stages: Stages | None) -> tuple[int, ...]:
+    """Return (blocks,) bytes that each block is the first to save, in all of its calls, and may offload."""
+    calls = split_calls(step)
+    rows = _deciding_rows(
+        calls, {block: OffloadClaim(block, 1.0, min_bytes) for block in range(len(calls.blocks))}, stages
+    )
+    of = step.calls.block[calls.saves.block[rows]]
+    found = np.bincount(
+        of, weights=calls.storages.bytes[calls.saves.storage[rows]], minlength=len(step.blocks)
+    )
+    return tuple(found.astype(np.int64).tolist())
+
+
+def _deciding_rows(step: Step, claim_of: dict[int, OffloadClaim], stages: Stages | None) -> I32:
+    """Return the first save row of each storage that a claim may offload, in save order."""
+    rows = claimable_rows(step)
+    if stages is not None:
+        stage, producer = stage_of(step, stages), step.storages.producer[step.saves.storage[rows]]
+        rows = rows[(producer >= 0) & (stage[step.ops.block[producer]] == stage[step.saves.block[rows]])]
+    least = np.full(
+        len(step.blocks), np.iinfo(np.int64).max
+    )  # (blocks,) bytes of the smallest tensor that moves
+    for block, claim in claim_of.items():
+        least[block] = max(claim.min_bytes, 1)
+    rows = rows[step.storages.bytes[step.saves.storage[rows]] >= least[step.saves.block[rows]]]
+    rows = rows[_named(step, rows, list(claim_of.values()))]
+    _, first = np.unique(step.saves.storage[rows], return_index=True)
+    found: I32 = rows[np.sort(first)]
+    return found
+
+
+def claimable_rows(step: Step) -> I32:
+    """Return the save rows that may be offloaded, in save order (Rules 1, 2 of the table)."""
+    recomputed = (step.storages.producer >= 0) & (step.ops.phase[step.storages.producer] == Phase.RECOMPUTE)
+    claimable = ~recomputed & (step.storages.held_until != FOREVER) & (step.storages.tier == Tier.DEVICE)
+    claimable[step.partly_written] = False
+    rows = np.flatnonzero(
+        (step.saves.block >= 0)
+        & claimable[step.saves.storage]
+        & (step.saves.held_until >= step.saves.packed_before)
+    )
+    # A block's end comes before the next one's start.
+    found: I32 = rows[np.lexsort((step.saves.block[rows], step.saves.packed_before[rows]))].astype(np.int32)
+    return found
+
+
+def _named(step: Step, rows: I32, claims: list[OffloadClaim]) -> npt.NDArray[np.bool_]:
+    """Return (rows,) whether the claim of each save's block covers its storage."""
+    only = {claim.block: claim.only for claim in claims if claim.only is not None}
+    if not only:
+        return np.ones(len(rows), bool)
+    forward = (step.ops.phase == Phase.FORWARD) & np.isin(step.ops.block, list(only))
+    named = np.zeros(step.ops.n + 1, bool)  # the last entry serves what no op made
+    for op, block, call in calls_of(step, np.flatnonzero(forward).astype(np.int32)):
+        named[op] = call in (only[block] or ())
+    inputs = set(zip(step.calls.input_block.tolist(), step.calls.inputs.storage.tolist(), strict=True))
+    blocks, storages = step.saves.block[rows], step.saves.storage[rows]
+    made_here = (step.storages.producer[storages] >= 0) & (
+        step.ops.block[step.storages.producer[storages]] == blocks
+    )
+    entered = [
+        INPUTS in (only.get(block) or ()) and (block, storage) in inputs
+        for block, storage in zip(blocks.tolist(), storages.tolist(), strict=True)
+    ]
+    free = ~np.isin(blocks, list(only))
+    found: npt.NDArray[np.bool_] = (
+        free
+        | (made_here & named[step.storages.producer[storages]])
+        | (np.asarray(entered, bool) & ~made_here)
+    )
+    return found
+
+
+def forward_end(step: Step) -> I32:
+    """Return (blocks,) the last forward op of each block, -1 where there is none."""
+    forward = (step.ops.phase == Phase.FORWARD) & (step.ops.block >= 0)
+    end = np.full(len(step.blocks), -1, np.int32)
+    np.maximum.at(end, step.ops.block[forward], np.flatnonzero(forward).astype(np.int32))
+    return end
+
+
+def stage_of(step: Step, stages: Stages | None) -> I32:
+    """Return (blocks + 1,) the stage of each block, 0 without stages; the last entry is for no block."""
+    of = np.zeros(len(step.blocks), np.int32)
+    if stages is not None:
+        of = (
+            np.searchsorted(np.asarray(stages.starts), np.arange(len(step.blocks)), side="right") - 1
+        ).astype(np.int32)
+    return np.append(of, np.int32(-1))

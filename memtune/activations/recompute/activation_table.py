@@ -1,0 +1,545 @@
+"""The activation table: decides which saved tensors are kept, recomputed or offloaded.
+
+Techniques for recompute and for activation offload both write claims here, so they compose: under full
+recompute with offload, the blocks' inputs are offloaded. A *region* is a block of the model. While its
+forward runs, each tensor that autograd saves passes through `_Frame.pack`
+(`torch.autograd.graph.saved_tensors_hooks`):
+
+Rule 1. Parameters and buffers are saved unchanged: sharding frees and refills them in place.
+Rule 2. The inputs of the region, and the outputs that a recompute technique keeps, are *claimable*: they are
+saved unchanged or offloaded to the host. In a region that is not recomputed, every saved tensor is claimable.
+Rule 3. Every other saved tensor is replaced by a number. The first number that backward unpacks runs the
+region's forward again, with the random state, autocast and inputs of the first run, up to the last tensor
+that autograd still holds. Each recomputed tensor is returned once.
+Rule 4. A buffer that the forward changes is restored after the second run. The second run starts with the
+buffer's values from before the first run (spectral norm's vectors, a codebook's averages), except for the
+statistics that PyTorch's norms only write.
+Rule 5. A kept tensor that is changed in place after it was kept is dropped, and its op runs again.
+Rule 6. A copy to the host holds its source until the first of these: the next copy starts, the forward of
+another call of a region ends, the forward of the last region ends, backward fetches a tensor. So one copy is
+in flight at most, and the moment when its source is freed does not depend on timing. With `out_at_once` up to
+that many copies are in flight. Calls under `no_grad`, or in a checkpoint of the user's own, do not count.
+Rule 7. A tensor that is spilled to SSD is written from host memory (`activations.offload.ssd_spill`).
+Rule 8. A tensor is reloaded when backward unpacks it, or prefetched before (`activations.offload.prefetch`).
+Rule 9. On a pipeline stage only the outputs of the stage's own blocks are offloaded, and copies may follow
+the schedule (`activations.offload.pipeline_slots`).
+Rule 10. The offloaded bytes meet the claimed share exactly (`activations.offload.byte_quota`): at the end of
+a region's call the last tensor that was kept is cut; the missing bytes are offloaded and the rest gets memory
+of its own. Each storage is decided once, by the first region that saves it.
+
+The pass `activations.recompute.recompute_pass` mirrors Rules 1 to 5,
+`activations.offload.activation_offload_pass` Rules 2, 6 and 10.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memtune.activations.offload import (
+    ByteShare,
+    OffloadedTensor,
+    OwnOutputs,
+    Prefetcher,
+    SavedStorage,
+    Slots,
+    SSDSpill,
+    View,
+    id_of,
+    is_written_part,
+)
+from memtune.activations.recompute.buffer_mutation import changed_buffers, copied_buffers, only_written
+from memtune.activations.recompute.collective_guard import refused_in
+from memtune.activations.recompute.fingerprint import Fingerprint, Fingerprinter, first_op, magnitude
+from memtune.activations.recompute.region import Region as Region
+from memtune.activations.recompute.region import Traffic
+from memtune.activations.recompute.saved_outputs import (
+    Keep,
+    KeepMode,
+    KeptOutputs,
+    NamedMode,
+    ReplayMode,
+    SkippedCalls,
+)
+from memtune.activations.recompute.second_forward import (
+    Replay,
+    StopReplay,
+    as_input,
+    is_plain,
+    once_each,
+    refuse_unpack,
+)
+from memtune.activations.recompute.user_checkpoint import autograd_saves
+from memtune.errors import ApplyError
+from memtune.program import INPUTS, OpAddress
+from memtune.runtime import ForwardWrapper, NoteGenerators, RandomState, autocast_now, generators_of, local
+
+
+class ActivationTable:
+    """Holds the claims on every region; `install` wraps the regions' forwards so that they follow the claims.
+
+    Args:
+        model: The model that contains the regions.
+        regions: Qualified names of the blocks, in forward order.
+    """
+
+    def __init__(self, model: nn.Module, regions: list[str]) -> None:
+        self._lasting = {id_of(buffer) for buffer in model.buffers()}
+        self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
+        self.traffic = Traffic()
+        self.shelf = SSDSpill(0)
+        self.ahead = Prefetcher(0)
+        self.out_at_once = 1
+        """Copies to the host that may be in flight (Rule 6)."""
+        self.slots: Slots | None = None
+        self.own: OwnOutputs | None = None
+        """On a pipeline stage: the outputs of the stage's own blocks."""
+        self.stages: list[int] = []
+        """The stage of each region; empty without a pipeline."""
+        self.last = {len(regions) - 1}
+        """Regions at whose end all copies in flight are completed (Rule 6)."""
+        self._entries: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._on_the_way: deque[tuple[SavedStorage, int]] = (
+            deque()
+        )  # with the number of the call that each was started in
+        self._call = 0  # calls of regions that began so far
+        self._undo: list[Callable[[], None]] = []
+
+    def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
+        """Claim that region `index` is recomputed in backward, except for the outputs that `keep` names.
+
+        Raises:
+            ApplyError: Another technique recomputes the region.
+        """
+        region = self.regions[index]
+        if region.recompute:
+            raise ApplyError(
+                f"two techniques recompute {region.name}.", fix="choose one recompute technique", code="MT305"
+            )
+        region.recompute, region.keep = True, keep
+
+    def claim_move(
+        self,
+        index: int,
+        fraction: float,
+        min_bytes: int,
+        only: frozenset[OpAddress] | None = None,
+        ssd: bool = False,
+    ) -> None:
+        """Claim that `fraction` of the claimable bytes of region `index` is offloaded to the host.
+
+        Args:
+            index: Row of the region.
+            fraction: Share of the claimable bytes, from 0 to 1.
+            min_bytes: Smaller tensors stay on the device.
+            only: Calls whose outputs are claimable; None: all saved tensors.
+            ssd: Spill the tensors from the host to SSD.
+
+        Raises:
+            ApplyError: Another technique offloads activations of the region.
+        """
+        region = self.regions[index]
+        if region.move:
+            raise ApplyError(
+                f"two techniques move the activations of {region.name}.", fix="choose one", code="MT305"
+            )
+        region.move, region.min_bytes, region.only, region.ssd = fraction, min_bytes, only, ssd
+
+    def install(self) -> None:
+        """Wrap the forward of every region with a claim, or at whose end copies complete (Rule 6)."""
+        moves = [region for region in self.regions if region.move]
+        for region in self.regions:
+            if region.recompute or region.move:
+                self._wrap(region, self._claimed(region))
+            elif moves:
+                self._wrap(region, self._landing(region))
+
+    def remove(self) -> None:
+        """Restore the original forward of every region."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _claimed(self, region: Region) -> Callable[..., Any]:
+        original = region.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not autograd_saves():
+                return original(*args, **kwargs)
+            number = self._call = self._call + 1
+            frame = _Frame(self, region, original, args, kwargs)
+            del args, kwargs  # the frame holds them (moved ones only as bytes on the host)
+            out = frame.run()
+            self._call_ends(region, number)
+            return out
+
+        return forward
+
+    def _landing(self, region: Region) -> Callable[..., Any]:
+        original = region.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            number = self._call = self._call + 1
+            out = original(*args, **kwargs)
+            if autograd_saves():
+                self._call_ends(region, number)
+            return out
+
+        return forward
+
+    def _wrap(self, region: Region, forward: Callable[..., Any]) -> None:
+        module, original = region.module, region.module.forward
+        had = "forward" in vars(module)
+        module.forward = ForwardWrapper(forward, original)
+
+        def undo() -> None:
+            if had:
+                module.forward = original
+            else:
+                del module.forward
+
+        self._undo.append(undo)
+
+    # -- moves -----------------------------------------------------------------------------------------------
+
+    def entry(
+        self, tensor: Tensor, region: Region, share: ByteShare[SavedStorage], *, may_move: bool = True
+    ) -> SavedStorage:
+        """Return the entry of `tensor`'s storage.
+
+        Make one that is kept or offloaded by `region`'s claim (Rule 10) if there is none.
+
+        `share` counts the claimable bytes of the current call. Each storage has one entry: the first region
+        that saves it decides.
+        """
+        key = id_of(tensor)
+        found = self._entries.get(key)
+        if found is not None and found.is_of(tensor):
+            return found
+        n_bytes = tensor.untyped_storage().nbytes()
+        entry = SavedStorage(self, tensor, f"a saved activation of {region.name}" if region.ssd else "")
+        if may_move and n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0:
+            self._entries[key] = entry
+            entry.hold(tensor)
+            if share.takes(entry, n_bytes):
+                self.leave(entry, region, n_bytes)
+        return entry
+
+    def leave(self, entry: SavedStorage, region: Region, n_bytes: int) -> None:
+        """Offload the first `n_bytes` of `entry`, as `region` claims."""
+        self.traffic.moved_bytes += n_bytes
+        if self.slots is not None:
+            self.slots.leave(entry, n_bytes)
+            return
+        while len(self._on_the_way) >= self.out_at_once:
+            self._land_first()
+        entry.leave(n_bytes)
+        self._on_the_way.append((entry, self._call))
+        if not entry.goes_on:
+            self.ahead.left(entry, self._call, runs_again=region.recompute)
+
+    def lasts(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` must stay on the device.
+
+        Such are parameters, buffers of any module, and parts being written.
+        """
+        return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting or is_written_part(tensor)
+
+    def land(self) -> None:
+        """Complete the copies that are on their way (Rule 6); what goes on to SSD does so now (Rule 7)."""
+        while self._on_the_way:
+            self._land_first()
+
+    def _land_first(self) -> None:
+        entry, _ = self._on_the_way.popleft()
+        entry.arrive()
+        if entry.goes_on:
+            self.shelf.put(entry)
+
+    def take(self, entry: SavedStorage) -> None:
+        """Read `entry` from SSD into host memory (Rule 7)."""
+        self.shelf.take(entry)
+
+    def bring(self, entry: SavedStorage) -> None:
+        """Reload `entry`, which backward has unpacked (Rule 8)."""
+        (self.slots or self.ahead).bring(entry)
+
+    def _call_ends(self, region: Region, number: int) -> None:
+        """Complete copies at the end of call `number` of `region` (Rule 6)."""
+        ends = region.index in self.last
+        while self._on_the_way and (self._on_the_way[0][1] != number or ends):
+            self._land_first()
+        if ends and self.stages:
+            self.shelf.forward_ends()
+
+
+class _Number:
+    """The n-th recomputed tensor of a region's forward, packed as its number."""
+
+    def __init__(self, frame: _Frame, n: int) -> None:
+        self._frame, self._n = frame, n
+
+    def get(self) -> Tensor:
+        return self._frame.recomputed(self._n)
+
+    def __del__(self) -> None:
+        self._frame.forget(self._n)
+
+
+class _Frame:
+    """One run of one region's forward, with the state needed to run it again."""
+
+    def __init__(self, table: ActivationTable, region: Region, forward: Any, args: Any, kwargs: Any) -> None:
+        self.table, self.region, self._forward = table, region, forward
+        self._args: Any = (args, kwargs)
+        self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
+        fixed = (*region.module.named_parameters(), *region.module.named_buffers())
+        self.fixed = {id_of(local(tensor)): name for name, tensor in fixed}
+        self.inputs = {id_of(t): t for t in tree_leaves(self._args) if is_plain(t)}
+        self.kept: dict[OpAddress, KeptOutputs] = {}
+        self.left_out = SkippedCalls()
+        self._named = None if region.only is None else NamedMode(region.only)
+        self._entered = (
+            frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
+        )
+        self._share = ByteShare[SavedStorage](region.move)
+        self._decided: dict[int, SavedStorage] = {}
+        self.count = 0
+        self._trail, self.looks = Fingerprinter(self.fixed), list[Fingerprint]()
+        """Of each tensor that is recomputed."""
+        self.magnitudes: dict[int, Tensor | float | None] = {}
+        """By number: in the region's first run all magnitudes, later the one that is compared."""
+        self.wanted: set[int] = set()
+        """Numbers of the recomputed tensors that autograd still holds."""
+        if region.recompute and not region.watched:
+            region.generators = generators_of(region.module)
+        self._random = region.random_state() if region.recompute else None
+        self._autocast = autocast_now() if region.recompute else []
+        self._noted: NoteGenerators | None = None
+        self._back: dict[int, Tensor] = {}
+        self._changed_buffers: list[str] = []
+        self._before: dict[str, Tensor] = {}
+        """Values of the buffers in `region.reads_back` before the first run."""
+
+    def run(self) -> Any:
+        """Run the forward for the first time; each tensor that autograd saves passes through `pack`."""
+        self.table.traffic.forwards.add(self.region.name)
+        if self.region.compared is not None and self.region.compared.is_here():
+            compared, self.region.compared = self.region.compared, None
+            compared.check()
+        args, kwargs = self._args
+        recompute = self.region.recompute
+        inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
+        buffers = (
+            {name: buffer._version for name, buffer in self.region.module.named_buffers()}
+            if recompute
+            else {}
+        )
+        self._before = copied_buffers(self.region.module, self.region.reads_back) if recompute else {}
+        keep = self.region.keep if recompute else None
+        random = partial(RandomState.kept, self.region.module, self.region.generators)
+        mode = (
+            nullcontext()
+            if keep is None
+            else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
+        )
+        packer = _Packer(self)
+        watch = refused_in(self.region.name, first=not self.region.watched) if recompute else nullcontext()
+        self._noted = noted = (
+            NoteGenerators(self.region.generators) if recompute and not self.region.watched else None
+        )
+        with (
+            saved_tensors_hooks(packer, _unpack),
+            self._named or nullcontext(),
+            mode,
+            watch,
+            noted or nullcontext(),
+        ):
+            out = self._forward(*args, **kwargs)
+        if noted is not None and noted.found and self._random is not None:
+            self._random = self._random.beside(noted.found)
+        self._random, self.region.watched = self.region.needed(self._random, noted), True
+        packer.frame = None
+        if recompute:
+            if any(tensor._version != version for tensor, version in inputs):
+                raise ApplyError(
+                    f"{self.region.name} changes its input in place, so it cannot be run a second time.",
+                    fix=(
+                        "write x = x + y instead of x += y at the start of its forward, or choose recompute:"
+                        " {kind: none}"
+                    ),
+                    code="MT306",
+                )
+            self._changed_buffers = changed_buffers(self.region.module, buffers)
+            self._before = {
+                name: copy for name, copy in self._before.items() if name in self._changed_buffers
+            }
+            changed = frozenset(self._changed_buffers) - only_written(self.region.module)
+            self.region.reads_back = changed | (self.region.reads_back or frozenset())
+        self.inputs = {}
+        del args, kwargs, inputs, mode, watch, noted  # the mode names all that was kept, needed or not
+        if recompute:
+            self._settle()
+        else:
+            self._args = None
+        rest = self._share.rest()
+        if rest is not None:
+            self.table.leave(rest[0], self.region, rest[1])
+        self._decided, self._named, self._share = {}, None, ByteShare(0.0)
+        return out
+
+    def _settle(self) -> None:
+        """After the first run: drop kept outputs that the second run does not read (Rule 5).
+
+        Offload the claimed ones.
+        """
+        needed = self.region.looked_at = max(self.wanted, default=-1)
+        asked = sum(kept.before <= needed for kept in self.kept.values())
+        self.kept = {
+            key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()
+        }
+        self.left_out.settle(needed, all_kept=len(self.kept) == asked)
+        if not self.wanted:  # nothing to recompute: the inputs are not needed either
+            self._args, self._before = None, {}
+            return
+        claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
+        self._args = tree_map(claimed, self._args)
+        for kept in self.kept.values():
+            kept.settle(self.claim)
+        self.table.traffic.recomputed_regions.add(self.region.name)
+
+    def claim(self, tensor: Tensor) -> Tensor | OffloadedTensor:
+        """Return `tensor`, or a handle to its offloaded storage (Rule 2)."""
+        if not self.region.move or self.table.lasts(tensor) or id_of(tensor) in self._foreign:
+            return tensor
+        entry = self._decided.get(id_of(tensor))
+        if entry is None or not entry.is_of(tensor):
+            may_move = self._named is None or self._named.made(tensor) or id_of(tensor) in self._entered
+            entry = self._decided[id_of(tensor)] = self.table.entry(
+                tensor, self.region, self._share, may_move=may_move
+            )
+        return OffloadedTensor(entry, View.describe(tensor)) if entry.may_leave else tensor
+
+    def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
+        """Return the object that autograd saves instead of `tensor` (Rules 1 to 3)."""
+        key = id_of(tensor)
+        if key in self.fixed:
+            self._trail.passes(key)
+            return tensor
+        if not is_plain(tensor):
+            return tensor
+        if not self.region.recompute or key in self.inputs:
+            return _detached(self.claim(tensor))
+        kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
+        if kept is not None:
+            return _detached(kept.claimed(tensor, self.claim(tensor)))
+        if self.left_out.made(tensor):
+            return _detached(self.claim(tensor))
+        self.wanted.add(self.count)
+        self.looks.append(self._trail.look(tensor))
+        if not self.region.watched or self.count == self.region.looked_at:
+            self.magnitudes[self.count] = magnitude(tensor)
+        self.count += 1
+        return _Number(self, self.count - 1)
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a view of an output that the first run kept, or of a skipped call."""
+        return self.left_out.made(tensor) or any(kept.holds(tensor) for kept in self.kept.values())
+
+    # -- the second run --------------------------------------------------------------------------------------
+
+    def recomputed(self, n: int) -> Tensor:
+        """Return the n-th recomputed tensor; run the forward again if it is not available."""
+        if n not in self._back:
+            self._run_again()
+        return self._back.pop(n)
+
+    def forget(self, n: int) -> None:
+        """Drop the n-th recomputed tensor: autograd has released it, unpacked or not."""
+        self.wanted.discard(n)
+        self._back.pop(n, None)
+
+    def _run_again(self) -> None:
+        args, kwargs = tree_map(once_each(as_input), self._args)
+        mode = ReplayMode(self.kept, self.left_out) if self.region.keep is not None else nullcontext()
+        replay = Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
+        with ExitStack() as stack:
+            stack.enter_context(self._put_back_buffers())
+            stack.enter_context(nullcontext() if self._random is None else self._random.restored())
+            for autocast in self._autocast:
+                stack.enter_context(autocast())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(replay.pack, refuse_unpack))
+            stack.enter_context(refused_in(self.region.name, first=False))
+            stack.enter_context(mode)
+            stack.enter_context(
+                self._noted or nullcontext()
+            )  # torch's composites may do otherwise under a mode: reshape
+            try:
+                self._forward(*args, **kwargs)
+            except StopReplay:
+                pass
+        if replay.count < replay.enough:
+            raise ApplyError(
+                f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run"
+                f" again, without {first_op(self.looks[replay.count :])}.",
+                fix=(
+                    "its forward must do the same each time it runs; choose recompute: {kind: none} if it"
+                    " cannot"
+                ),
+                code="MT307",
+            )
+
+    @contextmanager
+    def _put_back_buffers(self) -> Iterator[None]:
+        buffers = dict(self.region.module.named_buffers())
+        copies = [(buffers[name], buffers[name].clone()) for name in self._changed_buffers]
+        with torch.no_grad():
+            for name, before in self._before.items():
+                buffers[name].copy_(before)
+        yield
+        with torch.no_grad():
+            for buffer, copy in copies:
+                buffer.copy_(copy)
+
+    def keep_back(self, n: int, tensor: Tensor) -> None:
+        """Store the n-th tensor of the second run until backward unpacks it, if autograd still holds it."""
+        if n in self.wanted:
+            self._back[n] = tensor
+
+
+class _Packer:
+    """Calls `frame.pack` while the first run lasts.
+
+    Autograd keeps the pack hook with every tensor that it saved, parameters included: the hook must not keep
+    the frame alive.
+    """
+
+    def __init__(self, frame: _Frame) -> None:
+        self.frame: _Frame | None = frame
+
+    def __call__(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
+        assert self.frame is not None
+        return self.frame.pack(tensor)
+
+
+def _detached(saved: Tensor | OffloadedTensor) -> Tensor | OffloadedTensor:
+    """Return `saved` detached; autograd restores the graph on unpack.
+
+    A node that holds its own output would be a reference cycle. Backward would break it, but a graph that no
+    loss reaches would never be freed.
+    """
+    return saved.detach() if isinstance(saved, Tensor) and saved.grad_fn is not None else saved
+
+
+def _unpack(packed: Tensor | OffloadedTensor | _Number) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.get()

@@ -1,0 +1,129 @@
+"""Refuses the user's own collectives inside recomputed blocks.
+
+Raises when one is called, in the first run or the second.
+
+A recording on one rank does not show a collective behind `if dist.is_initialized()`, or one from the tenth
+step on. Here it raises before any data is exchanged twice.
+
+Rule 1. The first run of a block is under a dispatch mode, which sees every op that exchanges data between
+ranks.
+Rule 2. A dispatch mode costs time at every op, so later runs rely on kernels in front of the operators of
+`c10d`, which cost about 20 µs per collective and nothing otherwise. They are registered before the first
+recomputed block runs on several ranks. Functional collectives with autograd call `c10d` from below autograd,
+where those kernels do not see them: they get kernels of their own. A torch version without
+`torch.library.get_kernel` keeps the mode.
+Rule 3. Collectives below autograd are those of `torch.ops.memtune`, which may run again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from memtune.errors import ApplyError
+from memtune.runtime import WatchingMode
+
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+NAMESPACES = ("c10d", *_FUNCTIONAL)
+"""Namespaces of ops that exchange data between ranks. memtune's own collectives are not among them: they may
+run again.
+"""
+
+
+class _Inside(threading.local):
+    block = ""
+    """The block that runs, or would run, a second time; empty outside of all."""
+
+
+_inside = _Inside()
+_GET_KERNEL: Callable[[Any, str], Any] | None = getattr(torch.library, "get_kernel", None)
+
+
+class _NoExchange(WatchingMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in NAMESPACES:
+            raise _twice(func)
+        return func(*args, **(kwargs or {}))
+
+
+def refused_in(name: str, *, first: bool = True) -> AbstractContextManager[Any]:
+    """Return a context that raises MT306 at a collective called inside; a null context on one rank.
+
+    Args:
+        name: The block.
+        first: It is the block's first run (Rule 1).
+    """
+    talks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _refused_in(name, first) if talks else nullcontext()
+
+
+@contextmanager
+def _refused_in(name: str, first: bool) -> Iterator[None]:
+    _kernels()
+    before, _inside.block = _inside.block, name
+    try:
+        with _NoExchange() if first or _GET_KERNEL is None else nullcontext():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        _inside.block = before
+
+
+@cache
+def _kernels() -> tuple[torch.library.Library, ...]:
+    """Register the kernels of Rule 2, once per process."""
+    import torch.distributed._functional_collectives  # registers kernels, which would come too late
+
+    libraries = {name: torch.library.Library(name, "IMPL") for name in NAMESPACES}
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, op = name.partition("::")
+        if namespace == "c10d":
+            libraries[namespace].impl(op, partial(_looked_at, _overload(namespace, op)), "Autograd")
+        elif namespace in _FUNCTIONAL and _GET_KERNEL is not None:
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
+                _look_above(libraries[namespace], op, _overload(namespace, op), _GET_KERNEL)
+    return (*libraries.values(),)
+
+
+def _look_above(
+    library: torch.library.Library, op: str, found: Any, get_kernel: Callable[[Any, str], Any]
+) -> None:
+    """Register a kernel per device key that raises inside a recomputed block.
+
+    Otherwise it calls the present kernel. A Python kernel registered for `Autograd`, which covers all
+    devices, would hide a present Python kernel under a dispatch mode: ours would then call itself.
+    """
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        library.impl(op, partial(_looked_at_above, found, get_kernel(found, key)), key, with_keyset=True)
+
+
+def _overload(namespace: str, op: str) -> Any:
+    name, _, overload = op.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def _looked_at(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if _inside.block:
+        raise _twice(op)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args, **kwargs)
+
+
+def _looked_at_above(op: Any, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call autograd's own `kernel` of `op`; raise inside a recomputed block."""
+    if _inside.block:
+        raise _twice(op)
+    return kernel.call_boxed(keys, *args, **kwargs)
+
+
+def _twice(op: Any) -> ApplyError:
+    return ApplyError(
+        f"{op} runs inside {_inside.block}: a second run would exchange data between ranks again.",
+        fix="move it out of the block, or choose recompute: {kind: none}",
+        code="MT306",
+    )

@@ -1,0 +1,283 @@
+"""What a saved tensor looks like: two runs of the same code save tensors that look the same, made by the same
+ops.
+
+A `Fingerprinter` is told of the tensors one after the other and reads off autograd's graph what ran since:
+the nodes behind a tensor that are younger than the run and behind none before it. So an op between two saved
+tensors is seen although it saves nothing itself, and with each op the module's own parameters that it took
+and the numbers that autograd wrote down of it (a dim, a power). What autograd writes nowhere is not seen: the
+number in `x + 2`, a bias without a gradient. So a `magnitude` of the values is compared as well: of all that
+is saved the first time, later of what backward asks for last, which all before it has led to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtune.activations.offload import id_of
+from memtune.errors import ApplyError
+from memtune.runtime import page_locked
+
+_LEAF = "torch::autograd::AccumulateGrad"
+"""Its sequence number says nothing about the order: inputs of the region are leaves in the second run."""
+_CAST = "ToCopyBackward0"
+"""May occur in one run only: autocast casts a weight once and caches it."""
+_LIBRARIES = ("torch.", "memtune.")
+"""Python autograd functions of these packages may occur in one run only: FSDP2 has some."""
+
+_MAY_BE_NUMBERS = frozenset(f"_raw_saved_{name}" for name in ("other", "self", "exponent"))
+
+
+class GraphNode(NamedTuple):
+    """One autograd node, as it is compared between two runs."""
+
+    name: str
+    parameters: tuple[str, ...]
+    """Names of the module's parameters that the op took."""
+    numbers: tuple[Any, ...]
+    """Numbers that autograd saved of the op."""
+
+
+_NOTHING = GraphNode("", (), ())
+
+
+_SAMPLED = 1024
+"""Number of values of a tensor that its magnitude is taken of."""
+_CLOSE = 0.02
+"""Relative tolerance of magnitudes: kernels may add in another order each time."""
+
+
+class Fingerprint(NamedTuple):
+    """The properties of a saved tensor that must be equal in both runs."""
+
+    made_by: tuple[GraphNode, ...]
+    """Autograd nodes that led to it since the tensor before, the latest first."""
+    passed: tuple[str, ...]
+    """The module's parameters and buffers that autograd saved since the tensor before."""
+    size: torch.Size
+    dtype: torch.dtype
+
+
+class Fingerprinter:
+    """Computes the fingerprints of the saved tensors of one run, in order.
+
+    Args:
+        fixed: Names of the module's parameters and buffers by `id_of`.
+    """
+
+    def __init__(self, fixed: Mapping[int, str]) -> None:
+        self._start = _now()
+        self._fixed = fixed
+        self._seen: set[int] = set()
+        self._passed: list[str] = []
+
+    def passes(self, key: int) -> None:
+        """Note that autograd saved a parameter or buffer."""
+        self._passed.append(self._fixed[key])
+
+    def look(self, tensor: Tensor) -> Fingerprint:
+        """What `tensor`, the next one, is known by."""
+        passed, self._passed = tuple(self._passed), []
+        return Fingerprint(tuple(self._new(tensor.grad_fn)), passed, tensor.shape, tensor.dtype)
+
+    def _new(self, node: Any) -> Iterator[GraphNode]:
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None:
+                continue
+            number, name = node._sequence_nr(), node.name()
+            if number < self._start or number in self._seen or name == _LEAF:
+                continue
+            self._seen.add(number)
+            following = [each for each, _ in node.next_functions]
+            if name != _CAST and not _is_ours(node):
+                yield GraphNode(name, tuple(self._parameters(following)), _numbers(node))
+            waiting += following
+
+    def _parameters(self, nodes: list[Any]) -> Iterator[str]:
+        """Return the names of the parameters among `nodes`.
+
+        Parameters behind casts count as well; a cast may be older than the run.
+        """
+        for node in nodes:
+            while node is not None and node.name() == _CAST:
+                node = node.next_functions[0][0]
+            if node is not None and node.name() == _LEAF:
+                found = self._fixed.get(id_of(node.variable))
+                if found is not None:
+                    yield found
+
+
+def difference(before: Fingerprint, now: Fingerprint) -> tuple[str, str]:
+    """Return the first op that differs, before and now; '' where there was none, or none differs."""
+    pairs = zip_longest(reversed(before.made_by), reversed(now.made_by), fillvalue=_NOTHING)
+    one, two = next(((one, two) for one, two in pairs if one != two), (_NOTHING, _NOTHING))
+    if one.name != two.name:
+        return one.name, two.name
+    if one.parameters != two.parameters:
+        return _of(one.name, one.parameters), _of(two.name, two.parameters)
+    if one.numbers != two.numbers:
+        return _of(one.name, map(str, one.numbers)), _of(two.name, map(str, two.numbers))
+    return _of("an op", before.passed), _of("an op", now.passed)
+
+
+def first_op(looks: Sequence[Fingerprint]) -> str:
+    """Return the name of the first op that led to one of the tensors, as far as autograd tells."""
+    return next(
+        (made.name for look in looks for made in reversed(look.made_by)), "the ops that saved the others"
+    )
+
+
+def magnitude(tensor: Tensor) -> Tensor | float | None:
+    """Return the norm of up to 1,024 values of `tensor`, which an op returned.
+
+    None where it has no readable values (fake, gaps).
+
+    On CPU a float, computed without a tensor; on other devices a tensor, so that the host does not wait.
+
+    A tensor that no op returned, such as attention's padded log-sum-exp, may contain uninitialized memory, so
+    it has none.
+    """
+    if type(tensor) is not Tensor or tensor.grad_fn is None or not tensor.numel():
+        return None
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return None
+    step = -(-tensor.numel() // _SAMPLED)
+    with (
+        torch.no_grad(),
+        _disable_current_modes(),
+    ):  # none of the model's ops, to those who count or replace them
+        some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,), tensor.storage_offset())
+        if tensor.device.type == "cpu":
+            return _norm(some)
+        found: Tensor = torch.linalg.vector_norm(some.float())
+        return found
+
+
+def _norm(some: Tensor) -> float | None:
+    if some.dtype == torch.bfloat16:
+        bits = some.view(torch.int16).numpy().astype(np.int32) << 16
+        return float(np.linalg.norm(bits.view(np.float32)))
+    if not some.dtype.is_floating_point or some.dtype.itemsize == 1:
+        return None
+    return float(np.linalg.norm(some.numpy().astype(np.float32)))
+
+
+def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
+    """Return whether two magnitudes agree up to summation order.
+
+    Unknown and non-finite ones agree with all.
+    """
+    if before is None or now is None:
+        return True
+    with _disable_current_modes():
+        before, now = float(before), float(now)
+    return not (math.isfinite(before) and math.isfinite(now)) or abs(before - now) <= _CLOSE * max(
+        before, now
+    )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The values of a saved tensor in both runs of a region."""
+
+    region: str
+    number: int
+    look: Fingerprint
+    before: Tensor | float | None
+    now: Tensor | float | None
+    event: torch.cuda.Event | None = None
+    """Recorded after the copy of both values to the host."""
+
+    def sent(self) -> Compared:
+        """Return a copy with both values on their way to the host, so that it need not wait."""
+        if not isinstance(self.before, Tensor) or not isinstance(self.now, Tensor):
+            return self
+        with _disable_current_modes():
+            there = page_locked(lambda locked: torch.empty(2, pin_memory=locked), wanted=True)
+            there.copy_(torch.stack([self.before, self.now]), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            return replace(self, before=there[0], now=there[1], event=event)
+
+    def is_here(self) -> bool:
+        """Return whether `check` need not wait."""
+        return self.event is None or self.event.query()
+
+    def check(self) -> None:
+        """Compare both values; wait for them if necessary.
+
+        Raises:
+            ApplyError: They differ.
+        """
+        if not is_close(self.before, self.now):
+            made_by = ", ".join(each.name for each in reversed(self.look.made_by)) or "the same ops"
+            raise ApplyError(
+                f"{self.region} made other values when it was run again, in {made_by}.",
+                evidence=(
+                    f"Saved tensor {self.number}, {self.look.dtype} {list(self.look.size)}, has another norm."
+                ),
+                fix=(
+                    "its forward must do the same each time it runs; choose recompute: {kind: none} if it"
+                    " cannot"
+                ),
+                code="MT307",
+            )
+
+
+def _of(name: str, what: Any) -> str:
+    return f"{name} of {', '.join(filter(None, what)) or 'none'}"
+
+
+def _numbers(node: Any) -> tuple[Any, ...]:
+    plain, tensors = _saved_attributes(node.__class__)
+    return (
+        *(getattr(node, name) for name in plain),
+        *(_python_number(getattr(node, name)) for name in tensors),
+    )
+
+
+@cache
+def _saved_attributes(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the node's attributes that hold plain numbers, and those that hold packed tensors.
+
+    `getattr` would unpack the latter.
+    """
+    names = dir(node)
+    plain = tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
+    return plain, tuple(name for name in names if name in _MAY_BE_NUMBERS)
+
+
+def _python_number(saved: Any) -> str:
+    """Return the 2 of `x * 2`, which autograd saves as a tensor without calling hooks; '' for all else."""
+    if getattr(saved, "unpack_hook", _NOTHING) is not None:  # torch before 2.13 may not tell
+        return ""
+    data = saved.data
+    if type(data) is not Tensor or data.dim() or data.device.type != "cpu":
+        return ""
+    with _disable_current_modes():  # no op of the model's, to those who count or replace them
+        return repr(data.item())
+
+
+def _is_ours(node: Any) -> bool:
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function = getattr(node, "_forward_cls", type(node))
+    return bool(function.__module__.startswith(_LIBRARIES))
+
+
+def _now() -> int:
+    """Return the sequence number of the next autograd node of this thread."""
+    number: int = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009
+    return number

@@ -1,0 +1,77 @@
+"""A region of the activation table: a block and the claims on the tensors that its forward saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Generator, nn
+
+from memtune.activations.recompute.fingerprint import Compared
+from memtune.activations.recompute.saved_outputs import Keep
+from memtune.program import OpAddress
+from memtune.runtime import NoteGenerators, RandomState
+
+
+@dataclass
+class Region:
+    """One block and the claims on the tensors that its forward saves."""
+
+    name: str
+    module: nn.Module
+    index: int
+    recompute: bool = False
+    keep: Keep | None = None
+    """Selects the ops whose outputs a recomputed region keeps; None keeps none and needs no dispatch mode."""
+    move: float = 0.0
+    """Fraction of the claimable bytes that is offloaded to the host."""
+    min_bytes: int = 0
+    """Smaller tensors stay on the device."""
+    only: frozenset[OpAddress] | None = None
+    """Calls whose outputs may be offloaded, `INPUTS` for the inputs of the region; None: all that is
+    claimable.
+    """
+    watched: bool = False
+    """Its first run was checked for collectives and generators."""
+    generators: list[Generator] = field(default_factory=list)
+    """Generators of the user from which its forward may draw: those known since its first run."""
+    draws: bool = False
+    """An op of its first run drew random numbers, or a later run did."""
+    looked_at: int = -1
+    """Number of the saved tensor that backward unpacked last after its latest run: its values are compared in
+    the next one.
+    """
+    compared: Compared | None = None
+    """Values of its latest second run, still on their way from the device."""
+    reads_back: frozenset[str] | None = None
+    """Buffers that its forward changes and may read, as far as its runs have shown; None before the first
+    run.
+    """
+    ssd: bool = False
+    """Offloaded tensors are spilled from the host to SSD."""
+
+    def random_state(self) -> RandomState:
+        """Return the random state at the start of a run.
+
+        Counted as host memory by the pass where the region draws.
+        """
+        return (RandomState.kept if self.draws else RandomState.capture)(self.module, self.generators)
+
+    def needed(self, state: RandomState | None, noted: NoteGenerators | None) -> RandomState | None:
+        """Return `state` of a run that is over, or None if a second run does not draw from it.
+
+        An op may draw and restore the generator's state (`fork_rng`): the generators do not show that, only
+        `noted` of the first run does.
+        """
+        if state is not None and not self.draws:
+            self.draws = (noted is not None and noted.draws) or not state.is_now(self.module)
+        return state if self.draws else None
+
+
+@dataclass
+class Traffic:
+    """Counters of the table's work, for the audit."""
+
+    forwards: set[str] = field(default_factory=set)
+    """Names of the claimed regions that ran."""
+    recomputed_regions: set[str] = field(default_factory=set)
+    moved_bytes: int = 0

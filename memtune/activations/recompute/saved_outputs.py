@@ -1,0 +1,325 @@
+"""Outputs that a recomputed region keeps.
+
+Dispatch modes collect them in the first run and return them in the second.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memtune.activations.offload import OffloadedTensor, View, id_of
+from memtune.program import SHAPE_ALONE, OpAddress, OpAddresses
+from memtune.runtime import RandomState, draws, mutated
+
+Keep = Callable[[Any], bool] | OpAddresses
+"""Selects the kept outputs: a predicate on ops, or a list of calls."""
+
+
+class KeptOutputs:
+    """The outputs of one op that a recomputed region keeps."""
+
+    def __init__(self, out: Any, before: int, random: RandomState | None = None) -> None:
+        self.before = before
+        """Number of recomputed tensors that had been saved when the op ran."""
+        self._random = random
+        """The random state after the op, if it may have drawn: later ops continue from it."""
+        # Rule 5 needs to see later writes: a detach below autograd would count them apart from the
+        # original's.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+        tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
+        self._versions = [(t, t._version) for t in tensors]
+        self._storages = [weakref.ref(t.untyped_storage()) for t in tensors]
+        self._written = False
+
+    def note_write(self, storage: torch.UntypedStorage) -> None:
+        """Note that an op of the region writes into `storage`.
+
+        Views with their own version counter (`unsafe_split`) do not show it.
+        """
+        self._written = self._written or any(kept() is storage for kept in self._storages)
+
+    def unchanged(self) -> bool:
+        """Return whether nothing has written into the outputs since they were kept."""
+        return not self._written and all(t._version == version for t, version in self._versions)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a view of one of the outputs, as kept or as reloaded from the host."""
+        storage = tensor.untyped_storage()
+        return any(kept() is storage for kept in self._storages) and self.unchanged()
+
+    def settle(self, claim: Callable[[Tensor], Tensor | OffloadedTensor]) -> None:
+        """Offload what the table claims; after the first run the outputs cannot change."""
+        self._out = tree_map(lambda t: claim(t) if isinstance(t, Tensor) else t, self._out)
+        self._versions = []
+
+    def claimed(self, tensor: Tensor, claim: Tensor | OffloadedTensor) -> Tensor | OffloadedTensor:
+        """Return `claim`, the table's decision on an output that autograd saved.
+
+        Drop the reference to an offloaded output.
+        """
+        if (
+            isinstance(claim, OffloadedTensor) and claim.entry.moved
+        ):  # what may still leave can be changed before it does
+            storage = tensor.untyped_storage()
+            self._versions = [
+                (t, version) for t, version in self._versions if t.untyped_storage() is not storage
+            ]
+            self._out = tree_map(
+                lambda t: (
+                    OffloadedTensor(claim.entry, View.describe(t))
+                    if isinstance(t, Tensor) and t.untyped_storage() is storage
+                    else t
+                ),
+                self._out,
+            )
+        return claim
+
+    def take(self) -> Any:
+        """Return the outputs to the second run."""
+        if self._random is not None:
+            self._random.continue_from()
+        out = tree_map(
+            lambda t: (
+                t.get() if isinstance(t, OffloadedTensor) else t.detach() if isinstance(t, Tensor) else t
+            ),
+            self._out,
+        )
+        self._storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return out
+
+
+class KeepMode(TorchDispatchMode):
+    """Runs the first forward: collects kept outputs, and notes skipped calls."""
+
+    def __init__(
+        self,
+        keep: Keep,
+        kept: dict[OpAddress, KeptOutputs],
+        left_out: SkippedCalls,
+        count: Callable[[], int],
+        random: Callable[[], RandomState],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keep, self._kept, self._left_out, self._count, self._random = (
+            keep,
+            kept,
+            left_out,
+            count,
+            random,
+        )
+        self._seen = _Occurrences()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op; note its outputs if it is not run again."""
+        out = func(*args, **(kwargs or {}))
+        if isinstance(self._keep, OpAddresses):
+            call = self._seen.next(func)
+            if call in self._keep.left_out:
+                self._left_out.leave_out(
+                    call, func, args, out, before=self._count(), random=self._state_after(func, args, kwargs)
+                )
+            elif call in self._keep.kept:
+                self._kept[call] = self._output(func, args, kwargs, out)
+            else:
+                self._left_out.read_by(func, (args, kwargs), out, before=self._count())
+        elif self._keep(func):
+            self._kept[self._seen.next(func)] = self._output(func, args, kwargs, out)
+        if func._schema.is_mutable:
+            for storage in {tensor.untyped_storage() for tensor in mutated(func, args, kwargs or {})}:
+                for kept in self._kept.values():
+                    kept.note_write(storage)
+        return out
+
+    def _output(self, func: Any, args: Any, kwargs: Any, out: Any) -> KeptOutputs:
+        return KeptOutputs(out, self._count(), self._state_after(func, args, kwargs))
+
+    def _state_after(self, func: Any, args: Any, kwargs: Any) -> RandomState | None:
+        return self._random() if draws(func, args, kwargs or {}) else None
+
+
+class ReplayMode(TorchDispatchMode):
+    """Runs the second forward: returns each kept output instead of computing it."""
+
+    def __init__(self, kept: dict[OpAddress, KeptOutputs], left_out: SkippedCalls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._left_out, self._seen = kept, left_out, _Occurrences()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op, unless its outputs were kept or are not needed."""
+        call = self._seen.next(func)
+        if call in self._left_out:
+            return self._left_out.take(call, func, args, kwargs or {})
+        kept = self._kept.get(call)
+        return func(*args, **(kwargs or {})) if kept is None else kept.take()
+
+
+class NamedMode(TorchDispatchMode):
+    """Notes the outputs of some calls of a region, while their storages live."""
+
+    def __init__(self, calls: frozenset[OpAddress]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls, self._seen = calls, _Occurrences()
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op; note the storages of its outputs if it is among the calls."""
+        out = func(*args, **(kwargs or {}))
+        if self._seen.next(func) in self._calls:
+            self._made |= {
+                id_of(t): weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)
+            }
+        return out
+
+    def made(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a view of an output of one of the calls."""
+        found = self._made.get(id_of(tensor))
+        return found is not None and found() is tensor.untyped_storage()
+
+
+class _Occurrences:
+    """Numbers the calls of each op: (op, 0), (op, 1) and so on."""
+
+    def __init__(self) -> None:
+        self._count: dict[str, int] = {}
+
+    def next(self, func: Any) -> OpAddress:
+        name = str(func)
+        self._count[name] = self._count.get(name, -1) + 1
+        return name, self._count[name]
+
+
+# The calls that a recomputed region neither keeps nor runs again.
+NEVER = sys.maxsize
+
+
+@dataclass(frozen=True)
+class _Shape:
+    view: View
+    device: torch.device
+
+    def unwritten(self) -> Tensor:
+        return torch.empty_strided(
+            self.view.size, self.view.stride, dtype=self.view.dtype, device=self.device
+        )
+
+
+@dataclass(frozen=True)
+class _SkippedCall:
+    out: Any
+    """The result of the call, with `_Shape`s instead of tensors; None for a call that wrote in place."""
+    random: RandomState | None
+    """The random state after the call, if it may have drawn."""
+
+
+class SkippedCalls:
+    """The calls that a recomputed region neither keeps nor runs again, with the shapes of their outputs.
+
+    The first run checks that no op of the second run needs their values. If one does, all calls of the region
+    run again: a plan made for other code costs time, never a wrong gradient.
+    """
+
+    def __init__(self) -> None:
+        self._needed = NEVER
+        self._all_run = False
+        self._calls: dict[OpAddress, _SkippedCall] = {}
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def leave_out(
+        self, call: OpAddress, func: Any, args: Any, out: Any, *, before: int, random: RandomState | None
+    ) -> None:
+        """Note that `call`, which ran `func` on `args` and returned `out`, is not to run again.
+
+        `before`, here and below: how many recomputed tensors had been saved. `random`: the state now, if
+        `func` may draw.
+        """
+        if func._schema.is_mutable:
+            if not all(self.made(t) for t in _written(func, args)):
+                self.is_needed(before)
+            self._calls[call] = _SkippedCall(None, random)
+            return
+        self._calls[call] = _SkippedCall(
+            tree_map(lambda t: _Shape(View.describe(t), t.device) if isinstance(t, Tensor) else t, out),
+            random,
+        )
+        self._note(out)
+
+    def read_by(self, func: Any, args: Any, out: Any, *, before: int) -> None:
+        """Check an op that runs again and read `args`.
+
+        It may read the shape of a skipped output, or make a view, but not read values.
+
+        memtune's own ops copy saved tensors, which the second run does not repeat.
+        """
+        if func.namespace in ("prim", "memtune") or str(func) in SHAPE_ALONE:
+            return
+        if not any(self.made(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
+            return
+        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if func._schema.is_mutable or not outs or not all(self.made(t) for t in outs):
+            self.is_needed(before)
+
+    def is_needed(self, before: int) -> None:
+        """Note that an op that runs again needs the values of a skipped call."""
+        self._needed = min(self._needed, before)
+
+    def made(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a view of an output of a skipped call, in the current run."""
+        found = self._made.get(id_of(tensor))
+        return found is not None and found() is tensor.untyped_storage()
+
+    def settle(self, last: int, *, all_kept: bool) -> None:
+        """Decide after the first run whether calls are skipped.
+
+        Args:
+            last: Number of the last recomputed tensor that backward needs: later ops do not count.
+            all_kept: No kept output has been written into.
+        """
+        self._made = {}
+        self._all_run = self._needed <= last or not all_kept
+
+    def __contains__(self, call: OpAddress) -> bool:
+        """Return whether the second run skips `call`."""
+        return call in self._calls
+
+    def take(self, call: OpAddress, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return uninitialized tensors like the outputs of `call`.
+
+        For a call that writes in place, return its argument.
+        """
+        left = self._calls[call]
+        if self._all_run:
+            out = func(*args, **kwargs)
+        elif left.out is None:
+            return args[0]
+        else:
+            if left.random is not None:
+                left.random.continue_from()
+            out = tree_map(lambda shape: shape.unwritten() if isinstance(shape, _Shape) else shape, left.out)
+        if not func._schema.is_mutable:
+            self._note(out)
+        return out
+
+    def _note(self, out: Any) -> None:
+        self._made |= {
+            id_of(t): weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)
+        }
+
+
+def _written(func: Any, args: Any) -> list[Tensor]:
+    arguments = func._schema.arguments
+    written = [
+        given
+        for given, known in zip(args, arguments, strict=False)
+        if known.alias_info and known.alias_info.is_write
+    ]
+    return [t for t in written if isinstance(t, Tensor)]

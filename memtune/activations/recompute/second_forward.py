@@ -1,0 +1,119 @@
+"""The second run of a region's forward.
+
+It compares the tensors that it saves with the first run's, and stores them for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memtune.activations.offload import OffloadedTensor, id_of
+from memtune.activations.recompute.fingerprint import Compared, Fingerprinter, difference, magnitude
+from memtune.errors import ApplyError
+
+if TYPE_CHECKING:
+    from memtune.activations.recompute.activation_table import _Frame as Frame
+
+
+class Replay:
+    """Packs the tensors that the second run saves; stops the run after the last one that backward needs."""
+
+    def __init__(self, frame: Frame, inputs: set[int]) -> None:
+        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Fingerprinter(frame.fixed)
+        self.enough = max(frame.wanted) + 1
+
+    def pack(self, tensor: Tensor) -> int:
+        """Return the number of a saved tensor; -1 for one that is not recomputed.
+
+        A recomputed tensor is stored for backward.
+        """
+        key = id_of(tensor)
+        if key in self._frame.fixed:
+            self._trail.passes(key)
+            return -1
+        if key in self._inputs or not is_plain(tensor) or self._frame.is_kept(tensor):
+            return -1
+        self._compare(tensor)
+        self._frame.keep_back(self.count, tensor.detach())
+        self.count += 1
+        if self.count == self.enough:
+            raise StopReplay
+        return self.count - 1
+
+    def _compare(self, tensor: Tensor) -> None:
+        """Compare `tensor` with the first run's: shape, type, the ops that led to it, its magnitude.
+
+        Raises:
+            ApplyError: They differ, so the forward is not deterministic.
+        """
+        before, now = self._frame.looks[self.count], self._trail.look(tensor)
+        if before != now:
+            was, is_now = difference(before, now)
+            raise ApplyError(
+                f"{self._frame.region.name} did something else when it was run again: {is_now or 'nothing'}"
+                f" where the first run had {was or 'nothing'}.",
+                evidence=(
+                    f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype}"
+                    f" {list(now.size)}."
+                ),
+                fix=(
+                    "its forward must do the same each time it runs; choose recompute: {kind: none} if it"
+                    " cannot"
+                ),
+                code="MT307",
+            )
+        if self.count in self._frame.magnitudes:
+            region = self._frame.region
+            compared = Compared(
+                region.name, self.count, now, self._frame.magnitudes[self.count], magnitude(tensor)
+            )
+            if len(self._frame.magnitudes) > 1 or tensor.device.type == "cpu":
+                compared.check()
+            else:
+                region.compared = compared.sent()
+
+
+class StopReplay(Exception):
+    """Ends the second run: it has saved the last tensor that backward needs."""
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether `value` is a strided tensor and no DTensor."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "to_local")
+
+
+def refuse_unpack(packed: int) -> Tensor:
+    """Refuse to unpack a tensor of the second run's graph, through which no backward runs.
+
+    Raises:
+        ApplyError: Always.
+    """
+    raise ApplyError(
+        "backward ran through the graph of a recomputation.", fix="report this as a bug", code="MT308"
+    )
+
+
+# What a block was called with, for its second run.
+def once_each(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `convert` with a cache by identity: a forward may compare its inputs with `is`."""
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def converted(value: Any) -> Any:
+        if id(value) not in made:
+            made[id(value)] = value, convert(value)  # `value` stays alive, or another could have its id
+        return made[id(value)][1]
+
+    return converted
+
+
+def as_input(value: Any) -> Any:
+    """Return an input for the second run: the same memory, as a leaf of a graph of its own."""
+    if isinstance(value, OffloadedTensor):
+        return value.get().detach().requires_grad_(value.view.requires_grad)
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return value

@@ -1,0 +1,74 @@
+"""Tells whether the activation table may claim the tensors that autograd saves now.
+
+It may not in the user's own checkpoint, nor where saves are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+_DROPS, _TABLE = (
+    "memtune.offload.layer_major.boundary_activations",
+    "memtune.activations.recompute.activation_table",
+)
+_OTHERS = ("torch.utils.checkpoint", _DROPS)
+"""Modules whose hooks recompute or drop what is saved."""
+
+
+def autograd_saves() -> bool:
+    """Return whether autograd records, and keeps what it saves.
+
+    No checkpoint of the user's own handles or drops it.
+
+    `torch.utils.checkpoint(use_reentrant=True)` runs a forward without gradients, and runs it again inside
+    the backward of a Python function; otherwise saved tensors pass, both times, through hooks of
+    `torch.utils.checkpoint`. A pack's forward-only run drops them.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    node: object = torch._C._current_autograd_node()
+    if isinstance(node, BackwardCFunction):
+        return False
+    return _hooks_of() not in _OTHERS
+
+
+def saves_are_dropped() -> bool:
+    """Return whether saved tensors are dropped because this run has no backward.
+
+    See `boundary_activations.nothing_saved`.
+    """
+    return _hooks_of() == _DROPS
+
+
+def hooks_of_table() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the activation table's pack and unpack hooks.
+
+    None where it claims nothing of the current block.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) if _hooks_of() == _TABLE else None
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Return a context without saved-tensor hooks: autograd keeps what it saves."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _hooks_of() -> str:
+    """Return the module that defines the current saved-tensor hooks, '' without hooks."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return "" if hooks is None else str(getattr(hooks[0], "__module__", ""))

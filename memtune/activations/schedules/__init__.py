@@ -1,0 +1,68 @@
+"""Runs a region by a frozen schedule of compute, free and move steps (Checkmate)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.activations.schedules import codegen as codegen
+    from memtune.activations.schedules import codegen_expr as codegen_expr
+    from memtune.activations.schedules import scheduled_region as scheduled_region
+    from memtune.activations.schedules.block_regions_pass import (
+        BlockRegions,
+        block_regions_of,
+        run_blocks,
+        wrong_with_block,
+    )
+    from memtune.activations.schedules.checkmate_planner import (
+        Problem,
+        Solution,
+        solve_exactly,
+        solve_rounded,
+    )
+    from memtune.activations.schedules.codegen_expr import CallText, bases_of, outside_name, slots_in, viewed
+    from memtune.activations.schedules.late_free_planner import Late
+    from memtune.activations.schedules.partial_ops_pass import elements_of
+    from memtune.activations.schedules.region_pass import (
+        Region,
+        added_gradients,
+        not_foreseen,
+        region_among,
+        region_of,
+    )
+    from memtune.activations.schedules.schedule_pass import run_schedule
+    from memtune.activations.schedules.scheduled_region import FrozenRegion, FrozenRun, held_bytes
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "BlockRegions",
+    "CallText",
+    "FrozenRegion",
+    "FrozenRun",
+    "Late",
+    "Problem",
+    "Region",
+    "Solution",
+    "added_gradients",
+    "bases_of",
+    "block_regions_of",
+    "codegen",
+    "codegen_expr",
+    "elements_of",
+    "held_bytes",
+    "not_foreseen",
+    "outside_name",
+    "region_among",
+    "region_of",
+    "run_blocks",
+    "run_schedule",
+    "scheduled_region",
+    "slots_in",
+    "solve_exactly",
+    "solve_rounded",
+    "viewed",
+    "wrong_with_block",
+]

@@ -1,0 +1,366 @@
+"""Checkmate: the rematerialization schedule of a graph with the least cost within a memory budget.
+
+Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys, sections 4
+and 5: the mixed-integer program over stages (node t runs for the first time in stage t) and its two-phase
+rounding. Two differences: a FREE variable is bounded by each of its hazards separately, so that it need not
+be integer and the relaxation is tighter than with the paper's sum; and the model includes workspace of nodes
+and other live bytes of stages.
+
+HiGHS (through scipy, which only the search needs) solves both programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Flags = npt.NDArray[np.bool_]
+
+THRESHOLDS = (0.05, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.95)
+"""Thresholds on the relaxed S above which a node is kept; the cheapest schedule within the budget wins."""
+EPSILONS = (0.0, 0.1)
+"""Shares of the budget that the relaxation leaves free for the rounding."""
+
+_STARTS, _TRIES = 3, 400
+"""Number of rounded schedules that are improved, and of changes tried on each."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A graph in topological order, which is also the order of first runs."""
+
+    cost_s: tuple[float, ...]
+    """(n,) seconds of each node."""
+    bytes: tuple[int, ...]
+    """(n,) output bytes of each node."""
+    reads: tuple[tuple[int, ...], ...]
+    """(n,) nodes that each reads, all before it."""
+    budget_bytes: tuple[int, ...]
+    """(n,) for each stage: the budget minus other live bytes."""
+    scratch_bytes: tuple[int, ...] = ()
+    """(n,) workspace of each node; () for none."""
+    once: frozenset[int] = frozenset()
+    """Nodes that must not run again."""
+
+    @property
+    def n(self) -> int:
+        """Return the number of nodes, and of stages."""
+        return len(self.cost_s)
+
+    def scratch(self, node: int) -> int:
+        """Return the workspace bytes of `node`."""
+        return self.scratch_bytes[node] if self.scratch_bytes else 0
+
+    def users(self) -> list[list[int]]:
+        """Return (n,) the nodes that read each node."""
+        found: list[list[int]] = [[] for _ in range(self.n)]
+        for node, reads in enumerate(self.reads):
+            for each in reads:
+                found[each].append(node)
+        return found
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule: the nodes that run in each stage, and those kept between stages."""
+
+    computes: tuple[tuple[int, ...], ...]
+    """(n,) nodes that run in each stage, ascending; the last one runs for the first time."""
+    kept: tuple[tuple[int, ...], ...]
+    """(n,) nodes kept from the stage before."""
+    cost_s: float
+    over_bytes: int
+    """The largest excess over a stage's budget; 0 or less if it is within all."""
+    proven: bool = False
+    """No cheaper schedule exists in the paper's space: in a stage every node runs at most once, in the order
+    of the graph.
+
+    Running a stage's nodes in another order can be cheaper still, if one node's inputs can be freed before
+    another runs.
+    """
+
+    def order(self) -> list[int]:
+        """Return the nodes in the order in which they run."""
+        return [node for stage in self.computes for node in stage]
+
+
+def live_bytes(
+    problem: Problem, computes: Sequence[Sequence[int]], kept: Sequence[Iterable[int]]
+) -> list[list[int]]:
+    """Return the bytes live while each node of each stage runs.
+
+    Outputs are allocated before inputs are freed.
+    """
+    n, found = problem.n, []
+    for stage, running in enumerate(computes):
+        staying = set(kept[stage + 1]) if stage + 1 < n else set()
+        last: dict[int, int] = {}
+        for at, node in enumerate(running):
+            last.update(dict.fromkeys((*problem.reads[node], node), at))
+        there = set(kept[stage])
+        now = sum(problem.bytes[node] for node in there)
+        peaks = []
+        for at, node in enumerate(running):
+            now += 0 if node in there else problem.bytes[node]
+            there.add(node)
+            peaks.append(now + problem.scratch(node))
+            for each in (*problem.reads[node], node):
+                if last[each] == at and each not in staying and each in there:
+                    there.discard(each)
+                    now -= problem.bytes[each]
+        found.append(peaks)
+    return found
+
+
+def over_budget(problem: Problem, computes: Sequence[Sequence[int]], kept: Sequence[Iterable[int]]) -> int:
+    """Return the largest excess of `live_bytes` over the budget of a stage."""
+    live = live_bytes(problem, computes, kept)
+    return max(max(peaks) - budget for peaks, budget in zip(live, problem.budget_bytes, strict=True))
+
+
+def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solution:
+    """Return the cheapest schedule that keeps at least `kept`, (n, n).
+
+    Rows of `kept` are stages, columns nodes (the paper's second phase).
+
+    A stage runs its own node, the nodes that the next stage keeps and this one has not kept, and their
+    missing inputs. Nodes that must not run again are kept from their first run on.
+    """
+    n = problem.n
+    keep = np.tril(kept, -1)
+    users = problem.users()
+    for node in problem.once:
+        keep[node + 1 : max(users[node], default=node) + 1, node] = True
+    computes = []
+    for stage in range(n):
+        run = np.zeros(n, bool)
+        run[stage] = True
+        if stage + 1 < n:
+            run[: stage + 1] |= keep[stage + 1, : stage + 1] & ~keep[stage, : stage + 1]
+        for node in range(stage, -1, -1):
+            if not run[node]:
+                continue
+            for each in problem.reads[node]:
+                if each in problem.once:
+                    keep[each + 1 : stage + 1, each] = True
+                run[each] |= not keep[stage, each]
+        computes.append(tuple(np.flatnonzero(run).tolist()))
+    # What is kept into a stage but neither used there nor kept on only takes memory.
+    rows = [set(np.flatnonzero(row).tolist()) for row in keep]
+    for stage in range(n - 1, -1, -1):
+        used = {each for node in computes[stage] for each in problem.reads[node]}
+        rows[stage] &= used | (rows[stage + 1] if stage + 1 < n else set())
+    staying = tuple(tuple(sorted(row)) for row in rows)
+    cost = sum(problem.cost_s[node] for stage in computes for node in stage)
+    return Solution(tuple(computes), staying, cost, over_budget(problem, computes, staying), proven)
+
+
+def keep_all(problem: Problem) -> Flags:
+    """Return (n, n) what the plain order keeps: every node until its last reader."""
+    kept = np.zeros((problem.n, problem.n), bool)
+    for node, users in enumerate(problem.users()):
+        kept[node + 1 : max(users, default=node) + 1, node] = True
+    return kept
+
+
+def _every_nth(problem: Problem, n: int) -> Flags:
+    """Keep every n-th node until its last reader."""
+    kept = keep_all(problem)
+    kept[:, np.arange(problem.n) % n != 0] = False
+    return kept
+
+
+def solve_exactly(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | None:
+    """Return the cheapest schedule within the budget; None if there is none or none was found in time.
+
+    Args:
+        problem: Up to some 30 nodes in seconds, 60 in minutes.
+        time_limit_s: Time after which the best found schedule is returned, not proven.
+    """
+    result, model = _solved(problem, 0.0, integer=True, time_limit_s=time_limit_s)
+    if result.x is None:
+        return None
+    found = completed(problem, model.kept(result.x) > 0.5, proven=result.status == 0)
+    return found if found.over_bytes <= 0 else None
+
+
+def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
+    """Return a schedule by two-phase rounding.
+
+    The cheapest within the budget, else the one that exceeds it least.
+
+    Args:
+        problem: Up to some 100 nodes in seconds.
+        time_limit_s: For each relaxation.
+    """
+    candidates = [
+        completed(problem, keep_all(problem), proven=True),
+        completed(problem, np.zeros((problem.n, problem.n), bool)),
+    ]
+    if candidates[0].over_bytes <= 0:
+        return candidates[0]  # nothing need run again
+    candidates += [completed(problem, _every_nth(problem, n)) for n in range(2, min(problem.n, 8))]
+    for epsilon in EPSILONS:
+        result, model = _solved(problem, epsilon, integer=False, time_limit_s=time_limit_s)
+        if result.x is not None:
+            kept = model.kept(result.x)
+            candidates += [completed(problem, kept >= threshold) for threshold in THRESHOLDS]
+    starts = sorted({each.computes: each for each in candidates}.values(), key=_rank)
+    if starts[0].over_bytes > 0:
+        return starts[0]
+    return min((_improved(problem, start) for start in starts[:_STARTS] if start.over_bytes <= 0), key=_rank)
+
+
+def _rank(solution: Solution) -> tuple[float, float]:
+    return (max(solution.over_bytes, 0), solution.cost_s)
+
+
+def _improved(problem: Problem, best: Solution) -> Solution:
+    """Keep more nodes, most expensive repetition first, while the budget allows it and the cost falls."""
+    tried: set[tuple[int, int, int]] = set()
+    tries = _TRIES
+    while tries:
+        kept = np.zeros((problem.n, problem.n), bool)
+        for stage, row in enumerate(best.kept):
+            kept[stage, list(row)] = True
+        moves = [move for move in _repetitions(problem, best) if move[1:] not in tried]
+        if not moves:
+            return best
+        for _, since, stage, node in moves:
+            tried.add((since, stage, node))
+            more = kept.copy()
+            more[since + 1 : stage + 1, node] = True
+            found = completed(problem, more)
+            tries -= 1
+            if _rank(found) < _rank(best):
+                best = found
+                break
+            if not tries:
+                break
+    return best
+
+
+def _repetitions(problem: Problem, solution: Solution) -> list[tuple[float, int, int, int]]:
+    """Return (cost, stage of the run before, stage, node) of each repetition, most expensive stage first."""
+    ran: dict[int, int] = {}
+    found = []
+    for stage, nodes in enumerate(solution.computes):
+        again = sum(problem.cost_s[node] for node in nodes if node in ran)
+        for node in nodes:
+            if node in ran:
+                found.append((again + problem.cost_s[node], ran[node], stage, node))
+            ran[node] = stage
+    return sorted(found, reverse=True)
+
+
+# -- the program ---------------------------------------------------------------------------------------------
+
+
+class _Model:
+    """Variables R[t, i], S[t, i], FREE[t, i, k], U[t, k] in one vector, and sparse constraints."""
+
+    def __init__(self, problem: Problem, epsilon: float) -> None:
+        self._problem, n = problem, problem.n
+        self._at: dict[tuple[Any, ...], int] = {}
+        self._rows: list[tuple[list[int], list[float]]] = []
+        self._upper: list[float] = []
+        self._lower: list[float] = []
+        scale = math.gcd(*problem.bytes, *problem.scratch_bytes, *problem.budget_bytes) or 1
+        self._unit = max(scale, max(problem.budget_bytes, default=1) // 10**6, 1)
+        self._budget = [budget * (1 - epsilon) / self._unit for budget in problem.budget_bytes]
+        for stage in range(n):
+            for node in range(stage + 1):
+                self._variable("R", stage, node)
+                if node < stage:
+                    self._variable("S", stage, node)
+        self.n_integer = len(self._at)
+        self._users = problem.users()
+        for stage in range(n):
+            self._stage(stage)
+
+    def _variable(self, *key: Any) -> int:
+        return self._at.setdefault(key, len(self._at))
+
+    def _row(self, terms: list[tuple[tuple[Any, ...], float]], lower: float, upper: float) -> None:
+        known = [(self._at[key], factor) for key, factor in terms if key in self._at]
+        self._rows.append(([at for at, _ in known], [factor for _, factor in known]))
+        self._lower.append(lower)
+        self._upper.append(upper)
+
+    def _stage(self, t: int) -> None:
+        problem, inf = self._problem, math.inf
+        for i in range(t + 1):
+            for j in problem.reads[i]:  # what a node reads is computed or kept
+                self._row([(("R", t, i), 1), (("R", t, j), -1), (("S", t, j), -1)], -inf, 0)
+            if t + 1 < problem.n:  # what is kept was kept or computed
+                self._row([(("S", t + 1, i), 1), (("S", t, i), -1), (("R", t, i), -1)], -inf, 0)
+            if i < t:
+                self._row([(("S", t, i), 1), (("R", t, i), 1)], -inf, 1)
+        before: list[tuple[tuple[Any, ...], float]] = [
+            (("S", t, i), problem.bytes[i] / self._unit) for i in range(t)
+        ]
+        for k in range(t + 1):
+            self._variable("U", t, k)
+            made = (("R", t, k), problem.bytes[k] / self._unit)
+            self._row([(("U", t, k), 1), *((key, -factor) for key, factor in (*before, made))], 0, 0)
+            scratch = problem.scratch(k) / self._unit
+            self._row([(("U", t, k), 1), (("R", t, k), scratch)], -inf, self._budget[t])
+            before = [(("U", t, k), 1)]
+            for i in (*problem.reads[k], k):
+                free = ("FREE", t, i, k)
+                self._variable(*free)
+                self._row([(free, 1), (("R", t, k), -1)], -inf, 0)
+                if t + 1 < problem.n:
+                    self._row([(free, 1), (("S", t + 1, i), 1)], -inf, 1)
+                for j in self._users[i]:
+                    if k < j <= t:
+                        self._row([(free, 1), (("R", t, j), 1)], -inf, 1)
+                before.append((free, -problem.bytes[i] / self._unit))
+
+    def kept(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return (n, n) the values of S."""
+        found = np.zeros((self._problem.n, self._problem.n))
+        for key, at in self._at.items():
+            if key[0] == "S":
+                found[key[1], key[2]] = x[at]
+        return found
+
+    def arrays(self) -> tuple[Any, ...]:
+        """Return costs, the matrix in coordinates, bounds of rows, bounds of variables."""
+        count = len(self._at)
+        cost, low, high = np.zeros(count), np.zeros(count), np.ones(count)
+        for key, at in self._at.items():
+            if key[0] == "R":
+                _, stage, node = key
+                cost[at] = self._problem.cost_s[node] / (max(self._problem.cost_s) or 1.0)
+                low[at] = stage == node
+                high[at] = stage == node or node not in self._problem.once
+            elif key[0] == "U":
+                high[at] = np.inf
+        columns = np.concatenate([np.asarray(row, np.int64) for row, _ in self._rows])
+        values = np.concatenate([np.asarray(factors, np.float64) for _, factors in self._rows])
+        rows = np.repeat(np.arange(len(self._rows)), [len(row) for row, _ in self._rows])
+        return cost, (values, (rows, columns)), (self._lower, self._upper), (low, high)
+
+
+def _solved(problem: Problem, epsilon: float, *, integer: bool, time_limit_s: float) -> tuple[Any, _Model]:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    model = _Model(problem, epsilon)
+    cost, matrix, (lower, upper), (low, high) = model.arrays()
+    integrality = np.zeros(len(cost))
+    integrality[: model.n_integer] = integer
+    constraint = LinearConstraint(csr_array(matrix, shape=(len(lower), len(cost))), lower, upper)
+    options = {"time_limit": time_limit_s, "mip_rel_gap": 0.0}
+    return (
+        milp(
+            cost, integrality=integrality, bounds=Bounds(low, high), constraints=constraint, options=options
+        ),
+        model,
+    )

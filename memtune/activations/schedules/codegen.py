@@ -1,0 +1,490 @@
+"""Generates two Python functions from a tape and a schedule: one line per op, one `del` per value to free.
+
+The functions call ATen's ops on tensors below autograd, without a dispatch mode. Names: v a value, p a
+parameter or buffer, x an input, g the gradient of an output, k a constant of the model's code, s a random
+state, h a value on the host, q a part of a value, c any other argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.activations.capture import Call, Outside, Slot, Tape
+from memtune.activations.schedules.codegen_expr import (
+    CallText,
+    bases_of,
+    outside_name,
+    slots_in,
+    tuple_text,
+    viewed,
+)
+from memtune.errors import ApplyError
+from memtune.program import EMPTY, Action, Do, Schedule, parts_of
+from memtune.runtime import READS_GRAD_MODE, RandomState, grad_mode_on, is_dense, may_be_by_element, transfer
+
+
+@dataclass(frozen=True)
+class Code:
+    """The generated forward and backward of a region."""
+
+    forward: Callable[..., tuple[tuple[Tensor, ...], tuple[Any, ...]]]
+    """(parameters and buffers, arguments) → (output tensors in order, values that backward needs).
+
+    `claimed` code also takes the pack function for each value kept for backward, called after its last read
+    in forward.
+    """
+    backward: Callable[..., Generator[int, None, list[Tensor]]]
+    """(parameters and buffers, [values from forward], gradients of the outputs, ready gradients) → gradients
+    of the inputs, at the end.
+
+    `claimed` code also takes the unpack function, called just before the first read of a value in backward.
+
+    Both lists are emptied. As soon as a parameter's gradient is ready, it is appended to the last list, which
+    alone holds it, and the parameter's number is yielded.
+    """
+    lands: tuple[int, ...]
+    """Parameters in the order in which backward has their gradients."""
+    source: str
+    """Both functions, as text."""
+
+
+class LayoutError(Exception):
+    """A real op returned another layout than its fake implementation."""
+
+
+def generate(
+    tape: Tape,
+    schedule: Schedule,
+    random_state: Callable[[], RandomState],
+    device: torch.device,
+    *,
+    checked: bool = False,
+    claimed: bool = False,
+) -> Code:
+    """Return the code of `schedule`, which must be valid for the tape's graph (`schedule.wrong_with`).
+
+    Args:
+        tape: The captured region.
+        schedule: The ops to run, in order.
+        random_state: Returns the current state of the generators.
+        device: Device to which offloaded values are reloaded.
+        checked: Compare the real outputs' layouts with the tape where views are made of them: for the first
+            run.
+        claimed: Values kept for backward pass through the claims of an activation table.
+    """
+    writer = _Writer(tape, schedule, checked, claimed)
+    text = writer.text()
+    namespace = {**writer.namespace, "random_state": random_state, "device": device, "check": _check_layout}
+    exec(
+        compile(text, "<frozen schedule>", "exec"), namespace
+    )  # the text holds nothing that came from a file
+    return Code(namespace["forward"], namespace["backward"], tuple(writer.lands), text)
+
+
+class _Writer(CallText):
+    """Goes through the schedule once, forward then backward, and writes a line for each step."""
+
+    def __init__(self, tape: Tape, schedule: Schedule, checked: bool, claimed: bool) -> None:
+        super().__init__(tape)
+        self.namespace |= {
+            "to_host": torch.ops.memtune.to_host.default,
+            "to_device": torch.ops.memtune.to_device.default,
+            "wait": transfer.wait,
+            "as_recorded": grad_mode_on,
+        }
+        self._schedule = schedule
+        self._lines: list[str] = []
+        self._checked = viewed(tape, self._base) if checked else frozenset()
+        self._times = Counter(schedule.computes())
+        self._left = Counter({op: times - 1 for op, times in self._times.items()})
+        """By op that draws: number of runs left that need the state it first drew from."""
+        self._ran: set[int] = set()
+        self._there: dict[str, None] = {}
+        """Names that are bound, in the order of their creation."""
+        self._outputs = _by_value(tape.outputs)
+        self.lands: list[int] = []
+        self._landings: dict[int, list[tuple[int, Slot]]] = {}
+        for parameter, after, gradient in tape.landed:
+            self._landings.setdefault(after, []).append((parameter, gradient))
+        gradients = [*(slot for _, _, slot in tape.landed), *(slot for _, slot in tape.input_gradients)]
+        self._owed = Counter(slot.of for slot in gradients if isinstance(slot.of, int))
+        """Value → number of times that it is still to be returned as a gradient."""
+        self._held_back: set[int] = set()
+        self._due: list[tuple[int, Slot]] = []
+        self._claimed = Claimed.of(tape, schedule) if claimed else NOTHING_CLAIMED
+
+    def text(self) -> str:
+        """Return the text of both functions."""
+        forward, backward = self._forward(), self._backward()
+        indent = "\n    "
+        return (
+            f"def forward(p, x, keep=None):\n    {indent.join(forward)}\n\n"
+            f"def backward(p, saved, g, landed, back=None):\n    {indent.join(backward)}\n"
+        )
+
+    def _forward(self) -> list[str]:
+        steps = self._schedule.forward
+        last = {step.of: at for at, step in enumerate(steps) if step.action == Action.FREE}
+        for at, step in enumerate(steps):
+            if step.action == Action.FREE and last[step.of] == at:
+                self._hand_out(step.of)
+            self._step(step)
+            self._keep(self._claimed.after.get(at, ()))
+        numbers = [number for number, leaf in enumerate(self._tape.outputs) if isinstance(leaf, Slot)]
+        self._keep(self._claimed.after.get(len(steps), ()))
+        views = [
+            f"o{n}" if f"o{n}" in self._there else f"{self._view(self._slot(n))}.detach()" for n in numbers
+        ]
+        lines, self._lines = self._lines, []
+        read = self._read_outside(steps) | {self._slot(n).of for n in numbers}
+        saved = [*(name for name in self._there if name[0] in "vsh"), *self._inputs_of_backward()]
+        self._saved = saved
+        return [*_fetched(read), *lines, f"return {tuple_text(views)}, {tuple_text(saved)}"]
+
+    def _hand_out(self, value: int) -> None:
+        """Write the outputs that are views of `value`: the caller holds them when the region frees it."""
+        for number in self._outputs.get(value, ()):
+            self._lines.append(f"o{number} = {self._view(self._slot(number))}.detach()")
+            self._there[f"o{number}"] = None
+
+    def _keep(self, due: Iterable[int | Outside]) -> None:
+        for each in due:
+            if isinstance(each, int):
+                self._hand_out(each)
+            name = self._name(each)
+            self._lines.append(f"{name} = keep({name})")
+
+    def _name(self, of: int | Outside) -> str:
+        return outside_name(of) if isinstance(of, Outside) else f"v{of}"
+
+    def _backward(self) -> list[str]:
+        steps = self._schedule.backward
+        last: dict[Outside, int] = {}
+        for at, step in enumerate(steps):
+            if step.action == Action.COMPUTE:
+                last.update(dict.fromkeys(self._given_to(step), at))
+        last.update(
+            dict.fromkeys(
+                _kept([*(g for _, _, g in self._tape.landed), *(g for _, g in self._tape.input_gradients)]),
+                -1,
+            )
+        )
+        for at, step in enumerate(steps):
+            names = map(self._name, self._claimed.before.get(at, ()))
+            self._lines += [f"{name} = back({name})" for name in names]
+            self._step(step)
+            self._lines += [
+                f"del {outside_name(each)}"
+                for each, when in last.items()
+                if when == at and each.kind in ("input", "gradient")
+            ]
+        self._land()
+        gradients = [self._view(slot) for _, slot in self._tape.input_gradients]
+        read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
+        given = [f"{outside_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
+        saved = f"{tuple_text(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
+        no_gradient = [] if self._tape.landed else ["yield from ()"]
+        end = f"return [{', '.join(gradients)}]"
+        return [saved, *_fetched(read), *given, "g.clear()", *self._lines, *no_gradient, end]
+
+    def _inputs_of_backward(self) -> list[str]:
+        read = self._read_outside(self._schedule.backward) | set(
+            _kept(slot for _, slot in self._tape.input_gradients)
+        )
+        return [outside_name(each) for each in sorted(read) if each.kind == "input"]
+
+    def _read_outside(self, steps: Iterable[Do]) -> set[Any]:
+        return {each for step in steps if step.action == Action.COMPUTE for each in self._given_to(step)}
+
+    def _given_to(self, step: Do) -> list[Outside]:
+        return [each for op in (*step.along, step.of) for each in _outside(self._tape.calls[op])]
+
+    def _slot(self, number: int) -> Slot:
+        leaf = self._tape.outputs[number]
+        assert isinstance(leaf, Slot)
+        return leaf
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def _step(self, step: Do) -> None:
+        value = f"v{step.of}"
+        if step.action == Action.COMPUTE:
+            self._compute(step)
+        elif step.action == Action.FREE:
+            if f"h{step.of}" in self._there:
+                self._lines.append(f"wait(h{step.of})")
+            if self._owed[step.of]:
+                self._held_back.add(step.of)  # it is a gradient that is still to be put in place
+            else:
+                self._drop(value)
+        elif step.action == Action.TO_HOST:
+            self._lines.append(f"h{step.of} = to_host({value})")
+            self._there[f"h{step.of}"] = None
+        else:
+            self._lines.append(f"{value} = to_device(h{step.of}, device)")
+            self._there[value] = None
+            self._drop(f"h{step.of}")
+
+    def _compute(self, step: Do) -> None:
+        self._land()
+        again, made = step.of in self._ran, self._tape.graph.makes[step.of]
+        if step.along:
+            self._run_in_parts(step)
+        else:
+            self._run_whole(step.of, again)
+        self._there.update(dict.fromkeys(f"v{value}" for value in made))
+        self._held_back.difference_update(made)
+        if not again:
+            self._ran.add(step.of)
+            self._due = self._landings.get(step.of, [])
+
+    def _run_whole(self, op: int, again: bool) -> None:
+        call, made = self._tape.calls[op], self._tape.graph.makes[op]
+        line = f"{self._target(call, made)}{self._call(call, again)}"
+        around = ["as_recorded()"] if str(call.func) in READS_GRAD_MODE else []
+        if op in self._tape.graph.random and self._times[op] > 1:
+            if again:
+                around.append(f"s{op}.restored()")
+                self._left[op] -= 1
+            else:
+                self._lines.append(f"s{op} = random_state()")
+                self._there[f"s{op}"] = None
+        self._lines.append(f"with {', '.join(around)}: {line}" if around else line)
+        if f"s{op}" in self._there and not self._left[op]:
+            self._drop(f"s{op}")
+        for value in sorted(self._checked.intersection(made)):
+            base = self._base[value]
+            self._lines.append(
+                f"check(v{value}, {base.size}, {base.stride}, {base.offset}, {str(call.func)!r})"
+            )
+
+    def _run_in_parts(self, step: Do) -> None:
+        """Write the lines of an op in parts, as `activations.schedules.partial_ops_pass` counts them."""
+        makes, calls = self._tape.graph.makes, self._tape.calls
+        (value,) = makes[step.of]
+        base, ops, copy = self._base[value], (*step.along, step.of), torch.ops.aten.copy_.default
+        self._lines.append(f"v{value} = {self._allocate(base)}")
+        last = {read: at for at, op in enumerate(ops) for read in self._tape.graph.reads[op]}
+        for start, end in parts_of(math.prod(base.size), step.parts):
+            self._part = (start, end, frozenset(made for op in step.along for made in makes[op]))
+            for at, op in enumerate(ops):
+                self._lines.append(f"q{makes[op][0]} = {self._call(calls[op], again=True)}")
+                self._lines += [f"del q{read}" for read in sorted(self._part[2]) if last[read] == at]
+            self._part = None
+            self._lines.append(f"{self._constant(copy)}(part_of(v{value}, {start}, {end}), q{value})")
+            self._lines.append(f"del q{value}")
+
+    def _land(self) -> None:
+        """Hand out the gradients that the last op completed, once what it alone had needed is let go."""
+        due, self._due = self._due, []
+        for parameter, gradient in due:
+            self.lands.append(parameter)
+            self._lines.append(f"landed.append({self._view(gradient)}.detach())")
+            if isinstance(gradient.of, int):
+                self._owed[gradient.of] -= 1
+                if gradient.of in self._held_back and not self._owed[gradient.of]:
+                    self._held_back.discard(gradient.of)
+                    self._drop(f"v{gradient.of}")
+            self._lines.append(f"yield {parameter}")
+
+    def _drop(self, name: str) -> None:
+        self._lines.append(f"del {name}")
+        del self._there[name]
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Values and arguments that forward keeps for backward through an activation table."""
+
+    after: Mapping[int, Sequence[int | Outside]]
+    """Step of forward → values that it reads last; the number of steps → values that no step reads."""
+    before: Mapping[int, Sequence[int | Outside]]
+    """Step of backward → values that it reads first."""
+
+    @classmethod
+    def of(cls, tape: Tape, schedule: Schedule) -> Claimed:
+        """Return the values that `schedule` keeps; arguments first, then values in order."""
+        last, made, first = dict[int | Outside, int](), set[int](), dict[int | Outside, int]()
+        for at, step in enumerate(schedule.forward):
+            if step.action == Action.COMPUTE:
+                last.update(
+                    dict.fromkeys(
+                        (*_arguments(tape, step), *step.reads(tape.graph), *tape.graph.makes[step.of]), at
+                    )
+                )
+                made.update(tape.graph.makes[step.of])
+            elif step.action == Action.FREE:
+                made.discard(step.of)
+        for at, step in enumerate(schedule.backward):
+            if step.action == Action.COMPUTE:
+                found: list[int | Outside] = [
+                    *_arguments(tape, step),
+                    *(each for each in step.reads(tape.graph) if each in made),
+                ]
+                for each in found:
+                    first.setdefault(each, at)
+                made.difference_update(tape.graph.makes[step.of])
+        ends = _ends_of_computes(schedule.forward)
+        after, before = dict[int, list[int | Outside]](), dict[int, list[int | Outside]]()
+        for each in sorted(first, key=lambda of: (isinstance(of, int), of)):
+            after.setdefault(ends[last[each]] if each in last else len(schedule.forward), []).append(each)
+            before.setdefault(first[each], []).append(each)
+        return cls(after, before)
+
+
+NOTHING_CLAIMED = Claimed({}, {})
+
+
+def _arguments(tape: Tape, step: Do) -> list[Outside]:
+    return [
+        each for op in (*step.along, step.of) for each in _outside(tape.calls[op]) if each.kind == "input"
+    ]
+
+
+def _ends_of_computes(steps: Sequence[Do]) -> list[int]:
+    """Return for each step the last one before the next op runs: by then its frees are done."""
+    end, found = len(steps) - 1, [0] * len(steps)
+    for at in range(len(steps) - 1, -1, -1):
+        found[at] = end
+        if steps[at].action == Action.COMPUTE:
+            end = at - 1
+    return found
+
+
+def _check_layout(
+    tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, op: str
+) -> None:
+    if tensor.shape != size or tensor.stride() != stride or tensor.storage_offset() != offset:
+        raise LayoutError(f"{op} lays out what it returns in another way than on fake tensors")
+
+
+def not_by_element(tape: Tape, schedule: Schedule, device: torch.device) -> str:
+    """Return the op that the schedule runs in parts although it is not elementwise, '' if there is none."""
+    bases = bases_of(tape)
+    for op in {op for step in schedule.steps if step.along for op in (*step.along, step.of)}:
+        call = tape.calls[op]
+        slots = slots_in((call.args, call.kwargs, call.out))
+        if not may_be_by_element(call.func, call.kwargs, on_gpu=device.type != "cpu") or not _are_filled(
+            slots, bases
+        ):
+            return f"{call.func} (op {op}) does not work by elements"
+    return ""
+
+
+def state_read(tape: Tape, schedule: Schedule) -> tuple[int, ...]:
+    """Return the parameters and buffers that backward reads, in its own ops or in repeated ones."""
+    again = {
+        op for step in schedule.backward if step.action == Action.COMPUTE for op in (*step.along, step.of)
+    }
+    read = {
+        each
+        for op in again.union(range(tape.graph.n_forward, tape.graph.n_ops))
+        for each in _outside(tape.calls[op])
+    }
+    return tuple(sorted(each.number for each in read if each.kind in ("parameter", "buffer")))
+
+
+def _are_filled(slots: Sequence[Slot], bases: dict[int, Slot]) -> bool:
+    """Return whether all slots have the same layout and cover whole values without gaps."""
+    wholes = [slot if isinstance(slot.of, Outside) else bases[slot.of] for slot in slots]
+    same = all(slot[1:3] == slots[0][1:3] for slot in slots) and is_dense(slots[0].size, slots[0].stride)
+    pairs = [
+        (one.dtype, math.prod(one.size)) == (other.dtype, math.prod(other.size))
+        for one, other in zip(slots, wholes, strict=True)
+    ]
+    return same and all(pairs)
+
+
+def _fetched(outside: Iterable[Any]) -> list[str]:
+    """Return assignments of parameters, buffers and inputs to their names."""
+    lists = {"parameter": "p", "buffer": "p", "input": "x"}
+    known = sorted(each for each in outside if isinstance(each, Outside) and each.kind in lists)
+    return [f"{outside_name(each)} = {lists[each.kind]}[{each.number}]" for each in known]
+
+
+def _outside(call: Call) -> list[Outside]:
+    """Return the outside tensors among a call's arguments."""
+    if str(call.func) in EMPTY:
+        return []
+    return list(_kept(slots_in((call.args, call.kwargs))))
+
+
+def _kept(slots: Iterable[Any]) -> Iterable[Outside]:
+    return (slot.of for slot in slots if isinstance(slot, Slot) and isinstance(slot.of, Outside))
+
+
+def _by_value(outputs: Sequence[Any]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for number, leaf in enumerate(outputs):
+        if isinstance(leaf, Slot) and isinstance(leaf.of, int):
+            found.setdefault(leaf.of, []).append(number)
+    return found
+
+
+# A region's generated code, held to what the ops were captured to return in its first run, forward and
+# backward.
+class CheckedCode:
+    """Code of one tape; the first forward and the first backward check the layouts of outputs."""
+
+    def __init__(self, tape: Tape, generated: Callable[..., Code]) -> None:
+        self.tape, self._generated = tape, generated
+        self._checked: Code | None = generated(tape, checked=True)
+        self._code = generated(tape)
+        self._ran = [False, False]
+
+    @property
+    def lands(self) -> tuple[int, ...]:
+        """`Code.lands`."""
+        return self._code.lands
+
+    def forward(self, *args: Any) -> Any:
+        """Run `Code.forward`."""
+        checked = self._checked
+        if checked is None or self._ran[0]:
+            return self._code.forward(*args)
+        with _layouts_as_captured():
+            out = checked.forward(*args)
+        self._has_run(0)
+        return out
+
+    def backward(self, *args: Any) -> Generator[int, None, list[Tensor]]:
+        """Run `Code.backward`."""
+        checked = self._checked
+        if checked is None or self._ran[1]:
+            return self._code.backward(*args)
+        return self._first_backward(checked.backward(*args))
+
+    def _first_backward(
+        self, running: Generator[int, None, list[Tensor]]
+    ) -> Generator[int, None, list[Tensor]]:
+        with _layouts_as_captured():
+            gradients = yield from running
+        self._has_run(1)
+        return gradients
+
+    def _has_run(self, which: int) -> None:
+        self._ran[which] = True
+        if all(self._ran):
+            self._checked = None
+
+
+@contextmanager
+def _layouts_as_captured() -> Iterator[None]:
+    try:
+        yield
+    except LayoutError as error:
+        raise ApplyError(
+            "a frozen schedule cannot run this model.",
+            evidence=f"{error}.",
+            fix="choose recompute: {kind: full}",
+            code="MT327",
+        ) from error

@@ -1,0 +1,131 @@
+"""Which saved values are let go after forward, each made again once, just before backward first reads it.
+
+As a compiler's partitioner does (torch's `activation_memory_budget`), over the ops of a whole region: what
+was let go comes back one by one, so that a block's second run is never there whole. Values go in the order of
+seconds per byte, counted with what else must run again for them and does not yet.
+
+Rule 1. Only what ops make that may run again goes: none that write in place, run once or read what is written
+into later; and
+        nothing that others hold.
+Rule 2. What a second run reads and what never goes stays until then; all else that it reads runs again as
+well. Rule 3. Where a whole block runs again, its output costs no more seconds; but without it the next
+block's second run waits for
+        this one's, and all blocks are there at once. So there is a second order, in which what blocks hand on
+        never goes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Set
+
+from memtune.program import F64, I32, I64, OpGraph, Schedule, scheduled
+
+
+class Late:
+    """The values of one region that may go, and the schedules that letting them go makes.
+
+    Args:
+        graph: The region's ops.
+        n_bytes: (m,) of each value.
+        op_s: (n,) seconds of each op.
+        outside_until: (m,) op during which others still hold a value, -1 never.
+        op_block: (n,) block of each op, -1 for none.
+    """
+
+    def __init__(self, graph: OpGraph, n_bytes: I64, op_s: F64, outside_until: I32, op_block: I32) -> None:
+        self._graph, self._op_s = graph, op_s.tolist()
+        self._bytes: list[int] = n_bytes.tolist()
+        stays = [
+            op in graph.once
+            or bool(graph.writes[op])
+            or any(value in graph.writers for value in graph.makes[op])
+            or any(graph.writers.get(value, (-1,))[-1] > op for value in graph.reads[op])
+            for op in range(graph.n_ops)
+        ]
+        self._again = [not stays[maker] and maker < graph.n_forward for maker in graph.maker]
+        asked = {value for op in range(graph.n_forward, graph.n_ops) for value in graph.reads[op]}
+        self._saved = frozenset(value for value in asked if self._again[value])
+        held = (outside_until >= graph.n_forward).tolist()
+        self.candidates = [value for value in sorted(self._saved) if not held[value] and self._bytes[value]]
+        block = op_block.tolist()
+        forward = range(graph.n_forward)
+        self.handed_on = frozenset(
+            v for op in forward for v in graph.reads[op] if block[graph.maker[v]] != block[op]
+        )
+
+    def order(self, but: Set[int] = frozenset()) -> list[int]:
+        """The candidates, the cheapest per byte first; of equal ones the one that backward asks for last.
+        Those in `but` stay.
+        """
+        kept, found = set(self._saved), list[int]()
+        running: set[int] = set()  # ops that run again for what is gone
+        priced_with: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # op → candidates whose price it is part of
+        heap: list[tuple[float, int]] = []
+        price: dict[int, float] = {}
+
+        def put(value: int) -> None:
+            ops = self._chain(value, kept) - running
+            for op in ops:
+                priced_with[op].add(value)
+            price[value] = sum(self._op_s[op] for op in ops) / self._bytes[value]
+            heapq.heappush(heap, (price[value], value))
+
+        for value in self.candidates:
+            if value not in but:
+                put(value)
+        while heap:
+            cost, value = heapq.heappop(heap)
+            if value not in kept or cost != price[value]:
+                continue
+            new = self._chain(value, kept) - running
+            found.append(value)
+            kept.remove(value)
+            running |= new
+            for other in {other for op in new for other in priced_with[op]} & kept:
+                put(other)
+        return found
+
+    def _chain(self, value: int, kept: Set[int]) -> set[int]:
+        """Ops that run again to have `value` where only `kept` and what never goes is there."""
+        found: set[int] = set()
+        stack = [value]
+        while stack:
+            op = self._graph.maker[stack.pop()]
+            if op not in found:
+                found.add(op)
+                stack += [read for read in self._graph.reads[op] if self._again[read] and read not in kept]
+        return found
+
+    def schedule(self, gone: Set[int]) -> Schedule:
+        """Forward as it is without `gone`, and backward with what it takes to have them again."""
+        graph = self._graph
+        there = set(self._saved - gone)
+        backward: list[int] = []
+        for op in range(graph.n_forward, graph.n_ops):
+            for value in graph.reads[op]:
+                if self._again[value]:
+                    self._bring(value, there, backward)
+            backward.append(op)
+        return scheduled(graph, range(graph.n_forward), backward, made_by="planned")
+
+    def _bring(self, value: int, there: set[int], order: list[int]) -> None:
+        stack = [value]
+        while stack:
+            at = stack[-1]
+            missing = [
+                read
+                for read in self._graph.reads[self._graph.maker[at]]
+                if self._again[read] and read not in there
+            ]
+            if at in there:
+                stack.pop()
+            elif missing:
+                stack += missing
+            else:
+                order.append(self._graph.maker[at])
+                there.update(made for made in self._graph.makes[self._graph.maker[at]] if self._again[made])
+                stack.pop()

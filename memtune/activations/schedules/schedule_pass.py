@@ -1,0 +1,200 @@
+"""The pass of `activations.schedules.scheduled_region`.
+
+Runs the model's forward and backward by a schedule, op by op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from memtune.activations.recompute import states_of
+from memtune.activations.schedules.partial_ops_pass import (
+    PartRow,
+    PartStorages,
+    Role,
+    part_columns,
+    part_rows,
+    part_storages,
+    uses_of,
+)
+from memtune.activations.schedules.region_pass import Region
+from memtune.program import ALLOCATES, EMPTY, FOREVER, I32, Action, Phase, Saves, Schedule, Step, Storages
+
+_COPY = "aten.copy_.default"
+
+
+def run_schedule(step: Step, region: Region, schedule: Schedule, *, by_readers: bool = False) -> Step:
+    """Return `step` with its `region` run by `schedule`, which must be valid for it and contain no copies.
+
+    With `by_readers` each value is freed with its last reader, so that only readers hold it.
+    """
+    step = step.without_donations(region.rows)
+    order, first, let_go, parts = _sequence(step, region, schedule)
+    again = first != np.arange(len(order))
+    begins, position = np.empty(step.ops.n, np.int32), np.empty(step.ops.n, np.int32)
+    once = np.flatnonzero(~again)
+    position[order[once]] = once  # of an op in parts the last row
+    begins[order[once[::-1]]] = once[::-1]
+    columns, patches = _storages(
+        step, region, order, again, (begins, position), [] if by_readers else let_go, parts
+    )
+    states = states_of(np.isin(order, region.rows[sorted(region.graph.random)]), again, first)
+    storages = Storages(**{name: np.concatenate([column, states[name]]) for name, column in columns.items()})
+    ops = {name: column[order] for name, column in step.ops.columns().items()}
+    forward_again = again & (step.ops.phase[order] == Phase.FORWARD)
+    ops["phase"] = np.where(forward_again, np.uint8(Phase.RECOMPUTE), ops["phase"]).astype(np.uint8)
+    ops["copy_of"] = np.where(again, first, -1).astype(np.int32)
+    ops["sequence_nr"] = np.where(again, -1, ops["sequence_nr"]).astype(np.int32)
+    names = tuple(dict.fromkeys((*step.names, ALLOCATES, _COPY)))
+    by_shape = np.isin(order, region.rows[[name in EMPTY for name in region.graph.names]])
+    ops["name"][by_shape] = names.index(ALLOCATES)
+    if parts:
+        part_columns(ops, parts, names.index(ALLOCATES), names.index(_COPY))
+    return replace(
+        step,
+        names=names,
+        ops=replace(step.ops, **ops),
+        storages=storages,
+        uses=uses_of(step, order, patches, parts, by_shape),
+        saves=_saves(step, region, position),
+        forward_starts=np.where(step.forward_starts < 0, -1, begins[step.forward_starts]).astype(np.int32),
+        forward_ends=np.where(step.forward_ends < 0, -1, position[step.forward_ends]).astype(np.int32),
+    )
+
+
+def _sequence(
+    step: Step, region: Region, schedule: Schedule
+) -> tuple[I32, I32, list[tuple[int, int]], dict[int, PartRow]]:
+    """Return the rows that run, and when values are freed.
+
+    Returns:
+        (n',) old row of each new one, (n',) new row of its first run, (value, new row after which it is
+        freed), and the functions of new rows of ops in parts.
+    """
+    rows, n_forward = region.rows.tolist(), region.graph.n_forward
+    carried = {row for along in region.carried for row in along}
+    middle = [row for row in range(rows[n_forward - 1] + 1, rows[n_forward]) if row not in carried]
+    last = max(rows[-1], *carried, 0)
+    order: list[int] = list(range(rows[0]))
+    ran: dict[int, int] = {}
+    first: dict[int, int] = {}
+    let_go: list[tuple[int, int]] = []
+    parts: dict[int, PartRow] = {}
+    latest = -1  # a gradient that is added follows it, when what the op alone needed is gone
+    for steps, then in ((schedule.forward, middle), (schedule.backward, range(last + 1, step.ops.n))):
+        for each in steps:
+            if each.action == Action.COMPUTE:
+                pieces = part_rows(step, region, each) if each.along else []
+                for part in pieces:
+                    parts[len(order)] = part
+                    if part.op in ran:
+                        first[len(order)] = ran[part.op]
+                    order.append(rows[part.op])
+                if not pieces:
+                    if each.of in ran:
+                        first[len(order)] = ran[each.of]
+                    order.append(rows[each.of])
+                latest = len(order) - 1
+                if each.of not in ran:
+                    ran[each.of] = latest
+                    order += region.carried[each.of]
+            elif each.action == Action.FREE:
+                let_go.append((each.of, latest))
+        order += then
+    found = np.arange(len(order), dtype=np.int32)
+    found[list(first)] = list(first.values())
+    return np.asarray(order, np.int32), found, let_go, parts
+
+
+def _storages(
+    step: Step,
+    region: Region,
+    order: I32,
+    again: Any,
+    where: tuple[I32, I32],
+    let_go: list[tuple[int, int]],
+    parts: dict[int, PartRow],
+) -> tuple[dict[str, Any], dict[int, dict[int, int]]]:
+    """Return the storage columns, with a new storage for each recomputed value.
+
+    The second result is (new row → storage read → storage to read instead).
+
+    `where`: (n,) first and last new row of each old row's first run.
+    """
+    begins, position = where
+    held = step.storages.held_until.copy()
+    some = (held >= 0) & (held != FOREVER)
+    held[some] = position[held[some]]
+    mine = region.outside_until < 0
+    held[region.storages[mine]] = -1  # what the plain model's own variables hold is no more
+    producer = np.where(step.storages.producer >= 0, begins[step.storages.producer], -1).astype(np.int32)
+    made_by = _made_by(step, np.unique(order[again | np.isin(np.arange(len(order)), list(parts))]))
+    more: list[tuple[int, int]] = []  # (storage that it is like, new row that makes it)
+    now: dict[int, int] = {}
+    patches: dict[int, dict[int, int]] = {}
+    frees: dict[int, list[int]] = {}
+    for value, row in let_go:
+        frees.setdefault(row, []).append(int(region.storages[value]))
+    reads = {int(row): values for row, values in zip(region.rows, region.graph.reads, strict=True)}
+    end: dict[int, int] = {}
+    pieces, part_bytes = PartStorages(step, region, parts), {}
+    for new, row in enumerate(order.tolist()):
+        if new in parts:
+            if parts[new].role is Role.EMPTY and again[new]:
+                now[made_by[row][0]] = step.storages.n + len(more)
+                more.append((made_by[row][0], new))
+            if pieces.enter(new, now, step.storages.n + len(more)):
+                part_bytes[step.storages.n + len(more)] = parts[new].bytes
+                more.append((made_by[row][0], new))
+            for storage in frees.get(new, ()):
+                end[now.get(storage, storage)] = new
+            continue
+        if row in reads:
+            changed = {s: now[s] for s in (int(region.storages[v]) for v in reads[row]) if s in now}
+            if changed:
+                patches[new] = changed
+        if again[new]:
+            for storage in made_by.get(row, ()):
+                now[storage] = step.storages.n + len(more)
+                more.append((storage, new))
+                patches.setdefault(new, {})[storage] = now[storage]
+        for storage in frees.get(new, ()):
+            end[now.get(storage, storage)] = new
+    like = np.asarray([storage for storage, _ in more], np.int32)
+    columns: dict[str, Any] = {
+        name: getattr(step.storages, name) for name in ("bytes", "tier", "kind", "owner", "grad_ready_after")
+    }
+    columns["grad_ready_after"] = np.where(
+        step.storages.grad_ready_after >= 0, position[step.storages.grad_ready_after], -1
+    ).astype(np.int32)
+    columns = {name: np.concatenate([column, column[like]]) for name, column in columns.items()}
+    part_storages(columns, part_bytes)
+    columns["producer"] = np.concatenate([producer, np.asarray([row for _, row in more], np.int32)])
+    columns["held_until"] = np.concatenate([held, np.full(len(more), -1, np.int32)])
+    at = np.asarray(list(end), np.int32)
+    columns["held_until"][at] = np.maximum(
+        columns["held_until"][at], np.asarray(list(end.values()), np.int32)
+    )
+    return columns, patches
+
+
+def _made_by(step: Step, rows: I32) -> dict[int, list[int]]:
+    """Return by row the storages that it makes, including workspace."""
+    found: dict[int, list[int]] = {}
+    for storage in np.flatnonzero(np.isin(step.storages.producer, rows)).tolist():
+        found.setdefault(int(step.storages.producer[storage]), []).append(storage)
+    return found
+
+
+def _saves(step: Step, region: Region, position: I32) -> Saves:
+    """Return the saves outside the region; inside, the schedule determines what is kept."""
+    keep = ~np.isin(step.saves.packed_before - step.saves.is_output, region.rows[: region.graph.n_forward])
+    saves = step.saves.rows(keep)
+    moved: dict[str, Any] = {}
+    for name in ("packed_before", "held_until", "used_until", "unpacked_before"):
+        column = getattr(saves, name)
+        moved[name] = np.where(column < 0, -1, position[np.minimum(column, step.ops.n - 1)]).astype(np.int32)
+    return replace(saves, **moved)

@@ -1,0 +1,651 @@
+"""Runs a frozen schedule in place of a module's forward and backward: op → compute, free, move; no dispatch
+mode in the loop.
+
+Rule 1. The first call with arguments of new shapes captures the region on fake tensors
+(`activations.capture.region_capture`). If its ops are
+        those that the schedule is for, code is written for it once (`activations.schedules.codegen`); else
+        the plain module runs.
+Rule 2. Before each run everything that the capture took for granted is checked
+(`activations.capture.guards`); if something differs, the
+        region is captured once more, a few times at most; where that gives other ops, the plain module runs,
+        and a warning says so once. So a difference costs memory and time, never a wrong gradient.
+Rule 3. Autograd nodes stand for the region (`activations.schedules.scheduled_region`): `leave` hands out what
+forward made and takes the
+        gradients in, so that the schedule alone holds them; `whole` runs the backward, and puts each
+        parameter's gradient in place as soon as it is there. Where the caller asked for gradients instead
+        (`autograd.grad`), or a parameter has got hooks since forward, they are returned.
+Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one
+`grad_node` for each
+        parameter, in the order in which gradients are complete, then `end`. So autograd itself puts each
+        gradient in place when it is there, and calls all hooks, those in C++ too, in the order of the plain
+        backward: what averages or divides gradients works as beside the plain model, and ranks may differ in
+        whether the schedule ran.
+Rule 5. What forward was given and what it returned must not be written into before backward has read it.
+Rule 6. A forward that has no backward of its own (packs that run forward alone) lets go of every value after
+its last reader. Rule 7. What forward keeps goes through the claims on activations of the block that it is,
+where there are any: each value once
+        forward has read it for the last time, each argument likewise; it comes back just before backward
+        reads it.
+Rule 8. Several threads may call the module: who looks up or captures does so alone, and none captures while
+another one is in
+        the module's own code (`activations.capture.capture_lock`).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from memtune.activations.capture import (
+    CaptureError,
+    CaptureLock,
+    GradientLike,
+    Guards,
+    Outside,
+    SideEffectError,
+    Slot,
+    Tape,
+    accumulate_grad,
+    autocast_state,
+    call_key,
+    capture,
+    guess_layouts,
+    is_accumulated,
+    is_hooked,
+    is_watched,
+    match_layouts,
+    named_state,
+    no_autocast,
+    shapes_of,
+)
+from memtune.activations.recompute import hooks_of_table, saves_are_dropped
+from memtune.activations.schedules.codegen import CheckedCode, Code, generate, not_by_element, state_read
+from memtune.errors import ApplyError
+from memtune.program import Action, Schedule, forward_alone, wrong_with
+from memtune.runtime import HOST, RandomState, ReplacedForward, tier
+
+_MOST_CAPTURES = 16
+"""Most captures of one region; a module that is called with ever new shapes runs plainly from then on."""
+
+
+@dataclass
+class Runs:
+    """Counters of the executor's work, for the audit."""
+
+    frozen: int = 0
+    plain: int = 0
+    captures: int = 0
+    why_plain: str = ""
+    """Reason why the plain module ran instead of the schedule, the last time."""
+
+
+@dataclass
+class _Captured:
+    """A region as captured for arguments of certain shapes."""
+
+    tape: Tape
+    guards: Guards
+    call: Callable[..., Tape]
+    """Captures it again, for other gradients."""
+    token: Tensor
+    """Flows from one node to the other, and back."""
+    codes: dict[Any, CheckedCode]
+    """Code by layout of the incoming gradients; the forward is the same in all."""
+    read: tuple[int, ...]
+    """Parameters and buffers that backward reads."""
+    reached: dict[Any, frozenset[int]] = field(default_factory=dict)
+    """Parameters that have a gradient, by layout of the incoming gradients; missing: all have."""
+    alone: CheckedCode | None = None
+    """The code of a forward without backward (Rule 6), made on first use."""
+
+    @property
+    def first(self) -> CheckedCode:
+        """Return the code that the region was captured with."""
+        return next(iter(self.codes.values()))
+
+
+@dataclass
+class _Refused:
+    """A region that could not be captured, or runs other ops than the schedule."""
+
+    why: str
+    guards: Guards
+    once_more: bool = False
+    """Capture it again: the module has run since, and may have set permanently what its forward sets."""
+
+
+class FrozenRegion(ReplacedForward):
+    """A module under a schedule; `install` replaces its forward.
+
+    Args:
+        module: The module whose forward and backward are the region.
+        schedule: The schedule to run instead.
+        device: Device of the module.
+        instead: Runs if the schedule cannot; default: the module's own forward.
+        lock: The module's capture lock, if several regions capture it.
+    """
+
+    _most_alike = 4
+    """Captures per way of calling; a module that changes ever again runs plainly from then on."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: Schedule,
+        device: torch.device,
+        instead: Callable[..., Any] | None = None,
+        lock: CaptureLock | None = None,
+    ) -> None:
+        super().__init__(module)
+        self._lock = lock or CaptureLock()
+        self.schedule, self.runs = schedule, Runs()
+        self._device, self._latest = device, weakref.WeakSet[FrozenRun]()
+        self._captured: dict[Any, list[_Captured | _Refused]] = {}
+        """By arguments: one for each state that the module was in, the latest first."""
+        self._has_said = self.tries_again = False
+        """`tries_again`: the last call was refused for a reason that may not apply the next time."""
+        self._instead, self._says_why = instead or self._plain, instead is None
+        self.is_claimed = False
+        """Values kept for backward pass through an activation table (Rule 7)."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward by the schedule, or the plain one (Rules 1 and 2)."""
+        if not torch.is_grad_enabled():
+            return self._plain(*args, **kwargs)
+        self.is_claimed = self.is_claimed or hooks_of_table() is not None
+        with self._lock:
+            captured = self._find(args, kwargs)
+            run = captured if isinstance(captured, str) else self._begun(captured, args, kwargs)
+        if isinstance(run, str):
+            return self._instead(*args, **kwargs)
+        inputs = tree_leaves((args, kwargs))
+        del args, kwargs
+        return run.start(inputs)
+
+    def _begun(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
+        self.runs.frozen += 1
+        run = self._run(captured, args, kwargs)
+        self._latest.add(run)
+        return run
+
+    def _run(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
+        return FrozenRun(self, captured)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock.running():
+            return self._original(*args, **kwargs)
+
+    def waiting_bytes(self) -> int:
+        """Return the bytes held by forwards that wait for their backward."""
+        return held_bytes([each for run in self._runs() for each in run.waiting()])
+
+    def _runs(self) -> list[FrozenRun]:
+        with self._lock:
+            return list(self._latest)
+
+    def is_as_captured(self, captured: _Captured, state: list[Tensor]) -> bool:
+        """Return whether the module would still run the captured ops on the tensors of `state`."""
+        with self._lock:
+            if captured.guards.changed():
+                return False
+            return all(now is before for now, before in zip(captured.guards.tensors(), state, strict=True))
+
+    def _find(self, args: Any, kwargs: Any) -> _Captured | str:
+        """Return the capture for these arguments and the module's state, or why the plain one runs."""
+        key = call_key(args, kwargs)
+        if key is None:
+            return self._plainly("it is called with something that cannot be compared")
+        known = (
+            self._captured.setdefault(key, [])
+            if len(self._captured) < _MOST_CAPTURES
+            else self._captured.get(key, [])
+        )
+        changed, self.tries_again = "", False
+        refused: _Refused | None = None
+        for at, each in enumerate(known):
+            if isinstance(each, _Refused) and each.once_more:
+                refused = each
+                continue
+            changed = each.guards.changed()
+            if not changed:
+                if at:
+                    known.insert(0, known.pop(at))  # the next call finds it at once
+                return self._plainly(each.why) if isinstance(each, _Refused) else each
+        if refused is not None:
+            known.remove(refused)
+        if len(known) >= self._most_alike:
+            return self._plainly(changed)
+        if self.runs.captures >= _MOST_CAPTURES:
+            return self._plainly(changed or f"it was called with {_MOST_CAPTURES} different shapes already")
+        if not self._lock.is_alone():
+            waited = self._lock.wait_alone()  # another one may have captured it meanwhile
+            return self._find(args, kwargs) if waited else self._plainly("other threads run it all the time")
+        guards = Guards(self.module)
+        why = guards.changed()  # no module with hooks inside is as it was
+        if why:
+            return self._plainly(why)
+        self.runs.captures += 1
+        self._leaves = False
+        found = self._capture(args, kwargs, guards)
+        if isinstance(found, str):
+            self.tries_again = refused is None and self._leaves
+            known.insert(0, _Refused(found, guards, self.tries_again))
+            return self._plainly(found)
+        known.insert(0, found)
+        return found
+
+    def _plainly(self, why: str) -> str:
+        """Warn once that a module in training runs without its schedule."""
+        self.runs.plain += 1
+        self.runs.why_plain = why
+        if self._says_why and self.module.training and not self._has_said and not self.tries_again:
+            self._has_said = True
+            warnings.warn(
+                f"memtune runs the model as it is, without its schedule, which takes more memory: {why}",
+                stacklevel=6,
+            )
+        return why
+
+    def _capture(self, args: Any, kwargs: Any, guards: Guards) -> _Captured | str:
+        """Capture the region with gradients of outputs that give the ops of the schedule.
+
+        Backward has not run yet.
+
+        First the loss if an output is one, else all outputs, contiguous; then guesses.
+        """
+        for _, name, tensor in named_state(self.module):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                return f"{name} wants a gradient, and is no parameter"
+        call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
+        first: Tape | None = None
+        why = ""
+        for wanted in self._wanted():
+            try:
+                first = call(wanted)
+                break
+            except CaptureError as error:
+                why, self._leaves = f"it cannot be captured: {error}", isinstance(error, SideEffectError)
+        if first is None:
+            return why
+        for tape in chain([first], self._others(call, first)):
+            if not self._differs(tape):
+                codes = {_like(tape): self._coded(tape)}
+                return _Captured(tape, guards, call, self._token(), codes, state_read(tape, self.schedule))
+        return self._differs(first)
+
+    def _others(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
+        """Yield captures with other gradient layouts, if at least the forward is the schedule's."""
+        computed = (each.of for each in self.schedule.forward if each.action == Action.COMPUTE)
+        if max(computed, default=-1) == first.graph.n_forward - 1:
+            for gradients in guess_layouts(first):
+                with suppress(CaptureError):
+                    yield call(gradients)
+
+    def _wanted(self) -> tuple[dict[int, GradientLike] | Callable[[int, Tensor], bool], ...]:
+        """Return predicates on outputs that may get a gradient, to try one after the other: see `capture`."""
+        return _is_loss, _is_any
+
+    def _token(self) -> Tensor:
+        with tier(HOST):  # it is none of the model's bytes
+            return torch.zeros((), device=self._device)
+
+    def _differs(self, tape: Tape) -> str:
+        if tape.graph.sha256 != self.schedule.graph:
+            cast = (
+                " under autocast: what the schedule was made for is what loss() of model.py runs"
+                if autocast_state()
+                else ""
+            )
+            return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now{cast})"
+        return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
+
+    def _coded(self, tape: Tape) -> CheckedCode:
+        return CheckedCode(tape, partial(self._written, schedule=self.schedule, claimed=self.is_claimed))
+
+    def _written(
+        self, tape: Tape, schedule: Schedule, *, claimed: bool = False, checked: bool = False
+    ) -> Code:
+        random_state = partial(RandomState.kept, self.module)
+        return generate(tape, schedule, random_state, self._device, checked=checked, claimed=claimed)
+
+    def alone_code(self, captured: _Captured) -> CheckedCode:
+        """Return the code whose forward keeps nothing (Rule 6)."""
+        with self._lock:
+            if captured.alone is None:
+                alone = forward_alone(captured.tape.graph, self.schedule)
+                captured.alone = CheckedCode(captured.tape, partial(self._written, schedule=alone))
+            return captured.alone
+
+    def code_for(
+        self, captured: _Captured, gradients: dict[int, Tensor]
+    ) -> tuple[CheckedCode, frozenset[int] | None]:
+        """Return the code whose backward takes these gradients, and the parameters that they reach.
+
+        None for the latter means all.
+
+        New layouts are captured again. If that gives another program, the gradients are converted to the
+        layouts of the first capture.
+        """
+        key = tuple(sorted((i, tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()))
+        with self._lock:
+            self._capture_with(captured, key, gradients)
+        coded = captured.codes.get(key, captured.first)
+        match_layouts(coded.tape, gradients, self._device)
+        return coded, captured.reached.get(key)
+
+    def _capture_with(self, captured: _Captured, key: Any, gradients: dict[int, Tensor]) -> None:
+        if (
+            key in captured.codes or not self._lock.wait_alone() or captured.guards.changed()
+        ):  # else as another module
+            return
+        try:
+            tape = captured.call(
+                {i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()}
+            )
+        except CaptureError:
+            tape = captured.tape
+        same = _same_forward(tape, captured.tape) and tape.graph == captured.tape.graph
+        same = same and not not_by_element(tape, self.schedule, self._device)
+        coded = self._coded(tape) if same else captured.first
+        captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
+        if _same_forward(tape, captured.tape):
+            captured.reached[key] = frozenset(number for number, _, _ in tape.landed)
+
+
+def _same_forward(one: Tape, other: Tape) -> bool:
+    """Return whether both forwards are equal, including numbers and constants."""
+    n = one.graph.n_forward
+    if (
+        n != other.graph.n_forward
+        or len(one.constants) != len(other.constants)
+        or one.calls[:n] != other.calls[:n]
+    ):
+        return False
+    return all(map(torch.equal, one.constants, other.constants))
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _is_loss(_: int, out: Tensor) -> bool:
+    return out.dim() == 0
+
+
+def _is_any(_: int, out: Tensor) -> bool:
+    return True
+
+
+def _like(tape: Tape) -> Any:
+    slots = [(i, tape.given[Outside("gradient", i)]) for i in tape.asked]
+    return tuple(sorted((i, slot.size, slot.stride, slot.dtype) for i, slot in slots))
+
+
+def held_bytes(values: Iterable[Any]) -> int:
+    """Return the bytes of the tensors among `values`, each storage once."""
+    storages = (each.untyped_storage() for each in values if isinstance(each, Tensor))
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+
+class FrozenRun:
+    """One forward of a region and the backward that follows it."""
+
+    def __init__(self, region: FrozenRegion, captured: _Captured) -> None:
+        self.region, self._captured, self.token = region, captured, captured.token
+        self._state: list[Tensor] = captured.guards.tensors()
+        self.inputs: list[Any] = []
+        self.outputs: tuple[Tensor, ...] = ()
+        self.saved: list[tuple[Any, ...]] = []
+        self._versions = 0
+        self.gradients: dict[int, Tensor] = {}
+        tape = captured.tape
+        self.differentiable, self.tape_outputs = tape.differentiable, tape.outputs
+        self._numbers = captured.first.lands
+        self._backward: Generator[int, None, list[Tensor]] | None = None
+        self._landed: list[Tensor] = []
+        self._reached: frozenset[int] | None = None
+        """Parameters that have a gradient; None: all."""
+        self.in_pieces = False
+        """A chain of nodes runs its backward (Rule 4)."""
+        self._back: tuple[Callable[[Any], Tensor], ...] = ()
+        """The unpack function of the activation table, if there is one (Rule 7)."""
+
+    def start(self, inputs: list[Any]) -> Any:
+        """Run forward; the returned tensors have the chain of nodes as their history (Rule 3)."""
+        tape = self._captured.tape
+        flow = [inputs[n] for n, _ in tape.input_gradients]
+        self.inputs = inputs
+        with torch.no_grad():
+            self.forward()
+        self.in_pieces = is_watched(self._state[number] for number in self._numbers)
+        if self.in_pieces:
+            token = end(self, *flow) if flow else self.token
+            for number in reversed(self._numbers):
+                token = grad_node(self, number, token, self._state[number])
+        else:
+            token = whole(self, *(self._state[n] for n in self._numbers), *flow)
+        tensors = iter(leave(self, token))
+        return tree_unflatten(
+            [next(tensors) if isinstance(leaf, Slot) else leaf for leaf in tape.outputs], tape.output_spec
+        )
+
+    def forward(self) -> None:
+        """Run the schedule's forward."""
+        alone = saves_are_dropped()
+        code = self.region.alone_code(self._captured) if alone else self._captured.first
+        keep: tuple[Callable[[Tensor], Any], ...] = ()
+        if self.region.is_claimed and not alone:
+            hooks = hooks_of_table() or (_as_it_is, _as_it_is)
+            keep, self._back = hooks[:1], hooks[1:]
+        with no_autocast():
+            self.outputs, saved = code.forward(self._state, self.inputs, *keep)
+        self.inputs = []
+        if alone:
+            return
+        self.saved = [saved]
+        self._versions = self._sum_of_versions()
+
+    def waiting(self) -> list[Any]:
+        """Return the values that it holds for its backward."""
+        return [each for held in self.saved for each in held]
+
+    def is_written(self) -> bool:
+        """Return whether a value that backward needs was written into since forward."""
+        return self._sum_of_versions() != self._versions
+
+    def _sum_of_versions(self) -> int:
+        saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
+        read = (self._state[n] for n in self._captured.read)
+        return saved + sum(
+            each._version for each in read if not each.is_inference()
+        )  # those cannot be written into
+
+    def gradient_of(self, number: int) -> Tensor | None:
+        """Return the gradient of parameter `number`, the next in order; the caller alone holds it.
+
+        None: the loss does not reach it.
+        """
+        reached = self._run_on()
+        assert reached == number, (reached, number)
+        if number == self._numbers[-1] and not self._captured.tape.input_gradients:
+            self._run_on()  # nothing that follows is waited for
+        return self._handed_out(number, self._landed.pop())
+
+    def _handed_out(self, number: int, gradient: Tensor) -> Tensor | None:
+        """Return the gradient for autograd.
+
+        None where the loss does not reach the parameter, but zeros if it has hooks.
+        """
+        return gradient if self._state[number]._backward_hooks or self._has_gradient(number) else None
+
+    def _has_gradient(self, number: int) -> bool:
+        return self._reached is None or number in self._reached
+
+    def gradients_of_inputs(self) -> list[Tensor]:
+        """Return the gradients of the inputs that require one, at the end of backward."""
+        gradients = self._run_on()
+        assert isinstance(gradients, list), gradients
+        return gradients
+
+    def all_gradients(self, node: Any) -> list[Tensor | None]:
+        """Run backward; return gradients of parameters, None if accumulated here, then of inputs."""
+        edge = dict(zip(self._numbers, (edge for edge, _ in node.next_functions), strict=False))
+        found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
+        while not isinstance(reached := self._run_on(), list):
+            gradient = self._landed.pop()
+            parameter = self._state[reached]
+            if is_hooked(parameter) or not self._has_gradient(reached):
+                found[reached] = self._handed_out(reached, gradient)
+            elif parameter.is_leaf and is_accumulated(edge[reached]):
+                accumulate_grad(parameter, gradient)
+            else:
+                found[reached] = gradient
+            del gradient
+        return [*found.values(), *reached]
+
+    def _run_on(self) -> int | list[Tensor]:
+        """Run to the next gradient of a parameter, or to the end."""
+        if self._backward is None:
+            self._backward = self._begin()
+        try:
+            with no_autocast():
+                return next(self._backward)
+        except StopIteration as end:
+            self._backward = None
+            found: list[Tensor] = end.value
+            return found
+
+    def _begin(self) -> Generator[int, None, list[Tensor]]:
+        self._check()
+        coded, self._reached = self.region.code_for(self._captured, self.gradients)
+        flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
+        self.gradients = {}
+        return coded.backward(self._state, self.saved, flowing, self._landed, *self._back)
+
+    def _check(self) -> None:
+        self._require_first_order()
+        if not self.saved:
+            raise ApplyError(
+                "backward runs a second time, but the schedule has let go of what it needs.",
+                fix="add the losses up before one backward(), or choose recompute: {kind: none}",
+                code="MT326",
+            )
+        if self.is_written():
+            raise ApplyError(
+                "something that backward needs was written into after the model's forward.",
+                evidence="One of: the weights, a buffer, an input of the model, an output of the model.",
+                fix="write x = x + y instead of x += y, and step the optimizer after backward",
+                code="MT326",
+            )
+
+    def _require_first_order(self) -> None:
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                "gradients of gradients do not work under a frozen schedule.",
+                fix="choose recompute: {kind: none}",
+                code="MT326",
+            )
+
+
+# The autograd nodes that stand for a region under a schedule (`activations.schedules.scheduled_region`, rules
+# 3 and 4).
+def whole(run: Any, *flow: Tensor) -> Tensor:
+    """Return the token of the node whose backward is the whole run's.
+
+    `flow` are parameters, then inputs, with gradients.
+    """
+    return _apply(_Whole, run, *flow)  # type: ignore[no-any-return]
+
+
+def end(run: Any, *flow: Tensor) -> Tensor:
+    """Return the token of the last node of a chain; `flow` are inputs with gradients."""
+    return _apply(_End, run, *flow)  # type: ignore[no-any-return]
+
+
+def grad_node(run: Any, number: int, token: Tensor, parameter: Tensor) -> Tensor:
+    """Return the token of the node of one parameter."""
+    return _apply(_GradNode, run, number, token, parameter)  # type: ignore[no-any-return]
+
+
+def leave(run: Any, token: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs of the run's forward, with the chain behind `token` as their history."""
+    return _apply(_Leave, run, token)  # type: ignore[no-any-return]
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _token(run: Any) -> Tensor:
+    token: Tensor = run.token
+    return token.detach()
+
+
+class _Whole(torch.autograd.Function):
+    """The node whose backward is the region's; a token flows through it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, *flow: Tensor) -> Tensor:
+        ctx.run = run
+        return _token(run)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *ctx.run.all_gradients(ctx)
+
+
+class _End(_Whole):
+    """The last node of a chain: its backward runs the rest of the region's."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *ctx.run.gradients_of_inputs()
+
+
+class _GradNode(torch.autograd.Function):
+    """The node whose backward returns the gradient of one parameter; a token flows through it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, number: int, token: Tensor, parameter: Tensor) -> Tensor:
+        ctx.run, ctx.number = run, number
+        return _token(run)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, ctx.run.token, ctx.run.gradient_of(ctx.number)
+
+
+class _Leave(torch.autograd.Function):
+    """The node behind the region's outputs.
+
+    Stores their gradients for the region and returns a token's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        outputs: tuple[Tensor, ...] = run.outputs
+        run.outputs = ()
+        numbers = [n for n, leaf in enumerate(run.tape_outputs) if isinstance(leaf, Slot)]
+        ctx.numbers = numbers
+        ctx.mark_non_differentiable(
+            *(out for n, out in zip(numbers, outputs, strict=True) if n not in run.differentiable)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        run = ctx.run
+        run.gradients = {n: g for n, g in zip(ctx.numbers, gradients, strict=True) if g is not None}
+        return None, run.token

@@ -1,0 +1,403 @@
+"""Finds token-wise modules in blocks.
+
+These are MLPs and norms that `activations.tiling.tiled_region_pass` can run in parts.
+
+Such a module reads one tensor, makes one, and is an MLP or a norm whose forward and backward are each
+contiguous. An MLP consists of products with weights (at least two), layer norms and elementwise ops; for
+norms see `norm_rows`. A module that draws random numbers or mixes rows is left whole, and so is an MLP with
+casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from memtune.program import DONATES, I32, READS, WRITES, Kind, Phase, Step
+
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
+_ALIKE = (
+    *_PRODUCTS,
+    *_NORMS,
+    "aten.gelu.default",
+    "aten.silu.default",
+    "aten.relu.default",
+    "aten.tanh.default",
+    "aten.sigmoid.default",
+    "aten.mul.Tensor",
+    "aten.add.Tensor",
+    "aten.square.default",
+    "aten.pow.Tensor_Scalar",
+)
+
+
+@dataclass(frozen=True)
+class PositionWise:
+    """One token-wise module of one call of a block."""
+
+    module: str
+    module_id: int
+    call: int
+    forward: tuple[int, ...]
+    """Ops, ascending and contiguous; so are those of backward."""
+    backward: tuple[int, ...]
+    x: int
+    """Input storage; `y` is the output."""
+    y: int
+    rows: int
+    """Tokens."""
+    given: int
+    """Gradient of `y`."""
+    dx: int
+    """Gradient of `x` through this module, -1 if none is needed. With `residual`, all of it."""
+    gradients: tuple[int, ...]
+    """Gradients of its parameters."""
+    save: int
+    """Save row of `x`; if the module does not save it, one of `saves` that can hold it."""
+    saves: tuple[int, ...]
+    """Save rows of all that its ops save."""
+    inner_bytes: int
+    """Bytes of its saves except `x`; less `x` if only its parts save that."""
+    residual: int = -1
+    """Gradient of `x` from other paths (around a norm), added here; -1 if it is added by another op."""
+    join: int = -1
+    """The op that adds `residual` to the module's gradient."""
+
+
+_Rows = Callable[[Step, tuple[int, ...], set[int]], tuple[int, int]]
+"""What a module's forward ops read, and its rows, from the ops and what they make; raises `NotTokenWise`."""
+
+
+@lru_cache(maxsize=8)
+def position_wise(step: Step) -> tuple[PositionWise, ...]:
+    """Return the outermost MLPs inside the blocks of `step`, in the order of their forwards."""
+    return _outermost(step, _mlp_rows)
+
+
+@lru_cache(maxsize=8)
+def norms(step: Step) -> tuple[PositionWise, ...]:
+    """Return the norms inside the blocks of `step` that make more than backward needs.
+
+    Norms inside MLPs are included.
+    """
+    if not has_norms(step):
+        return ()
+    return tuple(each for each in _outermost(step, norm_rows) if each.inner_bytes > 0)
+
+
+def _outermost(step: Step, rows_of: _Rows) -> tuple[PositionWise, ...]:
+    found: list[PositionWise] = []
+    forward = np.flatnonzero((step.ops.phase == Phase.FORWARD) & (step.ops.block >= 0)).astype(np.int32)
+    for call in np.unique(step.ops.call[forward]).tolist():
+        ops = forward[step.ops.call[forward] == call]
+        taken: list[str] = []
+        block = step.blocks[step.calls.block[call]]
+        around = [i for i, name in enumerate(step.modules) if name.startswith(f"{block}.")]
+        for name in sorted(_modules_in(step, ops, block), key=lambda each: (each.count("."), each)):
+            if any(f"{name}.".startswith(f"{other}.") for other in taken):
+                continue
+            try:
+                found.append(_found(step, call, name, ops, around, rows_of))
+                taken.append(name)
+            except NotTokenWise:
+                continue
+    return tuple(sorted(found, key=lambda each: each.forward[0]))
+
+
+def _modules_in(step: Step, ops: I32, block: str) -> set[str]:
+    """Return the modules strictly inside `block` that run some of `ops`, and those around them."""
+    names = set()
+    for number in np.unique(step.ops.module[ops]).tolist():
+        name = step.modules[number]
+        while name.startswith(f"{block}."):
+            names.add(name)
+            name = name.rpartition(".")[0]
+    return names
+
+
+def _found(
+    step: Step, call: int, name: str, block_ops: I32, around: list[int], rows_of: _Rows
+) -> PositionWise:
+    inside = np.zeros(len(step.modules), bool)
+    inside[[i for i in around if f"{step.modules[i]}.".startswith(f"{name}.")]] = True
+    forward = _in_one_piece(block_ops[inside[step.ops.module[block_ops]]])
+    backward = _in_one_piece(np.flatnonzero(inside[step.ops.module] & (step.ops.phase == Phase.BACKWARD)))
+    if (step.ops.phase[backward[0] : backward[-1] + 1] != Phase.BACKWARD).any() or step.ops.rng[
+        list(forward)
+    ].any():
+        raise NotTokenWise
+    made = set(made_by(step, forward))
+    x, rows = rows_of(step, forward, made)
+    later, again, after = np.searchsorted(
+        step.uses.op, (forward[-1] + 1, backward[0], backward[-1] + 1)
+    ).tolist()
+    read_later = _among(made, step.uses.storage[later:again]) | _among(made, step.uses.storage[after:])
+    kept = {s for s in made if step.storages.held_until[s] > forward[-1]}
+    y = _only(read_later or kept)
+    if kept - {y}:
+        raise NotTokenWise
+    join, residual = _joined(step, backward, made | {x})
+    given, dx, gradients = _gradients(step, backward, made | {x, residual})
+    window = (step.saves.packed_before > forward[0]) | (
+        (step.saves.packed_before == forward[0]) & (step.saves.is_output == 0)
+    )
+    window &= (step.saves.packed_before <= forward[-1]) | (
+        (step.saves.packed_before == forward[-1] + 1) & (step.saves.is_output == 1)
+    )
+    saves = np.flatnonzero(window & (step.saves.call == call))
+    mine = saves[step.saves.storage[saves] == x]
+    if not len(saves) or (residual >= 0 and dx < 0):
+        raise NotTokenWise
+    held = np.unique(step.saves.storage[saves])
+    inner = int(step.storages.bytes[held[(held != x) & np.isin(held, list(made))]].sum())
+    if not (step.saves.storage == x).any():
+        inner -= int(step.storages.bytes[x])
+    save = int(mine[0]) if len(mine) else int(saves[0])
+    return PositionWise(
+        name,
+        int(step.ops.module[forward[-1]]),
+        call,
+        forward,
+        backward,
+        x,
+        y,
+        rows,
+        given,
+        dx,
+        gradients,
+        save,
+        tuple(saves.tolist()),
+        inner,
+        residual,
+        join,
+    )
+
+
+def made_by(step: Step, ops: tuple[int, ...]) -> list[int]:
+    """Return the storages that `ops` make, without workspaces; the ops are contiguous."""
+    mine = (
+        (step.storages.producer >= ops[0])
+        & (step.storages.producer <= ops[-1])
+        & (step.storages.kind != Kind.WORKSPACE)
+    )
+    found: list[int] = np.flatnonzero(mine).tolist()
+    return found
+
+
+def _among(storages: set[int], rows: I32) -> set[int]:
+    """Return those of `storages` that occur in `rows`."""
+    mine = np.asarray(sorted(storages), np.int32)
+    return set(mine[np.isin(mine, rows)].tolist())
+
+
+def _in_one_piece(ops: np.ndarray) -> tuple[int, ...]:
+    if not len(ops) or int(ops[-1] - ops[0]) + 1 != len(ops):
+        raise NotTokenWise
+    return tuple(ops.tolist())
+
+
+def _only(storages: set[int]) -> int:
+    if len(storages) != 1:
+        raise NotTokenWise
+    return next(iter(storages))
+
+
+def _mlp_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, int]:
+    x = _only(_all_alike(step, ops, made))
+    return x, _rows(step, ops, x)
+
+
+def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
+    """Return the outside storages that `ops` read, without parameters.
+
+    All ops must be token-wise, and at least two must be products with weights.
+    """
+    inputs: set[int] = set()
+    products = 0
+    for op in ops:
+        name = step.names[step.ops.name[op]]
+        used = uses_of(step, op, op)
+        reads = set(step.uses.storage[used].tolist())
+        if name not in _ALIKE or step.uses.mode[used].any():
+            raise NotTokenWise
+        ranks = sorted(
+            len(step.parameters[step.parameter_of[s]].shape) for s in reads if step.parameter_of[s] >= 0
+        )
+        is_product = name in _PRODUCTS
+        if (is_product and 2 not in ranks) or (not is_product and set(ranks) - {1}):
+            raise NotTokenWise  # a product of two activations, or positions added
+        products += is_product
+        inputs |= {s for s in reads - made if step.parameter_of[s] < 0}
+    if products < 2:
+        raise NotTokenWise
+    return inputs
+
+
+def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
+    """Return the tokens in `x`, from the first product with a weight."""
+    for op in forward:
+        weights = [
+            step.parameter_of[s]
+            for s in step.uses.storage[uses_of(step, op, op)].tolist()
+            if step.parameter_of[s] >= 0
+        ]
+        shapes = [step.parameters[each] for each in weights if len(step.parameters[each].shape) == 2]
+        if shapes:
+            width = (
+                shapes[0].shape[1]
+                * int(step.storages.bytes[shapes[0].storage])
+                // int(np.prod(shapes[0].shape))
+            )
+            if int(step.storages.bytes[x]) % width:
+                raise NotTokenWise
+            return int(step.storages.bytes[x] // width)
+    raise NotTokenWise
+
+
+def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int]:
+    """Return the op of `backward` that adds an outside gradient of the input, and that gradient.
+
+    (-1, -1) for none.
+    """
+    made = set(made_by(step, backward))
+    found = (-1, -1)
+    for op in backward:
+        if step.names[step.ops.name[op]] == "aten.add.Tensor":
+            outside = set(step.uses.storage[uses_of(step, op, op)].tolist()) - made - known
+            if outside and found[0] >= 0:
+                raise NotTokenWise
+            found = (op, _only(outside)) if outside else found
+    return found
+
+
+def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int, tuple[int, ...]]:
+    """Return the gradient that backward reads, that of the input, and those of the parameters."""
+    made = set(made_by(step, backward))
+    inside = uses_of(step, backward[0], backward[-1])
+    read = set(step.uses.storage[inside].tolist()) - made - known
+    given = _only({s for s in read if step.parameter_of[s] < 0})
+    if not np.isin(step.uses.mode[inside], (READS, DONATES)).all():
+        raise NotTokenWise
+    landed = _among(made, step.grad_order) | {s for s in made if step.storages.owner[s] >= 0}
+    left = _among(made, step.uses.storage[inside.stop :]) | {
+        s for s in made if step.storages.held_until[s] > backward[-1]
+    }
+    gradients = tuple(sorted(left & landed, key=lambda s: int(step.storages.producer[s])))
+    others = left - landed
+    if len(others) > 1:
+        raise NotTokenWise
+    return given, next(iter(others), -1), gradients
+
+
+# Which ops are a norm over the last dim that makes whole tensors inside, and over how many rows.
+_CAST = "aten._to_copy.default"
+_FUSED = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
+_MEAN = "aten.mean.dim"
+_ALIKE_NORMS = (
+    *_FUSED,
+    _CAST,
+    _MEAN,
+    "aten.rsqrt.default",
+    "aten.sqrt.default",
+    "aten.pow.Tensor_Scalar",
+    "aten.square.default",
+    "aten.mul.Tensor",
+    "aten.add.Tensor",
+    "aten.add_.Scalar",
+    "aten.add_.Tensor",
+    "aten.add.Scalar",
+    "aten.sub.Tensor",
+    "aten.div.Tensor",
+    "aten.reciprocal.default",
+)
+
+
+class NotTokenWise(Exception):
+    """The ops are no token-wise module."""
+
+
+def has_norms(step: Step) -> bool:
+    """Return whether an op of the blocks' forward can be part of such a norm; a cheap test."""
+    wanted = [i for i, name in enumerate(step.names) if name in (_CAST, _MEAN)]
+    return bool(wanted) and bool(
+        np.isin(step.ops.name[(step.ops.phase == Phase.FORWARD) & (step.ops.block >= 0)], wanted).any()
+    )
+
+
+def norm_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, int]:
+    """Return the tensor that `ops`, a norm over its last dim, read, and its rows.
+
+    The ops may also read weights of that length.
+
+    Args:
+        step: Holds the ops.
+        ops: All of a module's forward.
+        made: Their output storages.
+
+    Raises:
+        NotAlike: They are something else. Sizes tell that the mean is over the last dim;
+            `activations.tiling.tiled_region` verifies it on the first tokens.
+    """
+    inputs: set[int] = set()
+    weights = []
+    for op in ops:
+        if step.names[step.ops.name[op]] not in _ALIKE_NORMS:
+            raise NotTokenWise
+        used = uses_of(step, op, op)
+        reads = set(step.uses.storage[used].tolist())
+        written = set(step.uses.storage[used][step.uses.mode[used] == WRITES].tolist())
+        weights += [step.parameters[step.parameter_of[s]] for s in reads if step.parameter_of[s] >= 0]
+        if written - made or any(len(each.shape) != 1 for each in weights):
+            raise NotTokenWise
+        inputs |= {s for s in reads - made if step.parameter_of[s] < 0}
+    if len(inputs) != 1 or len({each.shape for each in weights}) > 1:
+        raise NotTokenWise
+    x = inputs.pop()
+    names = {step.names[step.ops.name[op]] for op in ops}
+    if _MEAN not in names and not (_CAST in names and names.intersection(_FUSED)):
+        raise NotTokenWise
+    itemsize = _itemsize(
+        step, ops, x, {int(step.storages.bytes[each.storage]) // each.shape[0] for each in weights}
+    )
+    width = weights[0].shape[0] if weights else 0
+    return x, _norm_rows(step, ops, x, itemsize, width)
+
+
+def _itemsize(step: Step, ops: tuple[int, ...], x: int, of_weights: set[int]) -> int:
+    """Return the bytes per element of `x`: two if it is cast to twice its size, else the weights'."""
+    for op in ops:
+        if step.names[step.ops.name[op]] == _CAST and x in step.uses.storage[uses_of(step, op, op)]:
+            if int(step.storages.bytes[step.storages.producer == op].sum()) != 2 * int(
+                step.storages.bytes[x]
+            ):
+                raise NotTokenWise
+            return 2
+    if len(of_weights) != 1:
+        raise NotTokenWise
+    return of_weights.pop()
+
+
+def _norm_rows(step: Step, ops: tuple[int, ...], x: int, itemsize: int, width: int) -> int:
+    """Return the rows of `x`; its mean, one number per row, must agree with the weights' length."""
+    for op in ops:
+        if step.names[step.ops.name[op]] == _MEAN:
+            of = max(int(step.storages.bytes[s]) for s in step.uses.storage[uses_of(step, op, op)].tolist())
+            ratio = of // max(int(step.storages.bytes[step.storages.producer == op].sum()), 1)
+            if width not in (0, ratio):
+                raise NotTokenWise
+            width = ratio
+        elif step.names[step.ops.name[op]] in _FUSED and not width:
+            raise NotTokenWise
+    if width < 2 or int(step.storages.bytes[x]) % (width * itemsize):
+        raise NotTokenWise
+    return int(step.storages.bytes[x]) // (width * itemsize)
+
+
+def uses_of(step: Step, first: int, last: int) -> slice:
+    """Return the rows of the uses of ops `first` to `last`."""
+    start, stop = np.searchsorted(step.uses.op, (first, last + 1)).tolist()
+    return slice(start, stop)

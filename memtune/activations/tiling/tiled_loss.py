@@ -1,0 +1,164 @@
+"""Cross-entropy over a head's logits, a few rows at a time: the logits of all tokens never exist at once.
+
+Rule 1. Each part of the rows runs through the head, the user's elementwise ops and `F.cross_entropy`, and
+back to the gradient of its logits at once; gradients of head and hidden states are computed part by part, in
+forward.
+Rule 2. Parts add up sums. The mean's denominator is one number, applied to the gradients in backward together
+with the incoming gradient: half precision sees gradients of order one, whatever the number of tokens.
+Rule 3. The gradients are computed once: a second backward through the same loss is an error, not a wrong
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memtune.errors import ApplyError
+
+Step = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class TiledLoss:
+    """The settings of one loss.
+
+    Legend: N = rows (tokens), D = hidden width, V = classes.
+    """
+
+    chunks: int
+    """Number of parts of the rows."""
+    steps: tuple[Step, ...]
+    """Elementwise ops between head and loss."""
+    dtype: torch.dtype | None
+    """Autocast's dtype for the head, None if it was off."""
+    mean: bool
+    """Divide by the number (or the class weights) of the rows that count."""
+    class_weight: Tensor | None  # (V,)
+    ignore_index: int
+    label_smoothing: float
+    on_gradient: Callable[[], None]
+    """Called when backward arrives, before any gradient is passed on."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+        """Return the loss of rows `x` (N, D) under a head (V, D), bias (V,); targets (N,) or (N, V)."""
+        loss: Tensor = _Loss.apply(x, weight, bias, target, self)  # type: ignore[no-untyped-call]
+        return loss
+
+    def sum_over(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the summed loss of some rows, under the current autocast state."""
+        for step in self.steps:
+            logits = step(logits)
+        return F.cross_entropy(
+            logits,
+            target,
+            self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+
+    def denominator(self, target: Tensor) -> Tensor | int | None:
+        """Return the divisor of the sum, as `F.cross_entropy` counts it; None for a sum."""
+        if not self.mean:
+            return None
+        if target.is_floating_point():  # probabilities of all classes
+            return len(target)
+        counts = target != self.ignore_index
+        if self.class_weight is None:
+            return counts.sum()
+        return (self.class_weight[target.where(counts, 0)] * counts).sum()
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` as autocast would cast it for the head."""
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+
+class _Loss(torch.autograd.Function):
+    """The autograd function of a tiled loss (Rules 1 to 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: TiledLoss
+    ) -> Tensor:
+        gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
+        x, weight, bias = how.cast(x), how.cast(weight), None if bias is None else how.cast(bias)
+        size = -(-len(x) // how.chunks)
+        total: Tensor | None = None
+        for start in range(0, len(x), size):
+            rows = slice(start, start + size)
+            with _no_autocast(how, x):
+                logits = F.linear(x[rows], weight, bias).requires_grad_()
+            with torch.enable_grad():
+                loss = how.sum_over(logits, target[rows])
+            part = loss.detach().float()
+            total = part if total is None else total.add_(part)
+            (gradient,) = torch.autograd.grad(loss, logits)
+            dtype = loss.dtype
+            del loss, logits, part
+            with _no_autocast(how, x):
+                gradients.add(gradient, x[rows], weight, rows)
+            del gradient
+        assert total is not None
+        ctx.gradients, ctx.how, ctx.denominator = gradients, how, how.denominator(target)
+        return (total if ctx.denominator is None else total / ctx.denominator).to(dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise ApplyError(
+                "backward ran twice through a loss over tiled logits, whose gradients are made once.",
+                fix="split: {kind: none}, or call the loss function again",
+                code="MT331",
+            )
+        ctx.how.on_gradient()
+        scale = gradient if ctx.denominator is None else gradient.float() / ctx.denominator
+        gradients, ctx.gradients, ctx.denominator = ctx.gradients, None, None
+        return (*gradients.scaled(scale), None, None)
+
+
+class _Gradients:
+    """Gradients of the summed loss for hidden states, weight and bias, as far as needed."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> None:
+        self._x = torch.empty_like(x) if wanted[0] else None  # (N, D)
+        self._weight_dtype = weight.dtype if wanted[1] else None
+        self._bias_dtype = bias.dtype if bias is not None and wanted[2] else None
+        self._weight: Tensor | None = None  # (V, D)
+        self._bias: Tensor | None = None  # (V,)
+
+    def add(self, gradient: Tensor, x: Tensor, weight: Tensor, rows: slice) -> None:
+        """Add the parts' contributions of `gradient` of the logits of `rows`."""
+        if self._x is not None:
+            out = self._x[rows]
+            if out.dtype == gradient.dtype:
+                torch.mm(gradient, weight, out=out)
+            else:
+                out.copy_(gradient @ weight)
+        if self._weight_dtype is not None:
+            if self._weight is None:
+                self._weight = (gradient.t() @ x).to(self._weight_dtype)
+            elif self._weight.dtype == gradient.dtype:
+                self._weight.addmm_(gradient.t(), x)
+            else:
+                self._weight.add_(gradient.t() @ x)
+        if self._bias_dtype is not None:
+            part = gradient.sum(0)
+            self._bias = part.to(self._bias_dtype) if self._bias is None else self._bias.add_(part)
+
+    def scaled(self, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Return all of them times `scale`, in place; drop them, so that autograd may adopt them."""
+        found = (self._x, self._weight, self._bias)
+        self._x = self._weight = self._bias = None
+        return tuple(None if each is None else each.mul_(scale) for each in found)
+
+
+def _no_autocast(how: TiledLoss, x: Tensor) -> Any:
+    return nullcontext() if how.dtype is None else torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,183 @@
+"""Runs token-wise modules over parts of the tokens: inner tensors exist one part at a time.
+
+Either every part runs again in backward (the rules below), or it keeps a graph of its own
+(`activations.tiling.micro_tensors`).
+
+Rule 1. Forward runs part after part without a graph and saves the input alone. Backward runs each part's
+forward again with a graph and its backward at once, so only the inner tensors of one part exist.
+Rule 2. Parameters are arguments and their gradients are returned summed: hooks on gradients (FSDP2, DDP) see
+one whole gradient of each, as from the plain module.
+Rule 3. Only the forward changes; without gradients, or with other arguments than one tensor, the module runs
+plainly.
+Rule 4. Before its first run in parts a module is called with two tokens together and separately; one that
+mixes them is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtune.activations.tiling.micro_tensors import KeptParts
+from memtune.errors import ApplyError
+from memtune.runtime import Context
+
+
+@dataclass
+class _TilingSettings:
+    """The settings of one module. Legend: N = tokens, D = width of the input, E = of the output."""
+
+    name: str
+    forward: Callable[[Tensor], Tensor]
+    chunks: int
+    again: bool
+    """Parts run again in backward, or keep their graphs."""
+    runs: int = 0
+    looked: bool = False
+    anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
+
+    def part(self, rows: Tensor, dims: int) -> Tensor:
+        """Return the module's output (n, E) for rows (n, D), called with its number of dims."""
+        out = self.forward(rows[(None,) * (dims - 2)])
+        return out.reshape(-1, out.shape[-1])
+
+    def look(self, x: Tensor) -> None:
+        """Check that the module does not mix the tokens of `x` (…, D) (Rule 4).
+
+        Fake tensors have no values to check.
+        """
+        self.looked = True
+        if isinstance(x, FakeTensor):
+            return
+        with (
+            torch.no_grad(),
+            _disable_current_modes(),
+        ):  # none of the model's ops, to those who count or replace them
+            two = x.detach().reshape(-1, x.shape[-1])[:2]
+            together, apart = (
+                self.part(two, x.dim()),
+                torch.cat([self.part(each[None], x.dim()) for each in two]),
+            )
+        if not torch.allclose(
+            together.float(), apart.float(), rtol=0.05, atol=0.01 * float(apart.abs().max()), equal_nan=True
+        ):
+            raise ApplyError(
+                f"{self.name} does not treat every token alike, so it cannot run over parts of them.",
+                evidence="It makes something else of two tokens together than of each alone.",
+                fix="split: {kind: none}, or mlp: 1 and norm: 1",
+                code="MT335",
+            )
+
+
+def install_tiled_modules(
+    context: Context, chunks: Mapping[str, int], *, check: str, again: bool = True
+) -> None:
+    """Make modules of the model in `context` run over parts of their tokens; the audit asks whether they did.
+
+    Args:
+        context: Whose model is changed.
+        chunks: Name → into how many parts the tokens are cut, of modules that treat every token alike and are
+            called with one tensor (…, D).
+        check: The audit's name for it.
+        again: Parts run again in backward; else they keep their graphs, and what these save is the blocks' to
+            move.
+
+    Raises:
+        ApplyError: The model has no such module.
+    """
+    installed: list[tuple[str, nn.Module, _TilingSettings]] = []
+    for name, parts in chunks.items():
+        try:
+            module = context.model.get_submodule(name)
+        except AttributeError as error:
+            raise ApplyError(
+                f"the plan cuts {name} into parts, which the model does not have.",
+                fix="memtune search  makes a plan for this model; or split: {kind: none}",
+                code="MT335",
+            ) from error
+        how = _TilingSettings(name, module.forward, parts, again)
+        module.forward = partial(_forward, module, how)
+        installed.append((name, module, how))
+    context.checks[check] = lambda: _check(installed)
+
+
+def _check(installed: list[tuple[str, nn.Module, _TilingSettings]]) -> dict[str, Any]:
+    for name, module, _ in installed:
+        if "forward" not in vars(module):
+            raise ApplyError(
+                f"{name} should run over parts of its tokens, but its forward is its own.", code="MT335"
+            )
+    return {"modules": len(installed), "runs_in_parts": sum(how.runs for _, _, how in installed)}
+
+
+def _forward(module: nn.Module, how: _TilingSettings, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if len(args) == 1 and not kwargs else None
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if (
+        not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or x.shape[:-1].numel() < 2
+    ):  # Rule 3
+        return how.forward(*args, **kwargs)
+    if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
+        return how.forward(*args, **kwargs)
+    if not how.looked:
+        how.look(x)
+    how.runs += 1
+    in_parts = _Parts if how.again else KeptParts
+    return in_parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
+
+
+class _Parts(torch.autograd.Function):
+    """Runs a module over parts, and again in backward (Rules 1 and 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: _TilingSettings, *parameters: Tensor) -> Tensor:
+        rows, out = x.reshape(-1, x.shape[-1]), None
+        size = -(-len(rows) // how.chunks)
+        for start in range(0, len(rows), size):
+            part = how.part(rows[start : start + size], x.dim())
+            if out is None:
+                out = part.new_empty(len(rows), part.shape[-1])
+            out[start : start + size].copy_(part)
+            del part
+        assert out is not None
+        ctx.save_for_backward(x)
+        ctx.how, ctx.parameters, ctx.autocast = how, parameters, _autocast(x.device.type)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), how = ctx.saved_tensors, ctx.how
+        rows, given = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor | None] = [None] * len(ctx.parameters)
+        size = -(-len(rows) // how.chunks)
+        for start in range(0, len(rows), size):
+            mine = slice(start, start + size)
+            with torch.enable_grad(), ctx.autocast():
+                part = rows[mine].detach().requires_grad_(dx is not None)
+                out = how.part(part, x.dim())
+            wanted = [part, *ctx.parameters] if dx is not None else list(ctx.parameters)
+            got = list(torch.autograd.grad(out, wanted, given[mine], allow_unused=True))
+            del out
+            if dx is not None:
+                dx[mine].copy_(got.pop(0))
+            for i, each in enumerate(got):
+                so_far = sums[i]
+                sums[i] = each if so_far is None or each is None else so_far.add_(each)
+            del got, part, each
+        return (None if dx is None else dx.view_as(x), None, *sums)
+
+
+def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context that restores the current autocast state."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype=dtype, enabled=enabled)

@@ -1,0 +1,433 @@
+"""`apply`: the visible order of the axes, and the handle it returns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from memtune.activations.recompute import ActivationTable
+from memtune.audit import audit
+from memtune.checkpointer import distributed, export, full_state_dict, load_full_state_dict
+from memtune.compile import compile_regions
+from memtune.config import (
+    TunedConfig,
+    check_blocks,
+    check_environment,
+    check_machine,
+    check_made_for,
+    fingerprint,
+    load_config,
+)
+from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
+from memtune.errors import ApplyError
+from memtune.offload.gradients import unscale_everywhere
+from memtune.offload.optimizer import host_capacity
+from memtune.parallel.ranks import (
+    gather_descriptions,
+    has_real_peers,
+    require_plain,
+    require_same_config,
+    share_first_failure,
+    shutdown,
+)
+from memtune.parallel.sharding import rebind
+from memtune.runtime import Context, LossFunction, Snapshot, prepare_model
+from memtune.search_spaces._support import is_null, refusal
+from memtune.technique import Facts, Technique
+from memtune.workload import expand, find_blocks
+
+_MARK = "_memtune_tuned"
+
+
+class Tuned:
+    """A model and its optimizer as a config says; unpacks to `model, optimizer`.
+
+    Attributes:
+        model: The module to call in training; the user's own module, or DDP's wrapper around it.
+        optimizer: The user's own optimizer object.
+        config: The applied config.
+    """
+
+    def __init__(self, context: Context, config: TunedConfig, loss: LossFunction | None) -> None:
+        self._context, self._loss = context, loss
+        self.model: nn.Module = context.loop.runner or context.model
+        self.optimizer, self.config = context.optimizer, config
+
+    def __iter__(self) -> Iterator[Any]:
+        """`model, optimizer = memtune.apply(...)`."""
+        return iter((self.model, self.optimizer))
+
+    def step(self, batches: Iterable[Any]) -> Tensor:
+        """One optimizer step over the micro-batches of this rank; returns their mean loss, detached.
+
+        Args:
+            batches: Micro-batches of one size, on any device; each is moved when its turn comes.
+
+        Raises:
+            ApplyError: No `loss` was given to `apply` and the model does not return one.
+            RankFailed: Another rank ended in the middle of a collective.
+        """
+        context, loss = self._context, self._loss or _models_own_loss
+        with share_first_failure():
+            return context.loop.step(self.model, self.optimizer, loss, batches, context.device)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Return the context for forward and backward of a micro-batch in the user's own loop; `step` enters
+        it itself.
+
+        Gradients are reduced over ranks, and parameters updated inside backward, in the last micro-batch of a
+        step alone. Without it nothing is updated before `optimizer.step()`, and what early updates would save
+        is not saved.
+
+        Args:
+            last: Whether `optimizer.step()` comes next.
+
+        Raises:
+            ApplyError: Ranks of this config rotate micro-batches, or blocks run all of them, which only
+                `step` can do.
+        """
+        loop = self._context.loop
+        if loop.rotation is not None:
+            raise ApplyError(
+                "the ranks of this config take turns with micro-batches.",
+                evidence="Only Tuned.step hands them round.",
+                fix="tuned.step(batches)",
+                code="MT311",
+            )
+        if loop.order is not None:
+            raise ApplyError(
+                "this config runs each block over all micro-batches before the next one.",
+                evidence="Only Tuned.step has them all.",
+                fix="tuned.step(batches)",
+                code="MT311",
+            )
+        with loop.micro_batch(last):
+            yield
+
+    @property
+    def resumed_steps(self) -> int:
+        """Optimizer steps that an earlier run did and this one goes on from (`resume: last_step`); 0: a fresh
+        start.
+
+        Weights, optimizer state, buffers and torch's random numbers are those after that step; schedulers and
+        the position in the data are the training script's to set.
+        """
+        return self._context.loop.resumed_steps
+
+    def finish(self) -> None:
+        """Training is over: updates under way end, what was kept for resuming is removed. Do not train on
+        afterwards.
+        """
+        self._context.events.finished.emit()
+
+    def audit(self) -> dict[str, Any]:
+        """Facts that prove the config is in effect, by axis.
+
+        Raises:
+            ApplyError: Something the config asks for did not happen: what, and where.
+        """
+        return audit(self._context)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"model": ..., "optimizer": ...}` with the keys, shapes and values of the plain model's, whole on
+        every rank.
+        """
+        return full_state_dict(self._context)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave under any config, or `{"model": model.state_dict(), "optimizer": ...}`
+        of a plain run.
+
+        Raises:
+            ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+        """
+        load_full_state_dict(self._context, state_dict)
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write a checkpoint that loads under any other config and without memtune; all ranks call it.
+
+        Each rank writes its own part, in the format of `torch.distributed.checkpoint` and with the keys of
+        torch's `get_state_dict(model, optimizer)` of the plain model.
+
+        Raises:
+            ApplyError: A part of the optimizer's state has no place in the plain model's (8-bit moments of a
+                shard).
+            EnvironmentFault: A rank could not write; the same on all ranks.
+        """
+        distributed.save(self._context, folder)
+
+    def load(self, folder: str | PathLike[str]) -> None:
+        """Read a checkpoint that was saved under any config, or without memtune; all ranks call it, each
+        reads its own part.
+
+        Raises:
+            ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+            EnvironmentFault: There is none, or a rank could not read it; the same on all ranks.
+        """
+        distributed.load(self._context, folder)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return the state that `save` writes, for other writers (`torch.distributed.checkpoint.async_save`);
+        tensors are the live ones.
+        """
+        return distributed.sharded_state_dict(self._context)
+
+    def export(self, file: str | PathLike[str]) -> None:
+        """Write the full weights in the safetensors format, under their plain names; all ranks call it, rank
+        0 writes.
+
+        Raises:
+            EnvironmentFault: Rank 0 could not write; the same on all ranks.
+        """
+        export(self._context, file)
+
+
+def apply(
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: TunedConfig | Mapping[str, Any] | str | Path,
+    *,
+    loss: LossFunction | None = None,
+    strict: bool = True,
+) -> Tuned:
+    """Change `model` and `optimizer` in place so that they train as `config` says.
+
+    All or nothing: on any error both are as they were.
+
+    Args:
+        model: The model on its device, before any wrapper; or `memtune.deferred(build)`, which is made now,
+            shard by shard where its parameters are divided.
+        optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working.
+        config: A TunedConfig, the path of one, or a mapping with `settings`.
+        loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
+        strict: Refuse a config that was made for another model or number of ranks, has a plan that was made
+            with another release of torch or for another device, or keeps more in host memory than there is.
+
+    Raises:
+        ConfigError: The config is malformed, or was made for another model or machine.
+        ApplyError: It cannot be put into effect here; the message says why and what to do.
+        EnvironmentFault: The host, or the directory for tensors on SSD, has too little room for it; with the
+            numbers.
+    """
+    with share_first_failure():
+        return _applied(
+            model, optimizer, config if isinstance(config, TunedConfig) else load_config(config), loss, strict
+        )
+
+
+def _applied(
+    model: nn.Module, optimizer: Optimizer, config: TunedConfig, loss: LossFunction | None, strict: bool
+) -> Tuned:
+    if hasattr(model, _MARK):
+        raise ApplyError(
+            "this model has been tuned already.",
+            fix="call memtune.apply once, on the fresh model",
+            code="MT304",
+        )
+    if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
+        require_plain(model)
+    require_untouched(model)
+    _join_ranks(model)
+    blocks = (
+        expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
+    )
+    check_blocks(config, model, blocks)
+    prepare_model(model)
+    context = Context(model, optimizer, blocks, _device_of(model), ActivationTable(model, blocks))
+    if strict:
+        check_made_for(config, model, context.placement.world_size)
+        check_machine(config, context.device.type, _hardware(config, context.device), str(torch.__version__))
+    check_environment(config.settings, device=context.device.type)
+    snapshot = Snapshot(model, optimizer)
+    try:
+        if has_real_peers(model):
+            require_same_config(_what_all_must_say(config, model), context.device)
+        if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
+            _require_host_memory(context, config)
+        _apply_axes(context, config)
+        audit(context)
+    except BaseException:
+        context.undo.close()
+        snapshot.restore()
+        raise
+    context.undo.pop_all()  # nothing is taken back any more
+    tuned = Tuned(context, config, loss)
+    vars(model)[_MARK] = True
+    return tuned
+
+
+def begins_with_shards(config: TunedConfig, ranks: int) -> bool:
+    """Return True if `config` shards the parameters over some of `ranks` before it needs their values."""
+    parallel = config.settings.technique("sharding.parallel")
+    cut = ranks > 1 and parallel.divides_parameters(ranks, parallel.plan_in(config.plan))
+    return cut or _states_divide_parameters(config, ranks)
+
+
+def _states_divide_parameters(config: TunedConfig, ranks: int) -> bool:
+    states, parallel = (config.settings.technique(f"sharding.{slot}") for slot in ("states", "parallel"))
+    copies = ranks // parallel.ranks_of_a_copy(ranks)
+    return copies > 1 and states.divides_parameters(copies, states.plan_in(config.plan))
+
+
+def _hardware(config: TunedConfig, device: torch.device) -> str:
+    """Name of the machine; that of a CPU is not told apart, and is not looked for where nothing is compared
+    with it.
+    """
+    if config.made_for is None or device.type != "cuda":
+        return config.made_for.hardware if config.made_for else ""
+    from memtune.hardware import gpu_name
+
+    return gpu_name()
+
+
+def _require_host_memory(context: Context, config: TunedConfig) -> None:
+    """Of what the search predicted for a rank and what the state takes at least, the larger one has room on
+    every host.
+
+    What is in host memory already and makes room is not counted: on CPU that is what is on the device.
+    """
+    placement = context.placement
+    technique, states = (config.settings.technique(f"{axis}.states") for axis in ("offload", "sharding"))
+    share, predicted = technique.effects.host_share, config.predicted.get("host_peak_bytes")
+    moments = dict(technique.knobs()).get("moments", "float32")
+    divided = 1 if states.effects.shards == "replicas" else context.placement.world_size
+    least = host_capacity.least_state_bytes(context, share, moments) // divided if share else 0
+    foreseen = predicted if isinstance(predicted, int) and config.made_for is not None else 0
+    if foreseen:
+        weights: Any = "all" if divided > 1 else "none" if technique.effects.moves == "none" else "blocks"
+        foreseen -= host_capacity.replaced_bytes(
+            context, state=not is_null(technique) or divided > 1, weights=weights
+        )
+    needed, what = max(
+        (least, f"the optimizer's state under {technique.kind}"), (foreseen, "as predicted for this config")
+    )
+    made = host_capacity.made_bytes(
+        context, placement.world_size if begins_with_shards(config, placement.world_size) else 1
+    )
+    counted = {"the weights of a deferred model": made, what: needed}
+    total = sum(max(each, 0) for each in counted.values())
+    if total > 0:
+        what = ", ".join(text for text, each in counted.items() if each > 0)
+        host_capacity.require(context, total, what, gather_descriptions)
+
+
+def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:
+    settings = [
+        f"{name}: {json.dumps(value, sort_keys=True)}"
+        for name, value in sorted(config.settings.dump().items())
+    ]
+    plans = [f"plan of {slot}: sha256:{plan.sha256[:16]}" for slot, plan in sorted(config.plan.items())]
+    return "\n".join([*settings, *plans, f"model: {fingerprint(model)}", *agreed_state(model)])
+
+
+def _require_fitting(context: Context, config: TunedConfig) -> None:
+    """Refuse what the search refuses whatever the program: a config may say it all the same.
+
+    Raises:
+        ApplyError: A technique does not work with the others, with torch.compile or without blocks, and why.
+    """
+    execution = config.settings.execution
+    facts = Facts(
+        config.settings.chosen,
+        context.placement.world_size,
+        execution.compile,
+        execution.compile_backend,
+        len(context.blocks),
+    )
+    if (found := refusal(facts)) is not None:
+        technique, reason = found
+        raise ApplyError(
+            f"{technique.slot}: {{kind: {technique.kind}}} cannot be used in this config: {reason.text}.",
+            fix=reason.fix,
+            code=reason.code,
+        )
+
+
+def _apply_axes(context: Context, config: TunedConfig) -> None:
+    """From the inside out: what is applied later sees, and moves or shards, what was applied before."""
+    _require_fitting(context, config)
+    if not begins_with_shards(config, context.placement.world_size):
+        fill(context.model, context.optimizer, rebind)
+    _execution(context, config)
+    context.placement.offload = config.settings.technique("offload.states").effects
+    _one(context, config, "sharding.parallel")
+    if not _states_divide_parameters(config, context.placement.world_size):
+        fill(context.model, context.optimizer, rebind)
+    _one(context, config, "split")
+    _one(context, config, "recompute")
+    _one(context, config, "offload.activations")
+    _blocks_are_called_from_eager_code(context)
+    context.activations.install()
+    _one(context, config, "sharding.states")
+    context.events.states_sharded.emit()
+    _one(context, config, "sharding.communication")
+    _one(context, config, "offload.states")
+    _one(context, config, "execution.order")
+    if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
+        unscale_everywhere(context)
+    _one(context, config, "allocator")
+
+
+def _execution(context: Context, config: TunedConfig) -> None:
+    execution = config.settings.execution
+    if execution.compile:
+        context.loop.compiled = compile_regions(context, execution.compile, execution.compile_backend)
+
+
+def _blocks_are_called_from_eager_code(context: Context) -> None:
+    whole = context.loop.compiled is not None and context.loop.compiled.is_whole
+    if whole and any(region.recompute or region.move for region in context.activations.regions):
+        raise ApplyError(
+            "recompute and offload of blocks do not work with execution: {compile: model}.",
+            evidence="One graph holds all blocks.",
+            fix="compile: blocks, or recompute: {kind: memory_budget}",
+            code="MT315",
+        )
+
+
+def _one(context: Context, config: TunedConfig, slot: str) -> None:
+    technique: Technique = config.settings.technique(slot)
+    technique.apply(context, technique.plan_in(config.plan))
+
+
+def _models_own_loss(model: nn.Module, batch: Any) -> Tensor:
+    out = (
+        model(**batch)
+        if isinstance(batch, Mapping)
+        else model(*batch)
+        if isinstance(batch, tuple | list)
+        else model(batch)
+    )
+    loss = getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ApplyError(
+            "Tuned.step does not know the loss.",
+            fix="memtune.apply(model, optimizer, config, loss=loss_function)",
+            code="MT311",
+        )
+    return loss
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    construction = construction_of(model)
+    return next(model.parameters()).device if construction is None else construction.device
+
+
+def _join_ranks(model: nn.Module) -> None:
+    """Under torchrun the process group is started if the script has not done so yet."""
+    if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if _device_of(model).type == "cuda" else "gloo")
+    if dist.is_available() and dist.is_initialized():
+        shutdown.drain_at_exit()

@@ -1,0 +1,66 @@
+"""Proof that a config is in effect: every trainable parameter is updated, every claimed block is wrapped,
+bytes did move.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memtune.errors import ApplyError
+from memtune.runtime import Context
+
+
+def audit(context: Context) -> dict[str, Any]:
+    """Facts by axis.
+
+    Raises:
+        ApplyError: A trainable parameter is in no parameter group, a claimed block is not wrapped, or a
+            technique's own check failed.
+    """
+    facts: dict[str, Any] = {
+        "parameters": _parameters_are_updated(context),
+        "activations": _activations(context),
+    }
+    for slot, check in context.checks.items():
+        facts[slot] = check()
+    return facts
+
+
+def _parameters_are_updated(context: Context) -> int:
+    """Number of trainable parameters, all of which the optimizer holds (or holds a host copy of)."""
+    held = {id(p) for group in context.optimizer.param_groups for p in group["params"]}
+    held |= {id(device) for device in context.placement.optimizer_params}
+    lost = [name for name, p in context.model.named_parameters() if p.requires_grad and id(p) not in held]
+    if lost:
+        raise ApplyError(
+            f"{len(lost)} trainable parameters are in no parameter group and would never be updated.",
+            evidence=f"First: {', '.join(lost[:3])}.",
+            fix="build the optimizer from model.parameters() of this model, before memtune.apply",
+            code="MT312",
+        )
+    return sum(p.requires_grad for p in context.model.parameters())
+
+
+def _activations(context: Context) -> dict[str, Any]:
+    table = context.activations
+    claimed = [region for region in table.regions if region.recompute or region.move]
+    for region in claimed:
+        if "forward" not in vars(region.module):
+            raise ApplyError(
+                f"{region.name} should be recomputed or moved, but its forward is not wrapped.", code="MT313"
+            )
+    recompute = {region.name for region in claimed if region.recompute}
+    ran = table.traffic.forwards
+    idle = sorted(recompute & ran - table.traffic.recomputed_regions)
+    if ran and len(idle) == len(recompute) and recompute:
+        raise ApplyError(
+            f"{len(idle)} blocks ran but nothing in them is recomputed.",
+            evidence=f"First: {idle[0]}.",
+            fix="recompute: {kind: none}; blocks that checkpoint themselves need no other recompute",
+            code="MT313",
+        )
+    return {
+        "recomputed_blocks": len(recompute),
+        "moved_blocks": sum(region.move > 0 for region in claimed),
+        "moved_bytes": table.traffic.moved_bytes,
+    }

@@ -1,0 +1,115 @@
+"""State dicts with the keys, shapes and values of the plain model, whatever the config did to where the bytes
+live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from memtune.errors import ApplyError
+from memtune.runtime import Context, local
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """The optimizer's replacement of a parameter of the model: its shard or its master."""
+
+    name: str
+    """Of the model's parameter."""
+    held: nn.Parameter
+    """The optimizer's: the model's own, this rank's rows of it, or a host copy of either."""
+    layout: nn.Parameter
+    """The parameter on the device that `held` is, or is a host copy of: a DTensor where it is divided."""
+
+    def divided(self, value: Any) -> Any:
+        """A state tensor of this parameter, as the DTensor that it is this rank's part of; itself where
+        nothing is divided.
+
+        Raises:
+            ApplyError: It belongs to a divided parameter and is of another shape, so that nothing says where
+                it belongs.
+        """
+        if (
+            not isinstance(value, Tensor)
+            or isinstance(value, DTensor)
+            or not value.dim()
+            or not isinstance(self.layout, DTensor)
+        ):
+            return value
+        part = local(self.layout)
+        if value.shape != part.shape:
+            raise ApplyError(
+                f"The optimizer's state of {self.name} is stored in a form that belongs to these ranks"
+                " alone.",
+                evidence=f"A tensor of shape {tuple(value.shape)} for {tuple(part.shape)} divided weights.",
+                fix="offload: {states: {kind: optimizer_cpu, moments: float32}}",
+                code="MT372",
+            )
+        return self.part(value.to(part.device))
+
+    def part(self, rows: Tensor) -> DTensor:
+        """`rows`, laid out as this rank's part of the parameter."""
+        layout = self.layout
+        assert isinstance(layout, DTensor)
+        mesh, placements = layout.device_mesh, layout.placements
+        return DTensor.from_local(
+            rows, mesh, placements, run_check=False, shape=layout.shape, stride=layout.stride()
+        )
+
+
+def held_parameters(context: Context) -> list[ParameterEntry]:
+    """Return the optimizer's parameters, in the order of its state dict; the name is empty if a parameter is
+    not the model's.
+    """
+    of: dict[int, ParameterEntry] = {}
+    for name, parameter in context.model.named_parameters():
+        layout = parameter
+        chain = context.placement.param_chain(parameter)
+        for before, held in pairwise(chain):
+            layout = held if isinstance(held, DTensor) or not isinstance(before, DTensor) else before
+        of[id(chain[-1])] = ParameterEntry(name, chain[-1], layout)
+    flat = [parameter for group in context.optimizer.param_groups for parameter in group["params"]]
+    return [of.get(id(parameter)) or ParameterEntry("", parameter, parameter) for parameter in flat]
+
+
+def full_state_dict(context: Context) -> dict[str, Any]:
+    """The model first: FSDP2 then reshards units that a forward has left gathered."""
+    # The model first: FSDP2 then divides what a forward has left gathered.
+    remote = context.placement.remote_parameters
+    model = {name: full_value(context, name, value) for name, value in context.model.state_dict().items()}
+    plain = context.optimizer.state_dict()
+    held = held_parameters(context)
+    if remote is not None:
+        found = {}
+        for index, each in enumerate(held):
+            here = {what: whole(each.divided(value)) for what, value in plain["state"].get(index, {}).items()}
+            found[index] = remote.states(each.name, here)
+        return {
+            "model": model,
+            "optimizer": {**plain, "state": {index: state for index, state in found.items() if state}},
+        }
+    plain["state"] = {
+        index: {name: whole(held[index].divided(value)) for name, value in state.items()}
+        for index, state in plain["state"].items()
+    }
+    return {"model": model, "optimizer": plain}
+
+
+def full_value(context: Context, name: str, value: Any) -> Any:
+    """Return an entry of the model's state dict in full: gathered from all its ranks, or sent by its
+    owner.
+    """
+    remote, here = context.placement.remote_parameters, whole(value)
+    return here if remote is None else remote.whole(name, here)
+
+
+def whole(value: Any) -> Any:
+    """A divided tensor gathered from all its ranks; anything else as it is."""
+    with torch.no_grad():
+        return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,329 @@
+"""The smaller commands: trial, run, techniques, doctor, watch, config."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memtune.cli._output import emit, results
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from memtune.config import TunedConfig
+    from memtune.executors import TrialResult
+    from memtune.technique import Reason
+
+SCHEMA = 1
+
+
+def trial(given: dict[str, Any]) -> int:
+    """`memtune trial`: exit 0 when it ran, 1 when it was out of memory, timed out or crashed, 3 when the
+    storage was at fault.
+    """
+    from memtune.cli import _options
+    from memtune.config import load_config
+
+    tuned = load_config(given["config"])
+    executor: Any = _options.one_of("--executor", given["executor"], ("auto", "local", "ray"))
+    device, ranks = _options.place(given, for_trials=True)
+    _options.offload_dir(given, for_trials=True)
+
+    from memtune.autotune.search import run_trial
+    from memtune.executors import CAPACITY_ERRORS
+    from memtune.technique import Reason
+
+    def run(config: TunedConfig) -> TrialResult:
+        return run_trial(
+            _options.workload(given["model"]),
+            config,
+            device=device,
+            ranks=ranks,
+            budget_bytes=_options.memory(given["max_memory"]),
+            micro_batch=given["micro_batch"],
+            steps=given["steps"],
+            seed=given["seed"],
+            executor=executor,
+            ray_address=given["ray_address"],
+        )
+
+    with results() as stream:
+        result = run(tuned)
+        if (
+            result.status == "unfit" and not tuned.plan and result.code not in CAPACITY_ERRORS
+        ):  # a technique may need its plan
+            found = _planned(tuned, given, device, ranks)
+            if isinstance(found, Reason):
+                result = result.model_copy(
+                    update={"reason": f"the config does not fit {given['model']}: {found}", "log_tail": ""}
+                )
+            else:
+                result = run(found)
+        if given["as_json"]:
+            document = result.model_dump(mode="json")
+            emit({"schema": SCHEMA, "loss": document.pop("losses"), **document}, stream)
+        elif result.status == "ok":
+            peak, reserved = (
+                format_bytes(each or 0) for each in (result.peak_allocated_bytes, result.peak_reserved_bytes)
+            )
+            print(
+                f"step {format_seconds(result.step_s or 0)} ± {format_seconds(result.spread_s)}", file=stream
+            )
+            print(f"peak {peak} allocated, {reserved} reserved", file=stream)
+            if written := result.link_bytes.get("ssd_write"):
+                print(f"written to SSD: {format_bytes(written)} a step and rank", file=stream)
+            print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}", file=stream)
+    if result.status != "ok":
+        print(failure_text(result), file=sys.stderr)
+    return 0 if result.status == "ok" else result.exit_code or 1
+
+
+def failure_text(result: TrialResult) -> str:
+    """How a trial failed and the end of its output; a message that is in both stands there once, in its own
+    lines.
+    """
+    at, lines = result.reason.find(result.code or "\n"), result.log_tail.splitlines()
+    for i in range(len(lines) if at >= 0 else 0):
+        if " ".join(" ".join(lines[i:]).split()).startswith(result.reason[at:]):
+            return "\n".join(
+                [*lines[:i], f"{result.status}: {result.reason[:at]}{lines[i]}", *lines[i + 1 :]]
+            )
+    return f"{result.status}: {result.reason}\n{result.log_tail}".rstrip()
+
+
+def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int) -> TunedConfig | Reason:
+    """`tuned`, which holds settings alone, with the plans that its techniques make for the workload; or why
+    one does not fit.
+    """
+    from memtune.autotune.search import prepare
+    from memtune.autotune.space import PlanOptions
+    from memtune.cli import _options
+    from memtune.technique import Reason
+
+    print("the config has no plan: recording one training step to make it", file=sys.stderr)
+    setup = prepare(
+        PlanOptions(
+            workload=given["model"],
+            device=device,
+            ranks=ranks,
+            budget_bytes=_options.memory(given["max_memory"]),
+            config=given["config"],
+            micro_batch=given["micro_batch"],
+        )
+    )
+    assert setup.only is not None  # there is a config
+    found = setup.scorer.rewriter.candidate(setup.only)
+    return found if isinstance(found, Reason) else tuned.model_copy(update={"plan": dict(found.plans)})
+
+
+def run(config: Path, command: list[str]) -> int:
+    """`memtune run`: become the command, with the config's environment."""
+    from memtune.config import environment, load_config
+
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        raise UsageError(
+            "memtune run needs a command.", fix=f"memtune run {config} -- python train.py", code="MT100"
+        )
+    wanted = environment(load_config(config).settings)
+    program = shutil.which(command[0])
+    if program is None:
+        raise UsageError(f"There is no command {command[0]}.", fix="give it with its path", code="MT100")
+    sys.stdout.flush()
+    os.execve(program, command, {**os.environ, **wanted})
+
+
+def techniques(as_json: bool) -> int:
+    """`memtune techniques`."""
+    from memtune.search_spaces import all_techniques
+
+    rows = [
+        {
+            "axis": each.slot,
+            "kind": each.model_fields["kind"].default,
+            "title": each.title,
+            "source": each.source,
+            "exactness": str(each.exactness),
+        }
+        for each in all_techniques()
+    ]
+    if as_json:
+        emit(rows)
+        return 0
+    width = max(len(row["axis"]) for row in rows)
+    for row in rows:
+        print(f"{row['axis']:<{width}}  {row['kind']:<20}  {row['exactness']:<9}  {row['title']}")
+    return 0
+
+
+def doctor(as_json: bool) -> int:
+    """`memtune doctor`: what is here, and for what is missing, what it would give."""
+    import torch
+
+    import memtune
+    from memtune.hardware import calibration_cache, usable_cores
+    from memtune.memory import cpu_allocator
+
+    known = {
+        device: found.source
+        for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
+        if (found := calibration_cache.load(device))
+    }
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts: dict[str, Any] = {
+        "schema": SCHEMA,
+        "memtune": memtune.__version__,
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        "cores": usable_cores(),
+        "memory_bytes": memory_bytes,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "ray": importlib.util.find_spec("ray") is not None,
+        "native_ledger": cpu_allocator.available() is None,
+        "rates": known,
+    }
+    if as_json:
+        emit(facts)
+        return 0
+    print(f"memtune {facts['memtune']} · Python {facts['python']} · torch {facts['torch']}")
+    print(
+        f"{facts['cores']} cores · {format_bytes(memory_bytes)} memory · GPUs:"
+        f" {', '.join(facts['gpus']) or 'none'}"
+    )
+    reason = cpu_allocator.available()
+    print(
+        "native CPU ledger: "
+        + ("ready" if reason is None else f"not available, the slower one is used ({reason.what})")
+    )
+    for device, source in (
+        known or {"rates": "not measured; memtune doctor --calibrate does it in a minute"}
+    ).items():
+        print(f"{device}: {source}")
+    print(
+        "Ray: "
+        + ("installed" if facts["ray"] else "not installed; for several GPUs  pip install 'memtune[ray]'")
+    )
+    return 0
+
+
+def clean(directory: Path | None, as_json: bool) -> int:
+    """`memtune clean`: what was removed, and what it took."""
+    from memtune.ssd import offload_dir
+
+    roots = [str(directory)] if directory is not None else offload_dir.all_allowed() or [None]
+    removed = [left for root in roots for left in offload_dir.clean(offload_dir.checked(root, quiet=True))]
+    if as_json:
+        emit(
+            {
+                "schema": SCHEMA,
+                "removed": [{"path": str(each.path), "bytes": each.n_bytes} for each in removed],
+            }
+        )
+        return 0
+    for each in removed:
+        kept = ", from which training could have gone on" if each.resumable else ""
+        print(f"removed {each.path}: {format_bytes(each.n_bytes)}{kept}")
+    if not removed:
+        print("nothing to remove")
+    return 0
+
+
+def calibrate(device: str | None, as_json: bool) -> int:
+    """`memtune doctor --calibrate`: measure this machine, keep it, print the figures with how they were
+    found.
+    """
+    import torch
+
+    from memtune.autotune.predict import calibrate as measure_machine
+    from memtune.cli import _options
+
+    where: Any = _options.one_of(
+        "--device", device or ("cuda" if torch.cuda.is_available() else "cpu"), ("cpu", "cuda")
+    )
+    with results() as stream:
+        found = measure_machine(where, say=lambda text: print(text, file=sys.stderr))
+        if as_json:
+            emit({"schema": SCHEMA, "device": where, **asdict(found)}, stream)
+            return 0
+        print(f"{found.machine}: {found.source}, {found.details['seconds']:.0f} s", file=stream)
+        for name, value in found.constants.items():
+            print(f"{name:<28} {_rate(name, value):>14}   {found.how[name]}", file=stream)
+        for name, points in sorted(found.curves.items()):
+            x, y = points[-1]
+            smallest = format_seconds(points[0][1])
+            print(
+                f"{name:<28} {x / y:>13.0%}    of peak at its largest; smallest {smallest}; {len(points)}"
+                " sizes",
+                file=stream,
+            )
+        for name, value in found.details.items():
+            if isinstance(value, str):
+                print(f"{name:<28} {value}", file=stream)
+    return 0
+
+
+def _rate(name: str, value: float) -> str:
+    if name.endswith("flops_per_s"):
+        return f"{value / 1e9:,.1f} GFLOP/s"
+    return f"{value / 1e9:,.2f} GB/s" if name.endswith("bytes_per_s") else format_seconds(value)
+
+
+def watch(study: str) -> int:
+    """`memtune watch`: the screen over an event log."""
+    from memtune.autotune.ui import run_tui
+
+    places = (Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl")
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        known = sorted(p.parent.name for p in Path(".memtune").glob("*/events.jsonl"))
+        raise EnvironmentFault(
+            f"There is no study {study} here.",
+            evidence=f"Known: {', '.join(known) or 'none'}.",
+            fix="give its name or the path of its events.jsonl",
+            code="MT404",
+        )
+    if not sys.stdout.isatty():
+        raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
+    run_tui(path)
+    return 0
+
+
+def config_check(config: Path, as_json: bool) -> int:
+    """`memtune config check`."""
+    from memtune.config import load_config
+
+    tuned = load_config(config)
+    if as_json:
+        emit({"schema": SCHEMA, "ok": True, "settings": tuned.settings.dump()})
+    else:
+        count, execution = (
+            len(tuned.settings.techniques),
+            tuned.settings.execution.summary() or "plain execution",
+        )
+        print(f"{config} is good: {count} technique{'s' * (count != 1)}, {execution}")
+    return 0
+
+
+def config_show(config: Path, as_json: bool) -> int:
+    """`memtune config show`."""
+    from memtune.config import dump_yaml, load_config
+
+    tuned = load_config(config)
+    if as_json:
+        emit({"schema": SCHEMA, **tuned.document()})
+    else:
+        print(dump_yaml(tuned), end="")
+    return 0
+
+
+def config_schema() -> int:
+    """`memtune config schema`."""
+    from memtune.config import schema
+
+    emit(schema())
+    return 0

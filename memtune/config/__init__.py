@@ -1,0 +1,42 @@
+"""`TunedConfig`: the file that a search writes and `memtune.apply` reads, its YAML and its JSON schema."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.config.json_schema import schema
+    from memtune.config.tuned_config import (
+        MadeFor,
+        Settings,
+        TunedConfig,
+        check_blocks,
+        check_environment,
+        check_machine,
+        check_made_for,
+        dump_yaml,
+        environment,
+        fingerprint,
+        load_config,
+    )
+    from memtune.config.yaml_io import save_text
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "MadeFor",
+    "Settings",
+    "TunedConfig",
+    "check_blocks",
+    "check_environment",
+    "check_machine",
+    "check_made_for",
+    "dump_yaml",
+    "environment",
+    "fingerprint",
+    "load_config",
+    "save_text",
+    "schema",
+]

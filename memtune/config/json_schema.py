@@ -1,0 +1,68 @@
+"""The JSON Schema of a config, for editors and other programs; `load_config` checks the same and says
+more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from memtune.config.tuned_config import SCHEMA, MadeFor
+from memtune.search_spaces import SLOTS, find, kinds
+from memtune.search_spaces.execution import Execution
+
+_REF = "#/$defs/{model}"
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a whole config: every slot with every technique that may stand in it."""
+    by_slot = {slot: [find(slot, kind) for kind in kinds(slot)] for slot in SLOTS}
+    models: list[type[BaseModel]] = [
+        Execution,
+        MadeFor,
+        *(each for found in by_slot.values() for each in found),
+    ]
+    refs, shared = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    settings: dict[str, Any] = {"execution": refs[(Execution, "validation")]}
+    for slot, found in by_slot.items():
+        techniques = {
+            "oneOf": [
+                refs[(model, "validation")] | _kind(model.model_fields["kind"].default) for model in found
+            ]
+        }
+        group, _, name = slot.partition(".")
+        if group == "execution":
+            shared["$defs"][Execution.__name__]["properties"][name] = techniques
+        elif name:
+            settings.setdefault(group, _mapping({}))["properties"][name] = techniques
+        else:
+            settings[group] = techniques
+    anything = {"type": "object"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "memtune config",
+        **_mapping(
+            {
+                "memtune": {"type": "integer", "minimum": 1, "maximum": SCHEMA},
+                "settings": _mapping(settings),
+                "measured": anything,
+                "predicted": anything,
+                "certificate": anything,
+                "made_for": refs[(MadeFor, "validation")],
+                "plan": _mapping(dict.fromkeys(SLOTS, anything)),
+                "study": anything,
+            }
+        ),
+        "$defs": shared["$defs"],
+    }
+
+
+def _kind(kind: str) -> dict[str, Any]:
+    # The techniques have a default for it, a config must spell it out.
+    return {"required": ["kind"], "properties": {"kind": {"const": kind}}}
+
+
+def _mapping(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False}

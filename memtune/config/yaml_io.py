@@ -1,0 +1,290 @@
+"""YAML 1.2 as untrusted data: parsed with line numbers and without tags, aliases or surprises; written short;
+saved whole.
+
+Only mappings with text keys, lists, text, numbers, booleans and null exist here, which is what JSON can say.
+Scalars follow the YAML 1.2 core schema, so `no` is text and `1e-3` a number. Reading never recurses: depth
+costs nothing to an attacker.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memtune.errors import ConfigError, EnvironmentFault
+
+MAX_BYTES = 2**20
+MAX_DEPTH = 20
+
+Trail = tuple[str | int, ...]
+"""Where a value stands: the keys and indices that lead to it."""
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)")
+_CONSTANTS = {"": None, "~": None} | {
+    spelt: value
+    for word, value in (("null", None), ("true", True), ("false", False))
+    for spelt in (word, word.capitalize(), word.upper())
+}
+_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+*-]*( [A-Za-z0-9_./+*-]+)*")
+
+
+class Document:
+    """Parsed data and the line on which each part of it stands.
+
+    Attributes:
+        data: The value of the document; an empty document is an empty mapping.
+        source: What to call it in messages: a file name, or `config`.
+    """
+
+    def __init__(self, data: Any, lines: Mapping[Trail, int], source: str) -> None:
+        self.data, self.source = data, source
+        self._lines = lines
+
+    def where(self, path: Trail) -> str:
+        """`tuned.yaml:7` for the part at `path`, or for the nearest part around it that has a line; `config`
+        without lines.
+        """
+        for length in range(len(path), -1, -1):
+            if path[:length] in self._lines:
+                return f"{self.source}:{self._lines[path[:length]]}"
+        return self.source
+
+
+class _Builder:
+    """Builds data from parser events: a stack of open containers, one step per event."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.root: Any = {}
+        self.lines: dict[Trail, int] = {}
+        self._open: list[tuple[Any, Trail]] = []  # containers and where they stand
+        self._keys: list[str | None] = []  # per container, the key whose value comes next
+        self._documents = 0
+
+    def feed(self, event: Any) -> None:
+        name, line = type(event).__name__, event.start_mark.line + 1
+        if name == "DocumentStartEvent":
+            self._documents += 1
+            if self._documents > 1:
+                raise self.refuse("a second document", line, "keep one document per file")
+        elif name == "AliasEvent" or getattr(event, "anchor", None) is not None:
+            raise self.refuse("an anchor or alias", line, "write the value out")
+        elif name in ("ScalarEvent", "MappingStartEvent", "SequenceStartEvent"):
+            if event.tag is not None:
+                raise self.refuse(
+                    f"the tag {str(event.tag)[:40]}", line, "remove it; plain values are enough"
+                )
+            if name == "ScalarEvent":
+                self._scalar(event, line)
+            else:
+                self._start({} if name == "MappingStartEvent" else [], line)
+        elif name in ("MappingEndEvent", "SequenceEndEvent"):
+            self._open.pop()
+            self._keys.pop()
+
+    def refuse(self, what: str, line: int, fix: str) -> ConfigError:
+        return ConfigError(f"{self.source}:{line}  {what} is not allowed in a config.", fix=fix, code="MT205")
+
+    def _start(self, container: Any, line: int) -> None:
+        if len(self._open) >= MAX_DEPTH:
+            raise self.refuse(f"nesting deeper than {MAX_DEPTH}", line, "flatten it")
+        path = self._place(container, line)
+        self._open.append((container, path))
+        self._keys.append(None)
+
+    def _scalar(self, event: Any, line: int) -> None:
+        if self._open and isinstance(self._open[-1][0], dict) and self._keys[-1] is None:
+            mapping, path = self._open[-1]
+            if event.value in mapping:
+                first = self.lines[(*path, event.value)]
+                raise self.refuse(
+                    f"the key '{event.value[:60]}', given on line {first} already,", line, "keep one of them"
+                )
+            self._keys[-1] = event.value
+            return
+        try:
+            value = _resolve(event.value) if event.style is None else event.value
+        except ValueError:
+            raise self.refuse("a number of this length", line, "shorten it") from None
+        self._place(value, line)
+
+    def _place(self, value: Any, line: int) -> Trail:
+        path: Trail = ()
+        if not self._open:
+            self.root = value
+        else:
+            container, outer = self._open[-1]
+            if isinstance(container, list):
+                path = (*outer, len(container))
+                container.append(value)
+            else:
+                key = self._keys[-1]
+                if key is None:
+                    raise self.refuse("a mapping or list as a key", line, "write the key as a word")
+                path = (*outer, key)
+                container[key] = value
+                self._keys[-1] = None
+        self.lines[path] = line
+        return path
+
+
+def parse(text: str | bytes, source: str = "config") -> Document:
+    """Parse one YAML 1.2 document of plain data.
+
+    Raises:
+        ConfigError: It is no YAML, or holds tags, anchors, aliases, duplicate or non-text keys, more than one
+            document, more than 1 MiB, or more than 20 levels.
+    """
+    # Imported here: commands that read no config do not pay for it.
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError
+
+    raw = text.encode("utf-8", errors="surrogatepass") if isinstance(text, str) else text
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(
+            f"{source} is larger than {MAX_BYTES >> 20} MiB; no config is.",
+            fix="check that this is the file you meant",
+            code="MT205",
+        )
+    builder = _Builder(source)
+    try:
+        for event in YAML(typ="safe", pure=True).parse(raw.decode("utf-8")):
+            builder.feed(event)
+    except ConfigError:
+        raise
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(
+            f"{where}  this is not YAML:  {reason}", fix="correct that line", code="MT205"
+        ) from error
+    except (
+        Exception
+    ) as error:  # the parser was not written for hostile text: whatever it trips over, the text is at fault
+        raise ConfigError(
+            f"{source} is not YAML:  {_first_line(error)}", fix="write it as UTF-8 text", code="MT205"
+        ) from error
+    return Document(builder.root, builder.lines, source)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+def _resolve(text: str) -> Any:
+    """The value of a plain scalar under the core schema."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if _INT.fullmatch(text):
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if match := _INFINITE.fullmatch(text):
+        return -math.inf if match[1] == "-" else math.inf
+    return math.nan if text in (".nan", ".NaN", ".NAN") else text
+
+
+def flow(value: Any) -> str:
+    """`value` on one line: `{kind: copy_out, ratio: 0.5}`. Parsing gives back an equal value."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{flow(str(key))}: {flow(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str):
+        plain = _PLAIN.fullmatch(value) and _resolve(value) is value
+        return value if plain else _quoted(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, int):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+def _float(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+
+
+def _quoted(text: str) -> str:
+    escaped = []
+    for char in text:
+        if char in '"\\':
+            escaped.append("\\" + char)
+        elif char.isprintable() and char != "\ufeff":
+            escaped.append(char)
+        else:
+            escaped.append(f"\\U{ord(char):08x}" if ord(char) > 0xFFFF else f"\\u{ord(char):04x}")
+    return '"' + "".join(escaped) + '"'
+
+
+def read_text(path: Path) -> bytes:
+    """Bytes of the config file at `path`, at most one more than `MAX_BYTES`; raises ConfigError when it
+    cannot be read.
+    """
+    try:
+        if path.is_dir():
+            raise ConfigError(
+                f"{path} is a folder, not a config.", fix="give the path of a tuned.yaml", code="MT207"
+            )
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        near = sorted(each.name for each in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"There is no file {path}.",
+            evidence=f"Here: {', '.join(near)}." if near else "",
+            fix="memtune search model.py  writes tuned.yaml",
+            code="MT207",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read:  {_first_line(error)}", fix="check its permissions", code="MT207"
+        ) from error
+
+
+def save_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Write `text` to `path` so that a crash at any moment leaves the old file or the new one, whole and on
+    disk.
+
+    Returns:
+        The file written (a link is followed, not replaced).
+
+    Raises:
+        EnvironmentFault: The folder is missing, read-only or full; nothing is left behind.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        # 0o666 under the user's umask, as any editor would: a config is there to be shared.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(text.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path} cannot be written:  {error.strerror}",
+            fix="free space there, or choose another file",
+            code="MT403",
+        ) from error
+    return target

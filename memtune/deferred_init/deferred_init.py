@@ -1,0 +1,652 @@
+"""Deferred initialization: builds models larger than one rank without memory.
+
+They are sharded first, and then filled shard by shard.
+
+Rules:
+
+1. `deferred` runs the user's code on fake tensors and leaves the model on the meta device. Before sharding,
+  `apply` needs names and shapes only.
+2. Where FSDP2 shards parameters, their meta shards get their rows as each whole value becomes final: at no
+  time is more whole than what the construction still works on, which is one layer's parameters if layers
+  initialize their own weights.
+3. Where ranks share layers or have stages, each parameter is cut on the meta device, and a rank keeps its
+  piece of the value (`keep_only`); FSDP2 may divide that piece further.
+4. Other models are filled before the first technique that needs values.
+5. Ranks compare their generators' states: all must initialize the same model, whose values no rank has yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memtune.errors import ApplyError, MemtuneError
+from memtune.runtime import DEVICE, HOST, OneFakeMode, local, mutated, tensors_in, tier
+
+_MARK, _PIECES = "_memtune_construction", "_memtune_pieces"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of `ranks` equal pieces of a tensor along `dim`."""
+
+    dim: int
+    ranks: int
+    rank: int
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        """Return the piece, a view."""
+        return whole.chunk(self.ranks, self.dim)[self.rank]
+
+
+def deferred(build: Callable[[], nn.Module], device: torch.device | str = "cpu") -> nn.Module:
+    """Return the model of `build()` without memory.
+
+    `memtune.apply` shards it and then fills this rank's part.
+
+        model = memtune.deferred(Model, "cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = memtune.apply(model, optimizer, "tuned.yaml")
+
+    Weights and buffers get the bits that a plain `build()` would give them, drawn from torch's generators in
+    their current state. `apply` leaves the generators as `build()` would have, unless something has drawn
+    from them in between.
+
+    Args:
+        build: Makes and initializes the model; only `apply` may change the model's tensors afterwards.
+        device: Device of the model.
+
+    Raises:
+        ApplyError: The construction cannot be deferred (MT398): it reads values that were drawn, changes
+            memory that other tensors have, or fails on tensors without memory. The message names the op, or
+            has the error.
+    """
+    recorder = Recorder(torch.device(device))
+    construction = recorder.construction
+    with recorder.recording(), warnings.catch_warnings():
+        # Deep copies ask fake tensors for their address; the answer is right, and the user can do nothing
+        # about the warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        try:
+            model = build()
+        except MemtuneError:
+            raise
+        except Exception as error:  # user code may raise anything
+            raise not_deferred(
+                f"it fails on tensors without memory: {(str(error).splitlines() or [''])[0]}"
+            ) from error
+        for name, places in _places(model).items():
+            fake = places[0][2]
+            if isinstance(fake, FakeTensor):
+                construction.tensors[name] = recorder.ref(fake)
+                _put(places, _on_meta(fake))
+    _require_none_left(model)
+    vars(model)[_MARK] = construction
+    return model
+
+
+def _on_meta(fake: Tensor) -> Tensor:
+    with _disable_current_modes():
+        bare = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
+        if not isinstance(fake, nn.Parameter):
+            return bare
+        parameter = nn.Parameter(bare, requires_grad=fake.requires_grad)
+    vars(parameter).update(_own_attributes(fake))
+    return parameter
+
+
+def _own_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that the user's code has set on a parameter."""
+    known = vars(FakeTensor).get("__annotations__", {}).keys() | {"_is_param", "_spec", "_local_tensor"}
+    return {
+        name: value
+        for name, value in vars(parameter).items()
+        if name not in known and not name.startswith("_")
+    }
+
+
+def _require_none_left(model: nn.Module) -> None:
+    """Check that only parameters, buffers and attributes of modules hold tensors."""
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            held = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else ()
+            )
+            if any(isinstance(each, FakeTensor) for each in held):
+                raise not_deferred(
+                    f"{path}.{attribute} holds tensors that are no parameters or buffers".lstrip(".")
+                )
+
+
+def construction_of(model: nn.Module) -> Construction | None:
+    """Return the recorded construction of a deferred model; None for other models and after filling."""
+    return vars(model).get(_MARK)
+
+
+def require_untouched(model: nn.Module) -> None:
+    """Check that a deferred model has the tensors that it was built with (Rule 1).
+
+    Raises:
+        ApplyError: It was moved or converted since.
+    """
+    construction = construction_of(model)
+    if construction is None:
+        strange = next((name for name, each in model.named_parameters() if each.is_meta), None)
+        if strange is not None:
+            raise ApplyError(
+                f"{strange} is on the meta device, and nothing is known of its values.",
+                fix="model = memtune.deferred(build), where build() makes the model",
+                code="MT399",
+            )
+        return
+    for name, places in _places(model).items():
+        each = places[0][2]
+        known = construction.tensors.get(name)
+        if each.is_meta and (known is None or (known.size, known.dtype) != (tuple(each.size()), each.dtype)):
+            raise not_deferred(f"{name} was changed after memtune.deferred")
+
+
+def keep_only(model: nn.Module, pieces: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+    """Keep only `pieces` of a deferred model's parameters: functions by name (Rule 3)."""
+    if construction_of(model) is not None:
+        vars(model)[_PIECES] = {**vars(model).get(_PIECES, {}), **pieces}
+
+
+def agreed_state(model: nn.Module) -> list[str]:
+    """Return descriptions of what all ranks must have alike (Rule 5)."""
+    construction = construction_of(model)
+    if construction is None:
+        return []
+    digest = hashlib.sha256()
+    for state in construction.states.values():
+        digest.update(state.numpy().tobytes())
+    return [f"random numbers at the model's construction: sha256:{digest.hexdigest()[:16]}"]
+
+
+def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) -> None:
+    """Make all that this rank holds of a deferred model on its device (Rules 3 and 4).
+
+    Other models are left unchanged.
+
+    Args:
+        model: Changed in place.
+        optimizer: Gets the new parameters.
+        rebind: `parallel.sharding.fsdp_sharding.rebind`.
+    """
+    construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
+    if construction is None:
+        return
+    before = dict(model.named_parameters())
+    places = _places(model)
+
+    def place(name: str, whole: Tensor) -> None:
+        mine = pieces[name](whole) if name in pieces else whole
+        _put(places[name], _like(places[name], mine, construction))
+
+    construction.run(place)
+    for found in places.values():
+        real = found[0][2]
+        if not real.is_meta and real.device != construction.device and _goes_along(found):
+            _put(found, _like(found, local(real.detach()), construction))
+    rebind(optimizer, before, dict(model.named_parameters()))
+
+
+def _like(places: _Places, mine: Tensor, construction: Construction) -> Tensor:
+    """Return a copy of `mine` on its device, of the type of `places`.
+
+    It is a parameter or buffer, a DTensor or plain, as they are.
+    """
+    old, value = places[0][2], _value(places, mine, construction)
+    if isinstance(old, DTensor):
+        value = DTensor.from_local(
+            value, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )
+    if isinstance(old, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=old.requires_grad)
+        vars(value).update(_own_attributes(old))
+    return value
+
+
+def fill_shards(model: nn.Module) -> None:
+    """Make this rank's shards of a deferred model that FSDP2 has sharded on the meta device (Rule 2).
+
+    Other models are left unchanged.
+    """
+    construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
+    if construction is None:
+        return
+    places = _places(model)
+    shards = {id(each.sharded_param): each for each in _fsdp_params(model)}
+
+    def place(name: str, whole: Tensor) -> None:
+        old, mine = places[name][0][2], pieces[name](whole) if name in pieces else whole
+        if id(old) in shards:
+            _fill_shard(shards[id(old)], mine, construction.device)
+            return
+        _put(places[name], _like(places[name], mine, construction))
+
+    construction.run(place)
+
+
+def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device) -> None:
+    """Give `shard` its rows of `whole`, padded as FSDP2 pads them."""
+    dim, rank = shard.fsdp_placement.dim, shard.mesh_info.shard_mesh_rank
+    padded, length = shard.padded_sharded_param_size, shard.sharded_size[dim]
+    old = shard.sharded_param
+    with tier(DEVICE):
+        memory = torch.zeros(padded, dtype=whole.dtype, device=device)
+        mine = memory.narrow(dim, 0, length)
+        if length:
+            mine.copy_(whole.narrow(dim, rank * padded[dim], length))
+        new = nn.Parameter(shard.to_sharded_dtensor(mine), requires_grad=old.requires_grad)
+        vars(new).update(_own_attributes(old))
+        shard._setattr_on_modules(new)
+        shard.sharded_param, shard._sharded_param_data = new, memory.view(-1)
+        shard.reset_sharded_param()
+
+
+def _fsdp_params(model: nn.Module) -> Iterator[FSDPParam]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
+
+
+_Places = list[tuple[nn.Module, str, Tensor]]
+
+
+def _places(model: nn.Module) -> dict[str, _Places]:
+    """Return all places of each parameter, buffer and other tensor, by its first name.
+
+    A place is a module and the attribute that holds the tensor.
+    """
+    first, found = dict[int, str](), dict[str, _Places]()
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            for attribute, each in held.items():
+                if isinstance(each, Tensor):
+                    name = first.setdefault(id(each), f"{path}.{attribute}" if path else attribute)
+                    found.setdefault(name, []).append((module, attribute, each))
+    return found
+
+
+def _put(places: _Places, value: Tensor) -> None:
+    for module, attribute, _ in places:
+        setattr(module, attribute, value)  # recurrent layers keep a list of their own beside
+
+
+def _goes_along(places: _Places) -> bool:
+    """Return whether `Module.to` would move it: a parameter or a buffer, not a plain attribute."""
+    return any(
+        attribute in module._parameters or attribute in module._buffers for module, attribute, _ in places
+    )
+
+
+def _value(places: _Places, whole: Tensor, construction: Construction) -> Tensor:
+    """Return a copy of `whole`, the value for `places`, on its device."""
+    with tier(DEVICE):
+        return torch.empty_like(
+            whole, device=construction.device if _goes_along(places) else whole.device
+        ).copy_(whole)
+
+
+# A model's construction, written down on fake tensors and run later, a tensor at a time.
+_FILLS = frozenset(
+    f"aten.{name}_"
+    for name in (
+        "normal uniform zero fill copy random bernoulli exponential log_normal cauchy geometric".split()
+    )
+)
+"""They write every element of their first argument, and read none."""
+_SIZES = frozenset(("aten.resize_", "aten.set_"))
+"""They change a storage that other lines refer to."""
+
+Place = Callable[[str, Tensor], None]
+"""Receives a parameter or buffer by name when its value is final; the tensor is freed after the call."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor: where it is in which storage."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One recorded op of the construction."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[Ref | None, ...]
+    """Outputs with storages of their own, in the order of the outputs."""
+    writes: frozenset[int]
+    reads: frozenset[int]
+    fills: int
+    """The storage that it overwrites whole without reading it; -1: none."""
+    draws: bool
+
+
+@dataclass
+class Construction:
+    """The recorded construction of a model's tensors (Rule 1)."""
+
+    device: torch.device
+    """Device of the model."""
+    lines: list[Line] = field(default_factory=list)
+    tensors: dict[str, Ref] = field(default_factory=dict)
+    """Parameters and buffers of the finished model, one name each."""
+    bytes: list[int] = field(default_factory=list)
+    """Of each storage."""
+    places: list[torch.device] = field(default_factory=list)
+    """Device of each storage in the user's code."""
+    states: dict[Any, Tensor] = field(default_factory=dict)
+    """States of the generators at the beginning; None is torch's CPU generator, an index that of a GPU."""
+
+    def run(self, place: Place) -> None:
+        """Make every parameter and buffer with its plain value; pass each to `place` (Rules 2, 3).
+
+        torch's generators end as the plain construction would leave them, if they still have their initial
+        states; if numbers were drawn since, they are restored.
+        """
+        needed = self._needed(self.tensors.values())
+        named: dict[int, list[str]] = {}
+        for name, ref in self.tensors.items():
+            named.setdefault(ref.storage, []).append(name)
+        last = {
+            storage: at for at in sorted(needed) if needed[at] for storage in self._touched(self.lines[at])
+        }
+        now = {which: _state(which) for which in self.states}
+        untouched = all(torch.equal(state, self.states[which]) for which, state in now.items())
+        for which, state in self.states.items():
+            _set_state(which, state)
+        try:
+            with torch.no_grad(), tier(HOST):
+                memory = _Memory(self)
+                for at in sorted(needed):
+                    memory.run(self.lines[at], useful=needed[at])
+                    for storage in self._touched(self.lines[at]) if needed[at] else ():
+                        if last[storage] == at:
+                            self._finish(storage, named.pop(storage, []), memory, place)
+                for storage, names in named.items():  # never written: empty tensors
+                    self._finish(storage, names, memory, place)
+        finally:
+            if not untouched:
+                for which, state in now.items():
+                    _set_state(which, state)
+
+    def _finish(self, storage: int, names: list[str], memory: _Memory, place: Place) -> None:
+        for name in names:
+            place(name, memory.tensor(self.tensors[name]))
+        memory.storages.pop(storage, None)
+
+    def value(self, ref: Ref) -> Tensor:
+        """Return the tensor's current value (Rule 4).
+
+        Raises:
+            ApplyError: It depends on random numbers.
+        """
+        needed = self._needed([ref], draws=False)
+        drawn = next((self.lines[at] for at in needed if self.lines[at].draws), None)
+        if drawn is not None:
+            raise not_deferred(f"it looks at a number that {drawn.func} has drawn")
+        with torch.no_grad(), tier(HOST):
+            memory = _Memory(self)
+            for at in sorted(needed):
+                memory.run(self.lines[at], useful=True)
+            return memory.tensor(ref)
+
+    def _needed(self, wanted: Iterable[Ref], *, draws: bool = True) -> dict[int, bool]:
+        """Return the lines to run, and whether for what they write or only for what they draw."""
+        live, needed = {ref.storage for ref in wanted}, dict[int, bool]()
+        for at in range(len(self.lines) - 1, -1, -1):
+            line = self.lines[at]
+            made = {ref.storage for ref in line.made if ref is not None}
+            if live & (line.writes | made):
+                needed[at] = True
+                live -= made
+                live.discard(line.fills)
+                live |= line.reads
+            elif line.draws and draws:
+                scratch = line.fills >= 0 and line.reads <= {line.fills}
+                needed[at] = not (scratch or not line.reads)
+                if needed[at]:  # what it draws depends on what it reads
+                    live -= made
+                    live |= line.reads
+        return needed
+
+    @staticmethod
+    def _touched(line: Line) -> set[int]:
+        return {ref.storage for ref in line.made if ref is not None} | line.writes | line.reads
+
+
+class _Memory:
+    """The storages that currently have memory."""
+
+    def __init__(self, construction: Construction) -> None:
+        self._of = construction
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def tensor(self, ref: Ref) -> Tensor:
+        """Return the real tensor; its memory is allocated on first use."""
+        storage = self.storages.get(ref.storage)
+        if storage is None:
+            storage = torch.empty(
+                self._of.bytes[ref.storage], dtype=torch.uint8, device=self._of.places[ref.storage]
+            ).untyped_storage()
+            self.storages[ref.storage] = storage
+        empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
+        return empty.set_(storage, ref.offset, ref.size, ref.stride)
+
+    def run(self, line: Line, *, useful: bool) -> None:
+        """Run the op of `line`; if it runs only to draw, its outputs are freed (Rule 2)."""
+        memory = self if useful else _Memory(self._of)
+        real = _mapped(
+            lambda each: memory.tensor(each) if isinstance(each, Ref) else each, (line.args, line.kwargs)
+        )
+        out = line.func(*real[0], **real[1])
+        for ref, each in zip(line.made, tensors_in((out,)), strict=True):
+            if ref is None or not useful:
+                continue
+            if (tuple(each.stride()), each.storage_offset(), each.untyped_storage().nbytes()) != (
+                ref.stride,
+                ref.offset,
+                self._of.bytes[ref.storage],
+            ):
+                self.tensor(ref).copy_(each)
+            else:
+                self.storages[ref.storage] = each.untyped_storage()
+
+
+class Recorder(TorchDispatchMode):
+    """Runs a model's construction on fake tensors and records it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.construction = Construction(device, states={which: _state(which) for which in _generators()})
+        self._fake = OneFakeMode()
+        self._storages: dict[int, int] = {}
+        self._alive: list[torch.UntypedStorage] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record all tensors that are made inside.
+
+        Raises:
+            ApplyError: An op cannot be recorded.
+        """
+        whole = torch.nn.init._no_grad_trunc_normal_
+
+        def at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return whole(tensor, *args, **kwargs)
+            self._note_generator(kwargs)
+            fills, ref = self._filled(tensor), self.ref(tensor)
+            reads = frozenset(() if fills >= 0 else (ref.storage,))
+            line = Line(
+                whole, (ref, *args), kwargs, (None,), frozenset((ref.storage,)), reads, fills, draws=True
+            )
+            self.construction.lines.append(line)
+            return tensor
+
+        torch.nn.init._no_grad_trunc_normal_ = at_once
+        try:
+            with self:
+                yield
+        finally:
+            torch.nn.init._no_grad_trunc_normal_ = whole
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return the reference of a fake `tensor`.
+
+        Raises:
+            ApplyError: It was not made while this recorded.
+        """
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        if storage is None:
+            raise not_deferred("it uses a tensor without memory that was made before")
+        return Ref(
+            storage, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        fakes = [each for each in given if isinstance(each, FakeTensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and fakes:
+            return self.construction.value(self.ref(fakes[0])).item()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if given and not fakes:
+            if draws:
+                raise not_deferred(f"{func} draws into a tensor that was made of values")
+            return func(*args, **kwargs)  # rule 5
+        if str(func.overloadpacket) in _SIZES:
+            raise not_deferred(f"{func} changes memory under other tensors")
+        try:
+            with self._fake:
+                out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise not_deferred(f"{func} needs values") from None
+        if func.namespace != "prim":
+            self._write_down(func, args, kwargs, fakes, out, draws)
+        return out
+
+    def _write_down(
+        self, func: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[Tensor], out: Any, draws: bool
+    ) -> None:
+        written = mutated(func, args, kwargs)
+        made = tuple(self._new(each) for each in tensors_in((out,)))
+        if not any(made) and not written:
+            return  # a view
+        if any(not isinstance(each, FakeTensor) for each in written):
+            raise not_deferred(f"{func} writes what was computed into a tensor that was made of values")
+        self._note_generator(kwargs)
+        named, more = _mapped(self._as_now, (args, kwargs))
+        fills = self._filled(args[0]) if str(func.overloadpacket) in _FILLS else -1
+        storages = [self.ref(each).storage for each in fakes]
+        reads = frozenset(each for each in storages if each != fills or storages.count(each) > 1)
+        writes = frozenset(self.ref(each).storage for each in written)
+        self.construction.lines.append(Line(func, named, more, made, writes, reads, fills, draws))
+
+    def _as_now(self, value: Any) -> Any:
+        """Return a copy of real tensors, which may be written into before the line runs."""
+        if isinstance(value, FakeTensor):
+            return self.ref(value)
+        if not isinstance(value, Tensor):
+            return value
+        with _disable_current_modes(), tier(HOST):
+            return value.detach().clone()
+
+    def _new(self, tensor: Tensor) -> Ref | None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._storages or not isinstance(tensor, FakeTensor):
+            return None
+        self._storages[storage._cdata] = len(self._alive)
+        self._alive.append(storage)  # so that its address is no one else's
+        self.construction.bytes.append(int(storage.nbytes()))
+        self.construction.places.append(tensor.device)
+        return self.ref(tensor)
+
+    def _note_generator(self, kwargs: dict[str, Any]) -> None:
+        which = kwargs.get("generator")
+        if which is not None and which not in self.construction.states:
+            self.construction.states[which] = _state(which)
+
+    def _filled(self, tensor: Tensor) -> int:
+        """Return the storage of `tensor` if the tensor covers all of it, else -1."""
+        whole = tensor.nbytes == tensor.untyped_storage().nbytes() and _is_dense(tensor)
+        return self.ref(tensor).storage if whole else -1
+
+
+def not_deferred(why: str) -> ApplyError:
+    """Return the error for a construction that cannot be deferred."""
+    return ApplyError(
+        f"the model's construction cannot be put off: {why}.",
+        fix="build the model itself, without memtune.deferred",
+        code="MT398",
+    )
+
+
+def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Return `values` with `change` applied to everything in their tuples, lists and dicts."""
+    if isinstance(values, dict):
+        return {name: _mapped(change, value) for name, value in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(_mapped(change, value) for value in values)
+    return change(values)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the tensor's elements fill the memory between its first and its last."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _generators() -> list[Any]:
+    return [None, *(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())]
+
+
+def _state(which: Any) -> Tensor:
+    with tier(HOST):
+        if isinstance(which, torch.Generator):
+            return which.get_state()
+        return torch.get_rng_state() if which is None else torch.cuda.get_rng_state(which)
+
+
+def _set_state(which: Any, state: Tensor) -> None:
+    if isinstance(which, torch.Generator):
+        which.set_state(state)
+    elif which is None:
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, which)

@@ -1,0 +1,49 @@
+"""The machine as data: devices, links, rates, and how long ops and collectives take on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.hardware import calibration_cache as calibration_cache
+    from memtune.hardware import cpu_probe as cpu_probe
+    from memtune.hardware import flops as flops
+    from memtune.hardware.calibration_cache import Calibration, Curve
+    from memtune.hardware.cpu_cores import cpu_threads, threads_per_rank, usable_cores
+    from memtune.hardware.op_clock import OpClock, TimedOp, clock_of
+    from memtune.hardware.op_timings import OpTime, op_times
+    from memtune.hardware.roofline import CLASSES, EVERY_CLASS, matmul_dtype, op_class, op_costs, op_s
+    from memtune.hardware.spec import Device, Hardware, detect, find, gpu_name, names, with_measured
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "CLASSES",
+    "EVERY_CLASS",
+    "Calibration",
+    "Curve",
+    "Device",
+    "Hardware",
+    "OpClock",
+    "OpTime",
+    "TimedOp",
+    "calibration_cache",
+    "clock_of",
+    "cpu_probe",
+    "cpu_threads",
+    "detect",
+    "find",
+    "flops",
+    "gpu_name",
+    "matmul_dtype",
+    "names",
+    "op_class",
+    "op_costs",
+    "op_s",
+    "op_times",
+    "threads_per_rank",
+    "usable_cores",
+    "with_measured",
+]

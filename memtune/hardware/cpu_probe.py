@@ -1,0 +1,184 @@
+"""A quick look at this machine's CPU: rates of matrix products and memory, and what one small op costs.
+
+One core is measured and the rest taken to be like it: a second thread would measure other processes on the
+machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from memtune.hardware.cpu_cores import cpu_threads, usable_cores
+
+_MEMORY_CORES = 4  # cores beyond these seldom add memory bandwidth
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """Measured rates, for all cores together."""
+
+    title: str
+    cores: int
+    memory_bytes: int
+    fp32_flops_per_s: float
+    bf16_flops_per_s: float
+    memory_bytes_per_s: float
+    op_s: float
+    measured_s: float
+
+
+def host_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@functools.cache
+def cpu() -> CpuRates:
+    """Rates of this machine; measured in under half a second, once per process and machine (kept in the cache
+    directory).
+    """
+    file = _cache_file()
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        kept = CpuRates(**json.loads(file.read_text()))
+        if all(
+            isinstance(getattr(kept, each.name), str if each.name == "title" else (int, float))
+            for each in fields(kept)
+        ):
+            return kept
+    rates = _measure()
+    with contextlib.suppress(
+        OSError
+    ):  # a cache that cannot be written only costs the next process half a second
+        save(rates)
+    return rates
+
+
+def save(rates: CpuRates) -> Path:
+    """Keep `rates` for this machine in the cache directory, where `cpu` reads them; returns the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    file = _cache_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(rates)))
+    partial.replace(file)
+    return file
+
+
+def cache_dir() -> Path:
+    """Return the directory of measurements: MEMTUNE_CACHE, else `memtune` in the user's cache directory."""
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return Path(
+        os.environ.get("MEMTUNE_CACHE")
+        or str((Path(shared) if shared else Path.home() / ".cache") / "memtune")
+    )
+
+
+def _cache_file() -> Path:
+    key = f"{title()}|{usable_cores()}|{torch.__version__}|2"
+    return cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def title() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def best_s(run: Callable[[], object], budget_s: float) -> float:
+    """Shortest of as many runs as `budget_s` holds, two at least: the machine may be busy, never faster than
+    it is.
+    """
+    run()
+    best, stop = float("inf"), time.perf_counter() + budget_s
+    while True:
+        start = time.perf_counter()
+        run()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > stop:
+            return best
+
+
+def _measure() -> CpuRates:
+    began, n_cores = time.perf_counter(), usable_cores()
+    with cpu_threads(1):
+        with torch.random.fork_rng(devices=[]):
+            flops = {dtype: _matmul_flops_per_s(dtype) for dtype in (torch.float32, torch.bfloat16)}
+        source = torch.zeros(8 * 2**20)  # beyond most caches
+        target = torch.zeros_like(source)
+        copied = 2 * source.nbytes / best_s(lambda: target.copy_(source), 0.04)
+        op_s = _op_s()
+    return CpuRates(
+        title=title(),
+        cores=n_cores,
+        memory_bytes=host_memory_bytes(),
+        fp32_flops_per_s=flops[torch.float32] * n_cores,
+        bf16_flops_per_s=flops[torch.bfloat16] * n_cores,
+        memory_bytes_per_s=copied * min(n_cores, _MEMORY_CORES),
+        op_s=op_s,
+        measured_s=time.perf_counter() - began,
+    )
+
+
+def _matmul_flops_per_s(dtype: torch.dtype, n: int = 384) -> float:
+    a = torch.ones(n, n, dtype=dtype)
+    return float(2 * n**3 / best_s(lambda: a @ a, 0.04))
+
+
+def _op_s(layers: int = 6, width: int = 8) -> float:
+    """Seconds per op of a training step that computes next to nothing: Python, autograd and dispatch, the
+    optimizer's part too.
+
+    The median, not the best: what ops cost in a running program, its garbage collector and cold caches
+    included.
+    """
+    parts = [
+        part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+    ]
+    model, batch = nn.Sequential(*parts), torch.ones(2, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        with torch.enable_grad():
+            model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # A layer's ops, as a recording counts them: 3 forward, 6 backward, 9 for each of 4 parameters.
+    return median_s(step, 0.12) / (layers * (3 + 6 + 9 * 4))
+
+
+def median_s(
+    run: Callable[[], object], budget_s: float, clock: Callable[[], float] = time.process_time
+) -> float:
+    """Median of as many runs as `budget_s` holds, three at least, after one that warms up.
+
+    `clock` is this process's own time, right for one thread: what others do to a busy machine is not in it.
+    """
+    run()
+    times: list[float] = []
+    stop = time.perf_counter() + budget_s
+    while len(times) < 3 or time.perf_counter() < stop:
+        start = clock()
+        run()
+        times.append(clock() - start)
+    return statistics.median(times)

@@ -1,0 +1,58 @@
+"""Floating-point operations of one ATen call: torch's own formulas for matrix products, one per element for
+the rest.
+
+torch's formulas know CUDA's attention kernels and not the CPU's, nor recurrent layers: those are here, a
+multiply and an add counting as two as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, products: tuple[int, int]) -> float:
+    """`products` matrix products over the query's and over the value's head size, all of queries × keys."""
+    *batch, rows, width = query.shape
+    each = 2 * rows * key.shape[-2] * (products[0] * width + products[1] * value.shape[-1])
+    return float(_numel(batch) * each)
+
+
+def _recurrent(input: Tensor, weights: tuple[Tensor, Tensor], passes: int) -> float:
+    """Two FLOPs a weight and sample of every step, `passes` times."""
+    return float(passes * 2 * input.shape[0] * input.shape[1] * sum(weight.numel() for weight in weights))
+
+
+def _numel(sizes: list[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+# Forward: scores and output. Backward: the scores once more, and gradients of value, scores, query and key.
+_HERE: dict[str, Callable[..., float]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": lambda q, k, v, *_, **__: _attention(
+        q, k, v, (1, 1)
+    ),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": lambda _, q, k, v, *__, **___: (
+        _attention(q, k, v, (3, 2))
+    ),
+    "aten.mkldnn_rnn_layer.default": lambda x, w1, w2, *_, **__: _recurrent(x, (w1, w2), 1),
+    "aten.mkldnn_rnn_layer_backward.default": lambda x, w1, w2, *_, **__: _recurrent(x, (w1, w2), 2),
+}
+
+
+def count(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """FLOPs of calling `func`; a multiply and an add count as two."""
+    own = _HERE.get(str(func))
+    if own is not None:
+        return own(*args, **kwargs)
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=out))
+    return float(sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)))

@@ -1,0 +1,368 @@
+"""Constants of known GPUs and of the nodes that usually hold them: field of `Hardware` → (value, source).
+
+Rates are dense (no sparsity), with 32-bit accumulation, per direction. Memory is what torch reports as the
+total of such a card, which is less than its name says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from memtune.hardware.cpu_probe import CpuRates
+from memtune.units import GIB, MIB
+
+Constants = Mapping[str, tuple[Any, str]]
+
+
+CONTEXT_BYTES = 512 * MIB
+CONTEXT_SOURCE = (
+    "CUDA context, cuBLAS and lazily loaded kernels of a training process: about 300 MB for a small model"
+    " since CUDA 11.7 (https://github.com/pytorch/pytorch/issues/107667), more with more kernels; not part of"
+    " torch's counts"
+)
+
+
+class _NodeModel(NamedTuple):
+    """Typical node of a GPU."""
+
+    source: str
+    pcie: float  # GB/s that pinned copies reach
+    link: float  # GB/s per GPU and direction inside the node
+    network: float  # GB/s per GPU and direction between nodes
+    host: int  # GiB
+    host_adam: float  # GB/s
+    cores: int
+    gpus: int
+
+
+_HGX5 = _NodeModel(
+    "8-GPU HGX node: NVLink 450 GB/s each way, PCIe 5, 400 Gb/s a GPU (DGX H100 user guide,"
+    " docs.nvidia.com/dgx)",
+    55,
+    450,
+    50,
+    2048,
+    300,
+    112,
+    8,
+)
+_HGX4 = _NodeModel(
+    "8-GPU HGX A100 node: NVLink 300 GB/s each way, PCIe 4, 200 Gb/s a GPU (DGX A100 user guide,"
+    " docs.nvidia.com/dgx)",
+    25,
+    300,
+    25,
+    1024,
+    200,
+    128,
+    8,
+)
+_PCIE5 = _NodeModel(
+    "typical 8-GPU server, PCIe 5 without NVLink, 100 Gb/s per node", 50, 40, 1.5, 1024, 250, 96, 8
+)
+_PCIE4 = _NodeModel(
+    "typical 8-GPU server, PCIe 4 without NVLink, 100 Gb/s per node", 25, 20, 1.5, 512, 150, 64, 8
+)
+_DESK4 = _NodeModel("typical workstation, PCIe 4, 10 Gb/s", 25, 12, 1.2, 128, 50, 16, 2)
+_DESK5 = _NodeModel("typical workstation, PCIe 5, 10 Gb/s", 50, 25, 1.2, 128, 60, 16, 2)
+_DGX1 = _NodeModel(
+    "DGX-1 V100 node: NVLink 150 GB/s each way, PCIe 3, 4 × 100 Gb/s (DGX-1 system architecture white paper)",
+    12,
+    150,
+    6,
+    512,
+    100,
+    40,
+    8,
+)
+
+
+class _GpuModel(NamedTuple):
+    title: str
+    architecture: str
+    memory: float  # GiB as torch reports it
+    bf16: float  # TFLOP/s, as the next two
+    tf32: float
+    fp32: float
+    bandwidth: float  # TB/s
+    node: _NodeModel
+    sheet: str
+    fp16: float = 0.0  # TFLOP/s where it differs from bf16
+
+
+_NV = "https://www.nvidia.com/en-us/data-center"
+_H100 = (
+    "NVIDIA H100 data sheet (half its sparse figures), checked against"
+    " https://glennklockwood.com/garden/processors/h100"
+)
+_A100 = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf,"
+    " checked against https://glennklockwood.com/garden/processors/A100"
+)
+_GA102 = (
+    "NVIDIA Ampere GA102 white paper v2.0, appendix A (tensor rates with 32-bit accumulation),"
+    " docslib.org/doc/759549"
+)
+
+_GPU_MODELS = {
+    "h200": _GpuModel(
+        "NVIDIA H200 SXM",
+        "sm90",
+        139.8,
+        989,
+        494.7,
+        66.9,
+        4.8,
+        _HGX5,
+        f"{_NV}/h200, half its sparse figures; checked against"
+        " https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html",
+    ),
+    "h100-80g": _GpuModel("NVIDIA H100 SXM 80 GB", "sm90", 79.1, 989.4, 494.7, 66.9, 3.35, _HGX5, _H100),
+    "h100-pcie": _GpuModel(
+        "NVIDIA H100 PCIe 80 GB",
+        "sm90",
+        79.1,
+        756,
+        378,
+        51,
+        2.0,
+        _PCIE5,
+        "NVIDIA H100 data sheet (half its sparse figures),"
+        " https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+    ),
+    "b200": _GpuModel(
+        "NVIDIA B200",
+        "sm100",
+        178.3,
+        2250,
+        1100,
+        80,
+        7.7,
+        _HGX5._replace(link=900),
+        "HGX variant at 1000 W, https://glennklockwood.com/garden/processors/B200; bandwidth: HGX B200, 62"
+        " TB/s for eight",
+    ),
+    "a100-80g": _GpuModel("NVIDIA A100 SXM 80 GB", "sm80", 79.2, 312, 156, 19.5, 2.039, _HGX4, _A100),
+    "a100-40g": _GpuModel("NVIDIA A100 SXM 40 GB", "sm80", 39.4, 312, 156, 19.5, 1.555, _HGX4, _A100),
+    "l40s": _GpuModel(
+        "NVIDIA L40S",
+        "sm89",
+        44.4,
+        362.05,
+        183,
+        91.6,
+        0.864,
+        _PCIE4,
+        "NVIDIA L40S data sheet (it lists dense | sparse), checked against"
+        " https://www.mullet.se/product.html?product_id=355414",
+    ),
+    "l4": _GpuModel(
+        "NVIDIA L4",
+        "sm89",
+        22.0,
+        121,
+        60,
+        30.3,
+        0.3,
+        _PCIE4,
+        "NVIDIA L4 data sheet (half of 242 and 120 with sparsity), checked against"
+        " https://grokipedia.com/page/NVIDIA_L4_vs_L40S",
+    ),
+    "a10": _GpuModel(
+        "NVIDIA A10",
+        "sm86",
+        22.0,
+        125,
+        62.5,
+        31.2,
+        0.6,
+        _PCIE4,
+        "NVIDIA A10 data sheet; fp32 and bandwidth checked against https://sysrqmts.com (A10 PCIe: 31.24"
+        " TFLOPS, 600.2 GB/s)",
+    ),
+    "rtx-4090": _GpuModel(
+        "NVIDIA GeForce RTX 4090",
+        "sm89",
+        23.6,
+        165.2,
+        82.6,
+        82.6,
+        1.008,
+        _DESK4,
+        "NVIDIA Ada GPU architecture white paper, appendix A; checked against https://hmc-tech.com (165.2 and"
+        " 82.58)",
+    ),
+    "rtx-5090": _GpuModel(
+        "NVIDIA GeForce RTX 5090",
+        "sm120",
+        31.4,
+        209.5,
+        104.8,
+        104.8,
+        1.792,
+        _DESK5,
+        "NVIDIA RTX Blackwell white paper (838 sparse with 16-bit accumulation is 209.5 dense with 32-bit);"
+        " checked against https://www.spheron.network/blog/nvidia-rtx-5090-specs/",
+    ),
+    "rtx-3090": _GpuModel("NVIDIA GeForce RTX 3090", "sm86", 23.7, 71, 35.6, 35.6, 0.936, _DESK4, _GA102),
+    "v100": _GpuModel(
+        "NVIDIA V100 SXM2 32 GB",
+        "sm70",
+        31.7,
+        15.7,
+        15.7,
+        15.7,
+        0.9,
+        _DGX1,
+        "NVIDIA V100 data sheet, https://developer.nvidia.com/programming-tensor-cores-cuda-9-0; bf16 is"
+        " computed in fp32",
+        fp16=125,
+    ),
+    "mi300x": _GpuModel(
+        "AMD Instinct MI300X",
+        "gfx942",
+        191.9,
+        1307.4,
+        653.7,
+        163.4,
+        5.3,
+        _HGX5._replace(link=448),
+        "AMD Instinct MI300X data sheet, dense; links and memory:"
+        " https://www.emergentmind.com/topics/amd-mi300x-gpu",
+    ),
+}
+
+ALIASES = {
+    "h100": "h100-80g",
+    "h100-sxm": "h100-80g",
+    "h100-80gb": "h100-80g",
+    "a100": "a100-80g",
+    "a100-80gb": "a100-80g",
+    "a100-40gb": "a100-40g",
+    "h200-141g": "h200",
+    "4090": "rtx-4090",
+    "rtx4090": "rtx-4090",
+    "5090": "rtx-5090",
+    "rtx5090": "rtx-5090",
+    "3090": "rtx-3090",
+    "rtx3090": "rtx-3090",
+    "v100-32g": "v100",
+}
+
+
+_COMMUNICATOR_SOURCE = (
+    "estimate: channels × 2 neighbours of a ring × 4 MiB, NCCL's default buffer; memory grows with channels,"
+    " not with ranks (NVIDIA/nccl issues 285 and 864); 16 channels with NVLink, 2 without"
+)
+
+
+def _communicator_bytes(node: _NodeModel) -> int:
+    """Device memory of one NCCL communicator."""
+    return (16 if node.link > 100 else 2) * 2 * 4 * MIB
+
+
+def _constants(card: _GpuModel) -> Constants:
+    sheet = f"dense, 32-bit accumulation: {card.sheet}"
+    usual = card.node.source
+    node: dict[str, Any] = {
+        "host_to_device_bytes_per_s": card.node.pcie * 1e9,
+        "device_to_host_bytes_per_s": card.node.pcie * 1e9,
+        "intra_link_bytes_per_s": card.node.link * 1e9,
+        "inter_link_bytes_per_s": card.node.network * 1e9,
+        "host_memory_bytes": card.node.host * GIB,
+        "host_adam_bytes_per_s": card.node.host_adam * 1e9,
+        "cores": card.node.cores,
+        "gpus_per_node": card.node.gpus,
+    }
+    return {
+        "title": (card.title, sheet),
+        "architecture": (
+            card.architecture,
+            "CUDA compute capability, https://developer.nvidia.com/cuda-gpus; AMD: ROCm's target",
+        ),
+        "memory_bytes": (int(card.memory * GIB), "total that torch commonly reports for this card"),
+        "context_bytes": (CONTEXT_BYTES, CONTEXT_SOURCE),
+        "bf16_flops_per_s": (card.bf16 * 1e12, sheet),
+        "fp16_flops_per_s": ((card.fp16 or card.bf16) * 1e12, sheet),
+        "tf32_flops_per_s": (card.tf32 * 1e12, sheet),
+        "fp32_flops_per_s": (card.fp32 * 1e12, sheet),
+        "memory_bytes_per_s": (card.bandwidth * 1e12, sheet),
+        "launch_s": (5e-6, "rule of thumb: eager PyTorch dispatch and launch"),
+        "intra_link_latency_s": (3e-6, "rule of thumb: one step of an NCCL ring"),
+        "inter_link_latency_s": (10e-6, "rule of thumb: one step of an NCCL ring"),
+        "ssd_read_bytes_per_s": (6e9, "rule of thumb: one PCIe 4 NVMe drive"),
+        "ssd_write_bytes_per_s": (4e9, "rule of thumb: one PCIe 4 NVMe drive"),
+        "allocation_rounding_bytes": (512, "PyTorch's caching allocator, kMinBlockSize"),
+        "gpus_per_pcie_root": (
+            2 if card.node is _HGX4 else 1,
+            "HGX A100: 4 PCIe switches for 8 GPUs; elsewhere taken as 1",
+        ),
+        "links_through_host": (
+            card.title.startswith("NVIDIA GeForce"),
+            "drivers of GeForce cards let none read another's memory over PCIe; NVLink not counted",
+        ),
+        "link_slowdown": (
+            0.189,
+            "mean over GPT and LLaMA on A100, H100, MI210, MI250: arXiv 2507.03114, abstract",
+        ),
+        "communicator_bytes": (_communicator_bytes(card.node), _COMMUNICATOR_SOURCE),
+        **{name: (value, usual) for name, value in node.items()},
+    }
+
+
+GPUS: Mapping[str, Constants] = {key: _constants(card) for key, card in _GPU_MODELS.items()}
+
+
+def match(title: str, memory_bytes: int) -> str | None:
+    """The key of the card that a driver calls `title`, None if the table has none; memory tells variants
+    apart.
+    """
+    words = title.lower().replace("-", " ").split()
+    stems = {key: key.removeprefix("rtx-").split("-")[0] for key in _GPU_MODELS}
+    hits = [key for key, stem in stems.items() if stem in words]
+    if "pcie" not in words:
+        hits = [key for key in hits if not key.endswith("-pcie")] or hits
+    elif any(key.endswith("-pcie") for key in hits):
+        hits = [key for key in hits if key.endswith("-pcie")]
+    return min(hits, key=lambda key: abs(_GPU_MODELS[key].memory * GIB - memory_bytes), default=None)
+
+
+def cpu(rates: CpuRates) -> Constants:
+    """Constants of this machine as a device of its own."""
+    measured = f"measured in {rates.measured_s:.2f} s on this machine, one core × {rates.cores} cores"
+    system = "the operating system, this machine"
+    copies = rates.memory_bytes_per_s / 2  # one copying thread beside the training threads
+    gloo = "gloo over loopback, two ranks on a 2-core server, 1 MiB messages; not this machine"
+    return {
+        "title": (rates.title, system),
+        "architecture": ("cpu", system),
+        "memory_bytes": (rates.memory_bytes, system),
+        "context_bytes": (0, "the ledger counts from nothing"),
+        "bf16_flops_per_s": (rates.bf16_flops_per_s, measured),
+        "fp16_flops_per_s": (rates.fp32_flops_per_s, "taken as float32"),
+        "tf32_flops_per_s": (rates.fp32_flops_per_s, measured),
+        "fp32_flops_per_s": (rates.fp32_flops_per_s, measured),
+        "memory_bytes_per_s": (rates.memory_bytes_per_s, measured),
+        "launch_s": (rates.op_s, measured),
+        "host_to_device_bytes_per_s": (copies, "half of the measured memory rate"),
+        "device_to_host_bytes_per_s": (copies, "half of the measured memory rate"),
+        "intra_link_bytes_per_s": (0.6e9, gloo),
+        "intra_link_latency_s": (150e-6, gloo),
+        "inter_link_bytes_per_s": (0.1e9, "rule of thumb: gloo over 1 Gb/s Ethernet"),
+        "inter_link_latency_s": (300e-6, "rule of thumb: gloo over 1 Gb/s Ethernet"),
+        "ssd_read_bytes_per_s": (1e9, "rule of thumb: one SATA or shared drive"),
+        "ssd_write_bytes_per_s": (0.5e9, "rule of thumb: one SATA or shared drive"),
+        "host_memory_bytes": (rates.memory_bytes, system),
+        "host_adam_bytes_per_s": (rates.memory_bytes_per_s, "torch's fused AdamW runs at the memory rate"),
+        "cores": (rates.cores, system),
+        "gpus_per_node": (1, "the device is the machine"),
+        "allocation_rounding_bytes": (1, "the CPU ledger counts what is asked for"),
+        "gpus_per_pcie_root": (1, "the device is the machine"),
+        "links_through_host": (False, "the device is the machine"),
+        "link_slowdown": (
+            0.0,
+            "not measured: gloo's threads beside training are in the measured rates of trials only",
+        ),
+        "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
+    }

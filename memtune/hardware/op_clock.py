@@ -1,0 +1,100 @@
+"""A clock around every op that runs: which op, how much it had to do, how long it took."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from memtune.hardware import flops
+
+_LONG = 20
+"""Times the median: what lies between two ops for longer is no Python between them."""
+
+
+@dataclass(frozen=True)
+class TimedOp:
+    """One op that ran."""
+
+    name: str
+    dtype: str
+    flops: float
+    traffic_bytes: int
+    seconds: float
+
+
+class OpClock(TorchDispatchMode):
+    """Times every op that runs inside and is neither a view nor a read-out; on CUDA each op is waited for.
+
+    Args:
+        device: Where the ops run.
+        clock: Seconds from anywhere on; by default `clock_of` the device.
+
+    Attributes:
+        observed: The ops that computed.
+        others_s: Seconds in ops that do not compute: copies between tiers, collectives as far as they are
+            started.
+        gaps_s: Seconds between one op and the next, of any sort.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observed: list[TimedOp] = []
+        self.others_s, self.gaps_s = 0.0, list[float]()
+        self._end_s: float | None = None
+        self._device, self._clock = device, clock or clock_of(device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op, the device idle before and after it; of a divided tensor the op on this rank's part is
+        the one.
+        """
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        start = self._clock()
+        if self._end_s is not None:
+            self.gaps_s.append(start - self._end_s)
+        out = func(*args, **kwargs)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = self._clock() - start
+        if func.namespace != "aten":
+            self.others_s += seconds
+        elif not func.is_view:
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            if outputs or func._schema.is_mutable:
+                traffic = sum(each.nbytes for each in tensors + outputs)
+                dtype = (
+                    str((tensors or outputs)[0].dtype).removeprefix("torch.")
+                    if tensors or outputs
+                    else "float32"
+                )
+                self.observed.append(
+                    TimedOp(str(func), dtype, flops.count(func, args, kwargs, out), traffic, seconds)
+                )
+        self._end_s = self._clock()
+        return out
+
+    def waiting(self) -> float:
+        """Share of the time in which this process did not compute: in ops that do not, and in gaps far longer
+        than most.
+
+        A rank that waits for others does so between two ops: `Work.wait` is none.
+        """
+        usual_s = statistics.median(self.gaps_s) if self.gaps_s else 0.0
+        waited_s = self.others_s + sum(gap_s - usual_s for gap_s in self.gaps_s if gap_s > _LONG * usual_s)
+        whole_s = sum(each.seconds for each in self.observed) + self.others_s + sum(self.gaps_s)
+        return waited_s / whole_s if whole_s > 0 else 0.0
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """On CPU the time this process had (of one thread), on CUDA the wall's."""
+    return time.process_time if device.type == "cpu" else time.perf_counter

@@ -1,0 +1,80 @@
+"""Op times of a trial: duration by op class and size in a real step, in a few dozen rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from memtune.hardware.op_clock import TimedOp
+from memtune.hardware.roofline import op_class
+
+_BINS_A_DECADE = 2
+
+
+class OpTime(BaseModel):
+    """The ops of one class and about one size in one step; figures are of one of them, on average."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    op_class: str
+    dtype: str
+    flops: float = Field(ge=0)
+    traffic_bytes: float = Field(ge=0)
+    seconds: float = Field(gt=0)
+    """Its share of the step as it runs without a clock."""
+    count: int = Field(ge=1)
+    ranks: int = Field(default=1, ge=1)
+    """Processes that shared the machine."""
+
+
+def op_times(
+    observed: Sequence[TimedOp],
+    step_s: float,
+    *,
+    ranks: int = 1,
+    host_computes: bool = True,
+    waiting: float = 0.0,
+) -> list[OpTime]:
+    """Sum up what a clock saw of one step that takes `step_s` without the clock; the share `waiting` of it
+    belongs to no op.
+
+    The clock and the dispatcher cost every op about what the shortest one took, so that is taken off. Where
+    the host computes, the rest of the step is Python's and autograd's, the same for every op; then the rows
+    add up to `step_s`. Ops that took longer than the whole step (the machine was busy) are scaled down to it.
+    """
+    step_s *= 1 - waiting
+    if not observed or step_s <= 0:
+        return []
+    floor_s = min(each.seconds for each in observed) * 0.99  # nothing takes no time
+    kernels_s = sum(each.seconds - floor_s for each in observed)
+    beside_s = max(step_s - kernels_s, 0.0) / len(observed) if host_computes else 0.0
+    scale = min(1.0, step_s / kernels_s) if kernels_s > 0 else 1.0
+    groups: dict[tuple[str, str, int, int], list[TimedOp]] = {}
+    for each in observed:
+        size = _bin(each.flops), _bin(each.traffic_bytes)
+        groups.setdefault((op_class(each.name), each.dtype, *size), []).append(each)
+    rows = []
+    for (kind, dtype, *_), group in groups.items():
+        count = len(group)
+        seconds = sum(each.seconds - floor_s for each in group) / count * scale + beside_s
+        work, traffic = (
+            sum(getattr(each, name) for each in group) / count for name in ("flops", "traffic_bytes")
+        )
+        if seconds > 0:
+            row = OpTime(
+                op_class=kind,
+                dtype=dtype,
+                flops=work,
+                traffic_bytes=traffic,
+                seconds=seconds,
+                count=count,
+                ranks=ranks,
+            )
+            rows.append(row)
+    return rows
+
+
+def _bin(value: float) -> int:
+    return math.floor(math.log10(value) * _BINS_A_DECADE) if value >= 1 else -1

@@ -1,0 +1,316 @@
+"""Time that an op occupies its resource: a roofline by op class for compute, bytes and latencies for
+everything else.
+
+Everything is a handful of numpy operations over the columns of a Step; what depends only on its names is
+kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.hardware.calibration_cache import Curve
+from memtune.hardware.collective_costs import collective_s
+from memtune.hardware.spec import Hardware
+from memtune.program import APART, F64, Kind, Resource, Step, columns_of
+
+
+class OpCosts(NamedTuple):
+    """(n,) seconds each."""
+
+    op_s: F64
+    """Time that the op occupies its resource."""
+    issue_s: F64
+    """Time of the host to issue it; 0 on CPU, where the host computes."""
+
+
+class _Roofline(NamedTuple):
+    """Fractions of the peak rates that ops of a class reach, and their overhead as a multiple of the usual
+    one on CPU.
+    """
+
+    matmul: float
+    memory: float
+    overhead: float = 1.0
+
+
+# Op class by parts of its name, first match wins; the last class takes the rest. CPU: measured on one core of
+# a server (AVX-512) at sizes of small training runs, overheads with `memtune doctor --calibrate` on two of
+# its cores. CUDA: rules of thumb for bf16 at large sizes. Measured curves (`Hardware.curves`) take the place
+# of both; what trials show to be left, by class and size, is a factor on either (`Hardware.residuals`), and
+# of whole steps in Calibration.
+_CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
+    ("attention", ("attention", "flash", "sdpa"), _Roofline(0.40, 0.5, 3.0), _Roofline(0.50, 0.7)),
+    ("convolution", ("conv",), _Roofline(0.45, 0.5, 8.0), _Roofline(0.50, 0.7)),
+    ("recurrent", ("lstm", "gru", "rnn"), _Roofline(0.40, 0.5, 8.0), _Roofline(0.35, 0.5)),
+    (
+        "optimizer",
+        ("_fused_adam", "_fused_sgd", "_fused_adagrad", "adam_", "_foreach_"),
+        _Roofline(1.0, 0.90),
+        _Roofline(1.0, 0.85),
+    ),
+    (
+        "matmul",
+        ("addmm", "bmm", "aten.mm.", "_scaled_mm", "linear", "matmul", "addmv", "aten.mv.", "_grouped_mm"),
+        _Roofline(0.85, 0.9, 1.5),
+        _Roofline(0.70, 0.8),
+    ),
+    (
+        "random",
+        ("dropout", "bernoulli", "rand", "normal_", "uniform_"),
+        _Roofline(1.0, 0.03),
+        _Roofline(1.0, 0.6),
+    ),
+    (
+        "gather",
+        ("embedding", "index", "gather", "scatter", "sort", "topk", "unique"),
+        _Roofline(1.0, 0.3),
+        _Roofline(1.0, 0.4),
+    ),
+    (
+        "normalisation",
+        ("norm", "softmax", "nll_loss", "cross_entropy"),
+        _Roofline(1.0, 0.45),
+        _Roofline(1.0, 0.7),
+    ),
+    (
+        "reduction",
+        ("aten.sum", "aten.mean", "amax", "amin", "cumsum", "aten.var"),
+        _Roofline(1.0, 0.5),
+        _Roofline(1.0, 0.7),
+    ),
+    (
+        "copy",
+        ("_to_copy", "clone", "copy_", "aten.cat", "aten.stack"),
+        _Roofline(1.0, 0.8),
+        _Roofline(1.0, 0.8),
+    ),
+    (
+        "transcendental",
+        ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "pow", "sin", "cos"),
+        _Roofline(1.0, 0.25),
+        _Roofline(1.0, 0.8),
+    ),
+    ("elementwise", ("",), _Roofline(1.0, 0.90), _Roofline(1.0, 0.80)),
+)
+CLASSES = tuple(name for name, *_ in _CLASSES)
+EVERY_CLASS = "every"
+"""Key of `Hardware.residuals` for the classes that it does not name."""
+
+
+def op_class(name: str) -> str:
+    """The class that decides what part of the peak rates an op of this name reaches."""
+    return _CLASSES[_class_index(name)][0]
+
+
+@functools.cache  # there are some hundreds of names
+def _class_index(name: str) -> int:
+    return next(i for i, (_, parts, _, _) in enumerate(_CLASSES) if any(part in name for part in parts))
+
+
+@functools.cache
+def _roofline(device: str) -> tuple[F64, F64, F64]:
+    """Fractions of the matmul and the memory rate and multiples of the overhead, by class."""
+    rows: list[_Roofline] = [cpu if device == "cpu" else cuda for _, _, cpu, cuda in _CLASSES]
+    return tuple(np.array(values) for values in zip(*rows, strict=True))  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=256)
+def _classes(names: tuple[str, ...]) -> npt.NDArray[np.intp]:
+    """Index of the class by name id."""
+    return np.array([_class_index(name) for name in names])
+
+
+def peak_s(flops: F64, traffic_bytes: F64, flops_per_s: float, bytes_per_s: float) -> F64:
+    """The roofline at peak rates: what a curve's first coordinate is."""
+    found: F64 = np.maximum(flops / flops_per_s, traffic_bytes / bytes_per_s)
+    return found
+
+
+def on_curve(curve: Curve, at_peak_s: F64) -> F64:
+    """Seconds of ops that take `at_peak_s` at peak: between points on straight lines of logarithms, beyond
+    them as at their ends.
+
+    Below the smallest point an op takes what that point took, above the largest one its efficiency.
+    """
+    x, y = np.log(np.array(curve).T)
+    at = np.log(np.maximum(at_peak_s, 1e-12))
+    found: F64 = np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
+    return found
+
+
+def factor_on(residual: Curve, at_peak_s: F64) -> F64:
+    """Measured over predicted seconds: between points on straight lines of logarithms, beyond them as at
+    their ends.
+    """
+    x, y = np.log(np.array(residual).T)
+    found: F64 = np.exp(np.interp(np.log(np.maximum(at_peak_s, 1e-12)), x, y))
+    return found
+
+
+def matmul_dtype(step: Step) -> str:
+    """Type in which matrix products run, as far as columns tell: that of most parameters, or 16 bits under
+    autocast.
+    """
+    if not step.parameters:
+        return "float32"
+    columns = columns_of(step.parameters)
+    numel = step.storages.bytes[columns.storage] // columns.itemsize
+    narrow = columns.itemsize < 4
+    return "bfloat16" if numel[narrow].sum() > numel[~narrow].sum() or _casts_weights(step) else "float32"
+
+
+def _casts_weights(step: Step) -> bool:
+    if "aten._to_copy.default" not in step.names:
+        return False
+    casts = step.ops.name[step.uses.op] == step.names.index("aten._to_copy.default")
+    is_weight = (step.parameter_of >= 0) | (
+        step.storages.kind == Kind.COMMUNICATION
+    )  # there, or gathered or brought in for its use
+    casts &= (is_weight & (step.storages.bytes > 0))[step.uses.storage] & (
+        step.uses.mode == 0
+    )  # frames have the bytes of pages
+    by, made = step.uses.op[casts], np.flatnonzero(step.storages.producer >= 0)
+    bytes_made = np.bincount(step.storages.producer[made], step.storages.bytes[made], step.ops.n)
+    # Cast by cast: a weight that is cast again for a second forward is still cast, and one in pages is cast
+    # once.
+    cast_bytes, weight_bytes = (
+        bytes_made[np.unique(by)].sum(),
+        step.storages.bytes[step.uses.storage[casts]].sum(),
+    )
+    return bool(cast_bytes > 0 and cast_bytes * 3 < weight_bytes * 2)
+
+
+def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
+    """Seconds of every op of `step` on one of `ranks` ranks.
+
+    Ranks on one node share its host threads, and on CPU the cores and the memory as well. `traffic_bytes` of
+    a collective is its whole message, as the recorder counts it.
+    """
+    local = hardware.local_ranks(ranks)
+    share = local if hardware.device == "cpu" else 1
+    op_s = _compute_s(step, hardware, share)
+    if hardware.device == "cpu":
+        issue_s = np.zeros(step.ops.n)
+    else:
+        issue_s = np.full(step.ops.n, hardware.launch_s)
+    issue_s[step.ops.resource == Resource.NOTHING] = 0.0
+    others = np.flatnonzero(step.ops.resource != Resource.COMPUTE)
+    if len(others):
+        op_s[others] = _transfers_s(step, others, hardware, local)
+    return OpCosts(op_s, issue_s)
+
+
+def _compute_s(step: Step, hardware: Hardware, share: int) -> F64:
+    """Seconds of every op as if it computed."""
+    classes, traffic = _classes(step.names), step.ops.traffic_bytes
+    return _seconds(classes, step.ops.name, step.ops.flops, traffic, matmul_dtype(step), hardware, share)
+
+
+def _seconds(
+    classes: npt.NDArray[np.intp],  # (names,) index of the class
+    names: npt.NDArray[np.integer[Any]],  # (ops,) name id
+    flops: F64,
+    traffic_bytes: npt.NDArray[Any],
+    dtype: str,
+    hardware: Hardware,
+    share: int,
+) -> F64:
+    """By the table's fractions, by a measured curve where a class has one, both times what trials showed to
+    be missing.
+    """
+    matmul, memory, overhead = _roofline(hardware.device)
+    flops_per_s, bytes_per_s = hardware.matmul_flops_per_s(dtype) / share, hardware.memory_bytes_per_s / share
+    by_flops, by_bytes = (1.0 / (matmul * flops_per_s))[classes], (1.0 / (memory * bytes_per_s))[classes]
+    op_s: F64 = np.maximum(flops * by_flops[names], traffic_bytes * by_bytes[names])
+    launch_s = hardware.launch_s if hardware.device == "cpu" else 0.0
+    if launch_s:
+        op_s += launch_s * (overhead[classes][names] if not hardware.curves else 1.0)
+    if not hardware.curves and not hardware.residuals:
+        return op_s
+    at_peak = peak_s(flops, traffic_bytes.astype(np.float64), flops_per_s, bytes_per_s)
+    class_of_op = classes[names]
+    for index in np.unique(classes):
+        curve = hardware.curves.get(CLASSES[index])
+        residual = hardware.residuals.get(CLASSES[index], hardware.residuals.get(EVERY_CLASS))
+        mine = np.flatnonzero(class_of_op == index) if curve or residual else ()
+        if curve and len(mine):
+            op_s[mine] = on_curve(curve, at_peak[mine]) + launch_s
+        if residual and len(mine):
+            op_s[mine] *= factor_on(residual, at_peak[mine])
+    return op_s
+
+
+def op_s(
+    kind: str, dtype: str, flops: float, traffic_bytes: float, hardware: Hardware, *, ranks: int = 1
+) -> tuple[float, float]:
+    """Seconds of one op of class `kind` that computes: at peak rates, and as `op_costs` predicts them."""
+    share = hardware.local_ranks(ranks) if hardware.device == "cpu" else 1
+    work, traffic = np.array([flops]), np.array([traffic_bytes])
+    rates = hardware.matmul_flops_per_s(dtype) / share, hardware.memory_bytes_per_s / share
+    found = _seconds(
+        np.array([CLASSES.index(kind)]), np.zeros(1, np.intp), work, traffic, dtype, hardware, share
+    )
+    return float(peak_s(work, traffic, *rates)[0]), float(found[0])
+
+
+def _transfers_s(
+    step: Step, ops: np.ndarray[tuple[int], np.dtype[np.intp]], hardware: Hardware, local: int
+) -> F64:
+    """Seconds of ops that are not compute."""
+    resource, group = step.ops.resource[ops], (step.ops.group[ops] % APART).astype(np.float64)
+    bytes_per_s = np.array(_bytes_per_s(hardware, local))[resource]
+    seconds: F64 = step.ops.traffic_bytes[ops] / bytes_per_s + np.array(_latency_s(hardware))[resource]
+    together = np.flatnonzero(
+        (group > 0) & ((resource == Resource.INTRA_LINK) | (resource == Resource.INTER_LINK))
+    )
+    if len(together):
+        rows = ops[together]
+        traffic = step.ops.traffic_bytes[rows].astype(np.float64)
+        apart = step.ops.group[rows] // APART + 1
+        seconds[together] = collective_s(
+            step.names,
+            step.ops.name[rows],
+            resource[together],
+            group[together],
+            traffic,
+            hardware,
+            apart=apart,
+        )
+    return seconds
+
+
+def _bytes_per_s(hardware: Hardware, local: int) -> list[float]:
+    """Rate by Resource; what the ranks of a node share is divided."""
+    shared = local if hardware.device == "cpu" else 1
+    return [
+        1.0,
+        hardware.host_to_device_bytes_per_s / shared,
+        hardware.device_to_host_bytes_per_s / shared,
+        hardware.intra_link_bytes_per_s,
+        hardware.inter_link_bytes_per_s,
+        hardware.ssd_read_bytes_per_s / local,
+        hardware.ssd_write_bytes_per_s / local,
+        hardware.host_adam_bytes_per_s / local,
+        np.inf,
+    ]
+
+
+def _latency_s(hardware: Hardware) -> list[float]:
+    """Latency by Resource, per copy or message."""
+    start = hardware.launch_s
+    return [
+        0.0,
+        start,
+        start,
+        hardware.intra_link_latency_s,
+        hardware.inter_link_latency_s,
+        1e-4,
+        1e-4,
+        start,
+        0.0,
+    ]

@@ -1,0 +1,223 @@
+"""The machine a program is to run on: its memories, rates and links, each number with the place it comes
+from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.hardware import calibration_cache, cpu_probe, known_devices
+from memtune.hardware.calibration_cache import Curve
+from memtune.hardware.cpu_cores import usable_cores
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its node; rates are those of the data sheet, `op_costs` knows which fraction ops
+    reach.
+    """
+
+    name: str
+    """Key in the table (`h100-80g`), or `cpu`."""
+    title: str
+    device: Device
+    architecture: str
+    """Architecture by which kernels are chosen: `sm90`, `gfx942`, `cpu`."""
+    memory_bytes: int
+    context_bytes: int
+    """Device memory that a process has gone before it allocates: CUDA's context and its kernels. Trackers do
+    not count it.
+    """
+    bf16_flops_per_s: float
+    fp16_flops_per_s: float
+    tf32_flops_per_s: float
+    fp32_flops_per_s: float
+    memory_bytes_per_s: float
+    launch_s: float
+    """Cost of issuing one op: the host's time on CUDA, part of the op itself on CPU."""
+    host_to_device_bytes_per_s: float
+    device_to_host_bytes_per_s: float
+    intra_link_bytes_per_s: float
+    """Per device and direction, to the other devices of the node."""
+    intra_link_latency_s: float
+    """Per step of a ring."""
+    inter_link_bytes_per_s: float
+    """Per device and direction, to other nodes."""
+    inter_link_latency_s: float
+    ssd_read_bytes_per_s: float
+    ssd_write_bytes_per_s: float
+    host_memory_bytes: int
+    """Of the node."""
+    host_adam_bytes_per_s: float
+    """Bytes read and written by an optimizer on the node's host threads, all of them together."""
+    cores: int
+    gpus_per_node: int
+    allocation_rounding_bytes: int
+    """The allocator hands out multiples of this; 1 is exact."""
+    gpus_per_pcie_root: int = 1
+    """Devices that share the link from one PCIe switch to the host, contiguous ones."""
+    links_through_host: bool = False
+    """Devices of the node reach each other through host memory alone, so what they exchange crosses their
+    PCIe roots.
+    """
+    link_slowdown: float = 0.0
+    """Part of its time by which compute is slower while a collective runs."""
+    communicator_bytes: int = 0
+    """Device memory of one communicator, outside PyTorch's allocator."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Source of each constant, by field."""
+    curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
+    """Measured times by op class, if any; see `op_costs`."""
+    residuals: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
+    """By op class: (seconds at peak rates, measured over predicted seconds) from trials; see
+    `autotune/predict/calibration.py`.
+    """
+    rates_from: str = field(default="table", compare=False)
+    """Basis of predictions: `table`, or `measured on this machine` and the day."""
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """Peak rate of matrix products of `dtype`: bfloat16, float16, tf32, all else as float32."""
+        rates = {
+            "bfloat16": self.bf16_flops_per_s,
+            "float16": self.fp16_flops_per_s,
+            "tf32": self.tf32_flops_per_s,
+        }
+        return rates.get(dtype, self.fp32_flops_per_s)
+
+    def usable_bytes(self, ranks: int) -> int:
+        """Device memory that CUDA's context and, where there are several `ranks`, their communicator leave
+        for allocations.
+        """
+        return self.memory_bytes - self.context_bytes - (self.communicator_bytes if ranks > 1 else 0)
+
+    def local_ranks(self, ranks: int) -> int:
+        """Return the number of `ranks` on one node's host; on CPU they share the device too."""
+        return ranks if self.device == "cpu" else min(ranks, self.gpus_per_node)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return {
+            **asdict(self),
+            "sources": dict(self.sources),
+            "curves": dict(self.curves),
+            "residuals": dict(self.residuals),
+        }
+
+
+def names() -> tuple[str, ...]:
+    """Every key that `find` knows."""
+    return tuple(known_devices.GPUS)
+
+
+def find(name: str) -> Hardware:
+    """The table's entry for `name`; upper case, spaces and underscores are read as `h100-80g` is written.
+
+    Raises:
+        UsageError: There is no such entry; the nearest ones are named.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    key = known_devices.ALIASES.get(key, key)
+    if key in known_devices.GPUS:
+        return _from_constants(key, "cuda", known_devices.GPUS[key])
+    begun = [each for each in names() if key and each.startswith(key)]
+    near = begun or difflib.get_close_matches(key, names(), n=3, cutoff=0.4)
+    raise UsageError(
+        f"No hardware is called '{name}'.",
+        evidence=f"known: {', '.join(names())}",
+        fix=f"use {' or '.join(near)}" if near else "use one of the known names",
+        code="MT208",
+    )
+
+
+def detect(device: Device = "cpu") -> Hardware:
+    """The present machine: what `memtune doctor --calibrate` measured, and for the rest the table or a quick
+    look.
+
+    For CUDA the rest is the table's entry with this device's memory, for CPU what half a second finds.
+
+    Raises:
+        EnvironmentFault: `cuda` is asked for and torch sees no CUDA device.
+    """
+    found = _detect_cuda() if device == "cuda" else of_cpu(cpu_probe.cpu())
+    known = calibration_cache.load(device)
+    return found if known is None else with_measured(found, known)
+
+
+def of_cpu(rates: cpu_probe.CpuRates) -> Hardware:
+    """A CPU of these `rates` as a device of its own; what `rates` does not say is from the table."""
+    return _from_constants("cpu", "cpu", known_devices.cpu(rates))
+
+
+def with_measured(hardware: Hardware, known: calibration_cache.Calibration) -> Hardware:
+    """`hardware` with the constants and curves that were measured on it."""
+    constants = {name: value for name, value in known.constants.items() if name in hardware.sources}
+    return replace(
+        hardware,
+        sources={
+            **hardware.sources,
+            **{name: f"{known.source}: {known.how.get(name, '')}" for name in constants},
+        },
+        curves=known.curves,
+        rates_from=known.source,
+        **constants,  # type: ignore[arg-type]  # numbers for fields that are numbers
+    )
+
+
+def gpu_name() -> str:
+    """Name of the first GPU as `detect("cuda")` gives it: the table's, else made of what the driver
+    calls it.
+    """
+    found = torch.cuda.get_device_properties(0)
+    return known_devices.match(found.name, found.total_memory) or re.sub(r"\W+", "-", found.name.lower())
+
+
+def _detect_cuda() -> Hardware:
+    if not torch.cuda.is_available():
+        raise EnvironmentFault(
+            "torch sees no CUDA device.", fix="use --device cpu, or name a GPU: --gpu-type", code="MT104"
+        )
+    found = torch.cuda.get_device_properties(0)
+    known = known_devices.match(found.name, found.total_memory)
+    seen = "torch.cuda, this machine"
+    # A card that the table lacks is taken for an A10 with this card's memory: slow enough that no plan is too
+    # hopeful.
+    constants = dict(known_devices.GPUS[known or "a10"])
+    if known is None:
+        constants = {
+            name: (value, f"not in the table, taken from the A10: {why}")
+            for name, (value, why) in constants.items()
+        }
+    constants |= {
+        "title": (found.name, seen),
+        "architecture": (_architecture(found), seen),
+        "memory_bytes": (found.total_memory, seen),
+        "gpus_per_node": (torch.cuda.device_count(), seen),
+        "host_memory_bytes": (cpu_probe.host_memory_bytes(), "the operating system, this machine"),
+        "cores": (usable_cores(), "the operating system, this machine"),
+    }
+    if torch.cuda.device_count() > 1:
+        constants["links_through_host"] = (not torch.cuda.can_device_access_peer(0, 1), seen)
+    return _from_constants(gpu_name(), "cuda", constants)
+
+
+def _architecture(properties: Any) -> str:
+    """`sm90`, or on ROCm the name up to its features: `gfx942`."""
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+def _from_constants(name: str, device: Device, constants: Mapping[str, tuple[Any, str]]) -> Hardware:
+    values: dict[str, Any] = {key: value for key, (value, _) in constants.items()}
+    return Hardware(
+        name=name, device=device, sources={key: source for key, (_, source) in constants.items()}, **values
+    )

@@ -1,0 +1,150 @@
+"""Search the chunk size and number of chunks on the device before training, for PatrickStar and Elixir."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memtune.offload.core import Chunks, pack
+from memtune.program import Units, lru_moves
+
+_TRIED = 64
+"""Number of chunk sizes that a search tries; evenly spread ones where there are more."""
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Chunks, and the number of them that may be on the device in each moment."""
+
+    chunks: Chunks
+    """The offloaded chunks."""
+    slots: Units
+    staying: int = 0
+    """Number of parameters in no chunk: those used first are resident, with their optimizer state."""
+    in_place: bool = False
+    """Gradients are offloaded from the places of their weights in the chunks."""
+
+
+@functools.lru_cache(maxsize=64)
+def chunk_sizes(n_bytes: Units, block: Units) -> Units:
+    """Return the sizes worth trying, ascending: from the largest parameter's to the largest block's.
+
+    Any packing has a fullest chunk, whose parameters are adjacent: a chunk of just their bytes packs the same
+    way with the
+    least waste. So the best size is a sum of neighbours. A chunk larger than any block always loads unused
+    parameters.
+    """
+    of_block = [0] * (block[-1] + 1)
+    for size, index in zip(n_bytes, block, strict=True):
+        of_block[index] += size
+    least, most = max(n_bytes), max(of_block)
+    sums: set[int] = set()
+    for first in range(len(n_bytes)):
+        total = 0
+        for size in n_bytes[first:]:
+            total += size
+            if total > most:
+                break
+            if total >= least:
+                sums.add(total)
+    found = sorted(sums)
+    if len(found) <= _TRIED:
+        return tuple(found)
+    return tuple(found[i * (len(found) - 1) // (_TRIED - 1)] for i in range(_TRIED))
+
+
+@functools.lru_cache(maxsize=64)
+def all_packings(n_bytes: Units, block: Units, gathered: bool) -> tuple[Chunks, ...]:
+    """Return the parameters packed in chunks of each of the `chunk_sizes`."""
+    return tuple(pack(n_bytes, block, size, gathered) for size in chunk_sizes(n_bytes, block))
+
+
+def slots_in(chunks: Chunks, room: Sequence[int], ahead: int = 0) -> Units | None:
+    """Return the number of chunks that `room` bytes hold in each moment; None if a moment lacks space for
+    those it uses.
+    """
+    uses = chunks.uses(ahead)
+    slots = tuple(min(n_bytes // chunks.chunk_bytes, chunks.count) for n_bytes in room)
+    return None if any(len(use) > n for use, n in zip(uses, slots, strict=True)) else slots
+
+
+def as_few_as_used(chunks: Chunks, ahead: int = 0) -> Units:
+    """Return the largest number of chunks that a moment uses, for all moments."""
+    uses = chunks.uses(ahead)
+    return (max(map(len, uses)),) * len(uses)
+
+
+@functools.lru_cache(maxsize=256)
+def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool = False) -> ChunkPlan:
+    """Return the chunk size that wastes least, among those for which each moment has space for the chunks it
+    uses.
+
+    Args:
+        n_bytes: Bytes of each parameter, in the order of use.
+        block: The block of each, ascending from 0.
+        room: (moments,) bytes of the device that chunks may take; None: as few as are used.
+        gathered: Parameters are a rank's rows.
+
+    Returns:
+        Among equals the smallest chunk. If no size fits, the one that takes the fewest bytes.
+
+    Source: Fang et al. 2021, PatrickStar (arXiv:2108.05818), chunk size search and the memory budget by
+    moment.
+    """
+    by_waste = sorted(
+        all_packings(n_bytes, block, gathered), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes)
+    )
+    if room is None:
+        return ChunkPlan(by_waste[0], as_few_as_used(by_waste[0]))
+    fitting = ((chunks, slots_in(chunks, room)) for chunks in by_waste)
+    found = next((ChunkPlan(chunks, slots) for chunks, slots in fitting if slots is not None), None)
+    return found or _smallest(by_waste, 0)
+
+
+@functools.lru_cache(maxsize=256)
+def fewest_bytes_moved(
+    n_bytes: Units, block: Units, capacity: int | None, ahead: int, gathered: bool = False
+) -> ChunkPlan:
+    """Return the chunk size and number of cached chunks that load the fewest bytes in a step under LRU.
+
+    Args:
+        n_bytes: Bytes of each parameter, in the order of use.
+        block: The block of each, ascending from 0.
+        capacity: Bytes of the device that the cache may take; None: as few chunks as are used.
+        ahead: Number of moments by which a chunk is prefetched.
+        gathered: Parameters are a rank's rows.
+
+    Returns:
+        Among equals the cache of fewest bytes, then the smaller chunk. If no size fits, the one that takes
+        the fewest bytes.
+
+    Source: Huang et al. 2022, Elixir (arXiv:2212.05339), the pre-runtime search over chunk sizes with a cache
+    of n chunks.
+    """
+    tried = all_packings(n_bytes, block, gathered)
+    best: tuple[tuple[int, int, int], ChunkPlan] | None = None
+    for chunks in tried:
+        uses, least = chunks.uses(ahead), as_few_as_used(chunks, ahead)[0]
+        most = least if capacity is None else min(capacity // chunks.chunk_bytes, chunks.count)
+        if most < least or (
+            best is not None and chunks.n_bytes > best[0][0]
+        ):  # each chunk comes in at least once
+            continue
+        by_slots = _moves(chunks, ahead)
+        moves = by_slots[most]
+        low = next(slots for slots in range(least, most + 1) if by_slots[slots] == moves)
+        found = (moves * chunks.chunk_bytes, low * chunks.chunk_bytes, chunks.chunk_bytes)
+        if best is None or found < best[0]:
+            best = found, ChunkPlan(chunks, (low,) * len(uses))
+    return best[1] if best is not None else _smallest(tried, ahead)
+
+
+@functools.lru_cache(maxsize=1024)
+def _moves(chunks: Chunks, ahead: int) -> Units:
+    return lru_moves(chunks.uses(ahead))
+
+
+def _smallest(tried: Sequence[Chunks], ahead: int) -> ChunkPlan:
+    plans = (ChunkPlan(chunks, as_few_as_used(chunks, ahead)) for chunks in tried)
+    return min(plans, key=lambda plan: (plan.slots[0] * plan.chunks.chunk_bytes, plan.chunks.chunk_bytes))

@@ -1,0 +1,65 @@
+"""Pass of `offload.chunks.lock_free`: the update is a sweep over all weights, overlapped with the next step.
+
+The number of steps per sweep depends on time. In the Step one sweep runs per step: one step's gradients wait
+for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memtune.offload.optimizer import Native, update_by, update_bytes
+from memtune.program import FOREVER, Edit, Kind, Phase, Resource, Step, Tier, columns_of
+
+
+def sweep_in_next_step(step: Step) -> Step:
+    """Return `step` with a sweep at its beginning instead of its optimizer's ops; its gradients wait for the
+    next one.
+
+    Args:
+        step: A result of `optimizer_on_host`, with the optimizer's own ops on the host.
+    """
+    columns, edit = columns_of(step.parameters), Edit(step)
+    own = (step.ops.phase == Phase.OPTIMIZER) & (step.ops.resource == Resource.HOST_THREADS)
+    used = np.unique(step.uses.storage[own[step.uses.op]])
+    gradients = used[
+        (step.storages.kind[used] == Kind.GRADIENT) & (step.storages.tier[used] == Tier.HOST)
+    ].astype(np.int32)
+    edit.drop_ops(own)
+    edit.storages.held_until[gradients] = FOREVER
+    swept = np.flatnonzero(columns.trainable)
+    updated = np.isin(swept, step.storages.owner[gradients])
+    sizes = columns.numel * columns.itemsize
+    native, mine = Native(), swept[updated]
+    row = np.repeat(np.arange(len(swept)), 1 + updated)
+    is_copy = np.append(True, row[1:] != row[:-1])
+    traffic = 2 * sizes[swept][row]
+    traffic[~is_copy] = update_bytes(step, native, mine)
+    names = np.asarray(
+        [edit.name_id("memtune.host_update_.default"), edit.name_id("aten.copy_.default")], np.int32
+    )
+    ops = edit.add_ops(
+        names[is_copy.astype(int)],
+        before=np.zeros(len(row), np.int32),
+        phase=Phase.BOUNDARY,
+        resource=Resource.HOST_THREADS,
+        traffic_bytes=traffic,
+    )
+    nowhere, owner = np.full(len(mine), -1, np.int32), mine.astype(np.int32)
+    old = edit.add_storages(sizes[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    edit.add_uses(ops[~is_copy], old)
+    update_by(edit, step, native, mine, ops[~is_copy])
+    front = np.flatnonzero(
+        (step.storages.kind == Kind.PARAMETER)
+        & (step.storages.tier == Tier.HOST)
+        & (step.storages.producer < 0)
+    )
+    edit.add_storages(
+        step.storages.bytes[front],
+        producer=np.full(len(front), -1, np.int32),
+        tier=Tier.HOST,
+        kind=Kind.PARAMETER,
+        held_until=np.full(len(front), FOREVER, np.int32),
+        owner=step.storages.owner[front],
+    )
+    return edit.done()

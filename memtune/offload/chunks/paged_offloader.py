@@ -1,0 +1,256 @@
+"""Parameter offload by pages, to permanent frames of the device (Angel-PTM).
+
+Frames are allocated once, so training allocates nothing for weights. A parameter is contiguous in host memory
+and in
+frames (`offload.core.parameter_layout`); a page that is loaded evicts the page that was in its frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from memtune.offload.core import (
+    Chunks,
+    GatheredBlocks,
+    Pages,
+    Piece,
+    mark_freed,
+    mark_resident,
+    place_in,
+    require_own_memory,
+    runs,
+)
+from memtune.offload.parameters import HostCopies, ParameterOffloader, copy_of
+from memtune.program import Residency
+from memtune.runtime import HOST, SSD, Context, local, mark, page_locked, tier, tier_of
+
+
+class PagedOffloader(ParameterOffloader):
+    """Makes the blocks' parameters of `context` come and go, page by page; the frames' memory is never given
+    back.
+
+    Args:
+        context: Its model; hooks are put on its blocks and their parameters.
+        residency: Which page is there when.
+        optimizer: Holds the host copies, and updates them at its step.
+        pages: Where the parameters lie.
+        stays: Parameters of blocks that neither come nor go.
+
+    Raises:
+        ApplyError: As `ParameterOffloader` does.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        residency: Residency,
+        optimizer: HostCopies,
+        pages: Pages,
+        stays: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._in_frame: dict[int, int] = {}  # the page that came last to each frame
+        self._spare: InFrames | None = None
+        modules = [context.model.get_submodule(name) for name in context.blocks]
+        members = [[each for each in module.parameters() if each not in stays] for module in modules]
+        super().__init__(context, residency, optimizer, chunks=pages, early=False, members=members)
+
+    @property
+    def hosts(self) -> dict[nn.Parameter, Tensor]:
+        """The place of each parameter in the host's pages."""
+        return self._hosts
+
+    def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        held_for = context.placement.optimizer_params
+        on_host = {p: held for p in mine if (held := held_for.get(p)) is not None and tier_of(held) != SSD}
+        return {p: on_host[p].detach() if p in on_host else copy_of(p) for p in mine}
+
+    def _put_into(
+        self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages
+    ) -> list[list[Piece]]:
+        assert isinstance(chunks, Pages)
+        pages = [[span.page for span in chunks.spans(index)] for index in range(len(mine))]
+        self._on_page = [
+            [each for each, on in zip(mine, pages, strict=True) if page in on] for page in range(chunks.count)
+        ]
+        self._take(in_frames(context, mine, self._hosts, chunks, self._gathered))
+        return []  # none is there, and none is anything by itself
+
+    def _take(self, found: InFrames) -> None:
+        self._in_frames, self._hosts = found, found.hosts
+
+    def double(self) -> dict[nn.Parameter, Tensor]:
+        """Add a second host memory for the pages; return each trained parameter's place in it by its host
+        copy.
+        """
+        self._spare = self._in_frames.twin()
+        return {held: self._spare.hosts[parameter] for parameter, held in self._trained.items()}
+
+    def swap(self) -> None:
+        """Exchange the two host memories: later loads copy from the other one."""
+        self._there.clear()
+        assert self._spare is not None
+        spare, self._spare = self._spare, self._in_frames
+        self._take(spare)
+
+    @torch.no_grad()
+    def _fetch_units(self, units: Iterable[int]) -> None:
+        missing = [unit for unit in units if unit not in self._there]
+        for page in missing:
+            frame = self._in_frames.pages.frame[page]
+            self._gives_way(self._in_frame.get(frame, page))
+            self._in_frame[frame] = page
+        if missing and self._gathered is not None:
+            self._gathered.wait_for_reads()
+        self._bring_pieces(self._in_frames.pieces(missing))
+        self._there.update(missing)
+
+    def _gives_way(self, page: int) -> None:
+        self._there.discard(page)
+        mark_freed(self._on_page[page])
+
+    def _fetch_block(self, block: int) -> None:
+        require_own_memory(self._blocks[block], self._in_frames.frames)
+        super()._fetch_block(block)
+        mark_resident(self._blocks[block])
+
+    def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
+        gathered.before_gathers(
+            index, lambda: self._fetch_block(index), lambda: []
+        )  # frames are never given back
+
+    @torch.no_grad()
+    def _keep(self, loaded: list[nn.Parameter]) -> None:
+        super()._keep(loaded)
+        spare = {} if self._spare is None else self._spare.hosts
+        for parameter in loaded:
+            if parameter in spare and parameter not in self._trained:  # nobody writes it there later
+                spare[parameter].copy_(self._hosts[parameter])
+
+    def _release(self, units: Any) -> None:
+        for unit in list(units):
+            self._gives_way(unit)
+
+    def _bring_all(self) -> None:
+        """Of pages nothing: frames are not enough for all, and `in_frames` takes back what it did."""
+        mark_resident(each for block in self._blocks for each in block)
+
+    def _left_bytes(self) -> int:
+        frames = self._in_frames.frames.untyped_storage()._cdata
+        here = {p: local(p.detach()) for p in self._hosts}
+        return sum(p.nbytes for p in here.values() if p.untyped_storage()._cdata != frames)
+
+
+# The blocks' parameters in pages: side by side in host memory, and in frames on the device that pages come to
+# in turn.
+class InFrames(NamedTuple):
+    """Parameters on pages, host memory and frames."""
+
+    pages: Pages
+    frames: Tensor
+    memory: Tensor
+    """All pages, on the host."""
+    hosts: dict[nn.Parameter, Tensor]
+    """The place of each parameter in `memory`."""
+
+    def pieces(self, wanted: list[int]) -> list[Piece]:
+        """Return the copies for `wanted` pages; pages adjacent on both sides are one copy."""
+        frame, filled, size = self.pages.frame, self.pages.filled, self.pages.page_bytes
+        found = []
+        for first, last in zip(
+            *(each.tolist() for each in runs(self.pages, np.sort(np.asarray(wanted, np.int32)))), strict=True
+        ):
+            n_bytes = (last - first) * size + filled[last]
+            there, host = frame[first] * size, first * size
+            found.append(
+                Piece(self.frames[there : there + n_bytes], self.memory[host : host + n_bytes], in_frame=True)
+            )
+        return found
+
+    def twin(self) -> InFrames:
+        """Return the same with other host memory, of the same values."""
+        with tier(HOST):
+            made = page_locked(
+                lambda locked: torch.empty_like(self.memory, pin_memory=locked), wanted=self.frames.is_cuda
+            )
+            memory = made.copy_(self.memory)
+        mark(memory, HOST)
+        hosts = {
+            p: place_in(memory, host, int(host.storage_offset()) * host.element_size())
+            for p, host in self.hosts.items()
+        }
+        return self._replace(memory=memory, hosts=hosts)
+
+
+@torch.no_grad()
+def in_frames(
+    context: Context,
+    parameters: Sequence[nn.Parameter],
+    hosts: dict[nn.Parameter, Tensor],
+    pages: Pages,
+    gathered: GatheredBlocks | None = None,
+) -> InFrames:
+    """Move `parameters` into frames, and their host copies into pages; both stay the same Python objects.
+
+    Args:
+        context: `undo` gets the reverse.
+        parameters: In the order of `pages`.
+        hosts: Their host copies.
+        pages: Place of each one.
+        gathered: Given where FSDP2 shards them; their rows are moved then.
+    """
+    like = parameters[0]
+    with tier(HOST):
+        n_bytes = pages.count * pages.page_bytes
+        memory = page_locked(
+            lambda locked: torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked),
+            wanted=like.is_cuda,
+        )
+    mark(memory, HOST)
+    if gathered is not None:
+        memory.zero_()  # what rows are padded with
+    in_pages = dict(hosts)  # also where only some have been moved
+    context.undo.callback(_separate, parameters, in_pages, gathered)
+    for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
+        place = place_in(memory, local(parameter.detach()), page * pages.page_bytes + at)
+        place.copy_(hosts[parameter])
+        in_pages[parameter] = place
+        held = context.placement.optimizer_params.get(parameter)
+        if held is not None and tier_of(held) != SSD:
+            held.data = place
+    rows = (
+        {}
+        if gathered is None
+        else {p: torch.empty_like(gathered.rows_of(p), device="meta") for p in parameters}
+    )
+    for parameter in parameters:  # their memory first, or both would be there at once
+        if gathered is None:
+            parameter.data = parameter.detach().new_empty(0)
+        else:
+            gathered.rows_of(parameter).untyped_storage().resize_(0)
+    frames = torch.zeros(pages.frame_bytes, dtype=torch.uint8, device=like.device)
+    for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
+        there = pages.frame[page] * pages.page_bytes + at
+        if gathered is None:
+            parameter.data = place_in(frames, in_pages[parameter], there)
+        else:
+            gathered.put_rows(parameter, place_in(frames, rows[parameter], there))
+    return InFrames(pages, frames, memory, in_pages)
+
+
+def _separate(
+    parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], gathered: GatheredBlocks | None
+) -> None:
+    """Give each parameter memory of its own again, with the host's values."""
+    for parameter in parameters:
+        if gathered is None:
+            parameter.data = torch.empty_like(hosts[parameter], device=parameter.device).copy_(
+                hosts[parameter]
+            )
+        else:
+            gathered.put_rows(parameter, torch.zeros_like(gathered.rows_of(parameter)))
+            local(parameter.detach()).copy_(hosts[parameter])

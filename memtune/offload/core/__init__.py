@@ -1,0 +1,103 @@
+"""Parts that all offload mechanisms share: host copies, freed parameters, chunk and page layouts, update
+triggers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.offload.core.deferred_updates_plan import BlockTimes, deferred_blocks
+    from memtune.offload.core.fsdp_shards import (
+        GatheredBlocks,
+        bytes_in_chunks,
+        count_changes,
+        is_gathered,
+        sharded_like,
+    )
+    from memtune.offload.core.fsdp_shards_pass import gathers_of, members_of_units, rows_of_gradients
+    from memtune.offload.core.optimizer_param import (
+        OptimizerParameter,
+        model_order,
+        optimizer_parameter,
+        state_to_host,
+        to_host_now,
+    )
+    from memtune.offload.core.parameter_layout import (
+        ALIGNMENT,
+        Chunks,
+        Pages,
+        aligned,
+        loads_of,
+        pack,
+        paged,
+        runs,
+        timeline,
+        until,
+    )
+    from memtune.offload.core.parameter_memory import (
+        Piece,
+        guard_module,
+        in_chunks,
+        mark_freed,
+        mark_resident,
+        place_in,
+        require_own_memory,
+    )
+    from memtune.offload.core.update_triggers import (
+        PendingUpdates,
+        Trigger,
+        bucket_ends,
+        not_one_by_one,
+        resident_count,
+        room_bytes,
+        sentinel_index,
+        waiting_room,
+    )
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "ALIGNMENT",
+    "BlockTimes",
+    "Chunks",
+    "GatheredBlocks",
+    "OptimizerParameter",
+    "Pages",
+    "PendingUpdates",
+    "Piece",
+    "Trigger",
+    "aligned",
+    "bucket_ends",
+    "bytes_in_chunks",
+    "count_changes",
+    "deferred_blocks",
+    "gathers_of",
+    "guard_module",
+    "in_chunks",
+    "is_gathered",
+    "loads_of",
+    "mark_freed",
+    "mark_resident",
+    "members_of_units",
+    "model_order",
+    "not_one_by_one",
+    "optimizer_parameter",
+    "pack",
+    "paged",
+    "place_in",
+    "require_own_memory",
+    "resident_count",
+    "room_bytes",
+    "rows_of_gradients",
+    "runs",
+    "sentinel_index",
+    "sharded_like",
+    "state_to_host",
+    "timeline",
+    "to_host_now",
+    "until",
+    "waiting_room",
+]

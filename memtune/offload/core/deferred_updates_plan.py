@@ -1,0 +1,107 @@
+"""Choose the blocks whose host update is deferred to the next step's forward.
+
+A deferred update overlaps with the next forward instead of backward; it is exact, because the block's weights
+are
+reloaded only after their own update. The choice is a small timeline simulation over modelled times per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LEAST_GAIN = 0.99
+"""Deferring more blocks must shorten the step by at least 1%, because deferred gradients occupy host memory.
+"""
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Modelled seconds of each block's computation, copies and host update."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    load_s: Sequence[float]
+    """H2D copy of the block's weights, once for each pass."""
+    down_s: Sequence[float]
+    """D2H copy of the block's gradients."""
+    update_s: Sequence[float]
+    outside_s: float
+    """Parameters in no block, inside `optimizer.step()`: D2H of gradients, update, H2D of weights."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of blocks."""
+        return len(self.update_s)
+
+
+def period_s(times: BlockTimes, late: frozenset[int]) -> float:
+    """Return the seconds from the start of one step to the start of the next.
+
+    Updates of `deferred` blocks overlap with forward, those of the others with backward.
+
+    One thread updates. A block's H2D copy starts after its update and after the copy of the block before; its
+    D2H copy
+    overlaps with the backward of the next block, and its update starts when the copy and the previous update
+    have ended
+    (`offload.parameters.overlapped_offloader`). The window is ignored: it is as wide as the transfers need.
+    """
+    free = up = now = 0.0
+    for block in range(times.count):
+        if block in late:
+            free += times.update_s[block]
+        up = max(up, free if block in late else 0.0) + times.load_s[block]
+        now = max(now, up) + times.forward_s[block]
+    end, _ = _backward(times, late, now)
+    return end
+
+
+def deferred_blocks(times: BlockTimes, shares: Sequence[float] = ()) -> frozenset[int]:
+    """Return the blocks to defer: those whose update would find the thread busy; none where that makes no
+    step shorter.
+
+    Args:
+        times: Of the blocks.
+        shares: Shares of all blocks, evenly spread, to try as well: updates then overlap with all of forward
+            and backward.
+    """
+    _, busy = _backward(times, None, 0.0)
+    found = sorted(
+        {frozenset[int](), busy - {0}, busy, *(_spread(times.count, share) for share in shares)}, key=len
+    )
+    periods = [period_s(times, late) for late in found]
+    return next(
+        late for late, seconds in zip(found, periods, strict=True) if seconds * _LEAST_GAIN <= min(periods)
+    )
+
+
+def _spread(count: int, share: float) -> frozenset[int]:
+    late = max(1, round(count * share))
+    return frozenset((each + 1) * count // late - 1 for each in range(late))
+
+
+def _backward(times: BlockTimes, late: frozenset[int] | None, begin_s: float) -> tuple[float, frozenset[int]]:
+    """Return the end of a step whose backward starts at `begin_s`, and the blocks that it defers.
+
+    With `deferred` None, a block is deferred where the update thread is busy when its gradients arrive.
+    """
+    left: set[int] = set()
+    now = up = down = free = begin_s
+
+    def turn(block: int) -> None:
+        nonlocal now, free
+        now = max(now, down)
+        if free > now if late is None else block in late:
+            left.add(block)
+        else:
+            now = max(now, free)
+            free = now + times.update_s[block]
+
+    for block in reversed(range(times.count)):
+        up += times.load_s[block] if block < times.count - 1 else 0.0  # the last one is there
+        now = max(now, up) + times.backward_s[block]
+        if block + 1 < times.count:
+            turn(block + 1)
+        down = max(down, now) + times.down_s[block]
+    turn(0)
+    return max(now, free) + times.outside_s, frozenset(left)

@@ -1,0 +1,177 @@
+"""FSDP2's sharded blocks under offload: the rank's rows, and the all-gathers that read them.
+
+Extends `offload.parameters.offloader` to blocks that FSDP2 shards:
+
+- Only the rank's rows, padded as FSDP2 pads them, are offloaded and loaded; FSDP2 itself unshards and
+  reshards whole
+  parameters.
+- Rows are read by FSDP2's all-gather: in forward when their block begins, in backward while the block after
+  it
+  computes. A moment begins before FSDP2's own hooks run.
+- FSDP2 calls the grad-ready hooks once it has reduced a block's gradients, one parameter after the other; a
+  rank's
+  rows of each are offloaded as whole gradients are.
+
+This file reads private attributes of `torch.distributed.fsdp` (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from memtune.errors import ApplyError
+from memtune.offload.core.parameter_layout import aligned
+from memtune.parallel.ranks import SeamAllGather
+from memtune.runtime import Context, local
+
+_FIX = "sharding: {states: {kind: fsdp}} with its defaults, communication: {kind: plain}"
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Return whether FSDP2 all-gathers the parameters of `model`."""
+    return isinstance(model, FSDPModule)
+
+
+class GatheredBlocks:
+    """The FSDP2 units of the blocks of `context`.
+
+    Args:
+        context: Its model is sharded by FSDP2.
+
+    Raises:
+        ApplyError: A block is not an FSDP2 unit of its own that one plain all-gather over all ranks unshards
+            in each pass.
+    """
+
+    def __init__(self, context: Context) -> None:
+        model: Any = context.model
+        self._units: list[Any] = [_unit(context, name) for name in context.blocks]
+        self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
+        self._reads: torch.cuda.Event | None = None
+        model._get_fsdp_state()._lazy_init()  # looks at the rows, which must be there
+
+    def rows_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the memory of this rank's rows, (numel,), padded to the same size on every rank."""
+        rows: Tensor = self._of[parameter]._sharded_param_data
+        return rows
+
+    def put_rows(self, parameter: nn.Parameter, rows: Tensor) -> None:
+        """Move the parameter's rows to the memory `rows`, (numel,) as in `rows_of`."""
+        each = self._of[parameter]
+        shape = local(parameter.detach()).shape
+        each._sharded_param_data = rows
+        each.sharded_param._local_tensor = rows[: shape.numel()].view(shape)
+
+    def before_gathers(
+        self, block: int, bring: Callable[[], None], pieces: Callable[[], list[Tensor]]
+    ) -> None:
+        """Call `bring` before FSDP2 gathers the rows of `block`; `pieces` then returns their memory.
+
+        Rows that are not resident by then are loaded here, synchronously.
+        """
+        unit = self._units[block]
+        gather = unit.unshard
+
+        def unshard(async_op: bool = False) -> None:
+            if unit._all_gather_result is None and not unit.is_unsharded:
+                bring()
+            streams = _streams(unit, async_op)
+            for stream in streams:  # what comes in does so in the order of the stream that computes
+                stream.wait_stream(torch.cuda.current_stream(unit.device))
+            gather(async_op)
+            if streams:  # the rows are read on the first one
+                self._reads = streams[0].record_event()
+            for stream in streams:  # given back, it must not be filled anew under the gather's feet
+                for piece in pieces():
+                    piece.record_stream(stream)
+
+        unit.unshard = unshard
+
+    def wait_for_reads(self) -> None:
+        """Make the current stream wait until the rows that were gathered last have been read, so that it may
+        write there.
+        """
+        if self._reads is not None:
+            torch.cuda.current_stream().wait_event(self._reads)
+
+
+def _streams(unit: Any, async_op: bool) -> tuple[torch.cuda.Stream, ...]:
+    if unit.device.type != "cuda":
+        return ()
+    return tuple(dict.fromkeys(unit.comm_ctx.get_all_gather_streams(async_op, unit._training_state)))
+
+
+def _unit(context: Context, name: str) -> Any:
+    module: Any = context.model.get_submodule(name)
+    unit: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+    why = ""
+    if unit is None or len(unit.modules) > 1:
+        why = "is no unit of its own"
+    elif (
+        not unit._reshard_after_forward
+        or unit.post_forward_mesh_info.shard_mesh_size != unit.mesh_info.shard_mesh_size
+    ):
+        why = "stays gathered after forward, or a part of it"
+    elif unit.mesh_info.shard_mesh_size != context.placement.world_size:
+        why = "is not divided over all ranks"
+    elif module._get_fsdp_state()._states_to_backward_prefetch:
+        why = "is gathered in an order of its own"
+    elif type(unit._all_gather_comm) is not SeamAllGather:
+        why = "is not gathered by one plain message"
+    if why:
+        raise ApplyError(f"{name} {why}, so its rows cannot come and go.", fix=_FIX, code="MT364")
+    return unit
+
+
+class _Counted(DTensor):
+    """A gradient whose version counter includes foreach kernels, which do not count changes of DTensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.endswith("_") and args and isinstance(args[0], list | tuple):
+            for each in args[0]:
+                if isinstance(each, cls):
+                    torch.autograd.graph.increment_version(each)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def count_changes(gradient: Tensor) -> None:
+    """Make the version counter of `gradient` include all in-place changes, such as clipping by norm or a
+    gradient scaler.
+    """
+    if type(gradient) is DTensor:
+        gradient.__class__ = _Counted
+
+
+def bytes_in_chunks(context: Context) -> tuple[int, ...]:
+    """Return the bytes of each block parameter in a chunk, in the order of use; of sharded ones a rank's
+    padded rows.
+    """
+    blocks = [context.model.get_submodule(name) for name in context.blocks]
+    if not is_gathered(context.model):
+        return tuple(aligned(p.nbytes) for block in blocks for p in block.parameters())
+    units = GatheredBlocks(context)
+    return tuple(aligned(units.rows_of(p).nbytes) for block in blocks for p in block.parameters())
+
+
+def sharded_like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
+    """Return `rows`, the host's part of `parameter`, as a DTensor for checkpoints; on the mesh's device, for
+    collectives.
+    """
+    if not isinstance(parameter, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

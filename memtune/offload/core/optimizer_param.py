@@ -1,0 +1,97 @@
+"""Parameters that an optimizer has instead of the model's: copies on the host or on SSD.
+
+A trainer that walks `optimizer.param_groups`, for example to clip by norm, finds there the gradients that the
+step will
+use: the model parameter's own while it is on the device, and the host sum once it is offloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from memtune.runtime import HOST, Context, local, mark, transfer
+
+_GRAD: Any = Tensor.grad
+
+
+class OptimizerParameter(nn.Parameter):
+    """An optimizer's parameter that shows the gradient of the model's parameter while it has none of its own.
+
+    Copies of it do not show another parameter's gradient.
+    """
+
+    _stands_for: nn.Parameter | None = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its own gradient, or that of the parameter it replaces."""
+        own: Tensor | None = _GRAD.__get__(self)
+        return own if own is not None or self._stands_for is None else self._stands_for.grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle without the model's parameter, whose memory may be freed now."""
+        stands_for = vars(self).pop("_stands_for", None)
+        try:
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        finally:
+            self._stands_for = stands_for
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the model's parameter has a new gradient although the offloaded sum exists.
+
+        Only code outside memtune, such as an assignment to `.grad`, causes this.
+        """
+        return (
+            _GRAD.__get__(self) is not None
+            and self._stands_for is not None
+            and self._stands_for.grad is not None
+        )
+
+
+def optimizer_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """Return a parameter with `value` for the optimizer to have instead of `parameter`."""
+    held: nn.Parameter = OptimizerParameter(value, requires_grad=parameter.requires_grad)
+    held._stands_for = parameter  # type: ignore[attr-defined]
+    return held
+
+
+def model_order(context: Context) -> dict[nn.Parameter, int]:
+    """Return the position of each model parameter, and of all its replacements, in the order of the
+    predictions.
+
+    An optimizer's groups may have another order, for example where weight decay differs.
+    """
+    return {
+        each: place
+        for place, mine in enumerate(context.model.parameters())
+        for each in context.placement.param_chain(mine)
+    }
+
+
+# Copies on the host of what a device's optimizer works on: weights, masters, state.
+def to_host_now(tensor: Tensor) -> Tensor:
+    """Return a complete host copy of `tensor`; waits for the copy."""
+    host: Tensor = torch.ops.memtune.to_host(tensor.detach())
+    transfer.finish(host)
+    return host
+
+
+def state_to_host(value: Any) -> Any:
+    """Return a host copy of a state tensor, or `value` itself if it is no tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    host = to_host_now(local(value))
+    mark(host, HOST)
+    return host

@@ -1,0 +1,379 @@
+"""Memory of offloaded parameters: free it, restore it, and refuse access to a parameter while it is freed.
+
+torch's kernels would read freed memory as noise or end the process. While a parameter's memory is freed, or
+holds other
+values, its class is replaced by one whose `__torch_function__` answers metadata (shape, gradient, hooks) and
+refuses all
+else with MT364. A resident parameter is a plain `nn.Parameter` and costs nothing. The same holds for a rank's
+rows of a
+parameter that FSDP2 shards, and for aliases (`detach()`, `data`) of a freed parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any, Final, NamedTuple, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from memtune.errors import ApplyError
+from memtune.offload.core.fsdp_shards import GatheredBlocks
+from memtune.offload.core.optimizer_param import to_host_now
+from memtune.offload.core.parameter_layout import Chunks
+from memtune.runtime import HOST, Context, local, mark, untrack_data
+
+_ALIASES: Final = frozenset({"data", "detach"})
+_READ: Final = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+"""Attributes that are views of the same memory."""
+_TEXTS: Final = frozenset({"__repr__", "__format__", "__str__"})
+_HARMLESS: Final = frozenset(
+    {
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "storage_offset",
+        "untyped_storage",
+        "__len__",
+    }
+    | {
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_pinned",
+        "is_shared",
+        "get_device",
+        "data_ptr",
+        "__hash__",
+    }
+    | {
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "grad",
+        "backward",
+        "_backward_hooks",
+    }
+    | {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
+    | {"new_empty", "new_zeros", "new_ones", "new_full"}
+)
+"""Functions and methods that do not read values; `torch.autograd.grad` is one."""
+_FIX: Final = (
+    "Tuned.state_dict() or model.state_dict(), which have the values, and load_state_dict to change them"
+)
+
+
+class _Guarded(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, kind = _called(func)
+        gone = [
+            each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded) and _is_freed(each)
+        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            if gone and kind == "text":
+                return _text(gone[0])
+            if gone and kind == "values":
+                _refuse(name, gone[0])
+            found = func(*args, **kwargs)
+            return _alias(found, gone[0]) if gone and kind == "alias" else found
+
+
+class _Alias(_Guarded):
+    """A `detach()` or `data` of a freed parameter, such as state dicts hold; refused while its owner is
+    freed.
+    """
+
+    _owner: Tensor
+
+
+class _FreedParameter(_Guarded, nn.Parameter):
+    """A parameter whose memory is freed."""
+
+
+class _GuardedShard(_Guarded, DTensor):
+    """A freed DTensor: its plain-Python methods read the rows without `__torch_function__`, so each is
+    overridden.
+    """
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        if _is_freed(self):
+            rows: Tensor = _alias(self._local_tensor.detach(), self)
+            return rows
+        return super().to_local(grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        if _is_freed(self):
+            _refuse("redistribute", self)
+        return super().redistribute(*args, **kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        if _is_freed(self):
+            _refuse("full_tensor", self)
+        return super().full_tensor(**kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _text(self) if _is_freed(self) else super().__repr__()  # type: ignore[no-untyped-call]
+
+
+class _ShardAlias(_GuardedShard):
+    """An alias of a freed parameter that FSDP2 shards."""
+
+    _owner: Tensor
+
+
+class _FreedShard(_GuardedShard):
+    """A parameter that FSDP2 shards and whose rows are freed."""
+
+
+_FREED_CLASS: Final[dict[type, type]] = {nn.Parameter: _FreedParameter, DTensor: _FreedShard}
+_RESIDENT_CLASS: Final[dict[type, type]] = {gone: there for there, gone in _FREED_CLASS.items()}
+
+
+def _alias(found: Any, of: Tensor) -> Any:
+    found.__class__ = _ShardAlias if isinstance(found, DTensor) else _Alias
+    found._owner = getattr(of, "_owner", of)
+    return found
+
+
+def _called(func: Any) -> tuple[str, str]:
+    """Return the name of the called function and its kind: "harmless", "alias", "text", or "values" if it
+    reads them.
+    """
+    name, owner = str(getattr(func, "__name__", func)), getattr(func, "__self__", None)
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = str(
+            getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
+        )
+        takes = attribute in _READ if name == "__get__" else attribute == "data"
+        alias = name == "__get__" and attribute in _ALIASES
+        return f"parameter.{attribute}", "values" if takes else "alias" if alias else "harmless"
+    kind = (
+        "alias"
+        if name in _ALIASES
+        else "text"
+        if name in _TEXTS
+        else "harmless"
+        if name in _HARMLESS
+        else "values"
+    )
+    return name, kind
+
+
+def _is_freed(tensor: _Guarded) -> bool:
+    return type(tensor._owner if isinstance(tensor, _Alias | _ShardAlias) else tensor) in _RESIDENT_CLASS
+
+
+def _text(tensor: Tensor) -> str:
+    return f"a weight of shape {tuple(tensor.shape)} that is not on the device now"
+
+
+def _refuse(name: str, tensor: Tensor) -> None:
+    raise ApplyError(
+        f"A weight of shape {tuple(tensor.shape)} is on the host, and let go on the device between uses.",
+        evidence=f"{name} has nothing to work on.",
+        fix=_FIX,
+        code="MT364",
+    )
+
+
+def mark_freed(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark `parameters` as freed, so that reads and writes of them raise; other classes and fake rows keep
+    theirs.
+    """
+    for each in parameters:
+        untrack_data(each)
+        if type(each) in _FREED_CLASS and not isinstance(getattr(each, "_local_tensor", None), FakeTensor):
+            each.__class__ = _FREED_CLASS[type(each)]
+
+
+def mark_resident(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark `parameters` as resident: they have memory, and their values are about to be copied there."""
+    for each in parameters:
+        if type(each) in _RESIDENT_CLASS:
+            each.__class__ = _RESIDENT_CLASS[type(each)]
+
+
+def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> None:
+    """Check that `parameters` are still views of `memory`.
+
+    `parameter.data = ...` would replace the memory by one that is never offloaded or loaded; it is found
+    here.
+
+    Raises:
+        ApplyError: A parameter has other memory.
+    """
+    own = memory.untyped_storage()._cdata
+    wrong = [
+        each for each in parameters if getattr(each, "_local_tensor", each).untyped_storage()._cdata != own
+    ]
+    if wrong:
+        raise ApplyError(
+            f"The memory of a weight of shape {tuple(wrong[0].shape)} was replaced, as  parameter.data = ... "
+            " does.",
+            evidence="It comes and goes between device and host, in memory of its own.",
+            fix="model.load_state_dict, of the whole model or a part, or Tuned.load_state_dict",
+            code="MT364",
+        )
+
+
+def guard_module(module: nn.Module) -> None:
+    """Refuse to copy, pickle, or change the type or device of `module` while parameters of it are freed.
+
+    `copy.deepcopy`, `torch.save` and `module.to` reach a module by these three methods.
+    """
+    vars(module)["_apply"] = MethodType(_apply, module)
+    vars(module)["__deepcopy__"] = MethodType(_deepcopy, module)
+    vars(module)["__reduce_ex__"] = MethodType(_reduce, module)
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    for parameter in _freed_parameters(self):
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if fn(probe) is not probe:
+            _refuse_module(
+                "changed in type or place", "model.double(), .to(...) or the like before memtune.apply"
+            )
+    gone = [each for each in self.parameters() if type(each) in _RESIDENT_CLASS]
+    mark_resident(gone)  # for calls that change nothing
+    try:
+        module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
+    finally:
+        mark_freed(gone)
+    return module
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if _freed_parameters(self):
+        _refuse_module("copied", "Tuned.state_dict, loaded into a model of its own")
+    own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__", "__reduce_ex__")}
+    try:
+        return copy.deepcopy(self, memo)
+    finally:
+        vars(self).update(own)
+
+
+def _reduce(self: nn.Module, protocol: SupportsIndex) -> Any:
+    if _freed_parameters(self):
+        _refuse_module("pickled", "torch.save of Tuned.state_dict(), or Tuned.save")
+    return type(self).__reduce_ex__(self, protocol)
+
+
+def _freed_parameters(module: nn.Module) -> list[nn.Parameter]:
+    found = (each for each in module.parameters() if not isinstance(local(each.detach()), FakeTensor))
+    return [
+        each for each in found if type(each) in _RESIDENT_CLASS or (each.numel() and not _local_bytes(each))
+    ]
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    return local(parameter.detach()).untyped_storage().nbytes()
+
+
+def _refuse_module(what: str, fix: str) -> None:
+    raise ApplyError(
+        f"The model cannot be {what} here: weights of its blocks are on the host, and let go on the device"
+        " between uses.",
+        fix=fix,
+        code="MT364",
+    )
+
+
+# What of the blocks' parameters comes and goes as one: each parameter by itself, or chunks that hold several
+# side by side.
+class Piece(NamedTuple):
+    """Device memory and the host copy of its contents, offloaded and loaded together."""
+
+    there: Tensor
+    host: Tensor
+    in_frame: bool = False
+    """The memory is permanent and serves other pieces as well; otherwise it is freed and allocated again."""
+    padded_bytes: int = 0
+    """Bytes of the memory, where they exceed those copied."""
+    of: tuple[nn.Parameter, ...] = ()
+    """The parameters whose memory, or whose rows' memory, this is."""
+
+    def take(self) -> None:
+        """Allocate the memory.
+
+        Raises:
+            ApplyError: A parameter has other memory.
+        """
+        if not self.in_frame:
+            require_own_memory(self.of, self.there)
+            self.there.untyped_storage().resize_(self.padded_bytes or self.host.nbytes)
+            mark_resident(self.of)
+
+    def give_back(self) -> None:
+        """Free the memory, whose contents are not needed any more; raises as `take` does."""
+        if not self.in_frame:
+            require_own_memory(self.of, self.there)
+            self.there.untyped_storage().resize_(0)
+            mark_freed(self.of)
+
+
+def in_chunks(
+    context: Context,
+    parameters: Sequence[nn.Parameter],
+    hosts: dict[nn.Parameter, Tensor],
+    chunks: Chunks,
+    gathered: GatheredBlocks | None = None,
+) -> list[Piece]:
+    """Move `parameters` and their host copies into chunks; both stay the same Python objects.
+
+    Args:
+        context: `undo` gets the reverse.
+        parameters: In the order of `chunks`.
+        hosts: Their host copies; those of parameters that are not trained are replaced.
+        chunks: Place of each one.
+        gathered: Given where FSDP2 shards the parameters; their rows are moved then.
+    """
+    if gathered is None:
+        context.undo.callback(_separate, parameters)
+    pieces = []
+    for chunk in range(chunks.count):
+        members = [
+            (p, at) for p, of, at in zip(parameters, chunks.chunk, chunks.offset, strict=True) if of == chunk
+        ]
+        there = torch.zeros(chunks.chunk_bytes, dtype=torch.uint8, device=context.device)
+        for parameter, at in members:
+            here = parameter.detach() if gathered is None else gathered.rows_of(parameter)
+            place = place_in(there, here, at)
+            place.copy_(here)
+            if gathered is None:
+                parameter.data = place
+            else:
+                gathered.put_rows(parameter, place)
+        host = to_host_now(there)
+        mark(host, HOST)
+        for parameter, at in members:
+            hosts[parameter] = place_in(host, local(parameter.detach()), at)
+            if parameter in context.placement.optimizer_params:
+                context.placement.optimizer_params[parameter].data = hosts[parameter]
+        pieces.append(Piece(there, host, of=tuple(parameter for parameter, _ in members)))
+    return pieces
+
+
+def place_in(memory: Tensor, like: Tensor, at: int) -> Tensor:
+    """Return a view of `memory`, from byte `at` of its storage, with the shape and strides of `like`."""
+    return (
+        memory[at : at + like.nbytes]
+        .view(like.dtype)
+        .as_strided(like.size(), like.stride(), at // like.element_size())
+    )
+
+
+def _separate(parameters: Sequence[nn.Parameter]) -> None:
+    """Give each parameter memory of its own again."""
+    for parameter in parameters:
+        parameter.data = parameter.detach().clone()

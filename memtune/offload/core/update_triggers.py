@@ -1,0 +1,128 @@
+"""Order and sizes of host updates during backward, shared by the mechanism and its pass.
+
+The mechanism and the pass must agree on buckets, the sentinel gradient and the bound of host memory, so both
+call the
+functions of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.program import Step, columns_of
+
+T = TypeVar("T")
+
+Trigger = Literal["end_of_step", "per_gradient", "per_layer"]
+"""When the host updates a parameter whose gradient has arrived."""
+ONE_BY_ONE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+"""torch's optimizers that update each parameter independently: state by parameter, none of a group
+(torch/optim,
+`_init_group` of each).
+"""
+
+
+def not_one_by_one(optimizer: Any) -> str:
+    """Return why `optimizer` cannot update some parameters now and others later; empty if it can."""
+    kind = type(optimizer)
+    if kind.__module__.split(".")[:2] == ["torch", "optim"] and kind.__name__ in ONE_BY_ONE:
+        return ""
+    return (
+        f"{kind.__name__} is none that is known to update parameters one by one, as"
+        f" {', '.join(sorted(ONE_BY_ONE))} are"
+    )
+
+
+def sentinel_index(n_bytes: Sequence[int]) -> int:
+    """Return the index of the parameter with the sentinel gradient, which stays on the device: the first of
+    the smallest.
+    """
+    return min(range(len(n_bytes)), key=n_bytes.__getitem__)
+
+
+def bucket_ends(n_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
+    """Return the indices of the gradients, in grad-ready order, that fill a bucket; the last bucket may not
+    be full.
+    """
+    ends, held = [], 0
+    for index, size in enumerate(n_bytes):
+        held += size
+        if held >= bucket_bytes:
+            ends.append(index)
+            held = 0
+    return ends
+
+
+def resident_count(n_bytes: Sequence[int], ratio: float) -> int:
+    """Return the number of parameters whose optimizer state is resident on the device.
+
+    Those used first are resident, up to 1 - `ratio` of the bytes; at least one is offloaded.
+    """
+    room = (1.0 - ratio) * sum(n_bytes)
+    for index, size in enumerate(n_bytes[:-1]):
+        room -= size
+        if room < 0:
+            return index
+    return max(len(n_bytes) - 1, 0)
+
+
+def room_bytes(n_bytes: Sequence[int], block: Sequence[int]) -> int:
+    """Return the bytes of gradients that may wait on the host for overlapped updates.
+
+    That is one block's gradients, or the largest gradient in no block: one block's are used while those of
+    the next are made.
+    With less, host and device would wait for each other.
+
+    Args:
+        n_bytes: Bytes of each parameter on the host.
+        block: Block of each, -1 for none.
+    """
+    of_block: dict[int, int] = {}
+    for size, index in zip(n_bytes, block, strict=True):
+        of_block[index] = max(of_block.get(-1, 0), size) if index < 0 else of_block.get(index, 0) + size
+    return max(of_block.values(), default=0)
+
+
+class PendingUpdates(Generic[T]):
+    """Rounds of overlapped updates whose gradients are still held, oldest first.
+
+    A round's end does not depend on the speed of updates, so that the pass can predict host memory.
+
+    Args:
+        room_bytes: Bound of the gradients of all rounds; a single round may exceed it.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes, self._turns = room_bytes, list[tuple[T, int]]()
+
+    def let_go(self, n_bytes: int) -> Iterator[T]:
+        """The turns that must be over before one of `n_bytes` more begins; each is forgotten."""
+        while self._turns and n_bytes and sum(size for _, size in self._turns) + n_bytes > self._room_bytes:
+            yield self._turns.pop(0)[0]
+
+    def put(self, turn: T, n_bytes: int) -> None:
+        """Add a round whose gradients no other component needs."""
+        self._turns.append((turn, n_bytes))
+
+    def rest(self, keep: int = 0) -> Iterator[T]:
+        """Yield, and forget, all rounds but the newest `keep`."""
+        while len(self._turns) > keep:
+            yield self._turns.pop(0)[0]
+
+
+def waiting_room(step: Step, held: npt.NDArray[np.bool_] | None = None) -> int:
+    """Bytes of gradients that wait for updates beside backward, of float32 masters of all that is trained.
+
+    Args:
+        step: Of a rank.
+        held: (parameters,) those that the rank has; None: all.
+    """
+    columns = columns_of(step.parameters)
+    mine = columns.trainable if held is None else columns.trainable & held
+    return room_bytes((4 * columns.numel[mine]).tolist(), columns.block[mine].tolist())

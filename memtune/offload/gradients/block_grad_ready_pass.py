@@ -1,0 +1,157 @@
+"""Gradients of the blocks' parameters in grad-ready order, for `offload.parameters.parameter_offload_pass`.
+
+Passes average them over replicas, or copy them into the freed place of their weights (PatrickStar).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.offload.core import gathers_of, rows_of_gradients
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    WRITES,
+    Edit,
+    Kind,
+    Phase,
+    Resource,
+    Step,
+    columns_of,
+    raw_gradients,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGradients:
+    """Gradients of the blocks' parameters as autograd accumulates them, one row each."""
+
+    parameter: I32
+    raw: I32
+    """The storage that this micro-batch produces."""
+    sums: I32
+    """The sum that it is added to; -1 in the only or first micro-batch."""
+    after: I32
+    moment: I32
+    n_bytes: I64
+
+    @classmethod
+    def of(cls, step: Step) -> BlockGradients:
+        """Return those of `step`."""
+        columns = columns_of(step.parameters)
+        if gathers_of(step) is not None:
+            rows = rows_of_gradients(step)
+            moment = (2 * len(step.blocks) - 1 - columns.block[rows.parameter]).astype(np.int32)
+            return cls(rows.parameter, rows.raw, rows.sums, rows.after, moment, rows.n_bytes)
+        raw = raw_gradients(step)
+        parameter_of = np.full(step.storages.n, -1, np.int32)
+        mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
+        parameter_of[columns.gradient[mine]] = mine
+        parameter = parameter_of[step.grad_order]
+        parameter = parameter[parameter >= 0]
+        gradient = columns.gradient[parameter]
+        summed = step.storages.producer[gradient] < 0
+        after = np.where(
+            summed, adding(step)[gradient], step.storages.grad_ready_after[raw[parameter]]
+        ).astype(np.int32)
+        order = np.argsort(after, kind="stable")
+        moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
+        sums = np.where(summed, gradient, -1).astype(np.int32)
+        parts = (parameter, raw[parameter], sums, after, moment.astype(np.int32))
+        parameter, made, sums, after, moment = (column[order] for column in parts)
+        return cls(parameter, made, sums, after, moment, step.storages.bytes[made])
+
+
+def adding(step: Step) -> I32:
+    """(m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
+    adds = (
+        (step.uses.mode == 1)
+        & (step.storages.producer[step.uses.storage] < 0)
+        & (step.use_phase < Phase.BOUNDARY)
+    )
+    found = np.full(step.storages.n, -1, np.int32)
+    found[step.uses.storage[adds]] = step.uses.op[adds]
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def weights_are_free(step: Step) -> bool:
+    """Return whether no op reads a block's weight after the weight's gradient is ready.
+
+    False under FSDP2: it may have resharded a weight's rows by then.
+    """
+    landings = BlockGradients.of(step)
+    if gathers_of(step) is not None:
+        return False
+    after = np.full(step.storages.n, FOREVER, np.int32)
+    after[columns_of(step.parameters).storage[landings.parameter]] = landings.after
+    return not ((step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)).any()
+
+
+def average(edit: Edit, step: Step, after: I32, n_bytes: I64, gradients: I32, ranks: int) -> I32:
+    """Insert an all-reduce of each of `gradients` after the op `after`; return the ops."""
+    ops = edit.add_ops(
+        "memtune.all_reduce_.default",
+        after=after,
+        phase=Phase.BACKWARD,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=n_bytes,
+        call=step.ops.call[after],
+        group=ranks,
+    )
+    edit.add_uses(ops, gradients, mode=WRITES)
+    return ops
+
+
+def average_on_device(step: Step, stays: npt.NDArray[np.bool_], ranks: int) -> Step:
+    """Return `step` with an all-reduce of the gradient of each parameter in `resident`, in each micro-batch.
+
+    The sum up to then is averaged.
+
+    Args:
+        step: One that `offload.parameters.parameter_offload_pass.not_in_layers` accepts.
+        stays: (parameters,) parameters of blocks whose gradients are not offloaded.
+        ranks: Number of replicas; with one there is nothing to average.
+    """
+    landings = BlockGradients.of(step)
+    mine = np.flatnonzero(stays[landings.parameter])
+    if ranks == 1 or not len(mine):
+        return step
+    edit, after = Edit(step), landings.after[mine]
+    gradients = columns_of(step.parameters).gradient[landings.parameter[mine]]
+    ops = average(edit, step, after, landings.n_bytes[mine], gradients, ranks)
+    if after[-1] == np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]:
+        edit.hold_to_the_end_of_backward(int(ops[-1]))
+    return edit.done()
+
+
+def offload_in_place(edit: Edit, landings: BlockGradients, placed: I32, copies: I32, there: I32) -> None:
+    """Free each gradient once it is copied to `there`, the place of its weight, and offload it from there."""
+    edit.storages.held_until[landings.raw] = -1
+    edit.storages.kind[landings.raw] = Kind.TEMPORARY
+    edit.add_uses(placed, landings.raw)
+    edit.add_uses(placed, there, mode=WRITES)
+    edit.add_uses(copies, there)
+
+
+def bytes_in_copies(step: Step) -> I64:
+    """(n,) bytes of gradients that are on the device only for their D2H copies, at each op of `step`."""
+    downs = (step.ops.name == step.names.index("memtune.to_host.default")) & (
+        step.ops.phase == Phase.BACKWARD
+    )
+    leave = downs[step.uses.op]
+    gradient, at = step.uses.storage[leave], step.uses.op[leave]
+    needed = np.full(step.storages.n, -1, np.int32)
+    np.maximum.at(needed, step.uses.storage[~leave], step.uses.op[~leave])
+    delta = np.zeros(step.ops.n + 1, np.int64)
+    np.add.at(delta, np.maximum(needed[gradient] + 1, at), step.storages.bytes[gradient])
+    np.add.at(
+        delta, np.minimum(step.freed_after[gradient], step.ops.n - 1) + 1, -step.storages.bytes[gradient]
+    )
+    found: I64 = np.cumsum(delta[:-1])
+    return found

@@ -1,0 +1,212 @@
+"""Grad-ready order of a step, on one rank or after reductions by several: the order of their D2H copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.offload.core import bucket_ends
+from memtune.offload.gradients.block_grad_ready_pass import adding
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    WRITES,
+    Edit,
+    Kind,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+    columns_of,
+    raw_gradients,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadyGradients:
+    """Gradients in grad-ready order without the sentinel's; indices are into the updated parameters."""
+
+    index: I32
+    raw: I32
+    """The storage that this micro-batch produces."""
+    sums: I32
+    """The sum that it is added to; -1 in the only or first micro-batch."""
+    after: I32
+    bucket: I32
+    full: npt.NDArray[np.bool_]
+    """True where the gradient fills its bucket."""
+    watched: int
+    """The sentinel's gradient on the device."""
+    adds: I32
+    """Ops that sum micro-batches on the device; under offload the host sums."""
+
+
+Rows = npt.NDArray[np.intp]
+
+
+def parameter_bytes(step: Step) -> I64:
+    """(parameters,) bytes of each parameter, or of a rank's rows of it."""
+    columns = columns_of(step.parameters)
+    return columns.numel * columns.itemsize
+
+
+def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> ReadyGradients:
+    """Return the grad-ready order of the parameters `mine`, without `mine[watched]`."""
+    columns, raw = columns_of(step.parameters), raw_gradients(step)[mine]
+    index_of = np.full(step.storages.n, -1, np.int32)
+    index_of[columns.gradient[mine]] = np.arange(len(mine), dtype=np.int32)
+    index = index_of[step.grad_order]
+    index = index[(index >= 0) & (index != watched)]
+    gradient = columns.gradient[mine][index]
+    summed = step.storages.producer[gradient] < 0
+    after = np.where(summed, adding(step)[gradient], step.storages.grad_ready_after[raw[index]]).astype(
+        np.int32
+    )
+    order = np.argsort(after, kind="stable")
+    index, after, sums = index[order], after[order], np.where(summed, gradient, -1)[order].astype(np.int32)
+    full = np.zeros(len(index), np.int32)
+    full[bucket_ends(step.storages.bytes[raw[index]].tolist(), bucket_bytes)] = 1
+    bucket, adds = (np.cumsum(full) - full).astype(np.int32), after[sums >= 0]
+    stays = int(columns.gradient[mine][watched]) if len(mine) else -1
+    return ReadyGradients(index, raw[index], sums, after, bucket, full.astype(bool), stays, adds)
+
+
+def average_ready(edit: Edit, step: Step, leaving: Rows, ranks: int) -> None:
+    """Insert an all-reduce over `ranks` replicas for each gradient when it is ready
+    (`parallel.replicas.grad_all_reduce`).
+
+    Args:
+        edit: Of `step`.
+        step: Of a replica.
+        leaving: Parameters whose gradients are offloaded; these are averaged in each micro-batch, all
+            others
+            as sums.
+        ranks: Number of replicas; with one there is nothing to do.
+    """
+    if ranks == 1:
+        return
+    gradient, raw = columns_of(step.parameters).gradient, raw_gradients(step)
+    rows = np.flatnonzero(gradient >= 0)
+    summed = step.storages.producer[gradient[rows]] < 0
+    after = np.where(summed, adding(step)[gradient[rows]], step.storages.grad_ready_after[raw[rows]]).astype(
+        np.int32
+    )
+    what = np.where(np.isin(rows, leaving), raw[rows], gradient[rows]).astype(np.int32)
+    order = np.argsort(after, kind="stable")
+    after, what = after[order], what[order]
+    average = edit.add_ops(
+        "memtune.all_reduce_.default",
+        after=after,
+        phase=Phase.BACKWARD,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=step.storages.bytes[what],
+        call=step.ops.call[after],
+        group=ranks,
+    )
+    edit.add_uses(average, what, mode=WRITES)
+
+
+def ready_or_reduced(
+    edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, late: bool
+) -> ReadyGradients:
+    """Return `ready_gradients`, or on several ranks the order in which reductions end.
+
+    Reduced gradients are parts of one storage of their unit or bucket. Their sums are therefore made on the
+    host, and the
+    sentinel is copied into a storage of its own.
+    """
+    if ranks == 1:
+        return ready_gradients(step, mine, watched, bucket_bytes)
+    columns, reduced = columns_of(step.parameters), reduced_among(step, mine)
+    row = (
+        mine if "fsdp.chunk_cat.default" in step.names else -mine
+    )  # FSDP2's order, else that of `parallel.sharding.sharded_buckets`
+    index = np.lexsort((row, reduced.after))
+    index = index[index != watched].astype(np.int32)
+    sizes, summed = parameter_bytes(step)[mine], columns.gradient[mine] != reduced.raw
+    sums = np.full(len(index), -1, np.int32)
+    nowhere = np.full(int(summed[index].sum()), -1, np.int32)
+    sums[summed[index]] = edit.add_storages(
+        sizes[index][summed[index]],
+        producer=nowhere,
+        tier=Tier.HOST,
+        kind=Kind.GRADIENT,
+        owner=mine[index][summed[index]].astype(np.int32),
+        held_until=np.full(len(nowhere), FOREVER if late else -1, np.int32),
+    )
+    on_device = columns.gradient[mine][summed]
+    edit.storages.bytes[on_device], edit.storages.held_until[on_device] = 0, -1
+    full = np.zeros(len(index), np.int32)
+    full[bucket_ends(sizes[index].tolist(), bucket_bytes)] = 1
+    bucket, after = (np.cumsum(full) - full).astype(np.int32), reduced.after[index]
+    stays = own_storage(edit, step, reduced, watched, int(sizes[watched]), bool(summed[watched]))
+    return ReadyGradients(
+        index, reduced.raw[index], sums, after, bucket, full.astype(bool), stays, reduced.adds
+    )
+
+
+def ready_after(step: Step, mine: Rows, watched: int, ranks: int) -> tuple[I32, I32]:
+    """Return the indices into `mine` of offloaded gradients, and the op after which each is complete."""
+    if ranks == 1:
+        there = ready_gradients(step, mine, watched, 0)
+        return there.index, there.after
+    index = np.flatnonzero(np.arange(len(mine)) != watched).astype(np.int32)
+    return index, reduced_among(step, mine).after[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """Gradients reduced over ranks: arrays over `mine`, except `adds`."""
+
+    raw: I32
+    """The storage that this micro-batch's reduction produces."""
+    after: I32
+    adds: I32
+    """Ops that add it to the sum of earlier micro-batches."""
+
+
+def reduced_among(step: Step, mine: Rows) -> Reduced:
+    """Return the reduced gradients of the parameters `mine` on several ranks."""
+    gradient = columns_of(step.parameters).gradient[mine]
+    written = np.full(step.storages.n, -1, np.int32)
+    writes = np.flatnonzero((step.uses.mode == 1) & (step.use_phase < Phase.OPTIMIZER))
+    np.maximum.at(written, step.uses.storage[writes], step.uses.op[writes])
+    is_sum = np.zeros(step.storages.n, bool)
+    is_sum[gradient[step.storages.producer[gradient] < 0]] = True
+    adds = np.unique(step.uses.op[writes[is_sum[step.uses.storage[writes]]]]).astype(np.int32)
+    added = np.full(step.ops.n, -1, np.int32)
+    reads = step.uses.mode == 0
+    added[step.uses.op[reads]] = step.uses.storage[reads]
+    after = written[gradient]
+    return Reduced(np.where(is_sum[gradient], added[after], gradient).astype(np.int32), after, adds)
+
+
+def own_storage(edit: Edit, step: Step, reduced: Reduced, index: int, n_bytes: int, summed: bool) -> int:
+    """Return a storage of its own for the gradient `index`, which is not offloaded; insert the op that fills
+    it if needed.
+    """
+    raw, after = reduced.raw[index : index + 1], reduced.after[index : index + 1]
+    if not summed and int(edit.storages.bytes[raw[0]]) == n_bytes:
+        return int(raw[0])
+    op = edit.add_ops(
+        "aten.add_.Tensor" if summed else "aten.clone.default",
+        after=after,
+        phase=step.ops.phase[after],
+        traffic_bytes=(3 if summed else 2) * n_bytes,
+        stream=step.ops.stream[after],
+    )
+    producer = np.full(1, -1, np.int32) if summed else op
+    alone = edit.add_storages(np.asarray([n_bytes]), producer=producer, kind=Kind.GRADIENT)
+    edit.add_uses(op, raw)
+    if summed:
+        edit.add_uses(op, alone, mode=WRITES)
+    return int(alone[0])
+
+
+def end_of_backward(step: Step, landings: ReadyGradients) -> int:
+    """Return the last op of backward, or of a reduction that runs once per step at its end."""
+    last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    return max(last, int(landings.after[-1])) if len(landings.after) else last

@@ -1,0 +1,172 @@
+"""`GradScaler` support for an offloaded optimizer: unscale all gradients, on the device and on the host.
+
+A scaler unscales the gradients that it finds in the optimizer's groups. Here it unscales, once each, the
+gradient of
+every trained parameter and of every parameter that the optimizer has instead. Where ranks hold different
+rows, a
+non-finite value on one rank counts on all.
+
+A step that the scaler or the user skips keeps gradients; `zero_grad` of the optimizer, the model or a
+submodule frees
+those that are offloaded as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import ApplyError
+from memtune.runtime import SSD, Context, before_step, local, tier_of
+
+_FIX = (
+    "forward and backward outside of Tuned.micro_batch; or offload: {states: {kind: optimizer_cpu}}; or"
+    " bfloat16 without a scaler"
+)
+_GRADIENTS = "_memtune_gradients"
+
+
+class Gradients:
+    """The gradients of a step of `context`'s optimizer, on every tier.
+
+    Args:
+        context: After all techniques that move gradients have been applied.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._ranks, self._device = context.placement.world_size, context.device
+        trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
+        self._chains = {parameter: context.placement.param_chain(parameter) for parameter in trained}
+        self._used: set[nn.Parameter] = set()  # inside backward
+        held = {chain[-1]: parameter for parameter, chain in self._chains.items()}
+        held |= {each: parameter for parameter, chain in self._chains.items() for each in chain}
+        context.events.before_grad_use.subscribe(
+            lambda parameter, _: self._used.add(held.get(parameter, parameter))
+        )
+        before_step(context.optimizer, lambda *_: self._used.clear())
+        self._own_zero_grad, self._grads_cleared = context.optimizer.zero_grad, context.events.grads_cleared
+
+    def all(self) -> list[Tensor]:
+        """Return all gradients of the step, each once.
+
+        Raises:
+            ApplyError: A gradient was used inside backward, still scaled, or is on SSD.
+        """
+        found: dict[tuple[int, int], Tensor] = {}
+        for chain in self._chains.values():
+            for each in chain:
+                if each.grad is not None:
+                    gradient = local(each.grad)
+                    found[gradient.data_ptr(), gradient.numel()] = gradient
+        gone = [p for p in self._used if all(each.grad is None for each in self._chains.get(p, [p]))]
+        if gone:
+            raise ApplyError(
+                "GradScaler cannot unscale gradients that have been used.",
+                evidence=(
+                    f"{len(gone)} parameters were updated inside backward, with gradients that were still"
+                    " scaled."
+                ),
+                fix=_FIX,
+                code="MT364",
+            )
+        if any(tier_of(each) == SSD for each in found.values()):
+            raise ApplyError("GradScaler cannot unscale gradients that are on SSD.", fix=_FIX, code="MT364")
+        return list(found.values())
+
+    @torch.no_grad()
+    def unscale(self, inverse: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+        """Multiply all gradients by `inverse`, a scalar; return by device 1.0 if one was not finite, else
+        0.0.
+        """
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in self.all():
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        found: dict[torch.device, Tensor] = {found_inf.device: found_inf}
+        for (device, _), gradients in by_kind.items():
+            here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse.to(device))
+        if self._ranks > 1:
+            together = torch.stack([each.to(self._device) for each in found.values()]).sum()
+            world = dist.group.WORLD
+            assert world is not None
+            torch.ops.memtune.all_reduce_(together, world.group_name, self._ranks, "sum")
+            found_inf.copy_(together.clamp_(max=1.0))
+        return found
+
+    def zero(self, set_to_none: bool = True) -> None:
+        """Clear the optimizer's gradients and all offloaded ones, as `Optimizer.zero_grad` does."""
+        self._used.clear()
+        self._own_zero_grad(set_to_none)
+        self.zero_of(self._chains, set_to_none)
+
+    def zero_of(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of these model parameters and of their replacements."""
+        every = [each for parameter in parameters for each in self._chains.get(parameter, ())]
+        self._used.difference_update(every)
+        for each in every:
+            if each.grad is not None and (set_to_none or tier_of(each.grad) == SSD):
+                each.grad = None
+            elif each.grad is not None:
+                each.grad.detach_().zero_()
+        self._grads_cleared.emit(every)
+
+
+def unscale_everywhere(context: Context) -> None:
+    """Have a `GradScaler` that is given the optimizer of `context` find all gradients from here on."""
+    gradients = Gradients(context)
+    optimizer: Any = context.optimizer
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        gradients.zero(set_to_none)
+
+    optimizer.zero_grad = MethodType(functools.wraps(type(optimizer).zero_grad)(zero_grad), optimizer)
+    for module in {*context.model.modules(), *([] if context.loop.runner is None else [context.loop.runner])}:
+        vars(module)["zero_grad"] = _ZeroGrad(module, gradients)
+    optimizer._step_supports_amp_scaling = (
+        False  # a fused step would unscale what the optimizer itself updates, and that alone
+    )
+    vars(optimizer)[_GRADIENTS] = gradients
+    for scaler in (GradScaler, ShardedGradScaler):
+        _patch_scaler(scaler)
+
+
+class _ZeroGrad:
+    """`zero_grad` of a module; a copied or pickled module gets its class's own method."""
+
+    def __init__(self, module: nn.Module, gradients: Gradients) -> None:
+        self._module, self._gradients = module, gradients
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        type(self._module).zero_grad(self._module, set_to_none)
+        self._gradients.zero_of(self._module.parameters(), set_to_none)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "zero_grad")
+
+
+def _patch_scaler(scaler: Any) -> None:
+    """Patch `_unscale_grads_` of a scaler class once: a scaler reads the groups itself there."""
+    own = scaler._unscale_grads_
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @functools.wraps(own)
+    def unscale(
+        self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *allowed: Any, **named: Any
+    ) -> Any:
+        gradients: Gradients | None = getattr(optimizer, _GRADIENTS, None)
+        if gradients is None:
+            return own(self, optimizer, inv_scale, found_inf, *allowed, **named)
+        return gradients.unscale(inv_scale, found_inf)
+
+    scaler._unscale_grads_ = unscale

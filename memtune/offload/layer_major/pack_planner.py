@@ -1,0 +1,54 @@
+"""Contiguous packs of blocks: greedily filled, or so that the largest is as small as can be.
+
+Source: Li et al. 2022, Harmony (VLDB 22), section 4: layers are packed greedily or balanced under a memory
+cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memtune.offload.layer_major.packs import Span, spans
+
+
+def greedy(n_bytes: Sequence[int], cap_bytes: int) -> tuple[Span, ...]:
+    """As many blocks as `cap_bytes` holds in each pack, from the last block on; one that is larger is
+    alone.
+    """
+    sizes = [0]
+    filled = 0
+    for each in reversed(n_bytes):
+        if sizes[-1] and filled + each > cap_bytes:
+            sizes.append(0)
+            filled = 0
+        sizes[-1] += 1
+        filled += each
+    return spans(sizes[::-1])
+
+
+def balanced(n_bytes: Sequence[int], count: int) -> tuple[Span, ...]:
+    """`count` packs, the largest of them as small as can be; of several such, the one whose last packs are
+    largest.
+
+    Raises:
+        ValueError: There are fewer blocks than packs.
+    """
+    if not 1 <= count <= len(n_bytes):
+        raise ValueError(f"{len(n_bytes)} blocks cannot be {count} packs")
+    low, high = max(n_bytes), sum(n_bytes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(greedy(n_bytes, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return split(greedy(n_bytes, low), count)
+
+
+def split(packs: tuple[Span, ...], count: int) -> tuple[Span, ...]:
+    """Packs cut in two until there are `count`: no pack becomes larger."""
+    sizes = [last - first for first, last in packs]
+    while len(sizes) < count:
+        at = max(range(len(sizes)), key=lambda i: (sizes[i], -i))
+        sizes[at : at + 1] = [sizes[at] // 2, sizes[at] - sizes[at] // 2]
+    return spans(sizes)

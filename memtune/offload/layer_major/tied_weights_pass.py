@@ -1,0 +1,61 @@
+"""A weight that is used before the blocks and after them: its gradient has two parts, which layer-major order
+adds one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.program import Phase, Step, columns_of, raw_gradients
+
+
+@dataclass(frozen=True)
+class Tied:
+    """The gradient of one parameter."""
+
+    parameter: int
+    after: int
+    """What comes of its use after the blocks."""
+    before: int
+    """What comes of its use before them."""
+    adder: int
+    """The op that adds the two."""
+
+
+def shared_weights(step: Step, before: npt.NDArray[Any], after: npt.NDArray[Any]) -> list[int]:
+    """Trained parameters that rows of forward `before` the blocks and `after` them use."""
+    columns = columns_of(step.parameters)
+    used = columns.trainable.copy()
+    for rows in (before, after):
+        inside = np.zeros(step.ops.n, bool)
+        inside[rows] = True
+        used &= np.isin(columns.storage, step.uses.storage[inside[step.uses.op]])
+    found: list[int] = np.flatnonzero(used).tolist()
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def two_parts(step: Step, parameter: int) -> Tied | None:
+    """The parts of the gradient of `parameter`; None where it is not one sum of two."""
+    raw = int(raw_gradients(step)[parameter])
+    adder = int(step.storages.producer[raw]) if raw >= 0 else -1
+    if adder < 0 or step.names[step.ops.name[adder]] != "aten.add.Tensor":
+        return None
+    parts = step.uses.storage[step.uses.op == adder].tolist()
+    made = [int(step.storages.producer[each]) for each in parts]
+    if len(parts) != 2 or min(made) < 0 or any(step.ops.phase[each] != Phase.BACKWARD for each in made):
+        return None
+    after, before = sorted(parts, key=lambda each: int(step.storages.producer[each]))
+    return Tied(parameter, after, before, adder)
+
+
+def ready_after(step: Step, part: int) -> int:
+    """The op after which autograd passes `part` on: the last of the backward function that makes it."""
+    made = int(step.storages.producer[part])
+    together = (step.ops.sequence_nr == step.ops.sequence_nr[made]) & (step.ops.phase == Phase.BACKWARD)
+    return int(np.flatnonzero(together)[-1]) if step.ops.sequence_nr[made] >= 0 else made

@@ -1,0 +1,141 @@
+"""Blocks to stages that take turns on one device, the next one's weights coming in while one computes: the
+fastest partition.
+
+Source: Feng et al. 2023, Mobius (ASPLOS 23), section 3.2: a mixed-integer program over layers and stages. On
+one device, what a partition costs is a sum over neighbouring stages, so a dynamic program over pairs of them
+is exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.offload.layer_major import Span
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Of each block, of all micro-batches of a step where it is time, of one where it is activations."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    """Without running forward again."""
+    load_s: Sequence[float]
+    weights: Sequence[int]
+    gradients: Sequence[int]
+    saved: Sequence[int]
+    """Bytes that one micro-batch's backward needs."""
+
+    @cached_property
+    def _sums(self) -> tuple[F64, ...]:
+        columns = (self.forward_s, self.backward_s, self.load_s, self.weights, self.gradients, self.saved)
+        return tuple(np.concatenate([[0.0], np.cumsum(np.asarray(column, np.float64))]) for column in columns)
+
+    def of(self, first: int, last: npt.NDArray[np.intp]) -> tuple[F64, ...]:
+        """Seconds of forward, backward and load, bytes of weights, gradients and activations of stages
+        [first, last).
+        """
+        return tuple(column[last] - column[first] for column in self._sums)
+
+
+def step_s(costs: StageCosts, stages: Sequence[Span]) -> float:
+    """Seconds of a step: what computes, or what comes in meanwhile, whichever takes longer.
+
+    The last stage runs forward and backward at once; all others run forward again for their backward.
+    """
+    found = _Stage.of(costs, stages[0]).load
+    for stage, following in itertools.pairwise(stages):
+        one, other = _Stage.of(costs, stage), _Stage.of(costs, following)
+        backward = other.forward + other.backward
+        found += max(one.forward, other.load) + max(backward, one.load)
+    first = _Stage.of(costs, stages[0])
+    return found + first.forward + first.backward
+
+
+def memory_bytes(costs: StageCosts, stages: Sequence[Span]) -> int:
+    """Most bytes of weights, gradients and activations that are there at once."""
+    each = [_Stage.of(costs, stage) for stage in stages]
+    most = each[0].weights + each[0].gradients + each[0].saved
+    for one, other in itertools.pairwise(each):
+        most = max(most, one.weights + other.weights + other.gradients + other.saved)
+    return int(most)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    forward: float
+    backward: float
+    load: float
+    weights: float
+    gradients: float
+    saved: float
+
+    @classmethod
+    def of(cls, costs: StageCosts, stage: Span) -> _Stage:
+        return cls(*(float(column[0]) for column in costs.of(stage[0], np.asarray([stage[1]]))))
+
+
+def fastest_stages(
+    costs: StageCosts, budget_bytes: float = np.inf, count: int | None = None
+) -> tuple[Span, ...] | None:
+    """The partition of smallest `step_s` whose `memory_bytes` stay within the budget; None where there is no
+    such.
+
+    Args:
+        costs: Of the blocks.
+        budget_bytes: For weights, gradients and activations.
+        count: Number of stages; None: any.
+    """
+    blocks = len(costs.weights)
+    if count is not None and not 1 <= count <= blocks:
+        return None
+    layers = count if count is not None else 1
+    # By stages so far (only where their number is given), and first block and end of the last one: seconds,
+    # and the one before.
+    best = np.full((layers, blocks + 1, blocks + 1), np.inf)
+    before = np.full((layers, blocks + 1, blocks + 1), -1, np.intp)
+    _begin(best[0], costs, budget_bytes)
+    for end in range(1, blocks):
+        following = np.arange(end + 1, blocks + 1)
+        forward, backward, load, weights, gradients, saved = costs.of(end, following)
+        for first in range(end):
+            mine = [float(column[0]) for column in costs.of(first, np.asarray([end]))]
+            seconds = np.maximum(mine[0], load) + np.maximum(forward + backward, mine[2])
+            fits = mine[3] + weights + gradients + saved <= budget_bytes
+            for layer in range(layers):
+                target = layer + 1 if count is not None else 0
+                if target >= layers and count is not None:
+                    continue
+                total = np.where(fits, best[layer, first, end] + seconds, np.inf)
+                better = total < best[target, end, following]
+                best[target, end, following] = np.where(better, total, best[target, end, following])
+                before[target, end, following] = np.where(better, first, before[target, end, following])
+    return _read(best, before, count)
+
+
+def _begin(best: F64, costs: StageCosts, budget_bytes: float) -> None:
+    """A first stage: its load, and its own backward, which comes last of all and waits for nothing."""
+    ends = np.arange(1, len(costs.weights) + 1)
+    forward, backward, load, weights, gradients, saved = costs.of(0, ends)
+    best[0, ends] = np.where(weights + gradients + saved <= budget_bytes, load + forward + backward, np.inf)
+
+
+def _read(best: F64, before: npt.NDArray[np.intp], count: int | None) -> tuple[Span, ...] | None:
+    blocks, layer = best.shape[1] - 1, best.shape[0] - 1
+    first = int(np.argmin(best[layer, :, blocks]))
+    if not np.isfinite(best[layer, first, blocks]):
+        return None
+    end, found = blocks, [(first, blocks)]
+    while first > 0:
+        first, end = int(before[layer, first, end]), first
+        layer -= count is not None
+        found.append((first, end))
+    return tuple(reversed(found))

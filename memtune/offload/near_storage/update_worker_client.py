@@ -1,0 +1,225 @@
+"""The trainer's side of an updater process (`offload.near_storage.update_worker`): starts it, shares memory,
+gives orders, notices its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from memtune.errors import EnvironmentFault
+from memtune.program import Resource
+from memtune.runtime import HOST, SSD, SeamOp, Tier, mark, register, transfer
+
+_GOODBYE_S: Final = 10.0
+"""How long an updater may take to end once nobody has orders for it."""
+_numbers = itertools.count(1)
+_links: weakref.WeakValueDictionary[int, UpdaterLink] = weakref.WeakValueDictionary()
+
+
+class UpdaterLink:
+    """One updater process.
+
+    Args:
+        domain: Its number among the updaters, for messages.
+        directory: Where its file goes.
+        told: What it must know besides: `Updater` says what.
+
+    Attributes:
+        number: By which the operators of the seam know it.
+        slots: Memory of `slot_bytes` bytes each that both processes have.
+        buffers: Memory of `buffer_numel` float32 each, likewise: what the updater has read.
+    """
+
+    def __init__(self, domain: int, directory: str, told: dict[str, Any]) -> None:
+        self._again = (
+            "start again: the last complete step is kept" if told["keep"] else "go on from a checkpoint"
+        )
+        self._what = f"The updater of storage domain {domain} in {directory}"
+        self._broken: EnvironmentFault | None = None  # raised as a copy, as `ssd.ssd_tensors.Ticket` has it
+        self._lines: list[bytes] = []
+        self._rest = b""
+        self.number = next(_numbers)
+        slot_bytes, buffer_bytes = told["slot_bytes"], 4 * told["buffer_numel"]
+        memory = os.memfd_create("memtune-updater", os.MFD_CLOEXEC)
+        ours, theirs = socket.socketpair()
+        try:
+            os.posix_fallocate(
+                memory, 0, max(told["slots"] * slot_bytes + told["buffers"] * buffer_bytes, mmap.PAGESIZE)
+            )
+            arguments = [sys.executable, "-m", "memtune.offload.near_storage.update_worker"]
+            arguments += [str(each) for each in (theirs.fileno(), memory, os.getpid())]
+            self.process = subprocess.Popen(
+                arguments, pass_fds=(theirs.fileno(), memory), stdin=subprocess.DEVNULL
+            )
+            shared = mmap.mmap(memory, 0)
+        except OSError as error:
+            ours.close()
+            raise EnvironmentFault(
+                f"{self._what} could not be started: {error.strerror}.",
+                fix="fewer domains, or a smaller sub_group_mib",
+                code="MT380",
+            ) from None
+        finally:
+            theirs.close()
+            os.close(memory)
+        self._socket = ours
+        self.close = weakref.finalize(self, _end, ours, self.process)
+        self.slots = [
+            _over(shared, i * slot_bytes, slot_bytes, torch.uint8, HOST) for i in range(told["slots"])
+        ]
+        first = told["slots"] * slot_bytes
+        self.buffers = [
+            _over(shared, first + i * buffer_bytes, told["buffer_numel"], torch.float32, HOST)
+            for i in range(told["buffers"])
+        ]
+        _links[self.number] = self
+        self.order({"directory": directory, **told})
+
+    def ready(self, numel: Sequence[int]) -> list[Tensor]:
+        """Wait until it is; returns one tensor per extent of its file, of `numel` float32 each, mapped and
+        never touched.
+
+        Raises:
+            EnvironmentFault: It could not begin; says why.
+        """
+        found = self.answer("ready")
+        with open(found["path"], "rb") as file:
+            mapped = (
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                if numel
+                else mmap.mmap(-1, mmap.PAGESIZE)
+            )
+        self.path = Path(found["path"])
+        places = [place for both in found["places"] for place in both]
+        return [_over(mapped, at, count, torch.float32, SSD) for at, count in zip(places, numel, strict=True)]
+
+    def order(self, what: Any) -> None:
+        """Send a line.
+
+        Raises:
+            EnvironmentFault: The updater has ended, now or before; nothing it was asked for may be used.
+        """
+        if self._broken is not None:
+            raise copy(self._broken)
+        try:
+            self._socket.sendall((what if isinstance(what, str) else json.dumps(what)).encode() + b"\n")
+        except OSError:
+            while True:  # it may have said why
+                self.answer("nothing")
+
+    def answer(self, expected: str) -> Any:
+        """Wait for a line that begins with `expected`; returns what comes with it.
+
+        Raises:
+            EnvironmentFault: The updater has ended, or says that it must.
+        """
+        if self._broken is not None:
+            raise copy(self._broken)
+        line = self._line()
+        what, more = json.loads(line) if line else ("end", {})
+        if what == expected:
+            return more
+        self._broken = self._gave_up(more) if what == "fault" else self._ended()
+        raise copy(self._broken)
+
+    def _gave_up(self, why: dict[str, str]) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"{self._what} gave up. {why['what']}", evidence=why["evidence"], fix=why["fix"], code=why["code"]
+        )
+
+    def _line(self) -> bytes:
+        while not self._lines:
+            try:
+                more = self._socket.recv(1 << 16)
+            except OSError:
+                more = b""
+            if not more:
+                return b""
+            *self._lines, self._rest = (self._rest + more).split(b"\n")
+        return self._lines.pop(0)
+
+    def _ended(self) -> EnvironmentFault:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GOODBYE_S)
+        code = self.process.returncode
+        how = (
+            f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+        )
+        return EnvironmentFault(
+            f"{self._what} (process {self.process.pid}) has ended {how}.",
+            evidence="Its part of the optimizer's state is gone, and this step is not complete.",
+            fix=(
+                f"{self._again}; if the system killed it for memory: fewer domains, or a smaller"
+                " sub_group_mib"
+            ),
+            code="MT380",
+        )
+
+
+def _read(host: Tensor, weights: Tensor, moments: Tensor, link: int, order: str) -> None:
+    transfer.COUNTERS.add("ssd_read", host.nbytes)
+    _links[link].order(order)
+
+
+def _update(slot: Tensor, host: Tensor, link: int, order: str) -> None:
+    _links[link].order(order)
+
+
+def _write(ssd: Tensor, host: Tensor, link: int, order: str) -> None:
+    transfer.COUNTERS.add("ssd_write", host.nbytes)
+    _links[link].order(order)
+
+
+register(
+    "updater_read_(Tensor(a!) host, Tensor weights, Tensor moments, int link, str order) -> ()",
+    SeamOp(Resource.SSD_READ),
+    _read,
+)
+register(
+    "updater_update_(Tensor(a!) slot, Tensor(b!) host, int link, str order) -> ()",
+    SeamOp(Resource.HOST_THREADS),
+    _update,
+)
+register(
+    "updater_write_(Tensor(a!) ssd, Tensor host, int link, str order) -> ()",
+    SeamOp(Resource.SSD_WRITE),
+    _write,
+)
+
+
+def _over(memory: mmap.mmap, at: int, count: int, dtype: torch.dtype, where: Tier) -> Tensor:
+    if not count:
+        found = torch.empty(0, dtype=dtype)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is read only is never written
+            found = torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
+    mark(found, where)
+    return found
+
+
+def _end(socket_: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """It ends when nobody is left on the other side; one that does not is killed."""
+    socket_.close()
+    try:
+        process.wait(_GOODBYE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,159 @@
+"""Asynchronous host updates with bounded staleness: training continues on weights that are some steps old.
+
+`optimizer.step()` adds the step's host gradients to those that wait and returns. A thread takes all that wait
+and updates
+every weight and moment once: a *sweep*. Several steps that waited together are one update, with the sum of
+their gradients
+and the settings at its start.
+
+States of a step's gradients:
+
+    waiting --(a sweep begins)--> in the sweep --(training adopts the version)--> in the weights
+
+- Weights exist twice on the host. A sweep reads the copy that training reads and writes the other one, so
+  that no weight
+  changes within a step; training adopts the new version as a whole in `step`. The next sweep begins after
+  that.
+- After `step` the weights lack at most `max_staleness` steps; otherwise `step` waits for sweeps.
+- State dicts, their loading and `Tuned.finish` wait for all sweeps. An error in a sweep is raised by the next
+  of these or
+  the next step; no step continues from the partial update.
+
+Source: the lock-free updating mechanism of Angel-PTM (Nie et al. 2023, arXiv:2303.02868); the bound on
+staleness is
+memtune's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor, nn
+
+from memtune.runtime import HOST, PartialStep, tier
+
+Gradients = dict[nn.Parameter, Tensor]
+"""Host gradients by the optimizer's parameter."""
+_pool: ThreadPoolExecutor | None = None
+
+
+def _thread() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-sweep")
+    return _pool
+
+
+class Sweeps:
+    """Gradients that wait for an update, and the sweep that is running.
+
+    Args:
+        max_staleness: Number of steps that the weights may lack.
+        half: Marks a partial update of the same optimizer.
+        prepare: Called by training with the waiting gradients; returns the sweep, which frees each gradient
+            after use.
+        publish: Called by training when a sweep is over.
+        is_fake: A recorder runs it: each sweep runs at the start of the step that follows its gradients.
+
+    Attributes:
+        version: Number of sweeps that training has adopted.
+        largest_staleness: Largest number of steps that the weights have lacked.
+    """
+
+    def __init__(
+        self,
+        max_staleness: int,
+        half: PartialStep,
+        prepare: Callable[[Gradients], Callable[[], None]],
+        publish: Callable[[], None],
+        *,
+        is_fake: bool,
+    ) -> None:
+        self._max_staleness, self._half, self._is_fake = max_staleness, half, is_fake
+        self._prepare, self._publish = prepare, publish
+        self._delivered: Gradients = {}  # of all steps that wait
+        self._sweep: Future[None] | None = None
+        self._waiting = self._taken = 0  # steps delivered, and in the sweep that is under way
+        self.version = self.largest_staleness = 0
+
+    @contextmanager
+    def sync(self, last: bool) -> Iterator[None]:
+        """Return the context of a micro-batch; a recorder sees the sweep here, overlapped with this step."""
+        if self._is_fake:
+            self._begin()
+        yield
+
+    def deliver(self, gradients: Gradients) -> None:
+        """Add a step's gradients to those that wait, and wait while the weights would be too stale; empties
+        `gradients`.
+        """
+        with tier(HOST), torch.no_grad():
+            while gradients:
+                held = next(iter(gradients))
+                gradient = gradients.pop(held)
+                self._delivered[held] = (
+                    self._delivered[held].add_(gradient) if held in self._delivered else gradient
+                )
+        self._waiting += 1
+        self._take_up(wait=False)
+        while self._missing > self._max_staleness:
+            self._begin()
+            self._take_up(wait=True)
+        self.largest_staleness = max(self.largest_staleness, self._missing)
+        if not self._is_fake:
+            self._begin()
+
+    @property
+    def _missing(self) -> int:
+        return self._waiting + self._taken
+
+    @property
+    def is_late(self) -> bool:
+        """Weights lack a step."""
+        return self._missing > 0
+
+    def _begin(self) -> None:
+        """Start a sweep over all waiting gradients, unless one runs or its version is not adopted yet."""
+        if self._sweep is not None or not self._waiting:
+            return
+        delivered, self._delivered = self._delivered, {}
+        self._taken, self._waiting = self._waiting, 0
+        run = self._prepare(delivered)
+        if self._is_fake:
+            run()
+            self._sweep = Future()
+            self._sweep.set_result(None)
+        else:
+            self._sweep = _thread().submit(run)
+
+    def _take_up(self, *, wait: bool) -> None:
+        """Rule 3; raises what went wrong in the sweep."""
+        if self._sweep is None or not (wait or self._sweep.done()):
+            return
+        sweep, self._sweep = self._sweep, None
+        sweep.result()
+        self._taken = 0
+        self._publish()
+        self.version += 1
+
+    def settle(self) -> None:
+        """Wait until no step is missing in the weights."""
+        if self._half.is_it:
+            self.drop()
+            return
+        with self._half.whole():
+            while self.is_late:
+                self._begin()
+                self._take_up(wait=True)
+
+    def drop(self) -> None:
+        """Forget running and waiting updates, because their results are replaced or lost."""
+        sweep, self._sweep = self._sweep, None
+        if sweep is not None:
+            with suppress(BaseException):
+                sweep.result()
+        self._delivered = {}
+        self._waiting = self._taken = 0

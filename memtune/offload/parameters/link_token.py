@@ -1,0 +1,167 @@
+"""A token in shared memory for ranks behind one link to the host; a rank holds it while it copies one piece.
+
+1. First come, first served: a rank that wants the token draws a number, and the lowest number of a living
+  waiter holds
+   it. The state is in a file that all ranks map; every access is under its lock, which the kernel releases
+   with the
+   process.
+2. A waiter whose process has ended (by id and start time, since ids are reused) is removed by the next
+  access. A living
+   holder that exceeds the lease loses the token as well: two copies at a time are slower, not wrong.
+3. The token is never held across a collective, in which a rank would wait for one that waits for the token:
+  it covers
+   one piece of a copy, which needs no other rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from memtune.errors import ApplyError
+
+LEASE_S = 5.0
+"""A piece takes milliseconds, so a holder that exceeds this is stopped, not slow."""
+_ROW = struct.Struct("qqqd")
+"""Of each place: number drawn (0: none), process, its start time, end of its lease (0: waits)."""
+_NEXT = struct.Struct("q")
+_POLL_S = (2e-5, 1e-3)
+
+
+class LinkToken:
+    """This rank's view of the token of one link.
+
+    Args:
+        path: The file that all ranks behind the link map, made by `create`.
+        place: This rank's index among them, from 0.
+        places: Number of ranks.
+        lease_s: Time after which the others continue without a living holder.
+    """
+
+    def __init__(self, path: Path, place: int, places: int, lease_s: float = LEASE_S) -> None:
+        self._place, self._places, self._lease_s = place, places, lease_s
+        self._file = path.open("r+b", buffering=0)
+        self._map = mmap.mmap(self._file.fileno(), _size(places))
+        self._here = (
+            threading.Lock()
+        )  # one thread of this process at a time: the file's lock is the process's
+        self.turns, self.waited_s = 0, 0.0
+
+    @staticmethod
+    def create(places: int) -> Path:
+        """Create a file for the token of `places` ranks, in memory if possible."""
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        try:
+            handle, name = tempfile.mkstemp(prefix="memtune-link-", dir=folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(bytes(_size(places)))
+        except OSError as error:
+            raise ApplyError(
+                "The ranks behind one link cannot share a token.",
+                evidence=str(error),
+                fix="make room in /dev/shm, or offload: {states: {kind: orchestrated, mode: disjoint}}",
+                code="MT363",
+            ) from error
+        return Path(name)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[int]:
+        """Inside, this rank has the link to itself (Rules 1 and 2); gives the number that it drew."""
+        began = time.monotonic()
+        with self._here:
+            number = self._draw()
+            pause = _POLL_S[0]
+            while not self._is_mine(number):
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_S[1])
+            self.turns += 1
+            self.waited_s += time.monotonic() - began
+            try:
+                yield number
+            finally:
+                self._give_back(number)
+
+    def close(self) -> None:
+        """Close the shared memory."""
+        self._map.close()
+        self._file.close()
+
+    def _draw(self) -> int:
+        with self._locked():
+            (last,) = _NEXT.unpack_from(self._map, 0)
+            _NEXT.pack_into(self._map, 0, last + 1)
+            self._write(self._place, last + 1, 0.0)
+            return int(last + 1)
+
+    def _is_mine(self, number: int) -> bool:
+        with self._locked():
+            now = time.monotonic()
+            waiting = []
+            for place in range(self._places):
+                drawn, process, started, until = _ROW.unpack_from(self._map, _at(place))
+                if not drawn:
+                    continue
+                if place != self._place and (_started(process) != started or 0 < until < now):
+                    _ROW.pack_into(self._map, _at(place), 0, 0, 0, 0.0)
+                    continue
+                waiting.append(drawn)
+            if min(waiting) != number:
+                return False
+            self._write(self._place, number, now + self._lease_s)
+            return True
+
+    def _give_back(self, number: int) -> None:
+        with self._locked():
+            if _ROW.unpack_from(self._map, _at(self._place))[0] == number:
+                _ROW.pack_into(self._map, _at(self._place), 0, 0, 0, 0.0)
+
+    def _write(self, place: int, number: int, until_s: float) -> None:
+        _ROW.pack_into(self._map, _at(place), number, os.getpid(), _started(os.getpid()), until_s)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def _size(places: int) -> int:
+    return _at(places)
+
+
+def _at(place: int) -> int:
+    return _NEXT.size + place * _ROW.size
+
+
+def _started(process: int) -> int:
+    """Return the start time of a process in ticks since boot; -1 if it has ended, 0 for all that live where
+    unknown.
+    """
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        if os.path.isdir("/proc/self"):
+            return -1
+        return _alive(process)
+    fields = text.rpartition(")")[2].split()
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+def _alive(process: int) -> int:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return -1
+    except PermissionError:
+        return 0
+    return 0

@@ -1,0 +1,614 @@
+"""Pass of `offload.parameters.offloader`: block parameters on the host, gradients offloaded when ready, host
+updates.
+
+A unit of the residency is a block, each parameter of which is a *piece* of memory, or a chunk or page, which
+is one piece.
+Parameters in no block are left to `offload.optimizer.host_optimizer_pass`, which runs next and finds no
+gradient at those
+handled here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.offload.core import Chunks, Pages, aligned, gathers_of
+from memtune.offload.gradients import BlockGradients, average, bytes_in_copies, offload_in_place
+from memtune.offload.parameters.overlap_pass import (
+    FreedAt,
+    Overlap,
+    hold_for_updates,
+    of_a_block_at_once,
+    one_at_a_time,
+    update_outside_of_backward,
+    updated_blocks,
+)
+from memtune.offload.parameters.unit_layout_pass import (
+    ADD,
+    ALLOCATE,
+    COPY,
+    OPS,
+    PREFETCH,
+    UPDATE,
+    Frames,
+    MomentOps,
+    Pieces,
+    copies_of_pages,
+    dropped_in,
+    host_memory,
+    in_blocks,
+    moment_ops,
+)
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    WRITES,
+    Edit,
+    Kind,
+    Phase,
+    Residency,
+    Resource,
+    Step,
+    Tier,
+    Units,
+    columns_of,
+    hold_until_asked,
+    order_of_use,
+    waiting_sources,
+)
+
+
+@functools.lru_cache(maxsize=8)
+def not_in_layers(step: Step, landing: bool = True) -> str:
+    """Return the reason why the blocks of `step` do not run one after the other; empty if they do.
+
+    Args:
+        step: Any step.
+        landing: Their gradients are to be offloaded when ready.
+    """
+    n_blocks, columns = len(step.blocks), columns_of(step.parameters)
+    if n_blocks < 2:
+        return "no repeated blocks were found, so the order of layers is not known"
+    if len(step.calls.block) != n_blocks:
+        return "a block runs more than once in a forward"
+    moments = first_ops(step)
+    if (moments < 0).any():
+        return f"{step.blocks[int((moments < 0).argmax()) % n_blocks]} has no forward or no backward"
+    if (np.diff(moments) <= 0).any() or (
+        step.forward_ends[: n_blocks - 1] >= step.forward_starts[1:n_blocks]
+    ).any():
+        return "the blocks do not run one after the other"
+    shared = np.bincount(columns.storage, minlength=step.storages.n) > 1
+    whole = step.storages.bytes[columns.storage] == columns.numel * columns.itemsize
+    wrong = (columns.block >= 0) & (shared[columns.storage] | ~whole)
+    if wrong.any():
+        return f"{columns.names[int(wrong.argmax())]} shares its memory"
+    parameter = step.parameter_of[step.uses.storage]
+    block = np.where(parameter >= 0, columns.block[parameter], -1)
+    outside = (block >= 0) & (step.use_phase < Phase.BOUNDARY) & (step.ops.block[step.uses.op] != block)
+    if outside.any():
+        return f"{columns.names[int(parameter[outside.argmax()])]} is used outside of its block"
+    if not landing:
+        return ""
+    landings = BlockGradients.of(step)
+    ends = np.append(moments, np.int32(step.ops.n))[landings.moment + 1]
+    if ((landings.after >= ends) | (landings.after < moments[landings.moment])).any():
+        return "a block's gradient is put in place while another block's backward runs"
+    return ""
+
+
+def first_ops(step: Step) -> I32:
+    """(2 · blocks,) the op before which each moment begins, -1 where there is none."""
+    n_blocks = len(step.blocks)
+    forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
+    back = (step.ops.phase == Phase.BACKWARD) | (step.ops.phase == Phase.RECOMPUTE)
+    for first, mine in ((forward, step.ops.phase == Phase.FORWARD), (backward, back)):
+        rows = np.flatnonzero(mine & (step.ops.block >= 0))[::-1].astype(np.int32)
+        first[step.ops.block[rows]] = rows  # the first one is written last
+    forward = np.where(forward >= 0, np.minimum(forward, step.forward_starts[:n_blocks]), -1).astype(np.int32)
+    found = np.concatenate([forward, backward[::-1]])
+    return found if (gathers := gathers_of(step)) is None else np.minimum(found, gathers.begins)
+
+
+def moment_of_ops(step: Step) -> I32:
+    """(n,) the moment of each op of forward and backward, -1 before the first one and after backward."""
+    moment = np.searchsorted(first_ops(step), np.arange(step.ops.n), side="right") - 1
+    found: I32 = np.where(step.ops.phase < Phase.BOUNDARY, moment, -1).astype(np.int32)
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
+    """Return the bytes of each block parameter in a chunk, in the order of use, and its block."""
+    columns, mine = columns_of(step.parameters), in_blocks(step)
+    n_bytes = (columns.numel * columns.itemsize)[mine]
+    return tuple(aligned(each) for each in n_bytes.tolist()), tuple(columns.block[mine].tolist())
+
+
+def bytes_without_chunks(step: Step, in_place: bool = False) -> Units:
+    """(moments,) peak bytes of the device in each moment, without chunks.
+
+    Args:
+        step: A result of `stream_parameters` with chunks.
+        in_place: Compute them as if gradients were in place.
+    """
+    copies = step.ops.name == step.names.index(
+        OPS[COPY][0]
+    )  # what FSDP2 gathers is a buffer too, which no copy fills
+    chunk = np.zeros(step.storages.n, bool)
+    chunk[step.uses.storage[copies[step.uses.op] & (step.uses.mode == WRITES)]] = True
+    chunk &= step.storages.kind == Kind.COMMUNICATION
+    live = step.with_storages(tier=np.where(chunk, np.uint8(Tier.SSD), step.storages.tier)).live_bytes()
+    if in_place:
+        live = live - bytes_in_copies(step)
+    moment = moment_of_ops(step)
+    most = np.zeros(2 * len(step.blocks), np.int64)
+    np.maximum.at(most, np.maximum(moment, 0), np.where(moment >= 0, live, 0))
+    return tuple(most.tolist())
+
+
+def stream_parameters(
+    step: Step,
+    residency: Residency,
+    chunks: Chunks | Pages | None = None,
+    *,
+    early: bool = True,
+    read_ahead: int | None = None,
+    ranks: int = 1,
+    beside: Overlap | None = None,
+    in_place: bool = False,
+) -> Step:
+    """Return `step` with the parameters of its blocks on the host, resident as `residency` lists.
+
+    Args:
+        step: One that `not_in_layers` accepts.
+        residency: Units to free and load at each moment of `order_of_use`.
+        chunks: Layout of the parameters; none: each block is a unit.
+        early: Each block is updated natively when its gradients are complete; otherwise the optimizer's own
+            ops update all.
+        read_ahead: The parameters are on SSD and are read this number of moments before the load; None: on
+            the host.
+        ranks: Number of replicas, which average each gradient before it is offloaded.
+        beside: Overlap of D2H copies and updates; None: both end before the next block computes.
+        in_place: Each gradient is offloaded from the place of its weight; for a step where
+            `weights_are_free`, with chunks.
+    """
+    frames: Frames | None = None
+    if isinstance(chunks, Pages):
+        pieces, residency, frames = copies_of_pages(step, chunks, residency)
+    else:
+        pieces = Pieces.of(step, chunks)
+    columns, edit, landings = columns_of(step.parameters), Edit(step), BlockGradients.of(step)
+    end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
+    mine = in_blocks(step)
+    hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
+    edit.storages.bytes[columns.storage[mine]] = 0
+    moment, summed = landings.moment, landings.sums >= 0
+    gone = (
+        one_at_a_time(moment)
+        if beside is None
+        else of_a_block_at_once(moment, landings.n_bytes, len(begins) - 1)
+    )
+    late = beside.late if beside is not None else frozenset[int]()
+    down = _offload_gradients(edit, step, landings, gone, ranks, late, in_place=in_place)
+    updated = updated_blocks(len(step.blocks), beside) if early else ()
+    turns = moment_ops(
+        step,
+        pieces,
+        residency,
+        gone.added_in(summed, len(begins)),
+        allocates=frames is None,
+        updated=updated,
+        read_ahead=read_ahead,
+    )
+    rows = insert(edit, step, pieces, turns, begins)
+    starts = turns.starts(rows, begins)
+    if not in_place:
+        _free_gradients(edit, landings, gone, down, starts)
+    there = load_storages(edit, step, pieces, residency, turns, rows, starts[_FREE_PARAMETERS], frames)
+    if in_place:
+        offload_in_place(edit, landings, down.placed, down.copies, there[pieces.again[landings.parameter]])
+    _use_hosts(edit, down, hosts, turns, rows, pieces)
+    host_of = hosts[pieces.of_parameter[:-1]]
+    if early:
+        _update(edit, step, landings, down, host_of, turns, rows, beside, updated)
+    else:
+        _left_to_the_optimizer(edit, step, landings, down, host_of)
+    hung = [int(down.copies[-1])] if len(landings.after) and landings.after[-1] == end else []
+    for row in hung + rows[turns.moment == len(begins) - 1][-1:].tolist():
+        edit.hold_to_the_end_of_backward(row)
+    gradient = columns.gradient.copy()
+    gradient[mine] = -1
+    edit.parameters = replace(columns, gradient=gradient)
+    return edit.done()
+
+
+_FREE_GRADIENTS, _FREE_PARAMETERS = range(2)
+_PLACE, _ADD, _DOWN = range(3)
+
+
+class _Down(NamedTuple):
+    """D2H copies of the ready gradients, one row each."""
+
+    copies: I32
+    """The copies to the host."""
+    hosts: I32
+    """The host storages that they produce."""
+    first: I32
+    """The first addition before the copy, or the copy itself."""
+    sums: I32
+    """The host sum that the gradient is added to, -1 for none."""
+    gradients: I32
+    """The storage that the update reads."""
+    placed: I32
+    """Copies to the places of the weights; none where gradients are offloaded from where autograd made them.
+    """
+
+
+def _offload_gradients(
+    edit: Edit,
+    step: Step,
+    landings: BlockGradients,
+    gone: FreedAt,
+    ranks: int,
+    late: frozenset[int],
+    *,
+    in_place: bool,
+) -> _Down:
+    """Insert a D2H copy of each gradient when it is ready, after freed ones are added to the sums on the
+    host.
+    """
+    count = len(landings.after)
+    if ranks > 1:
+        average(edit, step, landings.after, landings.n_bytes, landings.raw, ranks)
+    added = np.flatnonzero((landings.sums >= 0) & (gone.row >= 0)).astype(np.int32)
+    every = np.arange(count)
+    placing = every[: count * in_place]
+    row, source = np.concatenate([placing, gone.row[added], every]), np.concatenate([placing, added, every])
+    what = np.repeat([_PLACE, _ADD, _DOWN], [len(placing), len(added), count])
+    order = np.lexsort((source, what, row))
+    row, source, what = row[order], source[order], what[order]
+    is_copy, is_added = what == _DOWN, what == _ADD
+    n_bytes = landings.n_bytes
+    names = ("aten.copy_.default", "aten.add_.Tensor", "memtune.to_host.default")
+    resources = np.asarray([Resource.COMPUTE, Resource.HOST_THREADS, Resource.DEVICE_TO_HOST], np.uint8)
+    ops = edit.add_ops(
+        np.asarray([edit.name_id(each) for each in names], np.int32)[what],
+        after=landings.after[row],
+        phase=Phase.BACKWARD,
+        resource=resources[what],
+        traffic_bytes=np.asarray([2, 3, 1])[what] * n_bytes[source],
+        call=step.ops.call[landings.after[row]],
+        prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
+    )
+    hold_until_asked(edit, step, landings.after[row], ops)
+    copies = ops[is_copy]
+    owner, summed = landings.parameter, landings.sums >= 0
+    is_late = np.isin(columns_of(step.parameters).block[owner], list(late))
+    held = np.where(is_late & ~summed, FOREVER, -1).astype(np.int32)
+    hosts = edit.add_storages(
+        n_bytes, producer=copies, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner, held_until=held
+    )
+    first = copies.copy()
+    first[row[is_added][::-1]] = ops[is_added][::-1]  # the first one is written last
+    if not in_place:
+        edit.add_uses(copies, landings.raw)
+    sums = _sums_on_host(edit, step, landings, is_late)
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[landings.after[summed]] = True
+    edit.drop_ops(dropped)
+    edit.add_uses(ops[is_added], hosts[source[is_added]])
+    edit.add_uses(ops[is_added], sums[source[is_added]], mode=WRITES)
+    return _Down(
+        copies, hosts, first, sums, np.where(summed, sums, hosts).astype(np.int32), ops[what == _PLACE]
+    )
+
+
+def _sums_on_host(edit: Edit, step: Step, landings: BlockGradients, late: npt.NDArray[np.bool_]) -> I32:
+    """Return the host sums of earlier micro-batches.
+
+    FSDP2 has a block's sums in one storage; on the host there is one for each parameter.
+    """
+    summed, columns = landings.sums >= 0, columns_of(step.parameters)
+    own, gathered = np.unique(landings.sums[summed]), gathers_of(step) is not None
+    if gathered:  # all of it is there while one that stays on the device has a part of it
+        own = np.setdiff1d(own, columns.gradient[columns.block < 0])
+    edit.set_storages(tier=step.storages.tier.copy())
+    edit.storages.tier[own] = Tier.HOST
+    edit.storages.held_until[own] = -1
+    edit.storages.held_until[np.intersect1d(own, landings.sums[summed & late])] = FOREVER
+    if not gathered or not summed.any():
+        return landings.sums
+    edit.storages.bytes[own] = 0
+    sums, owner = landings.sums.copy(), landings.parameter[summed]
+    nowhere = np.full(len(owner), -1, np.int32)
+    held = np.where(late[summed], FOREVER, -1).astype(np.int32)
+    sums[summed] = edit.add_storages(
+        landings.n_bytes[summed],
+        producer=nowhere,
+        tier=Tier.HOST,
+        kind=Kind.GRADIENT,
+        owner=owner,
+        held_until=held,
+    )
+    return sums
+
+
+def insert(edit: Edit, step: Step, pieces: Pieces, turns: MomentOps, begins: I32) -> I32:
+    """Insert the ops of all moments; return their rows."""
+    what, row, moment = turns.what, turns.row, turns.moment
+    names = np.asarray([edit.name_id(name) for name, _ in OPS], np.int32)
+    moves, updates = turns.loads | turns.reads, what == UPDATE
+    traffic = np.zeros(len(what), np.int64)
+    traffic[moves] = pieces.n_bytes[row[moves]]
+    traffic[updates] = native_update_bytes(step)[row[updates]]
+    uses = order_of_use(len(step.blocks))
+    call = np.asarray([*uses, -1], np.int32)[moment]
+    backward = (moment >= len(step.blocks)) & (what != UPDATE)
+    phase = np.where(what == UPDATE, Phase.BOUNDARY, np.where(backward, Phase.BACKWARD, Phase.FORWARD))
+    rows = edit.add_ops(
+        names[what],
+        before=begins[moment],
+        phase=phase.astype(np.uint8),
+        resource=np.asarray([resource for _, resource in OPS], np.uint8)[what],
+        traffic_bytes=traffic,
+        call=call,
+        stream=(what == COPY).astype(np.uint8),  # what is used at once is complete in stream order
+        prefetch=(what == PREFETCH).astype(np.uint8),
+    )
+    of, waiting = waiting_sources(step, begins)
+    last = np.searchsorted(moment, of, side="right") - 1  # turns are in the order of their moments
+    there = (last >= 0) & (moment[last] == of)
+    edit.hold_through(waiting[there], rows[last[there]])
+    return rows
+
+
+def native_update_bytes(step: Step) -> I64:
+    """(parameters,) bytes that one native pass over each moves: gradient, weight, moments both ways."""
+    columns, state = columns_of(step.parameters), whole_state(step)
+    moments = np.bincount(step.storages.owner[state], step.storages.bytes[state], len(columns.numel)).astype(
+        np.int64
+    )
+    return 12 * columns.numel + 2 * moments
+
+
+@functools.lru_cache(maxsize=64)
+def state_bytes(step: Step) -> I64:
+    """(parameters,) bytes of the optimizer's state, its counters included."""
+    state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner >= 0)
+    found: I64 = np.bincount(
+        step.storages.owner[state], step.storages.bytes[state], len(step.parameters)
+    ).astype(np.int64)
+    found.flags.writeable = False
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def whole_state(step: Step) -> I32:
+    """Return the state storages as large as their parameter; the others count steps."""
+    columns = columns_of(step.parameters)
+    state = np.flatnonzero(
+        (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner >= 0)
+    ).astype(np.int32)
+    owner = step.storages.owner[state]
+    whole: I32 = state[step.storages.bytes[state] == columns.numel[owner] * columns.itemsize[owner]]
+    return whole
+
+
+def _free_gradients(
+    edit: Edit, landings: BlockGradients, gone: FreedAt, down: _Down, starts: tuple[I32, I32]
+) -> None:
+    """Free a gradient in a D2H copy when another one is ready, or when a moment begins."""
+    at = (
+        np.where(gone.row >= 0, down.first[gone.row], starts[_FREE_GRADIENTS][gone.moment])
+        if len(landings.raw)
+        else gone.row
+    )
+    edit.storages.held_until[landings.raw] = -1
+    edit.storages.kind[landings.raw] = Kind.TEMPORARY
+    edit.let_go_before(landings.raw, at)
+
+
+def load_storages(
+    edit: Edit,
+    step: Step,
+    pieces: Pieces,
+    residency: Residency,
+    turns: MomentOps,
+    rows: I32,
+    drop: I32,
+    frames: Frames | None = None,
+) -> I32:
+    """Add storages for the loads, which the blocks' ops use until the moment that frees them.
+
+    In frames these have no bytes, because the frames are permanent. Returns the storage of each piece in
+    backward, -1 last for
+    none.
+    """
+    n_blocks, count = len(step.blocks), len(pieces.n_bytes)
+    making = turns.what == ALLOCATE if frames is None else turns.loads
+    row, moment, producer = turns.row[making], turns.moment[making], rows[making]
+    n_bytes = pieces.n_bytes[row] if frames is None else np.zeros(len(row), np.int64)
+    there = edit.add_storages(n_bytes, producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
+    if frames is not None:
+        nowhere, forever, size = (
+            np.full(1, -1, np.int32),
+            np.full(1, FOREVER, np.int32),
+            np.full(1, frames.n_bytes, np.int64),
+        )
+        edit.add_storages(size, producer=nowhere, kind=Kind.COMMUNICATION, held_until=forever)
+    else:
+        edit.add_uses(rows[turns.loads], there, mode=WRITES)
+    until = dropped_in(residency.drops, len(pieces.of_unit))
+    edit.let_go_before(there, drop[until[pieces.unit[row], moment]])
+    in_forward, in_backward = (
+        np.full(count + 1, -1, np.int32) for _ in range(2)
+    )  # a unit comes in once a pass at most
+    late = moment >= n_blocks
+    in_forward[row[~late]] = there[~late]
+    in_backward[row[~late]] = there[~late]
+    in_backward[row[late]] = there[late]
+    parameter = step.parameter_of[step.uses.storage]
+    back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
+    target = np.where(back, in_backward[pieces.again[parameter]], in_forward[pieces.of_parameter[parameter]])
+    gathers = gathers_of(step)
+    if (
+        frames is not None
+    ):  # a parameter may lie on several pages: a moment's first op waits for all that it uses, or its gather
+        begins = np.repeat(
+            first_ops(step) if gathers is None else gathers.of_moments, [len(each) for each in frames.waits]
+        )
+        edit.add_uses(
+            begins, in_backward[np.concatenate([np.asarray(each, np.int32) for each in frames.waits])]
+        )
+    edit.set_uses(
+        storage=np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.uses.storage).astype(
+            np.int32
+        )
+    )
+    if gathers is not None:
+        mine = in_blocks(step)
+        block = columns_of(step.parameters).block[mine]
+        edit.add_uses(gathers.forward[block], in_forward[pieces.of_parameter[mine]])
+        edit.add_uses(gathers.backward[block], in_backward[pieces.again[mine]])
+    return in_backward
+
+
+def _use_hosts(edit: Edit, down: _Down, hosts: I32, turns: MomentOps, rows: I32, pieces: Pieces) -> None:
+    """Add the reads of loads, from the host or from SSD to the host first, and the last addition."""
+    row, trailing = turns.row, turns.what == ADD
+    edit.add_uses(rows[trailing], down.hosts[row[trailing]])
+    edit.add_uses(rows[trailing], down.sums[row[trailing]], mode=WRITES)
+    loads, reads = np.flatnonzero(turns.loads), np.flatnonzero(turns.reads)
+    source = hosts[row[loads]]
+    if len(reads):
+        edit.add_uses(rows[reads], hosts[row[reads]])
+        loads, reads = (
+            each[np.argsort(row[each], kind="stable")] for each in (loads, reads)
+        )  # a piece's first read, first load
+        n_bytes, owner = pieces.n_bytes[row[reads]], pieces.owner[row[reads]]
+        source = edit.add_storages(
+            n_bytes, producer=rows[reads], tier=Tier.HOST, kind=Kind.TEMPORARY, owner=owner
+        )
+    edit.add_uses(rows[loads], source)
+
+
+def _left_to_the_optimizer(edit: Edit, step: Step, landings: BlockGradients, down: _Down, hosts: I32) -> None:
+    """Let the optimizer's ops work on the host's weights and gradients, freed after the last one."""
+    columns = columns_of(step.parameters)
+    gradient = down.gradients
+    moved = np.arange(step.storages.n, dtype=np.int32)
+    moved_from = columns.gradient[landings.parameter]
+    moved[moved_from] = gradient
+    mine = in_blocks(step)
+    moved[columns.storage[mine]] = hosts[mine]
+    inside = step.use_phase == Phase.OPTIMIZER
+    edit.set_uses(storage=np.where(inside, moved[step.uses.storage], edit.uses.storage).astype(np.int32))
+    last = np.full(len(gradient), np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[-1], np.int32)
+    edit.hold_through(gradient, last)
+    if (
+        gathers_of(step) is not None
+    ):  # gradients of a block are rows of one storage, so all uses have become one gradient's
+        edit.add_uses(last, gradient)
+        stays = (columns.block < 0) & np.isin(columns.gradient, moved_from)
+        weights = np.flatnonzero(inside & np.isin(step.uses.storage, columns.storage[stays]))
+        edit.add_uses(step.uses.op[weights], columns.gradient[step.parameter_of[step.uses.storage[weights]]])
+
+
+def _update(
+    edit: Edit,
+    step: Step,
+    landings: BlockGradients,
+    down: _Down,
+    hosts: I32,
+    turns: MomentOps,
+    rows: I32,
+    beside: Overlap | None,
+    updated: tuple[Units, ...],
+) -> None:
+    """Add each block's update, which reads its gradients and holds them to its end or as `overlap_pass`
+    defines.
+    """
+    row, moment, updates = turns.row, turns.moment, turns.what == UPDATE
+    update_of = np.full(len(hosts), -1, np.int32)
+    update_of[row[updates]] = rows[updates]
+    edit.add_uses(rows[updates], hosts[row[updates]], mode=WRITES)
+    there = update_of[landings.parameter] >= 0
+    edit.add_uses(update_of[landings.parameter[there]], down.gradients[there])
+    state = whole_state(step)
+    of_state = update_of[step.storages.owner[state]]
+    edit.add_uses(of_state[of_state >= 0], state[of_state >= 0], mode=WRITES)
+    if beside is None:
+        last = np.full(int(moment.max()) + 1, -1, np.int32)
+        last[moment[updates]] = rows[updates]
+        edit.hold_through(down.gradients, last[landings.moment + 1])
+        return
+    block, order = columns_of(step.parameters).block, [each for blocks in updated for each in blocks]
+    first = np.full(len(step.blocks), -1, np.int32)
+    first[block[row[updates]][::-1]] = rows[updates][::-1]  # the first one is written last
+    of_landing = block[landings.parameter]
+    hold_for_updates(edit, step, down.gradients, landings.n_bytes, of_landing, first, order)
+    behind = np.flatnonzero(np.isin(of_landing, list(beside.late)) | beside.at_end)
+    if not len(behind):
+        return
+    behind = behind[np.lexsort((landings.parameter[behind], of_landing[behind]))]
+    mine, used = landings.parameter[behind], down.gradients[behind]
+    if not beside.at_end:  # there, until this step's first micro-batch has others
+        single = landings.sums[behind] < 0
+        used[single] = edit.add_storages(
+            landings.n_bytes[behind][single],
+            producer=np.full(int(single.sum()), -1, np.int32),
+            tier=Tier.HOST,
+            kind=Kind.GRADIENT,
+            owner=mine[single],
+        )
+    traffic_bytes = native_update_bytes(step)
+    update_outside_of_backward(
+        edit, step, mine, hosts[mine], used, state, traffic_bytes, at_end=beside.at_end
+    )
+
+
+# The pass of `offload.parameters.offloader` where gradients are another mechanism's: weights of some blocks
+# come and go, nothing else.
+def streamed_parameters(step: Step, blocks: Container[int]) -> I32:
+    """Return the parameters whose weights are offloaded, in the order in which the blocks are used."""
+    mine, block = in_blocks(step), columns_of(step.parameters).block
+    return np.asarray([each for each in mine.tolist() if int(block[each]) in blocks], np.int32)
+
+
+def stream_weights(step: Step, residency: Residency, blocks: Container[int]) -> Step:
+    """Return `step` with the weights of `blocks` on the device only while `residency` lists them.
+
+    Args:
+        step: One that `offload.parameters.parameter_offload_pass.not_in_layers` accepts.
+        residency: Blocks to free and load at each moment; entries of other blocks are ignored.
+        blocks: Those whose weights are offloaded.
+    """
+    columns, mine = columns_of(step.parameters), streamed_parameters(step, blocks)
+    pieces, edit = Pieces.of_parameters(step, mine), Edit(step)
+    end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
+    edit.storages.bytes[columns.storage[mine]] = 0
+    frozen = mine[columns.gradient[mine] < 0]  # the optimizer has host copies of the others
+    nowhere, forever = np.full(len(frozen), -1, np.int32), np.full(len(frozen), FOREVER, np.int32)
+    edit.add_storages(
+        (columns.numel * columns.itemsize)[frozen],
+        producer=nowhere,
+        tier=Tier.HOST,
+        kind=Kind.PARAMETER,
+        held_until=forever,
+        owner=frozen,
+    )
+    turns = moment_ops(step, pieces, residency, ((),) * len(begins))
+    rows = insert(edit, step, pieces, turns, begins)
+    _, drop = turns.starts(rows, begins)
+    load_storages(edit, step, pieces, residency, turns, rows, drop)
+    return edit.done()

@@ -1,0 +1,290 @@
+"""Offload units of the blocks' parameters and their moments, as arrays for
+`offload.parameters.parameter_offload_pass`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.offload.core import Chunks, Pages, gathers_of, runs
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    Edit,
+    Kind,
+    Residency,
+    Resource,
+    Step,
+    Tier,
+    Units,
+    columns_of,
+    order_of_use,
+    reads_ahead,
+)
+
+
+def in_blocks(step: Step) -> I32:
+    """Return the parameters of blocks, in the order in which the blocks are used."""
+    block = columns_of(step.parameters).block
+    mine = np.flatnonzero(block >= 0)
+    found: I32 = mine[np.argsort(block[mine], kind="stable")].astype(np.int32)
+    return found
+
+
+class Pieces(NamedTuple):
+    """Memory that is loaded and freed."""
+
+    of_parameter: I32
+    """(parameters + 1,) the piece of each parameter, of several the first; -1 for none, as in the last row.
+    """
+    n_bytes: I64
+    unit: I32
+    owner: I32
+    of_unit: tuple[tuple[int, ...], ...]
+    used: tuple[Units, ...]
+    """The units that each moment uses."""
+    again: I32
+    """`of_parameter` in backward."""
+
+    @classmethod
+    def of(cls, step: Step, chunks: Chunks | None) -> Pieces:
+        """Return the chunks as pieces, or without chunks each parameter of a block."""
+        columns, mine = columns_of(step.parameters), in_blocks(step)
+        if chunks is None:
+            return cls.of_parameters(step, mine)
+        of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
+        of_parameter[mine] = chunks.chunk
+        each = np.arange(chunks.count, dtype=np.int32)
+        n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
+        nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
+        return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), of_parameter)
+
+    @classmethod
+    def of_parameters(cls, step: Step, mine: I32) -> Pieces:
+        """Return each of the parameters `mine`, which are in the order of use, as a piece of its block."""
+        columns = columns_of(step.parameters)
+        of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
+        of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
+        rows = np.split(
+            np.arange(len(mine)), np.searchsorted(columns.block[mine], np.arange(1, len(step.blocks)))
+        )
+        of_unit = tuple(tuple(part.tolist()) for part in rows)
+        order = order_of_use(len(step.blocks), gathered=gathers_of(step) is not None)
+        used = tuple((unit,) if unit >= 0 else () for unit in order)
+        n_bytes = (columns.numel * columns.itemsize)[mine]
+        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used, of_parameter)
+
+
+class Frames(NamedTuple):
+    """Differences of pages in permanent frames from other pieces."""
+
+    n_bytes: int
+    host_bytes: int
+    waits: tuple[Units, ...]
+    """The pieces that contain what each moment uses."""
+
+
+def copies_of_pages(step: Step, pages: Pages, residency: Residency) -> tuple[Pieces, Residency, Frames]:
+    """Return a piece for each copy, with the residency of these pieces.
+
+    A copy moves adjacent pages that are loaded at the same moment.
+    """
+    copies, mine = _copies(pages, residency), in_blocks(step)
+    of_parameter, again = (np.full(len(step.parameters) + 1, -1, np.int32) for _ in range(2))
+    of_parameter[mine], again[mine] = copies.of_parameter, copies.again
+    each = np.arange(len(copies.n_bytes), dtype=np.int32)
+    of_unit = tuple((i,) for i in range(len(each)))
+    pieces = Pieces(
+        of_parameter, copies.n_bytes, each, np.full(len(each), -1, np.int32), of_unit, copies.late, again
+    )
+    there = Residency(((),) * len(copies.late) + (tuple(range(len(each))),), (*copies.comes, ()))
+    return pieces, there, Frames(pages.frame_bytes, pages.count * pages.page_bytes, copies.waits)
+
+
+class _Copies(NamedTuple):
+    """Copies of all moments of a step."""
+
+    n_bytes: I64
+    of_parameter: I32
+    """(parameters of blocks,) the copy of the page on which each begins; `again`: in backward."""
+    again: I32
+    late: tuple[Units, ...]
+    """(moments,) copies of what the moment uses itself, of all that it brings in, and of all that it uses."""
+    comes: tuple[Units, ...]
+    waits: tuple[Units, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _copies(pages: Pages, residency: Residency) -> _Copies:
+    n_blocks, uses = len(pages.of_block), pages.uses()
+    order = order_of_use(n_blocks, gathered=pages.gathered)
+    of_page, filled = np.full(pages.count, -1, np.int32), np.asarray(pages.filled, np.int64)
+    first, block = np.asarray(pages.first, np.int32), np.asarray(pages.block, np.int32)
+    of_parameter, again = (np.full(len(first), -1, np.int32) for _ in range(2))
+    sizes: list[I64] = []
+    late, comes, waits = [], [], []
+    count = 0
+    for moment, (loads, used) in enumerate(zip(residency.loads, uses, strict=False)):
+        page, start = np.asarray(loads, np.int32), count
+        needed = (
+            (page >= used[0]) & (page <= used[-1]) if used else np.zeros(len(page), bool)
+        )  # pages of a block are neighbours
+        ends = []
+        for part in (page[needed], page[~needed]):
+            one, last = runs(pages, part)
+            of_page[part] = count + np.searchsorted(one, part, side="right") - 1
+            sizes.append((last - one) * np.int64(pages.page_bytes) + filled[last])
+            count += len(one)
+            ends.append(count)
+        late.append(tuple(range(start, ends[0])))
+        comes.append(tuple(range(start, count)))
+        waits.append(tuple(dict.fromkeys(of_page[list(used)].tolist())))
+        here = block == order[moment]
+        (of_parameter if moment < n_blocks else again)[here] = of_page[first[here]]
+    again = np.where(
+        again < 0, of_parameter, again
+    )  # rows that are gathered for backward while they are there
+    return _Copies(np.concatenate(sizes), of_parameter, again, tuple(late), tuple(comes), tuple(waits))
+
+
+def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = Tier.HOST) -> I32:
+    """Add the storage of each piece on the host, or on SSD."""
+    n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
+    nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
+    owner = pieces.owner if frames is None else nowhere
+    rows = edit.add_storages(
+        n_bytes, producer=nowhere, tier=tier, kind=Kind.PARAMETER, held_until=forever, owner=owner
+    )
+    return rows if frames is None else np.repeat(rows, len(pieces.n_bytes))
+
+
+# What `offload.parameters.parameter_offload_pass` inserts when each moment of a step begins, as columns.
+ADD, ALLOCATE, COPY, PREFETCH, UPDATE, READ = range(6)
+OPS = (
+    ("aten.add_.Tensor", Resource.HOST_THREADS),
+    ("memtune.allocate", Resource.NOTHING),
+    ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
+    ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
+    ("memtune.host_update_.default", Resource.HOST_THREADS),
+    ("memtune.from_ssd.default", Resource.SSD_READ),
+)
+"""Name and resource of each kind.
+
+AHEAD is a prefetch, COPY a load in the moment that uses it; READ copies from SSD to the host.
+"""
+_REMEMBERED = 64
+
+
+@dataclass(frozen=True, eq=False)
+class MomentOps:
+    """Inserted ops, one row each, in the order of the moments."""
+
+    what: I32
+    row: I32
+    """A piece; of an UPDATE a parameter, of an ADD a ready gradient."""
+    moment: I32
+
+    @cached_property
+    def loads(self) -> npt.NDArray[np.bool_]:
+        """(ops,) True for H2D copies."""
+        found: npt.NDArray[np.bool_] = (self.what == COPY) | (self.what == PREFETCH)
+        return found
+
+    @cached_property
+    def reads(self) -> npt.NDArray[np.bool_]:
+        """(ops,) True for reads from SSD."""
+        found: npt.NDArray[np.bool_] = self.what == READ
+        return found
+
+    def starts(self, rows: I32, begins: I32) -> tuple[I32, I32]:
+        """(moments,) the ops before which each moment frees the gradients in D2H copies, and parameters.
+
+        Args:
+            rows: Rows of the inserted ops.
+            begins: The step's own op before which each moment begins.
+        """
+        land, drop = begins.copy(), begins.copy()
+        land[self.moment[::-1]] = rows[::-1]  # the first one is written last
+        others = np.flatnonzero(self.what != ADD)[::-1]
+        drop[self.moment[others]] = rows[others]
+        return land, drop
+
+
+def moment_ops(
+    step: Step,
+    pieces: Pieces,
+    residency: Residency,
+    adds: tuple[Units, ...],
+    *,
+    allocates: bool = True,
+    updated: tuple[Units, ...] = (),
+    read_ahead: int | None = None,
+) -> MomentOps:
+    """Return the ops at the beginning of each moment, in the order of `offload.parameters.offloader`.
+
+    Args:
+        step: Its blocks are offloaded.
+        pieces: Their offloaded memory.
+        residency: Pieces to free and load at each moment.
+        adds: (moments,) the ready gradients that are added to their sums when the moment begins.
+        allocates: True if a load allocates.
+        updated: (moments,) blocks that are updated when the moment begins; none given: no block is.
+        read_ahead: Number of moments by which the read from SSD precedes the load; None where it is on the
+            host.
+    """
+    trained = _trained_by_block(step) if updated else ()
+    updates = tuple(tuple(row for block in blocks for row in trained[block]) for blocks in updated)
+    reads = () if read_ahead is None else reads_ahead(residency, read_ahead)
+    return _moment_ops(pieces.of_unit, pieces.used, residency.loads, adds, updates, allocates, reads)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _moment_ops(
+    of_unit: tuple[Units, ...],
+    used: tuple[Units, ...],
+    loads: tuple[Units, ...],
+    adds: tuple[Units, ...],
+    updates: tuple[Units, ...],
+    allocates: bool,
+    reads: tuple[tuple[Units, Units], ...],
+) -> MomentOps:
+    found: list[tuple[int, int, int]] = []
+    for moment, units in enumerate(loads):
+        found += [(ADD, row, moment) for row in adds[moment]]
+        now, later = reads[moment] if reads else ((), ())
+        for unit in units:
+            what = COPY if unit in used[moment] else PREFETCH
+            found += [(READ, row, moment) for row in of_unit[unit]] if unit in now else []
+            for row in of_unit[unit]:
+                found += (
+                    [(ALLOCATE, row, moment), (what, row, moment)] if allocates else [(what, row, moment)]
+                )
+        found += [(READ, row, moment) for unit in later for row in of_unit[unit]]
+        found += [(UPDATE, row, moment) for row in updates[moment]] if updates else []
+    what_of, row_of, moment_of = np.asarray(found, np.int32).reshape(-1, 3).T
+    return MomentOps(
+        np.ascontiguousarray(what_of), np.ascontiguousarray(row_of), np.ascontiguousarray(moment_of)
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _trained_by_block(step: Step) -> tuple[Units, ...]:
+    columns = columns_of(step.parameters)
+    trained = np.where(columns.gradient >= 0, columns.block, -1)
+    return tuple(tuple(np.flatnonzero(trained == i).tolist()) for i in range(len(step.blocks)))
+
+
+@functools.lru_cache(maxsize=4)
+def dropped_in(drops: tuple[Units, ...], units: int) -> I32:
+    """(units, moments) the moment that frees each unit after a load in an earlier one, -1 for none."""
+    until = np.full((units, len(drops)), -1, np.int32)
+    for moment in reversed(range(len(drops))):
+        until[list(drops[moment]), :moment] = moment
+    return until

@@ -1,0 +1,332 @@
+"""Linear layers with weights loaded in tiles: at most two tiles of the weight, and of its gradient, are on
+the device.
+
+Memory-centric tiling (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1.3); `tiled_weights_pass` predicts
+it op by op.
+
+- A tile is some rows of the weight (output features). Forward loads tile after tile, each while the previous
+  one computes
+  its columns of the output, and saves the input only.
+- Backward loads them again, adds each tile's part to the input's gradient and computes the tile's rows of the
+  weight's
+  gradient, whose D2H copy starts at once, into one host gradient. The bias gets its gradient before the last
+  tile's copy.
+- One tile's gradient is in a D2H copy at a time. Replicas average each tile's before it is offloaded.
+- The weight is saved, loaded and updated as its block's other parameters are: whole, on the host or on SSD.
+- Under FSDP2 (`ShardedTiles`) the weight is taken out of its unit. A tile is a share of each rank's rows,
+  loaded over every
+  rank's own link and gathered; its gradient is reduce-scattered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import ApplyError
+from memtune.offload.tiles.tiled_weights_pass import split_rows
+from memtune.runtime import Context, transfer
+
+
+class TileStore(Protocol):
+    """Holds tiled weights on the host and takes their gradients."""
+
+    def host_of(self, weight: nn.Parameter) -> Tensor:
+        """Return this rank's rows of the weight, in host memory."""
+
+    def tile_landed(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
+        """Some rows of its gradient, averaged over ranks, are there; those of a backward come in order."""
+
+
+class Tiles(Protocol):
+    """Computes with tiles: some rows of each rank's part of a weight."""
+
+    def height(self, weight: nn.Parameter) -> int:
+        """Return the number of rows of the weight that this rank has."""
+
+    def bring(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+        """Return the tile of these rows, on the device."""
+
+    def multiply(
+        self, tokens: Tensor, take: Callable[[], Tensor], bias: Tensor | None, out: Tensor, rows: slice
+    ) -> None:
+        """Write the tile's columns of the output; `take` returns the tile, once."""
+
+    def columns(self, given: Tensor, rows: slice) -> Tensor:
+        """Return the tile's columns of the output's gradient."""
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """Return the part of the tile's gradient that is offloaded by this rank."""
+
+
+class WholeTiles:
+    """Tiles of a weight that is whole on this rank.
+
+    Args:
+        group: Of the replicas; None: there is one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def height(self, weight: nn.Parameter) -> int:
+        """As in `Tiles`."""
+        return len(weight)
+
+    def bring(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+        """As in `Tiles`."""
+        return bring_rows(weight, host, rows)
+
+    def multiply(
+        self, tokens: Tensor, take: Callable[[], Tensor], bias: Tensor | None, out: Tensor, rows: slice
+    ) -> None:
+        """As in `Tiles`."""
+        if bias is None:
+            torch.mm(tokens, take().t(), out=out[:, rows])
+        else:
+            torch.addmm(bias[rows], tokens, take().t(), out=out[:, rows])
+
+    def columns(self, given: Tensor, rows: slice) -> Tensor:
+        """As in `Tiles`."""
+        return given[:, rows]
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """As in `Tiles`."""
+        if self._group is not None:
+            torch.ops.memtune.all_reduce_(gradient, self._group.group_name, self._group.size(), "avg")
+        return gradient
+
+
+def bring_rows(weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+    """Return these rows of `host` on the device of `weight`."""
+    there = torch.empty((rows.stop - rows.start, *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
+    torch.ops.memtune.copy_to_device_(there, host[rows])
+    return there
+
+
+def linear_layers(context: Context, weights: Iterable[str]) -> dict[nn.Parameter, nn.Linear]:
+    """Return the layers whose weights have these names.
+
+    Raises:
+        ApplyError: One is no plain `nn.Linear`, or the model has no such weight.
+    """
+    found: dict[nn.Parameter, nn.Linear] = {}
+    for name in weights:
+        owner, _, own = name.rpartition(".")
+        module = dict(context.model.named_modules()).get(owner)
+        if type(module) is not nn.Linear or own != "weight" or "forward" in vars(module):
+            raise ApplyError(
+                f"{name} is not the weight of a plain nn.Linear, so it cannot come in tiles.",
+                evidence="The model has no such layer."
+                if module is None
+                else f"It is in a {type(module).__name__}.",
+                fix="tiles: 1  for offload.states",
+                code="MT364",
+            )
+        found[next(module.parameters())] = module
+    return found
+
+
+def install(
+    context: Context,
+    layers: Mapping[nn.Parameter, nn.Linear],
+    count: int,
+    store: TileStore,
+    tiles: Tiles | None = None,
+) -> None:
+    """Let these layers run in `count` tiles each; `tiles`: given where ranks have sharded the weights."""
+    if tiles is None:
+        tiles = WholeTiles(dist.group.WORLD if context.placement.world_size > 1 else None)
+    for weight, module in layers.items():
+        vars(module)["forward"] = partial(_forward, module, _Weight(weight, count, store, tiles))
+        context.undo.callback(vars(module).pop, "forward", None)
+
+
+class _Weight(NamedTuple):
+    parameter: nn.Parameter
+    parts: int
+    store: TileStore
+    tiles: Tiles
+
+    def brought(self) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
+        """Yield rows and a function that returns their tile once; the next tile is prefetched by then."""
+        host, device, rows = self.store.host_of(self.parameter), self.parameter.device, self.rows()
+        there = [
+            self._bring(host, rows[0])
+        ]  # what is handed over is in no variable here, so that it is let go when it was used
+        for i, mine in enumerate(rows):
+            transfer.wait_prefetched(device)
+            if i + 1 < len(rows):
+                with transfer.prefetching(device):
+                    there.append(self._bring(host, rows[i + 1]))
+            yield mine, partial(there.pop, 0)
+
+    def not_brought(self) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
+        """Yield as `brought` does, where no tile is needed."""
+        return ((rows, self.parameter.detach) for rows in self.rows())
+
+    def rows(self) -> tuple[slice, ...]:
+        """Return the rows of this rank in each tile."""
+        return split_rows(self.tiles.height(self.parameter), self.parts)
+
+    def _bring(self, host: Tensor, rows: slice) -> Tensor:
+        return self.tiles.bring(self.parameter, host, rows)
+
+
+def _forward(module: nn.Linear, weight: _Weight, x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        raise ApplyError(
+            "A weight that comes in tiles is used under autocast.",
+            evidence="It would be cast whole; the step that the plan was made for casts none.",
+            fix="tiles: 1  for offload.states, or a plan made under autocast",
+            code="MT364",
+        )
+    kept: list[Any] = []
+    x = _SavedInput.apply(x, kept)  # type: ignore[no-untyped-call]
+    out: Tensor = _Tiled.apply(x, weight.parameter, module.bias, weight, kept)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SavedInput(torch.autograd.Function):
+    """Saves the input before the first tile is loaded, as a matrix product does.
+
+    Recompute of the block for its saved tensors therefore stops there, and does not run the layer again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Any]) -> Tensor:
+        ctx.save_for_backward(x)
+        kept.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Tiled(torch.autograd.Function):
+    """The layer in tiles. Legend: M = tokens, K = input features, N = output features."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, parameter: nn.Parameter, bias: Tensor | None, weight: _Weight, kept: list[Any]
+    ) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])  # (M, K)
+        out = x.new_empty(len(tokens), len(parameter))  # (M, N)
+        for rows, take in weight.brought():
+            weight.tiles.multiply(tokens, take, bias, out, rows)
+        if not x.requires_grad:
+            ctx.save_for_backward(x)
+        ctx.kept = kept if x.requires_grad else [ctx]
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        return out.view(*x.shape[:-1], len(parameter))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,), weight = ctx.kept, ctx.weight
+        (x,) = kept.saved_tensors
+        # not if the graph is kept; else its node would have them until its turn
+        kept.maybe_clear_saved_tensors()
+        tokens, given = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        of_x = tokens.new_empty(tokens.shape) if ctx.needs_input_grad[0] else None
+        for rows, take in weight.brought() if of_x is not None else weight.not_brought():
+            columns = weight.tiles.columns(given, rows)
+            if of_x is not None and rows.start == 0:
+                torch.mm(columns, take(), out=of_x)
+            elif of_x is not None:
+                torch.addmm(of_x, columns, take(), out=of_x)
+            of_tile = columns.t() @ tokens
+            del columns
+            of_tile = weight.tiles.averaged(of_tile)
+            if rows.stop < weight.tiles.height(weight.parameter):
+                weight.store.tile_landed(weight.parameter, rows, of_tile)
+        of_bias = given.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        weight.store.tile_landed(weight.parameter, rows, of_tile)
+        return None if of_x is None else of_x.view_as(x), None, of_bias, None, None
+
+
+# Tiles of weights that FSDP2 has divided: of each rank's rows a share, gathered when the tile is used
+# (`offload.tiles.tiled_weights`).
+class ShardedTiles:
+    """Tiles of sharded weights. Legend: R = ranks, C = rows of a rank, k = rows of a rank in a tile.
+
+    Args:
+        group: The ranks that have a part each.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._name, self._ranks = group.group_name, group.size()
+
+    def height(self, weight: nn.Parameter) -> int:
+        """Return C."""
+        return len(weight) // self._ranks
+
+    def bring(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+        """Return a tile (R · k, K) gathered from all ranks."""
+        mine = bring_rows(weight, host, rows)
+        tile = mine.new_empty(self._ranks * len(mine), *mine.shape[1:])
+        torch.ops.memtune.all_gather_into_(tile, mine, self._name, self._ranks)
+        return tile
+
+    def multiply(
+        self, tokens: Tensor, take: Callable[[], Tensor], bias: Tensor | None, out: Tensor, rows: slice
+    ) -> None:
+        """Write the tile's columns, which are k adjacent ones for each rank's part of the output."""
+        if bias is None:
+            part = torch.mm(tokens, take().t())
+        else:
+            part = torch.addmm(bias.view(self._ranks, -1)[:, rows].reshape(-1), tokens, take().t())
+        self._columns_of(out, rows).copy_(part.view(len(part), self._ranks, -1))
+
+    def columns(self, given: Tensor, rows: slice) -> Tensor:
+        """Return the tile's columns (M, R · k), in the order of its rows."""
+        return self._columns_of(given, rows).reshape(len(given), -1)
+
+    def _columns_of(self, whole: Tensor, rows: slice) -> Tensor:
+        runs: Tensor = whole.unflatten(1, (self._ranks, -1))
+        return runs[:, :, rows]
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """Reduce-scatter the tile's gradient; return this rank's rows."""
+        mine = gradient.new_empty(len(gradient) // self._ranks, *gradient.shape[1:])
+        torch.ops.memtune.reduce_scatter_into_(mine, gradient, self._name, self._ranks, "avg")
+        return mine
+
+
+def sharded_tiles(context: Context, weights: Collection[nn.Parameter]) -> ShardedTiles:
+    """Take these weights out of the units that FSDP2 gathers, so that no rank ever has a whole one.
+
+    Args:
+        context: Of a model that FSDP2 shards over all ranks.
+        weights: Of its blocks.
+
+    Raises:
+        ApplyError: Ranks have unequal parts of one, or a block's unit would be empty.
+    """
+    ids, group = {id(each) for each in weights}, None
+    for name in context.blocks:
+        block: Any = context.model.get_submodule(name)
+        unit = block._get_fsdp_state()._fsdp_param_group
+        mine = [each for each in unit.fsdp_params if id(each.sharded_param) in ids]
+        group = unit.mesh_info.shard_process_group
+        uneven = [each._param_fqn for each in mine if each.sharded_param.shape[0] % group.size()]
+        if uneven or len(mine) == len(unit.fsdp_params):
+            raise ApplyError(
+                f"{uneven[0] if uneven else f'All of {name}'} cannot come in tiles.",
+                evidence=f"Its rows do not divide evenly among {group.size()} ranks."
+                if uneven
+                else "Nothing is left to gather.",
+                fix="tiles: 1  for offload.states, or a plan made for these ranks",
+                code="MT364",
+            )
+        context.undo.callback(setattr, unit, "fsdp_params", unit.fsdp_params)
+        unit.fsdp_params = [each for each in unit.fsdp_params if each not in mine]
+    assert group is not None
+    return ShardedTiles(group)

@@ -1,0 +1,653 @@
+"""Pass of `offload.tiles.tiled_weights`: weights of linear layers loaded in tiles, on a result of
+`parameter_offload_pass`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.offload.gradients import adding
+from memtune.program import I32, WRITES, Edit, Kind, Phase, Resource, Step, Tier, columns_of, raw_gradients
+
+BACKWARD = np.uint8(Phase.BACKWARD)
+_OF_THE_HOST = (int(Resource.HOST_THREADS), int(Resource.SSD_WRITE), int(Resource.SSD_READ))
+_LARGE = 2
+"""Weights are tiled if they have at least this part (1/2) of the largest one's bytes; smaller ones decide no
+peak.
+"""
+
+
+@functools.lru_cache(maxsize=8)
+def tileable(step: Step, tiles: int) -> tuple[int, ...]:
+    """Return the parameters of `step` to load in `tiles` tiles: large weights of blocks' linear layers.
+
+    Only matrix products read such a weight, in forward one of its own module, and one product makes its
+    gradient. A weight
+    that is cast, shared or frozen is not tiled.
+    """
+    columns, raw = columns_of(step.parameters), raw_gradients(step)
+    two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
+    mine = np.flatnonzero(two & (columns.block >= 0) & (raw >= 0) & (columns.gradient >= 0))
+    product = products_of(step)
+    body = step.use_phase < Phase.BOUNDARY
+    bad = np.zeros(step.storages.n, bool)
+    bad[step.uses.storage[body & ~product[step.uses.op]]] = True
+    found = [
+        p
+        for p in mine.tolist()
+        if not bad[columns.storage[p]]
+        and product[step.storages.producer[raw[p]]]
+        and is_linear(
+            step, p, step.uses.op[body & (step.uses.storage == columns.storage[p])], raw[p], columns.shapes[p]
+        )
+    ]
+    return large_ones(step, found)
+
+
+def products_of(step: Step) -> npt.NDArray[np.bool_]:
+    """(n,) True for matrix products."""
+    return np.isin(step.ops.name, [i for i, name in enumerate(step.names) if name in PRODUCTS])
+
+
+def large_ones(step: Step, found: Sequence[int]) -> tuple[int, ...]:
+    """Return those of the parameters `found` that decide a peak."""
+    columns = columns_of(step.parameters)
+    n_bytes = columns.numel * columns.itemsize
+    largest = max((int(n_bytes[p]) for p in found), default=0)
+    return tuple(p for p in found if _LARGE * int(n_bytes[p]) >= largest)
+
+
+def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]) -> bool:
+    """Return whether the weight is read once in forward, by its module, and at most once in backward.
+
+    The module's output has a column for each row of the weight.
+
+    Args:
+        step: Any.
+        p: The parameter.
+        readers: Ops that read it.
+        raw: Its gradient.
+        shape: Of the whole weight, rows and columns.
+    """
+    columns = columns_of(step.parameters)
+    forward, back = (
+        readers[step.ops.phase[readers] == Phase.FORWARD],
+        readers[step.ops.phase[readers] == Phase.BACKWARD],
+    )
+    owner, _, own = columns.names[p].rpartition(".")
+    if (
+        len(forward) != 1
+        or len(back) > 1
+        or own != "weight"
+        or step.modules[step.ops.module[forward[0]]] != owner
+    ):
+        return False
+    wide, deep = shape
+    made = step.storages.bytes[step.storages.producer == forward[0]]
+    tokens = int(step.ops.flops[forward[0]] / max(2 * int(wide) * int(deep), 1))
+    if len(made) != 1 or int(made[0]) != tokens * int(wide) * int(columns.itemsize[p]):
+        return False
+    return not len(back) or 0 < step.storages.producer[raw] - back[0] <= 1
+
+
+def weights_before_biases(step: Step, weights: tuple[int, ...]) -> Step:
+    """Return `step` as if gradients of `weights` were ready before those of their biases.
+
+    The D2H copy of their last tile starts within their node.
+    """
+    columns = columns_of(step.parameters)
+    index = {name: i for i, name in enumerate(columns.names)}
+    adds = adding(step)
+    landing, use_op = step.grad_order.copy(), step.uses.op.copy()
+    at = {each: i for i, each in enumerate(step.grad_order.tolist())}
+    for p in weights:
+        bias = index.get(columns.names[p].removesuffix("weight") + "bias", -1)
+        if bias < 0 or columns.gradient[bias] < 0:
+            continue
+        one, other = at.get(int(columns.gradient[bias]), -1), at.get(int(columns.gradient[p]), -1)
+        if one >= 0 and other == one + 1:
+            landing[[one, other]] = step.grad_order[[other, one]]
+            first, second = adds[columns.gradient[bias]], adds[columns.gradient[p]]
+            if first >= 0 and second >= 0:
+                use_op[step.uses.op == first], use_op[step.uses.op == second] = second, first
+    order = np.argsort(use_op, kind="stable")
+    return replace(step, grad_order=landing).with_uses(
+        op=use_op[order], storage=step.uses.storage[order], mode=step.uses.mode[order]
+    )
+
+
+def tile_weights(step: Step, weights: tuple[int, ...], tiles: int, ranks: int = 1) -> Step:
+    """Return `step` with these parameters in `tiles` tiles.
+
+    Args:
+        step: A result of `offload.parameters.parameter_offload_pass` with whole weights, of
+            `weights_before_biases`.
+        weights: A result of `tileable`.
+        tiles: At least 2.
+        ranks: Number of replicas, which average each tile's gradient before it is offloaded.
+    """
+    edit, of = Edit(step), Whereabouts(step, weights)
+    turns = OpSequences(step, edit)
+    layers = [Layer(turns, of, p, tiles, ranks) for p in weights]
+    run_in_tiles(turns, layers)
+    return without_wholes(edit, layers)
+
+
+class Whereabouts:
+    """Ops and storages of some offloaded weights in a result of `parameter_offload_pass`, by parameter."""
+
+    def __init__(self, step: Step, weights: Sequence[int]) -> None:
+        wanted = np.zeros(len(step.parameters) + 1, bool)  # the last one serves -1
+        wanted[list(weights)] = True
+        mine = wanted[step.storages.owner]
+        self.there: dict[int, list[int]] = {p: [] for p in weights}
+        """The storages of each weight on the device."""
+        self.users: dict[int, list[int]] = {}
+        """The ops that use each of these storages; the first one fills it."""
+        there = np.flatnonzero(
+            mine & (step.storages.kind == Kind.COMMUNICATION) & (step.storages.tier == Tier.DEVICE)
+        )
+        for each, p in zip(there.tolist(), step.storages.owner[there].tolist(), strict=True):
+            self.there[p].append(each)
+            self.users[each] = []
+        is_there = np.zeros(step.storages.n, bool)
+        is_there[there] = True
+        uses = np.flatnonzero(is_there[step.uses.storage])
+        for each, op in zip(step.uses.storage[uses].tolist(), step.uses.op[uses].tolist(), strict=True):
+            self.users[each].append(op)
+        lands = step.names.index("memtune.to_host.default")
+        down = np.flatnonzero(
+            mine
+            & (step.storages.kind == Kind.GRADIENT)
+            & (step.storages.tier == Tier.HOST)
+            & (step.storages.producer >= 0)
+        )
+        down = down[step.ops.name[step.storages.producer[down]] == lands]
+        self.on_host: dict[int, int] = dict(
+            zip(step.storages.owner[down].tolist(), down.tolist(), strict=True)
+        )
+        """The weight's gradient on the host, in this micro-batch."""
+        sent = np.flatnonzero(
+            (step.ops.resource[step.uses.op] == Resource.INTRA_LINK) & (step.uses.mode == WRITES)
+        )
+        self.averaged: dict[int, int] = dict(
+            zip(step.uses.storage[sent].tolist(), step.uses.op[sent].tolist(), strict=True)
+        )
+        """By storage, the op that averages it."""
+
+
+def run_in_tiles(turns: OpSequences, layers: Sequence[Layer]) -> I32:
+    """Run these layers in tiles; return the D2H copies of their last tiles' gradients."""
+    for layer in layers:
+        layer.runs_in_tiles()
+    turns.done()
+    step, edit = turns.step, turns.edit
+    down, at = (
+        np.asarray([getattr(each, name) for each in layers], np.int32) for name in ("down", "lands_at")
+    )
+    copies = edit.add_ops(
+        "memtune.copy_to_host_.default",
+        before=None if layers[0].lands_after else at,
+        after=at if layers[0].lands_after else None,
+        phase=Phase.BACKWARD,
+        resource=Resource.DEVICE_TO_HOST,
+        traffic_bytes=np.asarray([each.bytes_of(each.rows[-1]) for each in layers], np.int64),
+        call=step.ops.call[down],
+        prefetch=1,
+    )
+    edit.add_uses(copies, np.asarray([each.last for each in layers], np.int32))
+    edit.add_uses(copies, np.asarray([each.sum for each in layers], np.int32), mode=WRITES)
+    gone = np.asarray([each.gone_at for each in layers], np.int32)
+    edit.let_go_before(
+        np.asarray([each.last_but_one for each in layers], np.int32), np.where(gone < 0, copies, gone)
+    )
+    until = np.asarray([each.reads_sum for each in layers], np.int32)
+    inputs = [turns.used_by(each.product) for each in layers]  # its node still has them
+    until = np.where(until < 0, copies, until).repeat([len(each) for each in inputs])
+    edit.hold_through(np.asarray([x for each in inputs for x in each], np.int32), until.astype(np.int32))
+    return copies
+
+
+def without_wholes(edit: Edit, layers: Sequence[Layer]) -> Step:
+    """Return the edited step, without the whole weights of these layers."""
+    step = layers[0].step
+    dropped, whole = np.zeros(step.ops.n, bool), np.zeros(step.storages.n, bool)
+    dropped[[op for layer in layers for op in layer.replaced]] = True
+    whole[[each for layer in layers for each in layer.whole]] = True
+    edit.drop_ops(dropped)
+    edit.drop_uses(whole[step.uses.storage])
+    return edit.done()
+
+
+class Layer:
+    """One weight W (N, K) in tiles, whole on this rank's host; M = tokens."""
+
+    lands_after: ClassVar[bool] = False
+    """Whether the last tile's gradient goes down after the op `lands_at`; else before."""
+
+    def __init__(
+        self, turns: OpSequences, of: Whereabouts, parameter: int, tiles: int, ranks: int = 1
+    ) -> None:
+        step = turns.step
+        columns = columns_of(step.parameters)
+        wide, deep = columns.shapes[parameter]
+        self.turns, self.step, self.edit, self.owner, self.ranks = turns, step, turns.edit, parameter, ranks
+        self.row_bytes = deep * int(columns.itemsize[parameter])
+        self.rows = split_rows(wide, tiles)
+        self._wide, self._of = wide, of
+        self.there = of.there[parameter]
+        self.sum = of.on_host[parameter]
+        self.down = int(step.storages.producer[self.sum])
+        """The op that copied the whole gradient to the host."""
+        self.raw = turns.used_by(self.down)[0]
+        self.product = int(step.storages.producer[self.raw])
+        self.lands_at, self.gone_at, self.reads_sum = self.down, -1, -1
+        self._made: tuple[Group, int] | None = None
+        self.replaced: list[int] = []
+        """Ops of the step that are replaced."""
+        self.whole: list[int] = list(self.there)
+        """Storages without uses in the result."""
+
+    @property
+    def last(self) -> int:
+        """The last tile's gradient."""
+        assert self._made is not None
+        group, member = self._made
+        return group.real(member, group.turn.last)
+
+    @property
+    def last_but_one(self) -> int:
+        """The gradient of the tile before the last."""
+        assert self._made is not None
+        group, member = self._made
+        return group.real(member, group.turn.last_but_one)
+
+    def turn(self) -> TileOps:
+        """An empty one."""
+        return TileOps(self.turns, self.ranks)
+
+    def kind(self) -> tuple[int, ...]:
+        """Return the key of everything, except products and their storages, that determines its ops."""
+        return self.row_bytes, self._wide, len(self.rows)
+
+    def runs_in_tiles(self) -> None:
+        """Replace forward, recompute and backward."""
+        step, is_read = self.step, False
+        for there in self.there:
+            source, users = self.let_go(there)
+            for user in users:
+                back = bool(step.ops.phase[user] == BACKWARD)
+                is_read |= back
+                self.run(user, source, self.product if back else -1, self.raw)
+        if not is_read:
+            self.run(-1, -1, self.product, self.raw)
+        self.replaced += [self.product, self.down]
+        if self.ranks > 1:
+            self.replaced.append(self._of.averaged[self.raw])
+        self.edit.storages.bytes[self.raw] = self.bytes_of(self.rows[-1])
+        self.gone_at = self._first_arrival()
+        if step.names[step.ops.name[self.down + 1]] == "memtune.from_ssd.default":
+            self.reads_sum = self.down + 1
+
+    def let_go(self, there: int) -> tuple[int, list[int]]:
+        """The whole weight does not come in. Returns where it comes from, which is held as long as it was,
+        and who uses it.
+        """
+        step = self.step
+        load, *users = self._of.users[there]
+        source = next(each for each in self.turns.used_by(load) if each != there)
+        if step.storages.producer[source] >= 0:
+            self.edit.storages.held_until[source] = max(
+                int(self.edit.storages.held_until[source]), int(step.storages.held_until[there])
+            )
+        self.replaced += [int(step.storages.producer[there]), load]
+        return source, users
+
+    def bytes_of(self, rows: slice) -> int:
+        """Return the bytes of those rows on this rank."""
+        return int(rows.stop - rows.start) * self.row_bytes
+
+    def _first_arrival(self) -> int:
+        """Return the first host op on earlier gradients that precedes this one's copy, -1 for none."""
+        op, resource = self.down, self.step.ops.resource
+        while resource[op - 1] in _OF_THE_HOST:
+            op -= 1
+        return op if op < self.down else -1
+
+    def run(self, user: int, source: int, product: int, gradient: int | None) -> None:
+        """Replace `user` (-1: no op reads W here) and `product`, which makes the gradient of W (-1: not
+        here).
+
+        `gradient`: the step's storage for the last tile's gradient; None: a new one.
+        """
+        turns, ops = self.turns, [op for op in (user, product) if op >= 0]
+        slots = [source, turns.made_by(user)] if user >= 0 else []
+        slots += [self.sum, *([] if gradient is None else [gradient])] if product >= 0 else []
+        slots += [each for op in ops for each in turns.reads(op)]
+        kind = (user >= 0, product >= 0, *self.kind())
+        made = turns.join(kind, ops, self.owner, slots, lambda: self._turn(user, source, product, gradient))
+        if user >= 0:
+            self.replaced.append(user)
+        if product >= 0:
+            self._made = made
+
+    def _turn(self, user: int, source: int, product: int, gradient: int | None) -> TileOps:
+        """As in `run`."""
+        turn = self.turn()
+        if user >= 0:
+            turn.allocate(self.turns.made_by(user))
+            tile = turn.bring(self.bytes_of(self.rows[0]), source, ahead=False)
+        sent: int | None = None
+        for i, rows in enumerate(self.rows):
+            part, is_last = (rows.stop - rows.start) / self._wide, i + 1 == len(self.rows)
+            if user >= 0:
+                coming = -1 if is_last else turn.bring(self.bytes_of(self.rows[i + 1]), source, ahead=True)
+                if product >= 0:
+                    turn.back(user, part, tile, is_first=i == 0)
+                else:
+                    turn.forward(user, part, tile)
+                tile = coming
+            if product >= 0:
+                turn.last = turn.gradient(product, part, self.bytes_of(rows), gradient if is_last else None)
+            if (
+                product >= 0 and not is_last
+            ):  # it starts down, when the one before has come there and is let go
+                if i == 0:
+                    turn.allocate(self.sum, "aten.empty_strided.default")
+                turn.send(turn.last, self.sum, self.bytes_of(rows), sent)
+                sent = turn.last_but_one = turn.last
+        return turn
+
+
+# What takes the place of a product with a whole weight: the weight's tiles come in, one after the other, and
+# are multiplied.
+PRODUCTS = ("aten.addmm.default", "aten.mm.default")
+OUT = {"aten.addmm.default": "aten.addmm.out", "aten.mm.default": "aten.mm.out"}
+
+
+class TileOps:
+    """Consecutive ops for a weight that is whole on the host, so that its tiles are some of its rows.
+
+    Storages are the step's, or new ones by negative numbers.
+    """
+
+    def __init__(self, turns: OpSequences, ranks: int = 1) -> None:
+        self._turns, self._step, self._ranks = turns, turns.step, ranks
+        self.ops: list[tuple[str, Resource, float, int, bool, int, int, int]] = []
+        self.new: list[tuple[int, int, bool, Kind]] = []  # op, bytes, whether it is the weight's, kind
+        self.producers: list[tuple[int, int]] = []  # storage of the step, op
+        self.used: list[tuple[int, int, bool]] = []  # op, storage, mutates
+        self.releases: list[tuple[int, int]] = []  # storage, op
+        self.last = self.last_but_one = 0
+        """The gradients of these tiles, if any."""
+
+    # -- what a turn is made of ------------------------------------------------------------------------------
+
+    def op(
+        self,
+        name: str,
+        resource: Resource,
+        flops: float = 0,
+        traffic: int = 0,
+        in_module: bool = False,
+        side: str = "",
+        group: int = 0,
+    ) -> int:
+        """Add an op; `side`: on a side stream that compute waits for ("now"), or that waits for compute
+        ("ahead").
+        """
+        self.ops.append(
+            (name, resource, flops, traffic, in_module, group, int(side == "now"), int(side == "ahead"))
+        )
+        return len(self.ops) - 1
+
+    def storage(self, op: int, n_bytes: int, kind: Kind, *, owned: bool = True) -> int:
+        """Add a storage that the op produces; `owned`: it belongs to the weight."""
+        self.new.append((op, n_bytes, owned, kind))
+        return -len(self.new)
+
+    def uses(self, op: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> None:
+        """Add the op's uses."""
+        self.used += [(op, each, False) for each in reads] + [(op, each, True) for each in writes]
+
+    def like(self, name: str, like: int, part: float) -> int:
+        """Add a part of the step's op `like` with its reads, except of the weight."""
+        step = self._step
+        op = self.op(
+            name,
+            Resource.COMPUTE,
+            part * step.ops.flops[like],
+            int(part * step.ops.traffic_bytes[like]),
+            True,
+        )
+        self.uses(op, self.reads(like))
+        return op
+
+    def reads(self, op: int) -> tuple[int, ...]:
+        """Return the storages that the step's op reads, without offloaded weights."""
+        return self._turns.reads(op)
+
+    def name_of(self, op: int) -> str:
+        """Return the name of an op of the step."""
+        return self._step.names[int(self._step.ops.name[op])]
+
+    # -- what tiles are for ----------------------------------------------------------------------------------
+
+    def allocate(self, storage: int, name: str = "aten.new_empty.default") -> None:
+        """Let a storage of the step be produced here."""
+        self.producers.append((storage, self.op(name, Resource.NOTHING)))
+
+    def bring(self, n_bytes: int, source: int, *, ahead: bool) -> int:
+        """Load a tile."""
+        there = self.storage(
+            self.op("aten.empty.memory_format", Resource.NOTHING), n_bytes, Kind.COMMUNICATION
+        )
+        load = self.op(
+            "memtune.copy_to_device_.default",
+            Resource.HOST_TO_DEVICE,
+            traffic=n_bytes,
+            side="ahead" if ahead else "now",
+        )
+        self.uses(load, (source,), (there,))
+        return there
+
+    def forward(self, like: int, part: float, tile: int) -> None:
+        """Compute the tile's columns of the output of `like`."""
+        op = self.like(OUT[self.name_of(like)], like, part)
+        self.uses(op, (tile,), (self._turns.made_by(like),))
+
+    def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
+        """Add the tile's part of the input's gradient, the output of `like`."""
+        op = self.like("aten.mm.out" if is_first else "aten.addmm.out", like, part)
+        self.uses(op, (tile,), (self._turns.made_by(like),))
+
+    def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
+        """Compute the tile's gradient, part of the output of `like`, and average it; return its storage."""
+        op = self.like("aten.mm.default", like, part)
+        if storage is None:
+            storage = self.storage(op, n_bytes, Kind.TEMPORARY)
+        else:
+            self.producers.append((storage, op))
+        if self._ranks > 1:
+            average = self.op(
+                "memtune.all_reduce_.default", Resource.INTRA_LINK, traffic=n_bytes, group=self._ranks
+            )
+            self.uses(average, writes=(storage,))
+        return storage
+
+    def send(self, gradient: int, host: int, n_bytes: int, before: int | None) -> None:
+        """Start the D2H copy of a tile's gradient into `host`; free the gradient `before`."""
+        op = self.op("memtune.copy_to_host_.default", Resource.DEVICE_TO_HOST, traffic=n_bytes, side="ahead")
+        self.uses(op, (gradient,), (host,))
+        if before is not None:
+            self.releases.append((before, op))
+
+
+class Group:
+    """Equal op sequences of several weights; the storages of each in the step are its slots."""
+
+    def __init__(self, turn: TileOps, slots: Sequence[int]) -> None:
+        self.turn = turn
+        self._place = {each: i for i, each in reversed(list(enumerate(slots)))}
+        self._anchors: list[int] = []
+        self._owners: list[int] = []
+        self._slots: list[Sequence[int]] = []
+        self._made = np.empty((0, 0), np.int32)  # (members, new storages)
+
+    def join(self, anchor: int, owner: int, slots: Sequence[int]) -> int:
+        """Add one more sequence before the op `anchor`; return its number."""
+        self._anchors.append(anchor)
+        self._owners.append(owner)
+        self._slots.append(slots)
+        return len(self._anchors) - 1
+
+    def real(self, member: int, storage: int) -> int:
+        """Return the storage of the step for `storage` of the sequence."""
+        return (
+            int(self._made[member, -storage - 1])
+            if storage < 0
+            else self._slots[member][self._place[storage]]
+        )
+
+    def put(self, step: Step, edit: Edit) -> None:
+        """Add all sequences to the step."""
+        count, anchors = len(self._anchors), np.asarray(self._anchors, np.int32)
+        names, resource, flops, traffic, in_module, group, stream, prefetch = zip(*self.turn.ops, strict=True)
+        size, ids = len(names), {each: edit.name_id(each) for each in set(names)}
+
+        def of_all(column: Sequence[float], dtype: type) -> Any:
+            return np.tile(np.asarray(column, dtype), count)
+
+        rows = edit.add_ops(
+            of_all([ids[each] for each in names], np.int32),
+            before=np.repeat(anchors, size),
+            phase=np.repeat(step.ops.phase[anchors], size),
+            resource=of_all(resource, np.uint8),
+            flops=of_all(flops, np.float64),
+            traffic_bytes=of_all(traffic, np.int64),
+            module=np.where(of_all(in_module, np.bool_), np.repeat(step.ops.module[anchors], size), 0).astype(
+                np.int32
+            ),
+            call=np.repeat(step.ops.call[anchors], size),
+            group=of_all(group, np.int32),
+            stream=of_all(stream, np.uint8),
+            prefetch=of_all(prefetch, np.uint8),
+        ).reshape(count, size)
+        if self.turn.new:
+            by, n_bytes, owned, kind = zip(*self.turn.new, strict=True)
+            owners = np.repeat(np.asarray(self._owners, np.int32), len(by))
+            self._made = edit.add_storages(
+                of_all(n_bytes, np.int64),
+                producer=rows[:, by].ravel(),
+                kind=of_all(kind, np.uint8),
+                owner=np.where(of_all(owned, np.bool_), owners, np.int32(-1)),
+            ).reshape(count, len(by))
+        self._uses(edit, rows)
+
+    def _uses(self, edit: Edit, rows: I32) -> None:
+        slots = np.asarray(self._slots, np.int32)
+
+        def real(storages: Sequence[int]) -> I32:
+            return np.stack(
+                [self._made[:, -each - 1] if each < 0 else slots[:, self._place[each]] for each in storages],
+                axis=1,
+            )
+
+        for storage, op in self.turn.producers:
+            edit.storages.producer[slots[:, self._place[storage]]] = rows[:, op]
+        for mutates in (False, True):
+            uses = [(op, storage) for op, storage, writes in self.turn.used if writes == mutates]
+            if uses:
+                ops, storages = zip(*uses, strict=True)
+                edit.add_uses(rows[:, ops].ravel(), real(storages).ravel(), mode=mutates)
+        if self.turn.releases:
+            storages, ops = zip(*self.turn.releases, strict=True)
+            edit.let_go_before(real(storages).ravel(), rows[:, ops].ravel())
+
+
+class OpSequences:
+    """Op sequences that are added to a step together; equal ones are built once."""
+
+    def __init__(self, step: Step, edit: Edit) -> None:
+        self.step, self.edit = step, edit
+        self._groups: dict[Hashable, Group] = {}
+        one_of = np.full(step.ops.n, -1, np.int32)
+        there = np.flatnonzero(step.storages.producer >= 0)
+        one_of[step.storages.producer[there]] = there
+        # Lists: what is asked of them is asked one by one.
+        self._one_of: list[int] = one_of.tolist()
+        self._starts: list[int] = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1)).tolist()
+        self._used: list[int] = step.uses.storage.tolist()
+        self._writes: list[bool] = (step.uses.mode == WRITES).tolist()
+        self._comes: list[bool] = (step.storages.kind == Kind.COMMUNICATION).tolist()
+        self._costs = step.ops.name.tolist(), step.ops.flops.tolist(), step.ops.traffic_bytes.tolist()
+
+    def used_by(self, op: int) -> list[int]:
+        """Return the storages that `op` reads or writes."""
+        return self._used[self._starts[op] : self._starts[op + 1]]
+
+    def written_by(self, op: int) -> list[int]:
+        """Return the storages that `op` writes."""
+        return [self._used[row] for row in range(self._starts[op], self._starts[op + 1]) if self._writes[row]]
+
+    def made_by(self, op: int) -> int:
+        """Return the one storage that `op` produces."""
+        return self._one_of[op]
+
+    def reads(self, op: int) -> tuple[int, ...]:
+        """Return the storages that the product `op` reads, without offloaded weights."""
+        return tuple(each for each in self.used_by(op) if not self._comes[each])
+
+    def join(
+        self,
+        kind: Hashable,
+        ops: Sequence[int],
+        owner: int,
+        slots: Sequence[int],
+        build: Callable[[], TileOps],
+    ) -> tuple[Group, int]:
+        """Add a sequence before the first of `ops`, which it replaces.
+
+        Args:
+            kind: Sequences of one kind are equal if their ops and slots are.
+            ops: Products of the step.
+            owner: The weight.
+            slots: Storages of the step in it.
+            build: Builds the first of its kind.
+
+        Returns:
+            Its group and its number in the group.
+        """
+        key = (
+            kind,
+            tuple(column[op] for op in ops for column in self._costs),
+            tuple(slots.index(each) for each in slots),
+        )
+        if key not in self._groups:
+            self._groups[key] = Group(build(), slots)
+        group = self._groups[key]
+        return group, group.join(ops[0], owner, slots)
+
+    def done(self) -> None:
+        """Add all groups to the step."""
+        for group in self._groups.values():
+            group.put(self.step, self.edit)
+
+
+# Rows of weights in tiles, the same for whoever brings them and whoever counts their bytes.
+@functools.lru_cache(maxsize=256)
+def split_rows(count: int, parts: int) -> tuple[slice, ...]:
+    """Return `count` rows in `parts` consecutive runs whose lengths differ by one at most; fewer if there are
+    fewer rows.
+    """
+    parts = min(parts, count)
+    least, more = divmod(count, parts)
+    starts = [i * least + min(i, more) for i in range(parts + 1)]
+    return tuple(slice(start, stop) for start, stop in pairwise(starts))

@@ -1,0 +1,1 @@
+"""Wing 2: the model over several ranks."""

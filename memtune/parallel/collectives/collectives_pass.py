@@ -1,0 +1,464 @@
+"""The pass of `parallel.collectives.fsdp_comm_hooks`: replaces the collectives of a sharded step, one by one,
+by those of the config.
+
+Its input is the sharding pass's output: an all-gather fills a buffer that is copied out into the unit's
+parameters, a reduce-scatter reads a buffer into which the unit's gradients were packed. On CUDA all ops of an
+all-gather run on FSDP2's stream for gathers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.parallel.collectives.message_layout import Communication, Form, Row
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    U8,
+    WRITES,
+    Edit,
+    Kind,
+    Phase,
+    Ragged,
+    Resource,
+    Step,
+    columns_of,
+)
+
+GATHER = "memtune.all_gather_into_.default"
+REDUCE = "memtune.reduce_scatter_into_.default"
+_COPY_OUT, _PACK = "fsdp.split_with_sizes_copy.default", "fsdp.chunk_cat.default"
+_EMPTY = "aten.empty.memory_format"
+SEND_NEXT = "memtune.send_next_into_.default"
+_COMPUTE_STREAM, _GATHER_STREAM, _RING_STREAM = 1, 4, 6
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Collectives of one kind over the ranks that share the model, in program order."""
+
+    ops: I32
+    buffer: I32
+    """The full message: output of a gather, input of a reduction."""
+    numel: Ragged
+    """Values in a rank's shard of each parameter of the unit, in FSDP2's order."""
+
+
+@functools.lru_cache(maxsize=8)
+def gathers(step: Step, degree: int) -> Messages:
+    """Return the all-gathers of units over `degree` ranks."""
+    ops = _named(step, GATHER, degree)
+    buffer = _used(step, ops, mutates=True)
+    copies = _named(step, _COPY_OUT)
+    source = _used(step, copies, mutates=False)
+    copy_of = dict(zip(source.tolist(), copies.tolist(), strict=True))
+    ops = ops[[each in copy_of for each in buffer.tolist()]]
+    buffer = _used(step, ops, mutates=True)
+    out = [_written(step, copy_of[each]) for each in buffer.tolist()]
+    itemsize = int(columns_of(step.parameters).itemsize.max(initial=1))
+    return Messages(ops, buffer, _ragged([step.storages.bytes[each] // (degree * itemsize) for each in out]))
+
+
+@functools.lru_cache(maxsize=8)
+def reductions(step: Step, degree: int) -> Messages:
+    """Return the reduce-scatters of units over `degree` ranks."""
+    ops = _named(step, REDUCE, degree)
+    packs = _named(step, _PACK)
+    pack_of = dict(zip(_used(step, packs, mutates=True).tolist(), packs.tolist(), strict=True))
+    buffer = _used(step, ops, mutates=False)
+    kept = np.asarray([each in pack_of for each in buffer.tolist()], bool)
+    numel = columns_of(step.parameters).numel
+    rows = [numel[step.storages.owner[_read(step, pack_of[each])]] for each in buffer[kept].tolist()]
+    return Messages(ops[kept], buffer[kept], _ragged(rows))
+
+
+def _read(step: Step, op: int) -> I32:
+    """Return all storages that `op` reads, in their order."""
+    first, last = np.searchsorted(step.uses.op, [op, op + 1])
+    storages: I32 = step.uses.storage[first:last][step.uses.mode[first:last] != 1]
+    return storages
+
+
+def _ragged(parts: Sequence[npt.NDArray[Any]]) -> Ragged:
+    return Ragged(
+        np.concatenate([np.empty(0, np.int64), *parts]), np.asarray([len(each) for each in parts], np.int64)
+    )
+
+
+def _named(step: Step, name: str, group: int = 0) -> I32:
+    if name not in step.names:
+        return np.empty(0, np.int32)
+    rows = step.ops.name == step.names.index(name)
+    if group:
+        rows &= step.ops.group == group
+    return np.flatnonzero(rows).astype(np.int32)
+
+
+def _used(step: Step, ops: I32, *, mutates: bool) -> I32:
+    """Return the first storage that each of `ops` writes into, or reads."""
+    mine = np.flatnonzero((step.uses.mode == 1) == mutates)
+    storages: I32 = step.uses.storage[mine[np.searchsorted(step.uses.op[mine], ops)]]
+    return storages
+
+
+def _written(step: Step, op: int) -> I32:
+    """Return all storages that `op` writes into, in their order."""
+    first, last = np.searchsorted(step.uses.op, [op, op + 1])
+    storages: I32 = step.uses.storage[first:last][step.uses.mode[first:last] == 1]
+    return storages
+
+
+def row_bytes(numel: Ragged, form: Form, degree: int) -> I64:
+    """Return (units,) bytes of a rank's part of a message."""
+    kept = numel.values * degree < form.exact_below
+    ends = (numel.starts + numel.count).tolist()
+    rows = [
+        _row_bytes(form, tuple(numel.values[a:b].tolist()), tuple(kept[a:b].tolist()))
+        for a, b in zip(numel.starts.tolist(), ends, strict=True)
+    ]
+    return np.asarray(rows, np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_bytes(form: Form, numel: tuple[int, ...], kept: tuple[bool, ...]) -> int:
+    row: Row = form.row(numel, kept)
+    return row.n_bytes
+
+
+def rewrite_collectives(step: Step, how: Communication, degree: int, *, stages_messages: bool) -> Step:
+    """Return `step` as one rank runs it with the collectives of `how` instead of FSDP2's own, with `degree`
+    ranks sharing the model.
+
+    Args:
+        step: Output of the sharding pass.
+        how: The collectives.
+        degree: Ranks that share a copy of the model state.
+        stages_messages: True if compute waits for collectives, as with gloo on CPU.
+    """
+    edit = Edit(step)
+    if how.changes_gathers:
+        _gathers(edit, step, how, degree, _COMPUTE_STREAM if stages_messages else _GATHER_STREAM)
+    if how.gradients is not None:
+        _exchanges(edit, step, how, how.gradients, degree)
+    elif how.ring_reductions:
+        _ring_reductions(edit, step, degree, how.ranks_per_node, stages_messages=stages_messages)
+    return edit.done()
+
+
+def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: int) -> None:
+    found = gathers(step, degree)
+    ops = found.ops
+    phase, backward = step.ops.phase[ops], step.ops.phase[ops] != Phase.FORWARD
+    kept, served = _pairs(backward) if how.secondary else (ops[:0], ops[:0])
+    whole = np.ones(len(ops), bool)
+    whole[served] = False
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[ops] = True
+    edit.drop_ops(dropped)
+    for each in (Phase.FORWARD, Phase.BACKWARD):
+        mine = np.flatnonzero(whole & (phase == each)).astype(np.int32)
+        if how.weights is not None:
+            _quantised(edit, step, found, mine, how.weights, degree, stream, each)
+        elif how.gather == "hierarchical":
+            _by_node(edit, step, found, mine, degree, how.ranks_per_node, stream, each)
+        elif how.gather == "ho_ring":
+            _rings(edit, step, found, mine, degree, how.ranks_per_node, stream, each)
+        else:
+            _plain(edit, step, found, mine, degree, stream, each)
+    if len(kept):
+        _secondary(edit, step, found, kept, served, how.ranks_per_node, stream)
+
+
+def _pairs(backward: npt.NDArray[np.bool_]) -> tuple[I32, I32]:
+    """Return the forward gathers that keep a copy and the backward gathers that use it: units run in reverse
+    order in backward.
+    """
+    forward, again = np.flatnonzero(~backward), np.flatnonzero(backward)
+    return forward[::-1][: len(again)].astype(np.int32), again.astype(np.int32)
+
+
+def _plain(
+    edit: Edit, step: Step, found: Messages, mine: I32, degree: int, stream: int, phase: Phase
+) -> None:
+    rows = edit.add_ops(
+        GATHER,
+        before=found.ops[mine],
+        phase=phase,
+        resource=Resource.INTRA_LINK,
+        group=degree,
+        stream=stream,
+        traffic_bytes=step.storages.bytes[found.buffer[mine]],
+        prefetch=step.ops.prefetch[found.ops[mine]],
+    )
+    _reads_and_writes(edit, rows, found.buffer[mine], found.buffer[mine])
+
+
+def _by_node(
+    edit: Edit, step: Step, found: Messages, mine: I32, degree: int, local: int, stream: int, phase: Phase
+) -> None:
+    """Gather between nodes first, into a buffer of shards of the same place, then inside the node."""
+    at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
+    whole = step.storages.bytes[buffer]
+    make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
+    parts = edit.add_storages(whole // local, producer=make, kind=Kind.COMMUNICATION)
+    between = edit.add_ops(
+        GATHER,
+        before=at,
+        phase=phase,
+        resource=Resource.INTER_LINK,
+        group=nodes,
+        stream=stream,
+        traffic_bytes=whole // local,
+        prefetch=step.ops.prefetch[at],
+    )
+    edit.add_uses(between, buffer)
+    _reads_and_writes(edit, between, parts, parts)
+    for _ in range(nodes):
+        inside = edit.add_ops(
+            GATHER,
+            before=at,
+            phase=phase,
+            resource=Resource.INTRA_LINK,
+            group=local,
+            stream=stream,
+            traffic_bytes=whole // nodes,
+        )
+        _reads_and_writes(edit, inside, parts, buffer)
+
+
+def _rings(
+    edit: Edit, step: Step, found: Messages, mine: I32, degree: int, local: int, stream: int, phase: Phase
+) -> None:
+    """Gather node by node: a shard is sent to the next node while the one before it is gathered inside this
+    one.
+    """
+    at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
+    whole, prefetch, part = step.storages.bytes[buffer], step.ops.prefetch[at], buffer
+    ring_stream = stream if stream == _COMPUTE_STREAM else _RING_STREAM
+    for turn in range(nodes):
+        arriving = part
+        if turn < nodes - 1:
+            make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
+            arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
+            ring = edit.add_ops(
+                SEND_NEXT,
+                before=at,
+                phase=phase,
+                resource=Resource.INTER_LINK,
+                group=nodes,
+                stream=ring_stream,
+                traffic_bytes=whole // degree,
+                prefetch=prefetch,
+            )
+            _reads_and_writes(edit, ring, part, arriving)
+        inside = edit.add_ops(
+            GATHER,
+            before=at,
+            phase=phase,
+            resource=Resource.INTRA_LINK,
+            group=local,
+            stream=stream,
+            traffic_bytes=whole // nodes,
+            prefetch=prefetch,
+        )
+        _reads_and_writes(edit, inside, part, buffer)
+        part = arriving
+
+
+def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_messages: bool) -> None:
+    """Reduce node by node: sums for a node are made inside this one while those of the node before are sent
+    to the next.
+    """
+    found, nodes = reductions(step, degree), degree // local
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[found.ops] = True
+    edit.drop_ops(dropped)
+    whole, sums, arriving = step.storages.bytes[found.buffer], _used(step, found.ops, mutates=True), None
+    add = functools.partial(edit.add_ops, before=found.ops, phase=Phase.BACKWARD)
+    stream = step.ops.stream[found.ops]
+    ring_stream = stream if stages_messages else _RING_STREAM
+    for turn in range(nodes):
+        mine = sums
+        if turn < nodes - 1:
+            mine = edit.add_storages(
+                whole // degree, producer=add(_EMPTY, resource=Resource.NOTHING), kind=Kind.COMMUNICATION
+            )
+        inside = add(
+            REDUCE, resource=Resource.INTRA_LINK, group=local, stream=stream, traffic_bytes=whole // nodes
+        )
+        _reads_and_writes(edit, inside, found.buffer, mine)
+        if stages_messages:
+            edit.add_storages(whole // nodes, producer=inside, kind=Kind.WORKSPACE)
+        if arriving is not None:
+            _reads_and_writes(
+                edit,
+                add("aten.add_.Tensor", stream=stream, traffic_bytes=3 * whole // degree),
+                arriving,
+                mine,
+            )
+        if turn < nodes - 1:
+            make = add(_EMPTY, resource=Resource.NOTHING)
+            arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
+            ring = add(
+                SEND_NEXT,
+                resource=Resource.INTER_LINK,
+                group=nodes,
+                stream=ring_stream,
+                traffic_bytes=whole // degree,
+            )
+            _reads_and_writes(edit, ring, mine, arriving)
+    edit.add_uses(
+        add("aten.div_.Tensor", stream=stream, traffic_bytes=2 * whole // degree), sums, mode=WRITES
+    )
+
+
+def _quantised(
+    edit: Edit, step: Step, found: Messages, mine: I32, form: Form, degree: int, stream: int, phase: Phase
+) -> None:
+    """Quantize the shard in its place in the receive buffer, gather in place, and dequantize all shards."""
+    at, buffer = found.ops[mine], found.buffer[mine]
+    row, whole = (
+        row_bytes(found.numel.picked(mine.astype(np.intp)), form, degree),
+        step.storages.bytes[buffer],
+    )
+    make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
+    received = edit.add_storages(row * degree, producer=make, kind=Kind.COMMUNICATION)
+    quantise = edit.add_ops(
+        "memtune.quantise_.default",
+        before=at,
+        phase=phase,
+        stream=stream,
+        prefetch=step.ops.prefetch[at],
+        traffic_bytes=whole // degree + row,
+    )
+    gather = edit.add_ops(
+        GATHER,
+        before=at,
+        phase=phase,
+        resource=Resource.INTRA_LINK,
+        group=degree,
+        stream=stream,
+        traffic_bytes=row * degree,
+    )
+    back = edit.add_ops(
+        "memtune.dequantise_.default",
+        before=at,
+        phase=phase,
+        stream=stream,
+        traffic_bytes=row * degree + whole,
+    )
+    _reads_and_writes(edit, quantise, buffer, received)
+    _reads_and_writes(edit, gather, received, received)
+    _reads_and_writes(edit, back, received, buffer)
+
+
+def _secondary(
+    edit: Edit, step: Step, found: Messages, kept: I32, served: I32, local: int, stream: int
+) -> None:
+    """Each node keeps what it gathered in forward, a part on each of its ranks, and backward gathers that
+    inside the node.
+    """
+    whole = step.storages.bytes[found.buffer[kept]]
+    copy = edit.add_ops(
+        "aten.clone.default",
+        before=found.ops[kept],
+        phase=Phase.FORWARD,
+        stream=stream,
+        traffic_bytes=2 * whole // local,
+    )
+    parts = edit.add_storages(whole // local, producer=copy, kind=Kind.COMMUNICATION)
+    gather = edit.add_ops(
+        GATHER,
+        before=found.ops[served],
+        phase=Phase.BACKWARD,
+        resource=Resource.INTRA_LINK,
+        group=local,
+        stream=stream,
+        traffic_bytes=whole,
+        prefetch=step.ops.prefetch[found.ops[served]],
+    )
+    edit.add_uses(copy, found.buffer[kept])
+    _reads_and_writes(edit, gather, parts, found.buffer[served])
+
+
+def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: int) -> None:
+    """Replace every reduce-scatter by two hops: quantize, all-to-all, dequantize and sum, inside the node and
+    then between nodes.
+    """
+    found, local = reductions(step, degree), how.ranks_per_node
+    nodes = degree // local
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[found.ops] = True
+    edit.drop_ops(dropped)
+    out = _used(step, found.ops, mutates=True)
+    row, numel = row_bytes(found.numel, form, degree), found.numel.sums()
+    make = edit.add_ops(_EMPTY, before=found.ops, phase=Phase.BACKWARD, resource=Resource.NOTHING)
+    sums = edit.add_storages(4 * nodes * numel, producer=make, kind=Kind.COMMUNICATION)
+    stream = step.ops.stream[found.ops]
+    whole = step.storages.bytes[found.buffer]
+    inside = _Hop(found.ops, stream, Resource.INTRA_LINK, local)
+    pack = inside.add(edit, (found.buffer, whole), (sums, 4 * nodes * numel), row * degree)
+    if how.feedback:
+        forever = np.full(len(pack), FOREVER, np.int32)
+        before = np.full(len(pack), -1, np.int32)
+        lost = edit.add_storages(
+            4 * degree * numel, producer=before, kind=Kind.COMMUNICATION, held_until=forever
+        )
+        edit.add_uses(pack, lost, mode=WRITES)
+    between = _Hop(found.ops, stream, Resource.INTER_LINK, nodes)
+    between.add(edit, (sums, 4 * nodes * numel), (out, whole // degree), row * nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Hop:
+    """A hop of all reductions: its position, stream, link and number of ranks."""
+
+    at: I32
+    stream: U8
+    link: Resource
+    ranks: int
+
+    def add(self, edit: Edit, given: tuple[I32, I64], made: tuple[I32, I64], n_bytes: I64) -> I32:
+        """Insert the ops from storages and their bytes to others, `n_bytes` sent and received each; return
+        the quantizing ops.
+        """
+        sent, pack = (
+            self._buffer(edit, n_bytes),
+            self._op(edit, "memtune.quantise_.default", given[1] + n_bytes),
+        )
+        received = self._buffer(edit, n_bytes)
+        exchange = self._op(edit, "memtune.all_to_all_into_.default", n_bytes, self.link, self.ranks)
+        unpack = self._op(edit, "memtune.dequantise_.default", n_bytes + made[1])
+        _reads_and_writes(edit, pack, given[0], sent)
+        _reads_and_writes(edit, exchange, sent, received)
+        _reads_and_writes(edit, unpack, received, made[0])
+        return pack
+
+    def _buffer(self, edit: Edit, n_bytes: I64) -> I32:
+        make = edit.add_ops(_EMPTY, before=self.at, phase=Phase.BACKWARD, resource=Resource.NOTHING)
+        return edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
+
+    def _op(
+        self, edit: Edit, name: str, n_bytes: I64, link: Resource = Resource.COMPUTE, group: int = 0
+    ) -> I32:
+        return edit.add_ops(
+            name,
+            before=self.at,
+            phase=Phase.BACKWARD,
+            resource=link,
+            traffic_bytes=n_bytes,
+            group=group,
+            stream=self.stream,
+        )
+
+
+def _reads_and_writes(edit: Edit, ops: I32, reads: I32, writes: I32) -> None:
+    edit.add_uses(ops, reads)
+    edit.add_uses(ops, writes, mode=WRITES)

@@ -1,0 +1,157 @@
+"""Load-balanced causal attention over contiguous contexts: ranks attend for each other
+(`memtune.parallel.ranks.balance_schedule`).
+
+Legend: B samples, H heads, G heads of key and value, P positions of a context, D head size. Four rules:
+
+1. A rank attends to its own keys while the first round's messages are in flight, and so on: messages are
+  prefetched by one round.
+2. Results return the way of the request: in forward a helper's output and log-sum-exp, in backward gradients
+  of the received keys or queries.
+3. A helper's backward needs the results of attention to all keys: it receives the query, the output's
+  gradient, the output and the log-sum-exp.
+4. All ranks exchange the same messages in the same order, each send together with a receive in one op: no
+  deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from memtune.parallel.model.block_attention import Attended, attend, attend_backward, merge, wide
+from memtune.parallel.ranks import Hop, Ring, balance_rounds
+
+
+def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Attended:
+    """Return attention of this rank's context to all keys up to each query's position.
+
+    Args:
+        ring: The contexts, in their order.
+        query: (B, H, P, D).
+        pair: Keys and values, (2, B, G, P, D).
+        scale: Scale of the scores; None: D ** -0.5.
+    """
+    questions = _HelperQueries(ring, (query,), pair)
+    own = attend(query, *pair, causal=True, scale=scale)
+    total = Attended(own.out.to(wide(query.dtype)), own.lse)
+    del own
+    for turn in balance_rounds(ring.ranks, ring.rank):
+        come, found = questions.next(), list[Tensor]()
+        if turn.attends:
+            merge(total, attend(query, *come[0], causal=False, scale=scale))
+        elif turn.helps:
+            found += attend(come[0], *pair, causal=False, scale=scale)
+        del come
+        answer = _exchange(ring, found, [query, total.lse] if turn.is_helped else [], -turn.distance)
+        del found
+        if turn.is_helped:
+            merge(total, Attended(*_arrived(answer)))
+        _finish(answer)
+        del answer
+    return Attended(total.out.to(query.dtype), total.lse)
+
+
+def backward(
+    ring: Ring, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of `query` and `pair`, of this rank's context.
+
+    Args:
+        ring: As in `forward`.
+        gradient: Gradient of the output, like `query`.
+        query: As in `forward`.
+        pair: As in `forward`.
+        all_keys: Result of `forward`.
+        scale: As in `forward`.
+    """
+    questions = _HelperQueries(ring, (query, gradient, *all_keys), pair)
+    to_query, to_pair = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, pair))
+    own = attend_backward(gradient, query, pair[0], pair[1], all_keys, causal=True, scale=scale)
+    to_query.add_(own[0])
+    _add_pair(to_pair, own[1:])
+    del own
+    for turn in balance_rounds(ring.ranks, ring.rank):
+        come, found = questions.next(), list[Tensor]()
+        if turn.attends:
+            key, value = come[0]
+            mine = attend_backward(gradient, query, key, value, all_keys, causal=False, scale=scale)
+            to_query.add_(mine[0])
+            found += mine[1:]
+            del mine, key, value
+        elif turn.helps:
+            theirs = attend_backward(
+                come[1], come[0], pair[0], pair[1], Attended(*come[2:]), causal=False, scale=scale
+            )
+            found.append(theirs[0])
+            _add_pair(to_pair, theirs[1:])
+            del theirs
+        del come
+        answer = _exchange(
+            ring, found, [*pair] if turn.sends_keys else [query] if turn.is_helped else [], -turn.distance
+        )
+        del found
+        if turn.sends_keys:
+            _add_pair(to_pair, _arrived(answer))
+        elif turn.is_helped:
+            to_query.add_(answer[0].arrived())
+        _finish(answer)
+        del answer
+    return to_query.to(query.dtype), to_pair.to(pair.dtype)
+
+
+def _add_pair(to_pair: Tensor, found: Sequence[Tensor]) -> None:
+    for sums, more in zip(to_pair, found, strict=True):
+        sums.add_(more)
+
+
+class _HelperQueries:
+    """The tensors that this rank receives to work on, prefetched by one round (rule 1).
+
+    Args:
+        ring: The contexts.
+        asked: Tensors that a helper needs.
+        pair: Keys and values, for a rank that attends itself.
+    """
+
+    def __init__(self, ring: Ring, asked: Sequence[Tensor], pair: Tensor) -> None:
+        self._ring, self._asked, self._pair = ring, asked, pair
+        self._left = list(balance_rounds(ring.ranks, ring.rank))
+        self._hops = self._begin()
+
+    def next(self) -> list[Tensor]:
+        """Return the received pair, a request's tensors, or nothing."""
+        hops, self._hops = self._hops, []
+        come = _arrived(hops)
+        _finish(hops)
+        del hops
+        self._hops = self._begin()
+        return come
+
+    def _begin(self) -> list[Hop]:
+        if not self._left:
+            return []
+        turn = self._left.pop(0)
+        sent = [self._pair] if turn.sends_keys else self._asked if turn.is_helped else []
+        received = [self._pair] if turn.attends else self._asked if turn.helps else []
+        return _exchange(self._ring, sent, received, turn.distance)
+
+
+def _exchange(ring: Ring, sent: Sequence[Tensor], received: Sequence[Tensor], distance: int) -> list[Hop]:
+    """Start sending tensors and receiving ones like `received`, message by message (rule 4)."""
+    hops = []
+    for theirs, mine in zip_longest(sent, received):
+        arriving = None if mine is None else torch.empty_like(mine, memory_format=torch.contiguous_format)
+        hops.append(ring.exchange(None if theirs is None else theirs.contiguous(), arriving, distance))
+    return hops
+
+
+def _arrived(hops: Sequence[Hop]) -> list[Tensor]:
+    return [hop.arrived() for hop in hops if hop.arriving is not None]
+
+
+def _finish(hops: Sequence[Hop]) -> None:
+    for hop in hops:
+        hop.wait()

@@ -1,0 +1,364 @@
+"""Context parallelism in two dimensions: positions divided over ranks, which in attention exchange heads
+(all-to-all) and pass contexts round rings.
+
+Five rules:
+
+1. `heads` × `contexts` ranks hold a share of the positions each, from the first block's input to the last
+  one's output (`parallel.model.sequence_sharding`). In attention the ranks of one context exchange positions
+  for heads: each has some heads of the context.
+2. Keys and values pass round the contexts, and queries attend to the current ones; results are merged by
+  their log-sum-exp (`parallel.model.block_attention`). In backward they pass round again, with the sums of
+  their gradients, which end on the owner.
+3. There may be two levels of rings: inner rings of consecutive contexts, in which a block of keys and values
+  makes a full round while it is also sent to the next inner ring.
+4. With a causal mask, contiguous contexts have unequal work: the last one attends to all. In zigzag each
+  context has a piece from the front and its mirror image from the back, so half of every block but its own is
+  unmasked; or ranks help each other (`parallel.model.balanced_attention`).
+5. Saved tensors: queries, keys, values and output by heads, and the log-sum-exp.
+
+Source: Gu et al. 2024, LoongTrain (arXiv:2406.18485).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memtune.errors import ApplyError
+from memtune.parallel.model import balanced_attention
+from memtune.parallel.model.block_attention import Attended, attend, attend_backward, merge, wide
+from memtune.parallel.model.context_groups import Grid, Split, grid_of
+from memtune.parallel.model.sequence_sharding import (
+    SequenceLayout,
+    beginning,
+    divided,
+    ending,
+    first_tensor,
+    is_summed,
+    not_divisible,
+    share_dropouts,
+    sum_gradients,
+    summed_parameters,
+    times,
+)
+from memtune.parallel.model.tensor_parallel import share_step
+from memtune.parallel.ranks import RingRound, RingSums, require_groups, require_ranks
+from memtune.parallel.sharding import meshes
+from memtune.runtime import Context
+from memtune.workload import map_tensors
+
+FIX = "parallel: {kind: none}"
+HEAD_CONTEXT = "head context "
+"""Prefix of a division's name in `Target.cut`."""
+Attention = Callable[..., Tensor]
+"""With the arguments of `F.scaled_dot_product_attention`."""
+
+
+# -- attention (rules 2, 3 and 5) ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of attention."""
+
+    grid: Grid
+    causal: bool
+    scale: float | None
+
+    @property
+    def _helped(self) -> bool:
+        return self.causal and self.grid.split.helpers
+
+    def forward(self, query: Tensor, pair: Tensor) -> Attended:
+        """Return attention of queries (B, H, P, D) of this context and heads to keys and values (2, B, G, P,
+        D) of all contexts.
+        """
+        if self._helped:
+            return balanced_attention.forward(self.grid.inner, query, pair, self.scale)
+        total: Attended | None = None
+        grid = self.grid
+        outer = RingRound(grid.outer, pair, ahead=False)
+        for turn in range(grid.outer.ranks):
+            inner = RingRound(grid.inner, outer.next(), ahead=False)
+            for step in range(grid.inner.ranks):
+                total = self._attend(total, query, inner.next(), grid.source(turn, step))
+            del inner
+        assert total is not None
+        return Attended(total.out.to(query.dtype), total.lse)
+
+    def _attend(self, total: Attended | None, query: Tensor, pair: Tensor, source: int) -> Attended | None:
+        seen = self.grid.seen(source, query.shape[2], self.causal)
+        if seen is None:
+            return total
+        rows, columns, causal = seen
+        more = attend(query[:, :, rows], *pair[:, :, :, columns], causal=causal, scale=self.scale)
+        if total is None:
+            alone = self.grid.split.contexts == 1
+            return more if alone else Attended(more.out.to(wide(query.dtype)), more.lse)
+        merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), more)
+        return total
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended
+    ) -> tuple[Tensor, Tensor]:
+        """Return gradients of `query` and `pair`, of this rank's own positions and heads."""
+        if self._helped:
+            return balanced_attention.backward(self.grid.inner, gradient, query, pair, all_keys, self.scale)
+        grid = self.grid
+        to_query = torch.zeros_like(query, dtype=wide(query.dtype))
+        outer, outer_sums = RingRound(grid.outer, pair, ahead=True), RingSums(grid.outer, mean=False)
+        to_pair: Tensor | None = None
+        for turn in range(1, grid.outer.ranks + 1):
+            inner, sums = RingRound(grid.inner, outer.next(), ahead=True), RingSums(grid.inner, mean=False)
+            for step in range(1, grid.inner.ranks + 1):
+                to_pair = None  # what was passed on is the hop's
+                block, to_pair = inner.next(), sums.next()
+                if to_pair is None:
+                    to_pair = torch.zeros_like(block, dtype=wide(block.dtype))
+                source = grid.source(turn % grid.outer.ranks, step % grid.inner.ranks)
+                self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys)
+                del block
+                sums.add(to_pair)
+            del inner, sums
+            before = outer_sums.next()
+            assert to_pair is not None
+            to_pair = outer_sums.add(to_pair if before is None else before.add_(to_pair))
+            del before
+        assert to_pair is not None
+        return to_query.to(query.dtype), to_pair.to(pair.dtype)
+
+    def _add_gradients(
+        self,
+        to_query: Tensor,
+        to_pair: Tensor,
+        source: int,
+        gradient: Tensor,
+        query: Tensor,
+        pair: Tensor,
+        all_keys: Attended,
+    ) -> None:
+        seen = self.grid.seen(source, query.shape[2], self.causal)
+        if seen is None:
+            return
+        rows, columns, causal = seen
+        given = Attended(all_keys.out[:, :, rows], all_keys.lse[:, :, rows])
+        key, value = pair[:, :, :, columns]
+        found = attend_backward(
+            gradient[:, :, rows], query[:, :, rows], key, value, given, causal=causal, scale=self.scale
+        )
+        to_query[:, :, rows].add_(found[0])
+        to_pair[0, :, :, columns].add_(found[1])
+        to_pair[1, :, :, columns].add_(found[2])
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of this rank's positions to all positions of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+        grid = call.grid
+        mine, pair = grid.by_heads(query)[0], grid.by_heads(key, value)
+        attended = call.forward(mine, pair)
+        ctx.save_for_backward(mine, pair, *attended)
+        ctx.call = call
+        return grid.by_positions(attended.out.unsqueeze(0))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, pair, out, lse = ctx.saved_tensors
+        grid = ctx.call.grid
+        to_query, to_pair = ctx.call.backward(grid.by_heads(gradient)[0], query, pair, Attended(out, lse))
+        to_query = grid.by_positions(to_query.unsqueeze(0))[0]
+        to_key, to_value = grid.by_positions(to_pair)
+        return to_query, to_key, to_value, None
+
+
+def divided_attention(grid: Grid) -> Attention:
+    """Return the replacement of `F.scaled_dot_product_attention` on the ranks of `grid`."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        require_plain_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
+        key, value = require_heads(query, key, value, grid.split.heads)
+        query, key, value = (_as_autocast_wants(each) for each in (query, key, value))
+        made: Tensor = _Attention.apply(query, key, value, _Call(grid, is_causal, scale))  # type: ignore[no-untyped-call]
+        return made
+
+    return attention
+
+
+def _as_autocast_wants(tensor: Tensor) -> Tensor:
+    kind = tensor.device.type
+    cast = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if cast else tensor
+
+
+def require_plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> None:
+    """Check that a call of attention can be divided.
+
+    Raises:
+        ApplyError: It has a mask or dropout, its tensors are not samples × heads × positions × features, or
+            its keys do not match its queries.
+    """
+    if attn_mask is not None:
+        raise not_divisible("attention is given a mask other than is_causal", FIX)
+    if dropout_p:
+        raise not_divisible("attention drops, and its random numbers would be others on each rank", FIX)
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    like = len(shapes[0]) == 4 and shapes[1] == shapes[2] == (shapes[0][0], shapes[1][1], *shapes[0][2:])
+    if not like or (shapes[0][1] != shapes[1][1] and not (enable_gqa and shapes[0][1] % shapes[1][1] == 0)):
+        raise not_divisible(
+            f"attention's query, key and value have shapes {', '.join(map(str, shapes))}", FIX
+        )
+
+
+def require_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return key and value with a number of heads that `ranks` divide, repeated if queries share too few.
+
+    Raises:
+        ApplyError: `ranks` do not divide the heads of `query`.
+    """
+    heads, shared = query.shape[1], key.shape[1]
+    if heads % ranks:
+        raise not_divisible(
+            f"{ranks} ranks do not divide the {heads} heads of attention",
+            "a head_degree that divides the heads",
+        )
+    each = ranks // gcd(ranks, shared)
+    if each == 1:
+        return key, value
+    each = each if heads % (shared * each) == 0 else heads // shared
+    return key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def divide_blocks(
+    model: nn.Module, blocks: Sequence[str], layout: SequenceLayout, attention: Attention
+) -> None:
+    """Make `blocks` work on this rank's positions, with `attention` instead of torch's (rule 1)."""
+    share_dropouts(model, blocks, layout)
+    for name in blocks:
+        block = model.get_submodule(name)
+        block.forward = _on_shares(block.forward, name, layout, attention)
+    first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
+    first.forward = beginning(first.forward, layout, FIX if layout.units == layout.ranks else "balance: none")
+    last.forward = ending(last.forward, layout)
+
+
+def _on_shares(
+    forward: Callable[..., Any], name: str, layout: SequenceLayout, attention: Attention
+) -> Callable[..., Any]:
+    """Return `forward` of a block for a share of the positions; its other arguments by position are divided
+    too.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        x = first_tensor(args, kwargs)
+        if x is None or x.dim() < 2:
+            raise not_divisible(f"{name} is given no tensor of positions", FIX)
+        length = x.shape[1] * layout.ranks
+        args, kwargs = map_tensors(
+            (args, kwargs), lambda each: each if each is x else _own_of(each, length, name, layout)
+        )
+        with _replaced_attention(attention):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _own_of(given: Tensor, length: int, name: str, layout: SequenceLayout) -> Tensor:
+    """Return this rank's part of a block's further argument, such as rotary tables or position indices.
+
+    Raises:
+        ApplyError: It is indexed by pairs of positions; or its gradient would differ between ranks.
+    """
+    dims = [dim for dim, size in enumerate(given.shape) if size == length]
+    if len(dims) > 1:
+        raise not_divisible(
+            f"{name} is given a tensor of shape {tuple(given.shape)}, by pairs of positions (a mask?)", FIX
+        )
+    if not given.requires_grad:
+        return layout.seen(given, dims[0]) if dims else given
+    if dims != [1]:
+        raise not_divisible(
+            f"{name} is given a tensor of shape {tuple(given.shape)} that needs a gradient", FIX
+        )
+    return divided(given, layout)
+
+
+@contextmanager
+def _replaced_attention(attention: Attention) -> Iterator[None]:
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+def shard_fake_blocks(
+    model: nn.Module, blocks: Sequence[str], layout: SequenceLayout, attention: Attention
+) -> None:
+    """Do the same as `divide_blocks` on a model that is only recorded."""
+    names = summed_parameters(model, (), blocks, FIX)
+    divide_blocks(model, blocks, layout, attention)
+    for name in names:
+        model.get_parameter(name).register_hook(times(layout.ranks))
+
+
+def divide_sequence(context: Context, split: Split) -> None:
+    """Divide the positions of the model in `context` by `split`; a group's ranks work on one micro-batch at a
+    time.
+
+    Args:
+        context: Model, changed in place; gets a micro-batch rotation and a `sync`.
+        split: Its ranks divide the number of ranks.
+
+    Raises:
+        ApplyError: There is no process group, `split` does not divide it, the ranks' weights differ, or the
+            blocks are not one chain.
+    """
+    require_ranks(context, "head-context parallelism")
+    require_groups(context, split.ranks, "groups")
+    names = summed_parameters(context.model, (), context.blocks, FIX)
+    copies, mesh = meshes(context.device.type, split.ranks)
+    group, rank = mesh.get_group().group_name, mesh.get_local_rank()
+    ours = grid_of(split, context.device.type, group, context.placement.world_size // split.ranks, rank)
+    divide_blocks(context.model, context.blocks, ours.layout, divided_attention(ours))
+    share_step(context, mesh, copies)
+    sum_gradients(context, mesh, names)
+    context.checks["sharding.parallel"] = lambda: _check(context, split, names)
+
+
+def _check(context: Context, split: Split, summed: Sequence[str]) -> dict[str, Any]:
+    for name in context.blocks:
+        if "forward" not in vars(context.model.get_submodule(name)):
+            raise ApplyError(f"{name} does not work on a share of the positions.", code="MT392")
+    for name in summed:
+        if not is_summed(context.model, context.blocks, name):
+            raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
+    return {
+        "heads": split.heads,
+        "contexts": split.contexts,
+        "blocks": len(context.blocks),
+        "summed_parameters": len(summed),
+    }

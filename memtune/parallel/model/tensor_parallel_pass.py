@@ -1,0 +1,124 @@
+"""The pass for ranks that share layers, apart from the sharded layers: micro-batches broadcast, gradients
+averaged (`parallel.model.tensor_parallel`, `parallel.ranks.micro_batch_rotation`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.program import APART, WRITES, Edit, Phase, Resource, Step, columns_of
+
+_UPLOAD = "memtune.to_device.default"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Groups of ranks that share layers, and their links."""
+
+    ranks: int
+    """Ranks of a group; a group runs one micro-batch at a time."""
+    copies: int
+    """Number of groups, between which gradients are averaged."""
+    between: Resource
+    """The link that the averages cross."""
+    accumulate: int
+    """Micro-batches that a group runs in one step."""
+    summed: frozenset[str] = frozenset()
+    """Parameters whose gradients are averaged inside a group as well."""
+    inside: Resource = Resource.INTRA_LINK
+    """The link that those averages cross."""
+
+
+def share(step: Step, how: Sharing) -> Step:
+    """Return `step`, recorded with sharded layers, with every uploaded batch broadcast and gradients averaged
+    at the end.
+    """
+    edit = Edit(step)
+    _send(edit, step, how)
+    if how.summed:
+        summed = np.isin(columns_of(step.parameters).names, list(how.summed))
+        average(edit, step, summed, how.ranks, how.inside, how.accumulate)
+    if how.copies > 1:
+        average(edit, step, np.True_, how.copies + APART * (how.ranks - 1), how.between, how.accumulate)
+    return edit.done()
+
+
+def _send(edit: Edit, step: Step, how: Sharing) -> None:
+    name = step.names.index(_UPLOAD) if _UPLOAD in step.names else -1
+    batches = np.flatnonzero(
+        (step.storages.producer >= 0) & (step.ops.name[step.storages.producer] == name)
+    ).astype(np.int32)
+    if len(batches):
+        sent = edit.add_ops(
+            "c10d.broadcast_.default",
+            after=step.storages.producer[batches],
+            phase=Phase.FORWARD,
+            resource=Resource.INTRA_LINK,
+            traffic_bytes=step.storages.bytes[batches],
+            group=how.ranks,
+        )
+        edit.add_uses(sent, batches, mode=WRITES)
+
+
+def average(
+    edit: Edit,
+    step: Step,
+    which: npt.NDArray[np.bool_] | np.bool_,
+    group: int,
+    link: Resource,
+    accumulate: int,
+) -> None:
+    """Average the gradients of the parameters `which`, one message each, over groups of ranks after the last
+    backward.
+
+    Args:
+        edit: Receives the ops.
+        step: The step at the start of `edit`.
+        which: Mask over the step's parameters.
+        group: Group as in `Ops.group`.
+        link: Link of the messages.
+        accumulate: Micro-batches of a step.
+    """
+    end = np.flatnonzero(step.ops.phase == Phase.BACKWARD)
+    if len(end):
+        # What runs once per step although it stands at the end of backward belongs to the boundary.
+        phase = Phase.BACKWARD if accumulate == 1 else Phase.BOUNDARY
+        _average_after(edit, step, int(end[-1]), phase, which, group, link)
+
+
+def sum_shards(step: Step, how: Sharing) -> Step:
+    """Return `step`, whose states have been sharded, with the gradient shards of `how.summed` averaged inside
+    a group.
+    """
+    edit, before = Edit(step), np.flatnonzero(step.ops.phase < Phase.OPTIMIZER)
+    which = np.isin(columns_of(step.parameters).names, list(how.summed))
+    _average_after(edit, step, int(before[-1]), Phase.BOUNDARY, which, how.ranks, how.inside)
+    return edit.done()
+
+
+def _average_after(
+    edit: Edit,
+    step: Step,
+    op: int,
+    phase: Phase,
+    which: npt.NDArray[np.bool_] | np.bool_,
+    ranks: int,
+    link: Resource,
+) -> None:
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0) & which)
+    if not len(mine):
+        return
+    gradients = columns.gradient[mine]
+    averaged = edit.add_ops(
+        "memtune.all_reduce_.default",
+        after=np.full(len(gradients), op, np.int32),
+        phase=phase,
+        resource=link,
+        traffic_bytes=columns.numel[mine] * columns.itemsize[mine],
+        group=ranks,
+    )
+    edit.add_uses(averaged, gradients, mode=WRITES)

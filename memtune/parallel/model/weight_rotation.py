@@ -1,0 +1,349 @@
+"""Rotated tensor parallelism: each rank has its own samples and one shard of every rotated weight; shards
+pass round a ring.
+
+Six rules:
+
+1. A weight of n rows is a DTensor of the plain shape, n/ranks rows on each rank. In forward the shards pass
+  round the ring once, and each rank computes with the current one while the next is in flight: a linear
+  layer's outputs, an embedding's rows.
+2. In backward they pass round again, shifted by one, so that a rank's own shard is its last. The sum of each
+  shard's gradient rotates with it: it starts one rank after the shard's owner and is complete, over all
+  ranks, when it reaches the owner.
+3. Out of place, a rank holds its own shard and two others, one in use and one in flight: `ranks - 1` hops a
+  round. In place, received shards overwrite the own one: one other shard, and one more hop, which restores
+  the own shard.
+4. Only the input and the own shard are saved for backward.
+5. Parameters that are not rotated are replicated; their gradients are averaged after the last backward, as
+  are those of the rotated weights between groups (a ring is consecutive ranks). If states are sharded among
+  the ranks that hold the same shards (`parallel.ranks.replica_groups`), that mechanism averages between the
+  rings, and gradients of replicated parameters are averaged inside a ring, once per step.
+6. All ranks of a ring must call the same layers in the same order, or a rank would receive a shard of another
+  weight. Experts, whose calls depend on the samples, are therefore replicated, and in the 1st, 2nd, 4th, 8th
+  … forward ranks compare their calls.
+
+Source: Luo et al. 2023, RTP (arXiv:2311.01635).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from memtune.deferred_init import keep_only
+from memtune.errors import ApplyError
+from memtune.parallel.model.tensor_parallel import Average, mix_plain_and_sharded
+from memtune.parallel.ranks import Ring, RingRound, RingSums, require_groups, require_ranks
+from memtune.parallel.sharding import meshes, rebind
+from memtune.runtime import Context, UncopiedHook, local
+from memtune.workload import is_in_expert
+
+
+def _add_product(sums: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `sums + left @ right`, in the memory of `sums` if given; of `dtype`, which under autocast
+    differs from the factors'.
+    """
+    right = right.to(left.dtype)
+    if sums is None:
+        return (left @ right).to(dtype)
+    return sums.addmm_(left, right) if sums.dtype == left.dtype else sums.add_(left @ right)
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` with a rotating weight (rules 1, 2 and 4)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.ring = ring
+        shards, rows, whole = RingRound(ring, weight.detach(), ahead=False), weight.shape[0], None
+        for turn in range(ring.ranks):
+            shard, first = shards.next(), (ring.rank - turn) % ring.ranks * rows
+            part = F.linear(x, shard, None if bias is None else bias[first : first + rows])
+            del shard
+            if whole is None:
+                whole = part.new_empty((*part.shape[:-1], rows * ring.ranks))
+            whole.narrow(-1, first, rows).copy_(part)
+            del part
+        shards.finish()
+        assert whole is not None
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x, weight), ring = ctx.saved_tensors, ctx.ring
+        to_x, to_weight, to_bias, _ = ctx.needs_input_grad
+        flat, rows, of_x, of_weight = _flat(gradient), weight.shape[0], None, None
+        shards = RingRound(ring, weight.detach(), ahead=True) if to_x else None
+        sums = RingSums(ring)
+        for turn in range(1, ring.ranks + 1):
+            part = flat.narrow(1, (ring.rank - turn) % ring.ranks * rows, rows)
+            if to_weight:
+                of_weight = None  # what was passed on is the hop's
+                of_weight = sums.add(_add_product(sums.next(), part.t(), _flat(x), weight.dtype))
+            if shards is not None:
+                of_x = _add_product(of_x, part, shards.next(), gradient.dtype)
+        return (
+            None if of_x is None else of_x.view(*gradient.shape[:-1], weight.shape[1]),
+            of_weight,
+            flat.sum(0) if to_bias else None,
+            None,
+        )
+
+
+class _Embedding(torch.autograd.Function):
+    """`F.embedding` with a rotating weight; every index is a row of one shard (rules 1, 2 and 4)."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, ring: Ring) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.ring, ctx.shape, ctx.dtype = ring, weight.shape, weight.dtype
+        torch._assert_async(((index >= 0) & (index < weight.shape[0] * ring.ranks)).all())
+        shards, whole = RingRound(ring, weight.detach(), ahead=False), None
+        for turn in range(ring.ranks):
+            row, elsewhere = _rows(index, (ring.rank - turn) % ring.ranks, weight.shape[0])
+            part = F.embedding(row, shards.next()).masked_fill_(elsewhere, 0)
+            whole = part if whole is None else whole.add_(part)
+            del part
+        shards.finish()
+        assert whole is not None
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        (index,), ring, of_weight = ctx.saved_tensors, ctx.ring, None
+        sums = RingSums(ring)
+        for turn in range(1, ring.ranks + 1):
+            row, elsewhere = _rows(index, (ring.rank - turn) % ring.ranks, ctx.shape[0])
+            of_weight = sums.next()
+            if of_weight is None:
+                of_weight = gradient.new_zeros(ctx.shape, dtype=ctx.dtype)
+            part = _flat(gradient.masked_fill(elsewhere, 0)).to(ctx.dtype)
+            of_weight = sums.add(of_weight.index_add_(0, row.view(-1), part))
+            del part
+        assert of_weight is not None
+        return None, of_weight, None
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rows(index: Tensor, shard: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each index in a shard (0 if it is in another shard), and a (…, 1) mask of indices in
+    other shards.
+    """
+    row = index - shard * rows
+    elsewhere = (row < 0) | (row >= rows)
+    return row.masked_fill_(elsewhere, 0), elsewhere.unsqueeze(-1)
+
+
+class _SameCalls:
+    """Compares at intervals which layers the ranks of a ring call (rule 6).
+
+    Args:
+        context: Its model gets hooks.
+        layers: Layers with rotating weights.
+        group: The ranks of the ring.
+    """
+
+    def __init__(self, context: Context, layers: Sequence[str], group: dist.ProcessGroup) -> None:
+        self._group, self._device, self._forwards = group, context.device, 0
+        model, end = context.model, "the end of the model"
+        handles = [
+            model.register_forward_pre_hook(UncopiedHook(self._begins)),
+            model.register_forward_hook(UncopiedHook(partial(self._calls, end))),
+            *(
+                model.get_submodule(n).register_forward_pre_hook(UncopiedHook(partial(self._calls, n)))
+                for n in layers
+            ),
+        ]
+        for handle in handles:
+            context.undo.callback(handle.remove)
+
+    def _begins(self) -> None:
+        self._forwards += 1
+
+    def _calls(self, name: str) -> None:
+        if not self._forwards or self._forwards & (self._forwards - 1):
+            return
+        number = zlib.crc32(name.encode())
+        ends = torch.from_numpy(np.array([number, -number])).to(
+            self._device
+        )  # numpy's memory: no byte of a tier, on CPU
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        if ends.sum().item():
+            raise ApplyError(
+                f"Ranks of a ring call other layers than others: this one has come to {name}.",
+                evidence="Each would get a shard of a weight that another one is at.",
+                fix="parallel: {kind: tensor}, whose ranks work on one micro-batch together, or {kind: none}",
+                code="MT391",
+            )
+
+
+class RotatedLinear(nn.Linear):
+    """A linear layer whose weight rotates among the ranks."""
+
+    ring: Ring
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return all outputs of this rank's samples."""
+        made: Tensor = _Linear.apply(input, local(self.weight), self._parameters["bias"], self.ring)  # type: ignore[no-untyped-call]
+        return made
+
+
+class RotatedEmbedding(nn.Embedding):
+    """An embedding whose rows rotate among the ranks."""
+
+    ring: Ring
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of this rank's samples."""
+        made: Tensor = _Embedding.apply(input, local(self.weight), self.ring)  # type: ignore[no-untyped-call]
+        return made
+
+
+_ROTATED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: RotatedLinear, nn.Embedding: RotatedEmbedding}
+
+
+def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
+    """Return the layers of `model` whose weights can rotate among `degree` ranks, and a line on each other
+    linear layer and embedding.
+    """
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
+    }
+    refused = {name: why for name, module in layers.items() if (why := _not_plain(name, module, degree))}
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name)
+    weights = {name: owners[id(module.weight)] for name, module in layers.items() if name not in refused}
+    while strange := {
+        name: other
+        for name, shared in weights.items()
+        for other in sorted(shared)
+        if other.removesuffix(".weight") not in weights
+    }:
+        for name, other in strange.items():
+            del weights[name]
+            refused[name] = f"shares its weight with {other}"
+    return list(weights), [f"{name} {why}" for name, why in refused.items()]
+
+
+def _not_plain(name: str, module: nn.Module, degree: int) -> str:
+    if type(module) not in _ROTATED:
+        return f"is a {type(module).__name__}"
+    if is_in_expert(f"{name}.weight"):
+        return "is of an expert, which a rank whose samples go to others does not call"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return "has hooks or a forward of its own"
+    if isinstance(module, nn.Embedding):
+        if (
+            module.max_norm is not None
+            or module.sparse
+            or module.scale_grad_by_freq
+            or module.padding_idx is not None
+        ):
+            return (
+                "is an embedding with settings of its own (padding_idx, max_norm, sparse, scale_grad_by_freq)"
+            )
+    rows = int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
+    what = "rows" if isinstance(module, nn.Embedding) else "outputs"
+    return f"has {rows} {what}, which {degree} ranks do not divide" if rows % degree else ""
+
+
+def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[str]:
+    """Replace the weights of `layers` in `model` by this rank's shards; return the names of these
+    parameters.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name in layers:
+        module = model.get_submodule(name)
+        whole = module._parameters["weight"]
+        assert whole is not None
+        module._parameters["weight"] = (
+            made[whole] if whole in made else made.setdefault(whole, _shard(whole, ring))
+        )
+        module.__class__ = _ROTATED[type(module)]
+        module.ring = ring  # type: ignore[assignment]
+    mine = {id(parameter) for parameter in made.values()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in mine]
+
+
+def _shard(whole: nn.Parameter, ring: Ring) -> nn.Parameter:
+    mine = ring.piece(whole.detach()).clone(memory_format=torch.contiguous_format)
+    if ring.mesh is not None:
+        mine = DTensor.from_local(
+            mine, ring.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return nn.Parameter(mine, requires_grad=whole.requires_grad)
+
+
+def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bool) -> None:
+    """Shard the weights of `layers` over rings of `degree` ranks and rebind the optimizer.
+
+    Args:
+        context: Model and optimizer, changed in place; gets a `sync`.
+        layers: Linear layers and embeddings, by name.
+        degree: Ranks of a ring; divides the number of ranks.
+        in_place: Overwrite the own shard (rule 3).
+
+    Raises:
+        ApplyError: There is no process group, `degree` does not divide it, the ranks' weights differ, or a
+            layer does not rotate.
+    """
+    require_ranks(context, "rotated tensor parallelism")
+    require_groups(context, degree, "rings")
+    found, refused = rotatable(context.model, degree)
+    for name in layers:
+        if name not in found:
+            why = next((line for line in refused if line.startswith(f"{name} ")), f"{name} is not there")
+            raise ApplyError(f"a weight cannot go round the ranks: {why}.", fix="search again", code="MT390")
+    copies, mesh = meshes(context.device.type, degree)
+    before = dict(context.model.named_parameters())
+    ring = Ring(mesh.get_group().group_name, degree, mesh.get_local_rank(), in_place, mesh)
+    rotated = rotate_layers(context.model, layers, ring)
+    keep_only(context.model, dict.fromkeys(rotated, ring.piece))
+    rebind(context.optimizer, before, dict(context.model.named_parameters()))
+    mix_plain_and_sharded()
+    if not isinstance(local(context.model.get_parameter(rotated[0]).detach()), FakeTensor):
+        _SameCalls(context, layers, mesh.get_group())
+    context.placement.model_parallel_size = degree
+    context.events.states_sharded.subscribe(lambda: _average(context, rotated, mesh, copies))
+    context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)
+
+
+def _average(context: Context, rotated: Sequence[str], ring: DeviceMesh, copies: DeviceMesh | None) -> None:
+    """Average gradients of replicated parameters inside a ring (rule 5), if the mechanism that shards states
+    averages between the copies.
+    """
+    trainable = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
+    whole = [p for name, p in trainable.items() if name not in rotated]
+    everyone = (
+        ring.get_group()
+        if context.placement.states_average_grads
+        else dist.distributed_c10d._get_default_group()
+    )
+    context.loop.sync = Average(context, everyone, whole, context.loop.sync).sync
+    if copies is not None and not context.placement.states_average_grads:
+        mine = [trainable[name] for name in rotated if name in trainable]
+        context.loop.sync = Average(context, copies.get_group(), mine, context.loop.sync).sync
+
+
+def _check(context: Context, layers: Sequence[str], rotated: Sequence[str], degree: int) -> dict[str, Any]:
+    for name in layers:
+        module = context.model.get_submodule(name)
+        if type(module) not in _ROTATED.values() or not isinstance(module.weight, DTensor):
+            raise ApplyError(f"the weight of {name} does not go round the ranks.", code="MT392")
+    n_bytes = sum(local(context.model.get_parameter(name)).nbytes for name in rotated)
+    return {"degree": degree, "layers": len(layers), "rotated_bytes": n_bytes}

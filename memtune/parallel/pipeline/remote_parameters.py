@@ -1,0 +1,166 @@
+"""Weights that only other ranks of a pipeline hold: their placeholders, and their values in state dicts.
+
+The placeholder of another stage's parameter is one value with as many dimensions, so that optimizers and
+parameter groups are unchanged; its updates are never used. State dicts omit it (checkpoints, of which each
+rank writes its part) or receive the value from its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _foreach_utils
+
+from memtune.deferred_init import keep_only
+from memtune.errors import ApplyError
+from memtune.runtime import Context
+
+
+@dataclass(frozen=True, eq=False)
+class OtherStages:
+    """Entries that other ranks hold, by name in the plain model's state dict; a tied weight under each of its
+    names.
+    """
+
+    absent: Mapping[str, torch.Size]
+    """Full shapes of the entries that this rank does not hold."""
+    owner: Mapping[str, int]
+    """The owner of each entry of the state dict, as rank of the group."""
+    group: dist.ProcessGroup
+
+    def answers(self, name: str) -> bool:
+        """Return True if this rank owns `name`."""
+        return self.owner[name] == self.group.rank()
+
+    def shape(self, name: str, here: Tensor) -> torch.Size:
+        """Return the full shape of `name`."""
+        return self.absent.get(name, here.shape)
+
+    def whole(self, name: str, here: Any) -> Any:
+        """Return the value of `name` from its owner; collective, in the same order on all ranks of the
+        group.
+        """
+        if not isinstance(here, Tensor):
+            return here
+        value = here.detach() if self.answers(name) else here.new_empty(self.shape(name, here))
+        return self._sent(value.contiguous(), name)
+
+    def states(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the optimizer's state of `name` from its owner; collective."""
+        told: list[Any] = [
+            {what: _form(value) for what, value in state.items()} if self.answers(name) else None
+        ]
+        dist.broadcast_object_list(told, group=self.group, group_src=self.owner[name])
+        found = {}
+        for what, form in told[0].items():
+            if not isinstance(form, _Form):
+                found[what] = form
+                continue
+            value = state[what].detach().contiguous() if self.answers(name) else form.empty()
+            found[what] = self._sent(value, name)
+        return found
+
+    def _sent(self, value: Tensor, name: str) -> Tensor:
+        dist.broadcast(value, group=self.group, group_src=self.owner[name])
+        return value
+
+
+class NormAlone(Tensor):
+    """Gradient of a placeholder: one value, the 2-norm of the real gradient."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Dispatch as for a plain tensor.
+
+        Raises:
+            ApplyError: Another norm than p = 2 is computed.
+        """
+        given = kwargs or {}
+        if func in _NORMS:
+            order = args[1] if len(args) > 1 else given.get("ord", given.get("p", 2))
+            if order not in (2, 2.0, None, "fro"):
+                raise ApplyError(
+                    f"the {order}-norm of gradients is not known on the ranks of a pipeline.",
+                    evidence="Of another stage's gradient a rank has the 2-norm alone.",
+                    fix="clip by norm_type=2, or parallel: {kind: none}",
+                    code="MT398",
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+
+# As DTensor does: else all gradients would be taken one by one, and those in a list with a DTensor not at
+# all.
+_foreach_utils._foreach_supported_types.append(NormAlone)
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm, torch.norm, Tensor.norm)
+
+
+@dataclass(frozen=True)
+class _Form:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def _form(value: Any) -> Any:
+    return _Form(tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value
+
+
+def keep_own(
+    context: Context,
+    owners: Mapping[str, Sequence[int]],
+    mine: Sequence[int],
+    degree: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Replace the parameters of other stages in the model and the optimizer of `context`.
+
+    Args:
+        context: Changed in place; gets `remote_parameters`.
+        owners: Entry of the state dict → the stages that hold it, its owner first.
+        mine: Stages of this rank.
+        degree: Ranks of the group; stage s is of rank s % degree.
+        group: The ranks of this pipeline.
+    """
+    named = dict(context.model.named_parameters(remove_duplicate=False))
+    canonical = {id(p): name for name, p in context.model.named_parameters()}
+    owner_of = {name: owners[canonical[id(named[name])] if name in named else name] for name in owners}
+    absent = {name for name, stages in owner_of.items() if not set(stages) & set(mine)}
+    state = context.model.state_dict(keep_vars=True)
+    shapes = {name: state[name].shape for name in absent if isinstance(state[name], Tensor)}
+    new_of: dict[nn.Parameter, nn.Parameter] = {}
+    for module in context.model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and canonical[id(parameter)] in absent:
+                new_of.setdefault(parameter, _in_place_of(parameter))
+                module._parameters[name] = new_of[parameter]
+    keep_only(context.model, {name: _one_value for name in canonical.values() if name in absent})
+    for group_of in context.optimizer.param_groups:
+        group_of["params"] = [new_of.get(parameter, parameter) for parameter in group_of["params"]]
+    for old in new_of:
+        context.optimizer.state.pop(old, None)
+    context.placement.remote_parameters = OtherStages(
+        shapes, {name: stages[0] % degree for name, stages in owner_of.items()}, group
+    )
+
+
+def _in_place_of(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_one_value(parameter.detach()), requires_grad=parameter.requires_grad)
+
+
+def _one_value(whole: Tensor) -> Tensor:
+    return whole.new_ones((1,) * whole.dim())

@@ -1,0 +1,64 @@
+"""Planner that divides blocks into contiguous stages, exactly: least time of the slowest stage, then least
+bytes of the fullest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_ROOM = 1.01
+"""Allowed slowdown of the slowest stage for a division that needs less memory: times are predictions."""
+Costs = npt.NDArray[np.float64]
+
+
+def balanced(seconds: Costs, n_bytes: Costs, cuts: Sequence[int], count: int) -> tuple[int, ...] | None:
+    """The first block of each of `count` stages, None where `cuts` are too few.
+
+    Args:
+        seconds: (b,) of each block; what runs before the first one is in its seconds, what runs after the
+            last one in that one's.
+        n_bytes: (count, b) what each block holds in each stage.
+        cuts: Blocks that may begin a stage.
+        count: Stages.
+    """
+    ends = np.array([0, *cuts, len(seconds)])
+    time = np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[ends])
+    room = np.diff(np.concatenate([np.zeros((count, 1)), np.cumsum(n_bytes, 1)], 1)[:, ends], axis=1)
+    if len(time) < count:
+        return None
+    times = np.broadcast_to(time, (count, len(time)))
+    slowest, _ = _least_worst(times, times, count, np.inf)
+    _, begins = _least_worst(room, times, count, slowest * _ROOM)
+    return tuple(int(ends[at]) for at in begins)
+
+
+def _least_worst(costs: Costs, limited: Costs, count: int, limit: float) -> tuple[float, list[int]]:
+    """The least worst sum of `costs` over stages whose sums of `limited` stay within `limit`, and where they
+    begin.
+
+    best[s, j]: of the first j pieces in s stages; n² · count sums.
+    """
+    n = costs.shape[1]
+    sums, bounds = (
+        np.concatenate([np.zeros((count, 1)), np.cumsum(each, 1)], 1) for each in (costs, limited)
+    )
+    best = np.full((count + 1, n + 1), np.inf)
+    best[0, 0] = 0.0
+    came = np.zeros((count + 1, n + 1), np.int64)
+    for stage in range(1, count + 1):
+        for j in range(stage, n + 1):
+            last, within = (
+                sums[stage - 1, j] - sums[stage - 1, :j],
+                bounds[stage - 1, j] - bounds[stage - 1, :j] <= limit,
+            )
+            worst = np.where(within, np.maximum(best[stage - 1, :j], last), np.inf)
+            came[stage, j] = int(worst.argmin())
+            best[stage, j] = worst[came[stage, j]]
+    begins, j = [], n
+    for stage in range(count, 0, -1):
+        j = int(came[stage, j])
+        begins.append(j)
+    return float(best[count, n]), begins[::-1]

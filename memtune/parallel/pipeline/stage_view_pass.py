@@ -1,0 +1,157 @@
+"""A pipeline rank's part as a step of its own, of one micro-batch, for passes that reduce or gather in every
+micro-batch.
+
+A rank of a pipeline shards its states over the copies of its stage: in each forward and backward of a stage,
+not once for the whole model. Three steps:
+
+1. `alone` extracts the stage's rows of a later micro-batch from the step of all stages: its input is
+  received; weights, sums and state are its own.
+2. The technique's pass runs on that step as on any other.
+3. `parallel.pipeline.pipeline_pass` unrolls the result for every micro-batch: rows that the pass inserted
+  into a forward or backward belong to the stage, and parameters that stay gathered over the whole step
+  (`kept`) are gathered in the first forward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtune.program import I32, READS, WRITES, Mask, Phase, Resource, Step, UnrolledRows, columns_of
+
+Divide = Callable[[Step], Step]
+"""The pass of a technique that divides or replicates states, on a rank's step of one micro-batch."""
+MINE, MESSAGE, UPLOAD = 1, 2, 3
+"""Marks in `ops.match` that tell rows of the stage from those that the pass adds: of a stage, a message, an
+upload.
+"""
+_GATHER = "memtune.all_gather_into_.default"
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A rank's own step, sharded, with that step's storage numbers."""
+
+    step: Step
+    stage: I32
+    """(n,) the stage of each op of forward and backward, -1 for all others and for messages."""
+    given: int
+    """The received input, -1: none."""
+    passed: int
+    """The output to send, -1: none."""
+    returned: int
+    """The gradient of the input, -1: none."""
+    received: int
+    """The gradient of the output, -1: none."""
+    uploaded: I32
+    once: I32
+    """Rows that run only in the first forward of a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A stage's rows and storages in the step of all stages."""
+
+    index: int
+    rows: tuple[I32, I32, I32]
+    """Uploads, forward, backward."""
+    made: I32
+    """Storages that the stage makes."""
+    uploaded: I32
+    given: int
+    passed: int
+    returned: int
+    received: int
+
+
+def own(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> Own:
+    """Return the step of one rank with `stage` and the parameters `held`, after `divide`; with `kept` units
+    are gathered once.
+    """
+    before, ids = alone(step, stage, held)
+    after = divide(replace(before, returned=np.array(ids, np.int32)))
+    marks = after.ops.match
+    inside = (
+        (after.ops.phase == Phase.FORWARD)
+        | (after.ops.phase == Phase.BACKWARD)
+        | (after.ops.phase == Phase.RECOMPUTE)
+    )
+    of = np.where(inside & ((marks == MINE) | (marks == 0)), stage.index, -1).astype(np.int32)
+    once = np.empty(0, np.int32)
+    if kept:  # all that such a pass adds to a forward are gathers
+        once = np.flatnonzero((marks == 0) & (after.ops.phase == Phase.FORWARD)).astype(np.int32)
+    given, passed, returned, received, *uploaded = after.returned.tolist()
+    clean = replace(after, returned=np.empty(0, np.int32)).with_ops(match=np.zeros_like(marks))
+    return Own(clean, of, given, passed, returned, received, np.array(uploaded, np.int32), once)
+
+
+def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
+    """`stage` with one later micro-batch, and the numbers of what it is given, sends, returns, receives and
+    uploads.
+    """
+    rows, key = UnrolledRows(step, held), (stage.index, 1)
+    uploads, forward, backward = stage.rows
+    rows.declare("upload", stage.uploaded)
+    rows.declare(stage.index, stage.made)
+    rows.take(uploads, ("upload", 1))
+    marks = [(UPLOAD, len(uploads)), (MESSAGE, _receive(rows, key, stage.given, Phase.FORWARD))]
+    rows.take(forward, key)
+    marks += [(MINE, len(forward)), (MESSAGE, _receive(rows, key, stage.received, Phase.BACKWARD))]
+    rows.take(backward, key, backward=True)
+    marks.append((MINE, len(backward)))
+    if stage.returned >= 0:
+        uses = [(rows.of(key, stage.returned), READS)]
+        rows.add("c10d.send.default", Phase.BACKWARD, resource=Resource.NOTHING, uses=uses)
+        marks.append((MESSAGE, 1))
+    rows.take_rest()
+    marks.append((MINE, rows.n_ops - sum(count for _, count in marks)))
+    made = rows.done()
+    ids = [
+        rows.of(key, each) if each >= 0 else -1
+        for each in (stage.given, stage.passed, stage.returned, stage.received)
+    ]
+    ids += [rows.of(("upload", 1), each) for each in stage.uploaded.tolist()]
+    kinds = np.repeat(*np.array(marks, np.int32).T).astype(np.int32)
+    enter, leave = _entered(made, kinds)
+    gradient = columns_of(made.parameters).gradient
+    landing = np.unique(gradient[gradient >= 0]).astype(np.int32)
+    return replace(made, forward_starts=enter, forward_ends=leave, grad_order=landing).with_ops(
+        match=kinds
+    ).with_storages(grad_ready_after=_ready_after(made)), ids
+
+
+def _receive(rows: UnrolledRows, key: tuple[int, int], storage: int, phase: Phase) -> int:
+    """Insert a receive of `storage`, if there is one; return the number of rows."""
+    if storage < 0:
+        return 0
+    rows.add(
+        "c10d.recv_.default", phase, resource=Resource.NOTHING, uses=[(rows.received(key, storage), WRITES)]
+    )
+    return 1
+
+
+def _entered(step: Step, kinds: I32) -> tuple[I32, I32]:
+    """Return the first and last op of the forward of each block, and of the model; beyond every op and -1 if
+    it is not in this step.
+    """
+    n_blocks = len(step.blocks)
+    forward = np.flatnonzero((step.ops.phase == Phase.FORWARD) & (kinds == MINE)).astype(np.int32)
+    enter, leave = np.full(n_blocks + 1, step.ops.n, np.int32), np.full(n_blocks + 1, -1, np.int32)
+    block = step.ops.block[forward]
+    np.minimum.at(enter, block[block >= 0], forward[block >= 0])
+    np.maximum.at(leave, block[block >= 0], forward[block >= 0])
+    enter[-1], leave[-1] = forward[0], forward[-1]
+    return enter, leave
+
+
+def _ready_after(step: Step) -> I32:
+    """Return (storages,) the op after which autograd has accumulated a gradient of this micro-batch: the op
+    that makes it.
+    """
+    found = np.full(step.storages.n, -1, np.int32)
+    gradient = columns_of(step.parameters).gradient
+    mine = gradient[(gradient >= 0) & (step.storages.producer[gradient] >= 0)]
+    found[mine] = step.storages.producer[mine]
+    return found

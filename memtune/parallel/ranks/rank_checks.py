@@ -1,0 +1,239 @@
+"""Preconditions on the ranks before a model is sharded or replicated over them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from memtune.errors import ApplyError
+from memtune.parallel.ranks.replica_groups import same_part_group
+from memtune.runtime import Context, local
+
+
+def require_ranks(context: Context, what: str) -> None:
+    """Check that this process is one of several that hold the same weights, or the same part of them.
+
+    Args:
+        context: The model whose weights are compared.
+        what: The mechanism that needs the ranks, for the message: `sharding`.
+
+    Raises:
+        ApplyError: There is no process group, no other rank holds the same part, or the ranks' weights
+            differ.
+    """
+    placement = context.placement
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ApplyError(
+            f"{what} needs several processes, but this one is alone.",
+            fix="torchrun --nproc-per-node 2 your_script.py",
+            code="MT320",
+        )
+    if placement.model_parallel_size > 1 and placement.data_parallel_size == 1:
+        raise ApplyError(
+            f"all {placement.world_size} ranks share layers: {what} has no copies of a part to work on.",
+            fix="sharding.parallel of a smaller degree, or sharding.states: {kind: none}",
+            code="MT321",
+        )
+    if has_real_peers(context.model):
+        require_backend(context.device)
+    _require_same_weights(context)
+
+
+def require_groups(context: Context, size: int, what: str) -> None:
+    """Check that the ranks make equal groups of `size`, two or more; `what` names the groups in the message.
+
+    Raises:
+        ApplyError: They do not.
+    """
+    if size < 2 or context.placement.world_size % size:
+        raise ApplyError(
+            f"{context.placement.world_size} ranks cannot be put into equal {what} of {size}.",
+            fix="a degree that divides the number of ranks",
+            code="MT321",
+        )
+
+
+def has_real_peers(model: nn.Module) -> bool:
+    """Return True if collectives reach other ranks: not with one process, nor in a dry run."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return (
+        several
+        and dist.get_backend() != "fake"
+        and not any(isinstance(p, FakeTensor) for p in model.parameters())
+    )
+
+
+def require_backend(device: torch.device) -> None:
+    """Check that the process group can send what is on `device`.
+
+    Raises:
+        ApplyError: It was made for other devices.
+    """
+    config = dist.get_backend_config()
+    if device.type not in dist.distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map():
+        raise ApplyError(
+            f"The ranks' process group cannot send what is on {device.type}, where the model is.",
+            evidence=f"It was made for {config}.",
+            fix=(
+                "move the model to its device before memtune.apply, or"
+                " init_process_group('cpu:gloo,cuda:nccl')"
+            ),
+            code="MT378",
+        )
+
+
+def require_plain(model: nn.Module) -> None:
+    """Check that no wrapper has sharded or replicated the model yet.
+
+    Raises:
+        ApplyError: The model, or a part of it, is in a wrapper of torch's.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            kind = "fully_shard" if isinstance(module, FSDPModule) else type(module).__name__
+            raise ApplyError(
+                f"{name or 'The model'} is wrapped by {kind} already.",
+                fix="give memtune.apply the plain module: the config wraps it",
+                code="MT376",
+            )
+
+
+def require_whole_parameters(context: Context, what: str, *, ahead: bool = False) -> None:
+    """Check, when states have been sharded, that all parameters are unsharded and on the device while the
+    model runs.
+
+    Args:
+        context: Model and the techniques applied to it.
+        what: The mechanism that needs them, for the message: `recompute: {kind: dtr}`.
+        ahead: `what` hides the model's graph until backward, so that DDP cannot search it for unused
+            parameters.
+
+    Raises:
+        ApplyError: Parameters or gradients are unsharded or loaded block by block, ranks have parts of the
+            model, or DDP would search the graph.
+    """
+    require_whole_layers(context, what)
+    if any(isinstance(module, FSDPModule) for module in context.model.modules()):
+        raise ApplyError(
+            f"{what} does not work where parameters are divided over ranks.",
+            evidence=(
+                "It runs ops of all blocks, and FSDP2 gathers a block's parameters for its own calls alone."
+            ),
+            fix="recompute: {kind: planned}, or sharding: {states: {kind: zero1}}",
+            code="MT315",
+        )
+    if context.placement.offload.follows_calls:
+        raise ApplyError(
+            f"{what} does not work beside what this config has under offload.states.",
+            evidence=(
+                "It runs ops of all blocks, and parameters or gradients of a block are moved with its own"
+                " calls alone."
+            ),
+            fix="memtune search  or  memtune trial --config  makes a plan for each block",
+            code="MT315",
+        )
+    if any(region.move for region in context.activations.regions):
+        raise ApplyError(
+            f"{what} does not work beside what this config has under offload.activations.",
+            evidence="It runs ops of all blocks, and what a block keeps is moved with its own calls alone.",
+            fix="memtune search  or  memtune trial --config  makes a plan for each block",
+            code="MT315",
+        )
+    runner = context.loop.runner
+    if ahead and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
+        raise ApplyError(
+            f"{what} does not work beside find_unused_parameters: true.",
+            evidence="DDP looks for them in the graph, which is there in backward alone.",
+            fix="online: false, or find_unused_parameters: false",
+            code="MT315",
+        )
+
+
+def require_whole_layers(context: Context, what: str) -> None:
+    """Refuse mechanisms that run modules' ops by a schedule for whole layers, if ranks have parts of layers.
+
+    Raises:
+        ApplyError: Ranks have parts of the model.
+    """
+    if context.placement.model_parallel_size > 1 or context.loop.pipeline is not None:
+        raise ApplyError(
+            f"{what} does not work where ranks have parts of the model.",
+            evidence="Its schedules are for whole layers.",
+            fix="recompute: {kind: planned}",
+            code="MT315",
+        )
+
+
+def require_same_config(said: str, device: torch.device) -> None:
+    """Compare config and model of all ranks, before any other collective.
+
+    Args:
+        said: Lines that must be equal on all ranks: settings, hashes of plans, the model's
+            fingerprint.
+        device: Device of the model.
+
+    Raises:
+        ApplyError: The ranks differ; raised on all of them.
+    """
+    everyone = gather_descriptions(said, device)
+    ranks = len(everyone)
+    differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    if differing:
+        lines = zip_longest(
+            everyone[0].splitlines(), everyone[differing[0]].splitlines(), fillvalue="nothing"
+        )
+        zero, other = next(((a, b) for a, b in lines if a != b), ("", ""))
+        raise ApplyError(
+            f"{len(differing)} of {ranks} ranks have another config or model than rank 0.",
+            evidence=f"Rank 0: {zero}; rank {differing[0]}: {other}.",
+            fix="give all ranks one config file and one model",
+            code="MT379",
+        )
+
+
+def gather_descriptions(said: Any, device: torch.device) -> list[Any]:
+    """Return every rank's description (plain data), by rank; collective, called with the device of the rank's
+    model.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(everyone, said)
+    return everyone
+
+
+def _require_same_weights(context: Context) -> None:
+    """Compare sums of the weights' bits between the ranks that hold the same ones; overwrites nothing, so
+    failures can be undone.
+    """
+    parts = ((name, local(p.detach())) for name, p in context.model.named_parameters())
+    named = [(name, part) for name, part in parts if not part.is_meta and not isinstance(part, FakeTensor)]
+    if not named:
+        return
+    with torch.no_grad():
+        sums = torch.stack(
+            [part.view(_INTEGER[part.element_size()]).sum(dtype=torch.int64) for _, part in named]
+        )
+    low, high = sums.to(context.device), sums.to(context.device, copy=True)
+    group = same_part_group(context)
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    differing = [name for (name, _), same in zip(named, (low == high).tolist(), strict=True) if not same]
+    if differing:
+        raise ApplyError(
+            f"{len(differing)} parameters differ between the {group.size()} ranks; they must start from one"
+            " model.",
+            evidence=f"First: {differing[0]}.",
+            fix="torch.manual_seed(0) on every rank before the model is built, or load one checkpoint on all",
+            code="MT323",
+        )
+
+
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

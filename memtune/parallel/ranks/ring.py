@@ -1,0 +1,160 @@
+"""A ring of ranks in which shards rotate: each is used while the next one is in flight.
+
+A round yields every rank's shard, this rank's own included; sums of gradients rotate with it. `exchange`
+sends to any distance. On CUDA hops run on a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from memtune.deferred_init import Piece
+
+_OPS = torch.ops.memtune
+
+
+@dataclass(eq=False)
+class Ring:
+    """The ranks among which a weight rotates, in the order of its shards."""
+
+    group: str
+    ranks: int
+    rank: int
+    in_place: bool
+    mesh: DeviceMesh | None = None
+    """None if weights stay plain tensors, as while a step is recorded."""
+    _stream: torch.cuda.Stream | None = field(default=None, repr=False)
+
+    @property
+    def piece(self) -> Piece:
+        """This rank's shard of a weight."""
+        return Piece(0, self.ranks, self.rank)
+
+    def send(self, shard: Tensor) -> Hop:
+        """Start sending `shard` to the next rank and receiving the shard of the rank before."""
+        arriving = torch.empty_like(shard)
+        return self._beside(
+            shard, arriving, lambda: _OPS.send_next_into_(arriving, shard, self.group, self.ranks)
+        )
+
+    def exchange(self, sent: Tensor | None, arriving: Tensor | None, distance: int) -> Hop:
+        """Start sending `sent` to the rank at `distance`, and receiving from the rank as far before into
+        `arriving`.
+
+        Either may be None, if there is no message in that direction.
+        """
+        return self._beside(
+            sent,
+            arriving,
+            lambda: _OPS.shift_into_(arriving, sent, self.group, distance % self.ranks, self.ranks),
+        )
+
+    def _beside(self, sent: Tensor | None, arriving: Tensor | None, pass_on: Callable[[], None]) -> Hop:
+        here = arriving if sent is None else sent
+        if here is None:
+            return Hop(None, None, None)
+        if here.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(here.device)
+            self._stream.wait_stream(torch.cuda.current_stream(here.device))
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            pass_on()
+            done = None if self._stream is None else self._stream.record_event()
+        return Hop(sent, arriving, done)
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """A message in flight; holds the sent tensor until the send is complete."""
+
+    sent: Tensor | None
+    arriving: Tensor | None
+    done: torch.cuda.Event | None
+
+    def arrived(self) -> Tensor:
+        """Wait, and return the received tensor; this hop must receive one."""
+        self.wait()
+        assert self.arriving is not None
+        return self.arriving
+
+    def wait(self) -> None:
+        """Wait until send and receive are complete."""
+        if self.done is not None:
+            self.done.wait()
+
+
+class RingRound:
+    """The shards of one weight in the order in which they pass this rank, each returned while the next is in
+    flight.
+
+    Args:
+        ring: The ring of ranks.
+        home: This rank's own shard; in place, every shard is written into it.
+        prefetch: Begin with the shard of the rank before and end with the own one (rule 2), instead of
+            beginning with the own one.
+    """
+
+    def __init__(self, ring: Ring, home: Tensor, *, ahead: bool) -> None:
+        self._ring, self._home, self._hop = ring, home, None
+        self._left = ring.ranks if ring.in_place else ring.ranks - 1
+        if ahead:
+            self.next()
+
+    def next(self) -> Tensor:
+        """Return the next shard; the caller must first free the one before."""
+        held = self._arrived()
+        if self._left:
+            self._left -= 1
+            self._hop = self._ring.send(held)
+        return held
+
+    def finish(self) -> None:
+        """Restore the own shard if the ring is in place."""
+        self._arrived()
+
+    _hop: Hop | None
+
+    def _arrived(self) -> Tensor:
+        hop, self._hop = self._hop, None
+        if hop is None:
+            return self._home
+        if not self._ring.in_place:
+            return hop.arrived()
+        self._home.data.copy_(
+            hop.arrived()
+        )  # unseen by autograd, which has saved it: it is home again when that is used
+        return self._home
+
+
+class RingSums:
+    """The sums of a shard's gradient as they pass this rank (rule 2).
+
+    Args:
+        ring: The ring of ranks.
+        mean: Divide the sum of the own shard by the number of ranks.
+    """
+
+    def __init__(self, ring: Ring, *, mean: bool = True) -> None:
+        self._ring, self._left, self._mean = ring, ring.ranks, mean
+        self._hop: Hop | None = None
+
+    def next(self) -> Tensor | None:
+        """Return the received sum for the current shard; None if this rank starts it."""
+        hop, self._hop = self._hop, None
+        return None if hop is None else hop.arrived()
+
+    def add(self, sums: Tensor) -> Tensor:
+        """Send `sums`, to which this rank has added its part, to the next rank; the last one belongs to the
+        own shard and is kept.
+        """
+        self._left -= 1
+        if self._left:
+            self._hop = self._ring.send(sums)
+        elif self._mean:
+            sums.div_(self._ring.ranks)
+        return sums

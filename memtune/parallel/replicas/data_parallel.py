@@ -1,0 +1,138 @@
+"""DistributedDataParallel: the whole model on every rank, gradients averaged bucket by bucket during
+backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from memtune.errors import ApplyError
+from memtune.parallel.ranks import require_ranks
+from memtune.runtime import Context, count_collective
+from memtune.workload import experts_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute in which DDP looks up the names of parameters to ignore."""
+
+
+class Replicas:
+    """Wraps the model of `context` and averages its gradients over all ranks after the last micro-batch.
+
+    Parameters, their names and the optimizer remain the user's own; call `context.loop.runner` instead of the
+    model.
+
+    Args:
+        context: Gets a `runner`, a `sync` and a check.
+        bucket_cap_mb: Gradients are averaged in buckets of about this many MiB.
+        find_unused_parameters: Search the graph for parameters that get no gradient in this step.
+
+    Raises:
+        ApplyError: There is no process group, or the ranks' weights differ.
+    """
+
+    def __init__(self, context: Context, *, bucket_cap_mb: int, find_unused_parameters: bool) -> None:
+        require_ranks(context, "ddp")
+        self._ranks = context.placement.world_size
+        self._averaged_bytes = 0
+        self._model = context.model
+        with _excluded(context):
+            self.wrapper = DistributedDataParallel(
+                context.model,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=find_unused_parameters,
+                init_sync=False,  # the weights are equal already, and the user's are not to be overwritten
+            )
+        # A lambda, because DDP reads a hook's annotations and takes none that are strings. DDP's C++ keeps it
+        # where Python's collector does not look: held by it, the model would never go. The wrapper holds what
+        # it calls.
+        average = weakref.WeakMethod(self._average)
+        self.wrapper.register_comm_hook(None, lambda state, bucket: average()(bucket))  # type: ignore[misc]
+        vars(self.wrapper)["_memtune_replicas"] = self
+        self._whole_bytes = sum(p.nbytes for p in self.wrapper._module_parameters if p.requires_grad)
+        context.loop.runner = self.wrapper
+        context.loop.sync, context.placement.states_average_grads = self._sync, True
+        context.checks["sharding.states"] = self._check
+
+    def _sync(self, last: bool) -> AbstractContextManager[Any]:
+        return self._all_averaged() if last else self.wrapper.no_sync()
+
+    @contextmanager
+    def _all_averaged(self) -> Iterator[None]:
+        """Run the last micro-batch of a step. torch reports only in the next one that buckets were not full,
+        and so not averaged.
+        """
+        before = self._averaged_bytes
+        yield
+        averaged_bytes = self._averaged_bytes - before
+        if averaged_bytes < self._whole_bytes:
+            raise ApplyError(
+                "Some parameters got no gradient in the last micro-batch of this step, and others were not"
+                " averaged with them.",
+                evidence=f"{averaged_bytes} of {self._whole_bytes} bytes of gradients were.",
+                fix="find_unused_parameters: true",
+                code="MT346",
+            )
+
+    def _average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Average one bucket in place, as DDP does, with every byte counted."""
+        whole = bucket.buffer().div_(self._ranks)
+        self._averaged_bytes += whole.nbytes
+        count_collective(
+            dist.distributed_c10d._get_default_group(), 2 * whole.nbytes * (self._ranks - 1) // self._ranks
+        )
+        work = dist.all_reduce(whole, async_op=True)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
+        return averaged
+
+    def _check(self) -> dict[str, Any]:
+        if self.wrapper.module is not self._model:
+            raise ApplyError(
+                "the model is no longer the one that DistributedDataParallel wraps.", code="MT324"
+            )
+        return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
+
+
+def _not_reduced_by_ddp(context: Context) -> list[str]:
+    """Return the modules whose parameters' gradients another component averages."""
+    if context.placement.offload.averages == "experts":
+        return [expert.name for expert in experts_of(context.model, context.blocks)]
+    return context.blocks if context.placement.offload.averages == "blocks" else []
+
+
+@contextmanager
+def _excluded(context: Context) -> Iterator[None]:
+    """Exclude from DDP the parameters whose gradients other mechanisms average, if there are any and DDP has
+    others left.
+    """
+    model: Any = context.model
+    mine = {f"{name}." for name in _not_reduced_by_ddp(context)}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    inside = {name for name in trained if any(name.startswith(block) for block in mine)}
+    if not inside or len(inside) == len(trained):
+        yield
+        return
+    before = vars(model).get(_IGNORED)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, {*(before or ()), *inside})
+    try:
+        yield
+    finally:
+        vars(model).pop(_IGNORED)
+        if before is not None:
+            vars(model)[_IGNORED] = before
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]

@@ -1,0 +1,284 @@
+"""The pass of `parallel.replicas.data_parallel`: DistributedDataParallel's effect on one rank's step, bucket
+by bucket.
+
+Three rules, as in torch's reducer with gradients as views of the buckets:
+
+1. Buckets are filled in the order in which gradients become ready (after the first step), closed when they
+  reach their size, and are never freed.
+2. A gradient is copied into its bucket as soon as autograd has accumulated it, and freed; the optimizer reads
+  the bucket. With several micro-batches that happens in the last one: until then the sums exist in addition
+  to the buckets.
+3. A full bucket is averaged during backward, buckets in order; all are done before backward returns. On the
+  stages of a pipeline all of that follows the last backward (`parallel.replicas.grad_buckets`, rule 4).
+
+With more than two micro-batches the middle ones hold all sums to the end of their backward, while the last
+one frees each when it is copied. If that makes a middle one the larger, the pass holds the sums here too: an
+upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    WRITES,
+    Edit,
+    Kind,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+    columns_of,
+    remembered,
+)
+from memtune.workload import experts_in
+
+
+@dataclass(frozen=True)
+class Replication:
+    """Settings of the averaging of gradients over `ranks` replicas."""
+
+    ranks: int
+    bucket_bytes: int
+    accumulate: int = 1
+    """Micro-batches per step; only the last one averages."""
+    find_unused: bool = False
+    of_blocks: bool = True
+    """True if gradients of the blocks are included; else another component averages them."""
+    of_experts: bool = True
+    """The same for the blocks' experts."""
+    at_end: bool = False
+    """True if buckets are filled when the last backward of a pipeline's step has ended, and not as gradients
+    become ready.
+    """
+    landed: bool = False
+    """True without buckets: each gradient is averaged as soon as it is ready, by the pass that offloads it.
+    """
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """The complete gradient of one parameter of this step, with all its micro-batches."""
+
+    parameter: int
+    storage: int
+    at: int
+    """Op after which it is ready."""
+
+
+@remembered
+def replicate(step: Step, how: Replication) -> Step:
+    """Return `step` as one rank runs it under DDP; `step` itself if no parameter gets a gradient."""
+    if how.landed:
+        edit = Edit(step)
+        return edit.done() if _broadcast_buffers(edit, step, how) else step
+    arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
+    if not arrivals:
+        return step
+    done = _replicated(step, how, arrivals, sums_stay=False)
+    if how.accumulate > 2:
+        bucket_bytes = sum(int(step.storages.bytes[arrival.storage]) for arrival in arrivals)
+        if _backward_peak(step) + bucket_bytes > _backward_peak(done):
+            return _replicated(step, how, arrivals, sums_stay=True)
+    return done
+
+
+def _backward_peak(step: Step) -> int:
+    return int(step.live_bytes()[: np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1] + 1].max())
+
+
+def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_stay: bool) -> Step:
+    edit = Edit(step)
+    _broadcast_buffers(edit, step, how)
+    buckets = _buckets(step, arrivals, how.bucket_bytes)
+    n_bytes = np.asarray(
+        [sum(int(step.storages.bytes[a.storage]) for a in bucket) for bucket in buckets], np.int64
+    )
+    if how.find_unused:
+        n_bytes[-1] += _unused_bytes(step, how)
+    rows = _live_before(edit, n_bytes, Kind.GRADIENT)
+    if how.find_unused:  # which parameters took part: a count of this rank and one of all ranks
+        trainable = sum(p.trainable for p in step.parameters)
+        _live_before(edit, np.full(2, 4 * trainable), Kind.COMMUNICATION)
+    # What runs once per step although it stands in the middle of backward belongs to the boundary.
+    phase = Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY
+    bucket_of = {a.parameter: int(row) for bucket, row in zip(buckets, rows, strict=True) for a in bucket}
+    _copy_in(edit, step, arrivals, bucket_of, phase)
+    _average(edit, how, buckets, rows, n_bytes, phase)
+    if sums_stay:
+        sums = np.asarray([a.storage for a in arrivals if step.storages.producer[a.storage] < 0], np.int32)
+        edit.storages.held_until[sums] = arrivals[-1].at
+    return _rebound(edit, step, how, arrivals, bucket_of)
+
+
+@remembered
+def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
+    """Return the parameters whose gradients another component averages."""
+    blocks = () if of_blocks else np.flatnonzero(columns_of(step.parameters).block >= 0).tolist()
+    experts = () if of_experts else [index for each in experts_in(step) for index in each.parameters]
+    return frozenset((*blocks, *experts))
+
+
+@remembered
+def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
+    """Return gradients in the order in which they become ready; a sum over micro-batches is ready when this
+    one's gradient has been added.
+    """
+    others = _others(step, of_blocks, of_experts)
+    owners = {
+        p.gradient: index
+        for index, p in enumerate(step.parameters)
+        if p.gradient >= 0 and index not in others
+    }
+    added: dict[int, int] = {}
+    adds = (
+        (step.uses.mode == 1)
+        & (step.use_phase < Phase.BOUNDARY)
+        & (step.storages.producer[step.uses.storage] < 0)
+    )
+    for op, storage in zip(step.uses.op[adds].tolist(), step.uses.storage[adds].tolist(), strict=True):
+        added[storage] = op
+    found = []
+    for storage in step.grad_order.tolist():
+        if storage in owners:
+            at = (
+                int(step.storages.grad_ready_after[storage])
+                if step.storages.producer[storage] >= 0
+                else added[storage]
+            )
+            found.append(_Arrival(owners[storage], storage, at))
+    return sorted(found, key=lambda arrival: arrival.at)
+
+
+def _at_end(step: Step) -> list[_Arrival]:
+    """Return gradients in reverse order of registration, all after the last backward."""
+    gradient, end = (
+        columns_of(step.parameters).gradient,
+        int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]),
+    )
+    return [_Arrival(row, int(gradient[row]), end) for row in np.flatnonzero(gradient >= 0)[::-1].tolist()]
+
+
+def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[list[_Arrival]]:
+    """Divide gradients into buckets by rule 1. Dtypes do not mix (item sizes distinguish them); open buckets
+    are closed at the end, in order of their start.
+    """
+    full: list[list[_Arrival]] = []
+    filling: dict[int, list[_Arrival]] = {}
+    filled_bytes: dict[int, int] = {}
+    for arrival in arrivals:
+        itemsize = step.parameters[arrival.parameter].itemsize
+        filling.setdefault(itemsize, []).append(arrival)
+        filled_bytes[itemsize] = filled_bytes.get(itemsize, 0) + int(step.storages.bytes[arrival.storage])
+        if filled_bytes[itemsize] >= bucket_bytes:
+            full.append(filling.pop(itemsize))
+            filled_bytes[itemsize] = 0
+    return sorted([*full, *filling.values()], key=lambda bucket: bucket[0].at)
+
+
+def _unused_bytes(step: Step, how: Replication) -> int:
+    """Return bytes of parameters without a gradient: they have places in the buckets, and zeros are sent."""
+    columns, others = columns_of(step.parameters), _others(step, how.of_blocks, how.of_experts)
+    unused = columns.trainable & (columns.gradient < 0)
+    unused[list(others)] = False
+    return int((columns.numel * columns.itemsize)[unused].sum())
+
+
+def _live_before(edit: Edit, n_bytes: I64, kind: Kind) -> I32:
+    count = len(n_bytes)
+    forever = np.full(count, FOREVER, np.int32)
+    return edit.add_storages(n_bytes, producer=np.full(count, -1, np.int32), kind=kind, held_until=forever)
+
+
+def _copy_in(
+    edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[int, int], phase: Phase
+) -> None:
+    storages = np.asarray([a.storage for a in arrivals], np.int32)
+    after = np.asarray([a.at for a in arrivals], np.int32)
+    copies = edit.add_ops(
+        "aten.copy_.default",
+        after=after,
+        phase=phase,
+        traffic_bytes=2 * step.storages.bytes[storages],
+        call=step.ops.call[after],
+    )
+    edit.add_uses(copies, storages)
+    edit.add_uses(copies, np.asarray([bucket_of[a.parameter] for a in arrivals], np.int32), mode=WRITES)
+    edit.storages.held_until[storages] = -1
+    edit.storages.grad_ready_after[storages] = -1
+
+
+def _average(
+    edit: Edit, how: Replication, buckets: list[list[_Arrival]], rows: I32, n_bytes: I64, phase: Phase
+) -> None:
+    # Rule 3: a bucket that is full early waits for those before it.
+    after = np.maximum.accumulate(np.asarray([bucket[-1].at for bucket in buckets], np.int32))
+    divide = edit.add_ops("aten.div_.Tensor", after=after, phase=phase, traffic_bytes=2 * n_bytes)
+    edit.add_uses(divide, rows, mode=WRITES)
+    reduce = edit.add_ops(
+        "c10d.allreduce_.default",
+        after=after,
+        phase=phase,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=n_bytes,
+        group=how.ranks,
+    )
+    edit.add_uses(reduce, rows, mode=WRITES)
+
+
+def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
+    """Insert the broadcast of the first rank's buffers before the first forward, as one flat message. Return
+    False if there are no buffers.
+    """
+    buffers = np.flatnonzero(
+        (step.storages.kind == Kind.BUFFER)
+        & (step.storages.producer < 0)
+        & (step.storages.tier == Tier.DEVICE)
+    ).astype(np.int32)
+    total = int(step.storages.bytes[buffers].sum())
+    if not total:
+        return False
+    at = step.forward_starts[-1:].astype(np.int32)
+    flat = edit.add_ops("aten.cat.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
+    message = edit.add_storages(np.asarray([total]), producer=flat, kind=Kind.COMMUNICATION)
+    edit.add_uses(np.full(len(buffers), flat[0], np.int32), buffers)
+    send = edit.add_ops(
+        "c10d.broadcast_.default",
+        before=at,
+        phase=Phase.PROLOGUE,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=total,
+        group=how.ranks,
+    )
+    edit.add_uses(send, message, mode=WRITES)
+    back = edit.add_ops("aten.copy_.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
+    edit.add_uses(back, message)
+    edit.add_uses(np.full(len(buffers), back[0], np.int32), buffers, mode=WRITES)
+    return True
+
+
+def _rebound(
+    edit: Edit, step: Step, how: Replication, arrivals: list[_Arrival], bucket_of: dict[int, int]
+) -> Step:
+    """Make the optimizer read the buckets; a gradient made by this micro-batch becomes a temporary."""
+    moved = np.full(step.storages.n, -1, np.int32)
+    for arrival in arrivals:
+        moved[arrival.storage] = bucket_of[arrival.parameter]
+    target = np.where(step.use_phase >= Phase.BOUNDARY, moved[step.uses.storage], -1)
+    edit.set_uses(storage=np.where(target >= 0, target, edit.uses.storage))
+    made = np.asarray([a.storage for a in arrivals if step.storages.producer[a.storage] >= 0], np.int32)
+    edit.storages.kind[made] = Kind.TEMPORARY
+    columns = columns_of(step.parameters)
+    rows = np.asarray(sorted(_others(step, how.of_blocks, how.of_experts)), np.intp)
+    others = columns.gradient[rows][columns.gradient[rows] >= 0]
+    gradient = np.where(np.isin(columns.gradient, others), columns.gradient, -1).astype(np.int32)
+    gradient[list(bucket_of)] = list(bucket_of.values())
+    edit.parameters = replace(columns, gradient=gradient)
+    buckets = np.asarray(sorted(set(bucket_of.values())), np.int32)
+    edit.grad_order = np.concatenate([step.grad_order[np.isin(step.grad_order, others)], buckets])
+    return edit.done()

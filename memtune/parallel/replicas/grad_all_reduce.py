@@ -1,0 +1,111 @@
+"""Replicas that all-reduce each gradient as soon as it is ready, so that it can be offloaded at once: `ddp`
+with gradient offload.
+
+Three rules, which the pass `offload.optimizer.grad_offload_pass` follows:
+
+1. When autograd has accumulated a gradient, it is averaged over all ranks, one message each, and is then
+  ready (`Events.grad_ready`). This happens in every micro-batch, since the sums of micro-batches are on the
+  host; a sum on the device that has been averaged before is equal on all ranks, so averaging it again with
+  the new gradient does not change its earlier part.
+2. Every rank must have every gradient, in each backward: else ranks would average different parameters with
+  each other.
+3. Buffers follow the first rank's, as under DistributedDataParallel (`parallel.replicas.broadcast_buffers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import ApplyError
+from memtune.parallel.ranks import require_ranks
+from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
+from memtune.runtime import BackwardEnd, Context, weakly
+
+
+class AllReduceGrads:
+    """Averages the gradients of the model in `context` one by one, and says when each is there.
+
+    Args:
+        context: Emits `grad_ready` there; gets a `sync` and a check.
+
+    Raises:
+        ApplyError: There is no process group, or the ranks' weights differ.
+    """
+
+    def __init__(self, context: Context) -> None:
+        require_ranks(context, "ddp")
+        group = dist.distributed_c10d._get_default_group()
+        self._name, self._ranks = group.group_name, group.size()
+        self._model = context.model
+        self._parameters = _trained(context.model)
+        self._missing: set[nn.Parameter] = set()
+        self._at_end, self._grad_ready = BackwardEnd(self._ends), context.events.grad_ready
+        self._averaged_bytes = 0
+        self._buffers = BroadcastBuffers(context, group)
+        for parameter in self._parameters:
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._arrived)).remove)
+        self._grad_ready.emit_from(lambda: None)  # the hooks are there in any case
+        context.loop.sync, context.placement.states_average_grads = self._sync, True
+        context.checks["sharding.states"] = self._check
+
+    @contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        yield
+        if last:
+            self._buffers.step_ends()
+
+    @torch.no_grad()
+    def _arrived(self, parameter: Tensor) -> None:
+        """Average a gradient (rule 1)."""
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        if self._at_end.expect():
+            self._missing = set(self._parameters)
+        self._missing.discard(parameter)
+        self._averaged_bytes += parameter.grad.nbytes
+        torch.ops.memtune.all_reduce_(parameter.grad, self._name, self._ranks, "avg")
+        self._grad_ready.emit(parameter)
+
+    def _ends(self) -> None:
+        """Check rule 2 at the end of backward."""
+        missing, self._missing = self._missing, set()
+        require_all_averaged(missing)
+
+    def _check(self) -> dict[str, Any]:
+        if _trained(self._model) != self._parameters:
+            raise ApplyError(
+                "the model's parameters are no longer those whose gradients are averaged.", code="MT324"
+            )
+        return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
+
+
+def require_all_averaged(missing: Collection[nn.Parameter]) -> None:
+    """Raise if a gradient was not averaged: its rank would have averaged different parameters (rule 2).
+
+    Args:
+        missing: Parameters whose gradients were not averaged in this backward.
+
+    Raises:
+        ApplyError: There are some.
+    """
+    if missing:
+        raise ApplyError(
+            f"{len(missing)} parameters got no gradient in this backward.",
+            evidence=(
+                "Ranks average gradients one by one as they land, so every rank must have each of them, every"
+                " time."
+            ),
+            fix="sharding: {states: {kind: fsdp}}, or a model whose ranks use the same parameters",
+            code="MT346",
+        )
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,706 @@
+"""The pass of `parallel.sharding.fsdp_sharding`: FSDP2's effect on one rank's step, buffer by buffer.
+
+Observed by recording FSDP2 (torch 2.13) on fake tensors: a unit's shards are gathered into one buffer, which
+is copied out into the parameters and held until the *next* unit has copied out; backward prefetches one unit;
+the reduce-scatter input is held until the next unit's gradients are ready.
+
+On CUDA all-gathers and reductions have streams of their own: a gather waits, in forward, for the copy-out of
+the unit two before it and in backward for the one before it (`wait_for_unshard`). On CPU compute waits for
+every collective at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from memtune.program import (
+    I32,
+    I64,
+    WRITES,
+    Edit,
+    FsdpUnits,
+    Kind,
+    Mask,
+    Phase,
+    Ragged,
+    Resource,
+    Shards,
+    Step,
+    add_storages,
+    column,
+    columns_of,
+    divided,
+    raw_gradients,
+    shards_of,
+    units_of,
+    waiting_sources,
+)
+
+
+def shard_states(step: Step, how: Sharding) -> Step:
+    """Return `step` as one rank runs it under FSDP2."""
+    units = units_of(step, how.blocks_per_unit)
+    edit = Edit(step)
+    uses = _Redirect(step)
+    if len(units):
+        kept = np.full(len(units), not how.reshard_after_forward)
+        kept[0] |= units.has_root and how.keeps_root
+        secondary = _forward(edit, step, how, units, kept, uses)
+        if not kept.all():
+            _backward(edit, step, how, units, kept, secondary, uses)
+    reduced = reduce_gradients(edit, step, how)
+    edit.set_uses(storage=uses.apply(edit.uses.storage))
+    return _resized(edit, step, how, reduced)
+
+
+class _Redirect:
+    """Redirects uses of a full parameter to its gathered copies: by op range, before the optimizer."""
+
+    def __init__(self, step: Step) -> None:
+        self._rows, self._parameter, self._forward = _parameter_uses(step)
+        # (parameters,) the copies that forward and that backward use.
+        self._in_forward = np.full(len(step.parameters), -1, np.int32)
+        self._in_backward = self._in_forward.copy()
+
+    def to(self, parameters: I32, storages: I32, *, forward: bool) -> None:
+        (self._in_forward if forward else self._in_backward)[parameters] = storages
+
+    def apply(self, use_storage: I32) -> I32:
+        new = np.where(self._forward, self._in_forward[self._parameter], self._in_backward[self._parameter])
+        redirected = use_storage.copy()
+        redirected[self._rows[new >= 0]] = new[new >= 0]
+        return redirected
+
+
+@functools.lru_cache(maxsize=8)
+def _parameter_uses(step: Step) -> tuple[I64, I32, Mask]:
+    """Return the uses of parameters before the optimizer: their rows, the parameter of each, and True for
+    uses in forward.
+    """
+    parameter = step.parameter_of[step.uses.storage]
+    rows = np.flatnonzero((parameter >= 0) & (step.use_phase < Phase.BOUNDARY))
+    return rows, parameter[rows], step.use_phase[rows] == Phase.FORWARD
+
+
+def _forward(
+    edit: Edit, step: Step, how: Sharding, units: FsdpUnits, kept: Mask, uses: _Redirect
+) -> _Secondary | None:
+    """Gather each unit when its forward starts; its buffer is held until the next unit has copied out, the
+    last one to the end.
+    """
+    whole = _whole(step, how, units.parameters)
+    place = np.arange(len(units))
+    when = GatherTiming(np.maximum(place - (how.prefetch or 0), 0), place, units.first_forward)
+    made = gather_units(
+        edit, whole, when, Phase.FORWARD, how.degree, ahead=how.ahead(Phase.FORWARD), stream=how.gather_stream
+    )
+    unit, waiting = _waiting_sources(step, how.blocks_per_unit)
+    edit.hold_through(waiting, _last_at(made, when)[unit])
+    # What stays gathered between forward and backward.
+    edit.hold_through(made.whole, np.where(kept, units.last_backward, units.last_forward)[whole.part])
+    edit.hold_through(made.buffer, np.append(made.copy[1:], step.forward_ends[-1:]))
+    secondary = None
+    if how.group_after_forward < how.degree and not kept.all():
+        divided = ~kept
+        divided[0] &= not units.has_root
+        secondary = _keep(edit, how, made, whole, np.where(divided, units.last_forward, -1).astype(np.int32))
+    uses.to(units.parameters.values, made.whole, forward=True)
+    again = kept[whole.part]
+    uses.to(units.parameters.values[again], made.whole[again], forward=False)
+    return secondary
+
+
+def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
+    """Return (units,) the last op inserted before the forward of each: its own copy-out, or the last
+    prefetching gather issued there.
+    """
+    last = made.copy.copy()
+    ahead = when.issued < when.used
+    last[when.issued[ahead]] = made.gather[ahead]  # of several gathers in one place the last one stays
+    return last
+
+
+def _whole(step: Step, how: Sharding, parameters: Ragged) -> Ragged:
+    """Return bytes of each parameter when gathered, padded to a multiple of the ranks."""
+    return replace(
+        parameters,
+        values=shards_of(columns_of(step.parameters), how.degree).n_bytes[parameters.values] * how.degree,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Secondary:
+    """Shards over groups smaller than the sharding degree that units keep between forward and backward, by
+    parameter.
+    """
+
+    part: I32
+    """(units, parameters) flattened: the storage of each, -1 where there is none."""
+
+
+def _keep(edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_forward: I32) -> _Secondary:
+    """Copy this rank's shard of each parameter when its unit's forward ends, then free the full parameter."""
+    mine = np.flatnonzero(last_forward[whole.part] >= 0)
+    n_bytes = whole.values[mine] // how.group_after_forward
+    copy = edit.add_ops(
+        "aten.clone.default",
+        after=last_forward[whole.part[mine]],
+        phase=Phase.FORWARD,
+        traffic_bytes=2 * n_bytes,
+    )
+    parts = np.full(len(whole.values), -1, np.int32)
+    parts[mine] = edit.add_storages(n_bytes, producer=copy, kind=Kind.COMMUNICATION)
+    edit.add_uses(copy, made.whole[mine])
+    return _Secondary(parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
+    """Return units whose forward starts with a copy to the host, and the storages that the copy before it
+    holds until then, pair by pair.
+    """
+    return waiting_sources(step, units_of(step, blocks_per_unit).first_forward)
+
+
+def _backward(
+    edit: Edit,
+    step: Step,
+    how: Sharding,
+    units: FsdpUnits,
+    kept: Mask,
+    secondary: _Secondary | None,
+    uses: _Redirect,
+) -> None:
+    """Gather again, by default with a prefetch of one unit: the buffer is filled when the backward of the
+    next unit (in forward order) starts.
+    """
+    order = np.arange(len(units))[::-1]
+    if units.has_root:  # its backward begins where the model's does
+        order = np.concatenate([order[-1:], order[:-1]])
+    starts, place = units.first_backward[order], np.arange(len(order))
+    order, place = order[~kept[order]], place[~kept[order]]
+    early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)
+    when = GatherTiming(early, place, starts)
+    parameters = units.parameters.picked(order)
+    whole = _whole(step, how, parameters)
+    groups = np.where((order == 0) & units.has_root, how.degree, how.group_after_forward)
+    made = gather_units(
+        edit, whole, when, Phase.BACKWARD, groups, ahead=how.ahead(Phase.BACKWARD), stream=how.gather_stream
+    )
+    edit.hold_through(made.whole, units.last_backward[order][whole.part])
+    uses.to(parameters.values, made.whole, forward=False)
+    if secondary is not None:
+        parts = Ragged(secondary.part, units.parameters.count).picked(order)
+        there = parts.values >= 0
+        edit.hold_through(parts.values[there], made.copy[parts.part[there]])
+
+
+def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Step:
+    """Resize parameters, state and the optimizer's temporaries to shards; the optimizer reads the sharded
+    gradients.
+    """
+    columns, mine = columns_of(step.parameters), reduced.of.parameters
+    shards = shards_of(columns, how.degree)
+    raw = reduced.of.raw[reduced.of.raw >= 0]
+    # Between the first and the last micro-batch whole sums all stay to the end: with three and more an upper
+    # end.
+    end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
+    edit.storages.held_until[raw] = int(end) if how.sums == "whole" and how.micro_batches > 2 else -1
+    edit.storages.kind[raw] = Kind.TEMPORARY
+    rows, owner = divided(step)
+    ratio = shards.numel / np.maximum(columns.numel, 1)
+    edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
+    edit.storages.bytes[raw] = step.storages.bytes[raw]
+    gradient = np.full(len(columns.gradient), -1, np.int32)
+    if reduced.of.accumulated:
+        edit.drop_ops(_whole_sums(step))
+    if reduced.of.accumulated and how.sums == "further":
+        sums = columns.gradient[columns.gradient >= 0]
+        edit.storages.bytes[sums], edit.storages.held_until[sums] = 0, -1
+    if reduced.of.accumulated and how.sums == "shards":
+        joined = _sums_by_unit(edit, columns.gradient, mine)
+        edit.set_uses(storage=joined[edit.uses.storage])
+        gone = np.flatnonzero(joined[: step.storages.n] != np.arange(step.storages.n))
+        np.add.at(edit.storages.bytes, joined[gone], edit.storages.bytes[gone])
+        edit.storages.bytes[gone] = 0
+        gradient[columns.gradient >= 0] = joined[columns.gradient[columns.gradient >= 0]]
+        landing = edit.grad_order
+    else:
+        taken, landing = reduced.taken[mine.part], reduced.taken
+        gradient[mine.values] = taken
+        moved = np.full(step.storages.n, -1, np.int32)
+        moved[columns.gradient[mine.values]] = taken
+        later = _uses_after_backward(step)
+        target = moved[step.uses.storage[later]]
+        edit.set_uses(storage=edit.uses.storage.copy())
+        edit.uses.storage[later[target >= 0]] = target[target >= 0]
+        edit.hold_through(reduced.taken, np.full(len(reduced.taken), step.ops.n - 1, np.int32))
+    edit.grad_order = landing
+    edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel)
+    return edit.done()
+
+
+@functools.lru_cache(maxsize=8)
+def _uses_after_backward(step: Step) -> I64:
+    """Return rows of the uses by ops that run once per step, after backward."""
+    return np.flatnonzero(step.use_phase >= Phase.BOUNDARY)
+
+
+def _whole_sums(step: Step) -> Mask:
+    """Return (n,) ops of later micro-batches that add an unsharded gradient: sums are sharded, and are added
+    to after the reduction.
+    """
+    gradient = np.zeros(step.storages.n + 1, bool)  # the last entry serves "none"
+    gradient[columns_of(step.parameters).gradient[raw_gradients(step) >= 0]] = True
+    adds = (step.uses.mode == 1) & gradient[step.uses.storage] & (step.use_phase < Phase.BOUNDARY)
+    adds &= step.storages.producer[step.uses.storage] < 0
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[step.uses.op[adds]] = True
+    return dropped
+
+
+def _sums_by_unit(edit: Edit, gradient: I32, parameters: Ragged) -> I32:
+    """Return, by storage, the one that holds its bytes: the gradients of a unit, and their sums, are views of
+    one storage.
+    """
+    joined = np.arange(edit.n_storages, dtype=np.int32)
+    joined[gradient[parameters.values]] = gradient[parameters.values[parameters.starts]][parameters.part]
+    return joined
+
+
+# All-gathers of units of parameters in a step: how far ahead of their use they stand, and the buffers they
+# fill.
+@dataclass(frozen=True, eq=False)
+class GatheredUnit:
+    """Results of all-gathers: (units,) buffers, gathers and copy-out ops, and the full parameters by unit."""
+
+    buffer: I32
+    gather: I32
+    copy: I32
+    whole: I32
+
+
+@dataclass(frozen=True, eq=False)
+class GatherTiming:
+    """Timing of gathers: (units,) places in the order in which compute reaches the units, and (places,) the
+    op of each.
+    """
+
+    issued: I64
+    """Place at which the gather is issued …"""
+    used: I64
+    """… and at which the unit is copied out."""
+    op: I32
+
+    def starts(self, count: I64) -> tuple[I64, I64]:
+        """Return (units,) first rows: of the two rows of each gather, and of the `count` + 1 rows of each
+        copy-out.
+
+        A prefetching gather is inserted after the copy-out of the unit at its place.
+        """
+        units, early = np.arange(len(count)), self.issued < self.used
+        keys = (np.concatenate([units, units]), np.concatenate([2 * early, np.ones_like(units)]))
+        order = np.lexsort((*keys, np.concatenate([self.issued, self.used])))
+        size = np.concatenate([np.full(len(count), 2), count + 1])
+        start = np.empty_like(size)
+        start[order] = np.cumsum(size[order]) - size[order]
+        return start[: len(count)], start[len(count) :]
+
+
+def gather_units(
+    edit: Edit, whole: Ragged, when: GatherTiming, phase: Phase, group: int | I64, *, ahead: int, stream: int
+) -> GatheredUnit:
+    """Gather units from `group` ranks each and copy them out into full parameters.
+
+    Args:
+        edit: Edit of the step.
+        whole: Bytes of the parameters of each unit; its ops: a buffer, the all-gather; an allocation per
+            parameter, the copy-out.
+        when: Places of gathers and copy-outs.
+        phase: Phase of all inserted ops.
+        group: Ranks that hold a shard each.
+        ahead: Prefetch distance of a gather on the link's own stream (`Ops.prefetch`).
+        stream: Stream of the gathers.
+    """
+    sums, before, copied_before = whole.sums(), when.op[when.issued], when.op[when.used]
+    make, first = when.starts(whole.count)
+    gather, allocate, copy = make + 1, whole.places(first), first + whole.count
+    n_ops = len(whole.values) + 3 * len(sums)
+    rows = edit.add_ops(
+        column(
+            n_ops,
+            np.int32,
+            (make, edit.name_id("aten.empty.memory_format")),
+            (gather, edit.name_id("memtune.all_gather_into_.default")),
+            (allocate, edit.name_id("memtune.allocate")),
+            (copy, edit.name_id("fsdp.split_with_sizes_copy.default")),
+        ),
+        before=column(
+            n_ops,
+            np.int32,
+            (make, before),
+            (gather, before),
+            (allocate, copied_before[whole.part]),
+            (copy, copied_before),
+        ),
+        phase=phase,
+        resource=column(
+            n_ops,
+            np.uint8,
+            (make, Resource.NOTHING),
+            (gather, Resource.INTRA_LINK),
+            (allocate, Resource.NOTHING),
+            (copy, 0),
+        ),
+        traffic_bytes=column(n_ops, np.int64, (gather, sums), (copy, 2 * sums)),
+        group=column(n_ops, np.int32, (gather, group)),
+        stream=column(n_ops, np.uint8, (gather, stream)),
+        prefetch=column(n_ops, np.uint8, (gather, ahead)),
+    )
+    # Storages of a unit: its buffer, the whole parameters.
+    buffer = whole.starts + np.arange(len(make))
+    inside = whole.places(buffer + 1)
+    storages = add_storages(
+        edit,
+        [
+            (buffer, rows[make], sums, Kind.COMMUNICATION),
+            (inside, rows[allocate], whole.values, Kind.COMMUNICATION),
+        ],
+    )
+    made = GatheredUnit(storages[buffer], rows[gather], rows[copy], storages[inside])
+    edit.add_uses(rows[gather], made.buffer)
+    edit.add_uses(rows[gather], made.buffer, mode=WRITES)
+    edit.add_uses(made.copy, made.buffer)
+    edit.add_uses(made.copy[whole.part], made.whole, mode=WRITES)
+    return made
+
+
+# FSDP2's reductions of gradients, unit by unit: what is packed, sent and added up, and the buffers it takes.
+NOTHING = Resource.NOTHING
+
+
+@dataclass(frozen=True, eq=False)
+class Reductions:
+    """The units whose gradients are reduced, in the order in which their backwards end, and their
+    gradients.
+    """
+
+    parameters: Ragged
+    after: I32
+    """(units,) last op of each unit's backward."""
+    raw: I32
+    """(parameters,) the storage of this micro-batch's gradient, not of the sum over micro-batches; -1: none.
+    """
+    sums: Ragged
+    """Existing sums of earlier micro-batches: rows of the parameters, by unit."""
+    accumulated: bool
+
+
+@functools.lru_cache(maxsize=8)
+def _reductions(step: Step, blocks_per_unit: int, kept: Sums) -> Reductions:
+    units, gradient = units_of(step, blocks_per_unit), columns_of(step.parameters).gradient
+    raw = gradient if kept == "whole" else raw_gradients(step)
+    # What a hook makes of a gradient belongs to no block, and comes when autograd puts it in place.
+    made = np.where(raw >= 0, step.storages.producer[raw], -1)[units.parameters.values]
+    after = units.last_backward.copy()
+    np.maximum.at(after, units.parameters.part, made)
+    order = np.argsort(after, kind="stable")
+    parameters = units.parameters.picked(order)
+    parameters = parameters.where(raw[parameters.values] >= 0)
+    used = np.flatnonzero(parameters.count)
+    parameters = parameters.picked(used)
+    sums = parameters.where((step.storages.producer[gradient[parameters.values]] < 0) & (kept == "shards"))
+    accumulated = bool(((raw >= 0) & (raw != gradient)).any())
+    return Reductions(parameters, after[order][used], raw, sums, accumulated)
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedUnit:
+    """Results of the reductions by unit, and the sharded gradients."""
+
+    of: Reductions
+    taken: I32
+
+
+@dataclass(frozen=True, eq=False)
+class _Messages:
+    """Sizes and units of the messages of the reductions."""
+
+    n_bytes: I64
+    """(units,) bytes of a shard in the gradients' own dtype."""
+    sent: I64
+    """(units,) bytes of a shard in the dtype of the message."""
+    averaged: I64
+    """Units at whose reduction an all-reduce between replicas runs."""
+    cast: I64
+    """Units whose gradients are cast for the message."""
+
+
+@dataclass(frozen=True, eq=False)
+class _ReductionOps:
+    """The ops of the reductions: one per unit, averaged unit, cast unit or sum."""
+
+    make: I32
+    pack: I32
+    take: I32
+    reduce: I32
+    exchange: I32
+    cast: I32
+    add: I32
+    last: I32
+    """(units,) the last op of each unit."""
+
+
+def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
+    """Reduce-scatter each unit after its backward, and add the result to the sums of the earlier
+    micro-batches.
+    """
+    of, shards = (
+        _reductions(step, how.blocks_per_unit, how.sums),
+        shards_of(columns_of(step.parameters), how.degree),
+    )
+    if not len(of.after):
+        return ReducedUnit(of, np.empty(0, np.int32))
+    mine = of.parameters
+    n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
+    sent = _in_type(step, mine, n_bytes, how)
+    messages = _Messages(n_bytes, sent, _averaged(how, len(of.after)), _cast_units(step, mine, how))
+    rows = _insert(edit, how, of, shards, messages)
+    given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows)
+    raw, averaged = of.raw[mine.values], messages.averaged
+    edit.add_uses(rows.pack[mine.part], raw)
+    edit.add_uses(rows.pack, given, mode=WRITES)
+    edit.add_uses(rows.reduce, given)
+    edit.add_uses(rows.reduce, taken, mode=WRITES)
+    edit.add_uses(rows.exchange, _averages(step, of, taken, how)[averaged - how.two_hop], mode=WRITES)
+    if len(rows.cast):
+        edit.add_uses(rows.cast, taken[messages.cast])
+        taken = taken.copy()
+        taken[messages.cast] = edit.add_storages(
+            n_bytes[messages.cast], producer=rows.cast, kind=Kind.GRADIENT
+        )
+    edit.add_uses(rows.add, taken[of.sums.part])
+    edit.add_uses(
+        rows.add, columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mode=WRITES
+    )
+
+    # The function that reduces still names the last gradient of its loop, and its buffers, when it has added
+    # to the sums.
+    edit.hold_through(
+        np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([rows.last, rows.last])
+    )
+    edit.hold_through(given[:-1], of.after[1:])
+    end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
+    for op in rows.last[of.after == end].tolist():
+        edit.hold_to_the_end_of_backward(op)
+    if how.replicas > 1 and how.two_hop:
+        _average_the_last(edit, step, how, int(sent[-1]), _averages(step, of, taken, how)[-1:])
+    return ReducedUnit(of, taken)
+
+
+def _insert(edit: Edit, how: Sharding, of: Reductions, shards: Shards, messages: _Messages) -> _ReductionOps:
+    """Insert the ops.
+
+    Per unit: a buffer, the copy-in, the sharded gradient, the reduce-scatter, the all-reduce between replicas
+    if there are any, a cast if the message had another dtype, an addition for each sum. In two hops the
+    all-reduce is over the sums of the unit before.
+    """
+    n_bytes, sent, averaged = messages.n_bytes, messages.sent, messages.averaged
+    per_unit = of.sums.count + 4
+    per_unit[averaged] += 1
+    per_unit[messages.cast] += 1
+    make = np.cumsum(per_unit) - per_unit
+    pack, take, reduce, exchange = make + 1, make + 2, make + 3, make[averaged] + 4
+    end = make + per_unit
+    cast, add = (end - of.sums.count - 1)[messages.cast], of.sums.places(end - of.sums.count)
+    n_ops = int(per_unit.sum())
+    streams = how.reduce_streams
+    names = [
+        (make, "aten.empty.memory_format"),
+        (pack, "fsdp.chunk_cat.default"),
+        (take, "aten.empty.memory_format"),
+        (reduce, "memtune.reduce_scatter_into_.default"),
+        (exchange, "memtune.all_reduce_.default"),
+        (cast, "aten._to_copy.default"),
+        (add, "aten.add_.Tensor"),
+    ]
+    rows = edit.add_ops(
+        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
+        after=np.repeat(of.after, per_unit),
+        phase=column(n_ops, np.uint8, (slice(None), how.reduce_phase), (exchange, how.average_phase)),
+        resource=column(
+            n_ops,
+            np.uint8,
+            (make, NOTHING),
+            (take, NOTHING),
+            (reduce, Resource.INTRA_LINK),
+            (exchange, how.between_copies),
+        ),
+        traffic_bytes=column(
+            n_ops,
+            np.int64,
+            (pack, (n_bytes + sent) * how.degree),
+            (reduce, sent * how.degree),
+            (exchange, sent[averaged - how.two_hop]),
+            (cast, (n_bytes + sent)[messages.cast]),
+            (add, 3 * shards.n_bytes[of.sums.values]),
+        ),
+        group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
+        stream=column(
+            n_ops,
+            np.uint8,
+            (reduce, streams[0]),
+            (exchange, streams[1]),
+            (cast, streams[how.replicas > 1]),
+            (add, streams[how.replicas > 1]),
+        ),
+    )
+    return _ReductionOps(*(rows[place] for place in (make, pack, take, reduce, exchange, cast, add, end - 1)))
+
+
+def _cast_units(step: Step, parameters: Ragged, how: Sharding) -> I64:
+    """Return the units whose gradients are cast for the message."""
+    itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]]
+    return np.flatnonzero(itemsize != (how.reduce_itemsize or itemsize))
+
+
+def _in_type(step: Step, parameters: Ragged, n_bytes: I64, how: Sharding) -> I64:
+    """Return (units,) `n_bytes` of gradients in the dtype of the message."""
+    itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]].astype(np.int64)
+    travelling: I64 = n_bytes // itemsize * (how.reduce_itemsize or itemsize)
+    return travelling
+
+
+def _averaged(how: Sharding, units: int) -> I64:
+    """Return the units at whose reduction an all-reduce between replicas runs: the unit itself, or in two
+    hops the unit before it.
+    """
+    return np.arange(int(how.two_hop), units) if how.replicas > 1 else np.arange(0)
+
+
+def _averages(step: Step, of: Reductions, taken: I32, how: Sharding) -> I32:
+    """Return (units,) the storage that is averaged: the unit's shard, or in two hops the sums to which the
+    shard was added.
+    """
+    sums = columns_of(step.parameters).gradient[of.parameters.values[of.parameters.starts]]
+    return np.where(of.sums.count > 0, sums, taken) if how.two_hop else taken
+
+
+def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums: I32) -> None:
+    """In two hops, average the last unit, which no other follows, when backward ends."""
+    row = edit.add_ops(
+        "memtune.all_reduce_.default",
+        after=np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1:].astype(np.int32),
+        phase=how.average_phase,
+        resource=how.between_copies,
+        traffic_bytes=n_bytes,
+        group=how.replicas,
+        stream=how.reduce_streams[1],
+    )
+    edit.add_uses(row, sums, mode=WRITES)
+    edit.hold_to_the_end_of_backward(int(row[0]))
+
+
+def _reduction_buffers(
+    edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, sent: I64, rows: _ReductionOps
+) -> tuple[I32, I32]:
+    """Return the input and output buffers of each unit's reduction; `sent`: (units,) bytes of a shard in the
+    message.
+    """
+    bytes_of = shards.n_bytes[parameters.values]
+    place = (4 if how.stages_messages else 2) * np.arange(len(rows.make))
+    parts = [
+        (place, rows.make, sent * how.degree, Kind.COMMUNICATION),
+        (place + 1, rows.take, sent, Kind.GRADIENT),
+    ]
+    if how.stages_messages:
+        # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
+        uneven = replace(parameters, values=bytes_of * shards.uneven[parameters.values]).sums()
+        parts += [
+            (place + 2, rows.pack, uneven * how.degree, Kind.WORKSPACE),
+            (place + 3, rows.reduce, sent * how.degree, Kind.WORKSPACE),
+        ]
+    storages = add_storages(edit, parts)
+    return storages[place], storages[place + 1]
+
+
+# How the model state is divided: what the passes of FSDP2's gathers and reductions go by.
+_COMPUTE_STREAM, _REDUCE_STREAM, _REPLICA_STREAM = 1, 2, 3
+
+Sums = Literal["shards", "whole", "further"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Settings of the sharding: `degree` ranks share a copy of the model, `replicas` copies exist."""
+
+    degree: int
+    replicas: int = 1
+    reshard_after_forward: bool | int = True
+    """True frees a unit's parameters between forward and backward; a number keeps them sharded over groups of
+    that many ranks.
+    """
+    blocks_per_unit: int = 1
+    keeps_root: bool = True
+    """True keeps the root unit (parameters in no block) gathered between forward and backward."""
+    prefetch: int | None = None
+    """Units prefetched; None: FSDP2's default, none in forward and one in backward."""
+    reduce_itemsize: int | None = None
+    """Bytes per gradient element in a message; None: as in the gradient."""
+    replicas_across_nodes: bool = False
+    """True if the ranks that hold the same shard are on different nodes, each with a network card of its own.
+    """
+    stages_messages: bool = False
+    """True if reductions first copy their whole message and compute waits for collectives, as with gloo on
+    CPU.
+    """
+    two_hop: bool = False
+    """True if gradients are averaged between replicas once per step, not in every micro-batch."""
+    sums: Sums = "shards"
+    """Sums that micro-batches accumulate: shards; unsharded gradients, reduced in the last micro-batch; or
+    none, if shards are divided further in every micro-batch.
+    """
+    micro_batches: int = 1
+    """Micro-batches per step."""
+
+    @property
+    def between_copies(self) -> Resource:
+        """The link between ranks that hold the same shard."""
+        return Resource.INTER_LINK if self.replicas_across_nodes else Resource.INTRA_LINK
+
+    @property
+    def average_phase(self) -> Phase:
+        """Ops that run once per step belong to the boundary, although they are issued inside backward."""
+        return Phase.BOUNDARY if self.two_hop else self.reduce_phase
+
+    @property
+    def reduce_phase(self) -> Phase:
+        """Phase of the reductions; unsharded sums are reduced once per step."""
+        return Phase.BOUNDARY if self.sums == "whole" and self.micro_batches > 1 else Phase.BACKWARD
+
+    @property
+    def reduce_streams(self) -> tuple[int, int]:
+        """Streams of the reductions inside a group and between replicas."""
+        return (
+            (_COMPUTE_STREAM, _COMPUTE_STREAM) if self.stages_messages else (_REDUCE_STREAM, _REPLICA_STREAM)
+        )
+
+    @property
+    def gather_stream(self) -> int:
+        """Stream of the gathers: they wait only for the link, or compute waits for them."""
+        return _COMPUTE_STREAM if self.stages_messages else 0
+
+    @property
+    def group_after_forward(self) -> int:
+        """Ranks over which a unit is sharded between its forward and its backward."""
+        return self.degree if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+
+    def ahead(self, phase: Phase) -> int:
+        """How far a gather runs ahead of compute on the link's own stream (`Ops.prefetch`)."""
+        if self.stages_messages:
+            return 0
+        return 1 if phase == Phase.BACKWARD else 2 if self.prefetch else 3

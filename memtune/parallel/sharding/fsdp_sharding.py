@@ -1,0 +1,377 @@
+"""FSDP2: parameters, gradients and optimizer state sharded over ranks, with the user's optimizer rebound to
+the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtune.deferred_init import fill_shards
+from memtune.errors import ApplyError
+from memtune.parallel.ranks import (
+    PARTS,
+    SeamAllGather,
+    SeamAllReduce,
+    SeamReduceScatter,
+    ShardMeshes,
+    allow_nested_collectives,
+    require_ranks,
+    set_full_specs,
+    shard_like,
+    shard_meshes,
+    unwrap_dtensors,
+)
+from memtune.parallel.sharding.fsdp_patches import OncePerStep, go_on_after_errors, reduce_same_parameters
+from memtune.runtime import Context, local
+
+
+@cache
+def _meshes(device_type: str, replicas: int, degree: int, group: int) -> tuple[DeviceMesh | None, DeviceMesh]:
+    if replicas == 1:
+        return None, init_device_mesh(device_type, (degree,), mesh_dim_names=("shard",))
+    whole = init_device_mesh(device_type, (replicas, degree), mesh_dim_names=("copies", "shard"))
+    return whole["copies"], whole["shard"]
+
+
+def meshes(device_type: str, degree: int) -> tuple[DeviceMesh | None, DeviceMesh]:
+    """Return the replicas' mesh (None for one copy) and the mesh of the `degree` ranks that share this rank's
+    copy.
+
+    Made once per process group, with real tensors also in a dry run.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    with _disable_current_modes():
+        return _meshes(device_type, dist.get_world_size() // degree, degree, id(default))
+
+
+@cache
+def _grid(device_type: str, sizes: tuple[tuple[str, int], ...], group: int) -> DeviceMesh:
+    names, numbers = zip(*sizes, strict=True)
+    return init_device_mesh(device_type, numbers, mesh_dim_names=names)
+
+
+def grid(device_type: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """Return all ranks as a mesh of these dimensions (name, size), the last one of consecutive ranks; cached
+    per process group.
+    """
+    with _disable_current_modes():
+        return _grid(device_type, sizes, id(dist.distributed_c10d._get_default_group()))
+
+
+@cache
+def _smaller_groups(device_type: str, replicas: int, degree: int, size: int, group: int) -> HSDPMeshInfo:
+    names = ("copies", "groups", "sharers")
+    mesh = init_device_mesh(device_type, (replicas, degree // size, size), mesh_dim_names=names)
+    return HSDPMeshInfo(mesh["groups", "sharers"], shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def forget_meshes() -> None:
+    """Clear the caches; call it when the process group is destroyed, since the next one may have the same
+    `id`.
+    """
+    _meshes.cache_clear()
+    _grid.cache_clear()
+    _smaller_groups.cache_clear()
+
+
+def shard(
+    context: Context,
+    *,
+    degree: int,
+    reshard_after_forward: bool | int,
+    blocks_per_unit: int,
+    keep_root: bool = True,
+    prefetch: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    two_hop: bool = False,
+    kind: str = "fsdp",
+    sharers: ShardMeshes | None = None,
+) -> None:
+    """Shard the model of `context` over `degree` ranks (replicated over the others) and rebind its optimizer.
+
+    Args:
+        context: Model and optimizer, changed in place.
+        degree: Ranks that share one copy of the model state; divides the number of ranks.
+        reshard_after_forward: Free a unit's parameters between forward and backward; a number keeps a copy
+            sharded over groups of that many consecutive ranks, which backward gathers.
+        blocks_per_unit: Blocks gathered together; parameters in no block form the root unit, gathered once
+            per step.
+        keep_root: Keep the root unit gathered between forward and backward regardless of
+            `reshard_after_forward`.
+        prefetch: Units to prefetch; None: FSDP2's default.
+        reduce_dtype: Dtype in which gradients are reduced; None: their own.
+        two_hop: Average gradients between replicas in the last micro-batch only.
+        kind: Kind of the technique, for messages.
+        sharers: The `degree` ranks that share parameters if other states are sharded further: the caller
+            averages between replicas and rebinds the optimizer.
+
+    Raises:
+        ApplyError: There is no process group, its size is no multiple of `degree`, `degree` is no proper
+            multiple of the number in `reshard_after_forward`, the ranks' weights differ, or the model is
+            compiled as a whole.
+    """
+    placement = context.placement
+    require_ranks(context, kind)
+    _require_shardable(context, degree, reshard_after_forward, kind, alone=sharers is None)
+    before = dict(context.model.named_parameters())
+    grid = sharers or (shard_meshes(context, degree) if placement.model_parallel_size > 1 else None)
+    copies, mesh = meshes(context.device.type, degree) if grid is None else (grid.copies, grid.sharers)
+    in_stages = placement.remote_parameters is not None
+    wholes = unwrap_dtensors(context.model) if placement.model_parallel_size > 1 and not in_stages else {}
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": bool(reshard_after_forward),
+        "mp_policy": policy,
+    }
+    units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
+    for names in units:
+        modules = [context.model.get_submodule(name) for name in names]
+        fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+    # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a
+    # gather. In a stage other micro-batches come in between.
+    frees_root = bool(reshard_after_forward) and (in_stages or not keep_root)
+    fully_shard(
+        context.model, **{**arguments, "reshard_after_forward": frees_root}, ignored_params=_absent(context)
+    )
+    fill_shards(context.model)
+    if grid is not None and placement.model_parallel_size > 1 and not in_stages:
+        allow_nested_collectives(grid.both)
+        for module in context.model.modules():
+            if isinstance(module, FSDPModule) and _gathers(module):
+                set_full_specs(module._get_fsdp_state()._fsdp_param_group, wholes, grid.both)
+    if not isinstance(reshard_after_forward, bool):
+        _reshard_to_groups(context, degree, reshard_after_forward)
+    if (
+        prefetch is not None or in_stages
+    ):  # FSDP2's own way is to go back through all forwards that have no backward yet
+        ahead = (prefetch, prefetch) if prefetch is not None else (0, 1)
+        _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], *ahead)
+    for module in context.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(SeamAllGather())
+            module.set_custom_reduce_scatter(SeamReduceScatter())
+    reduce_same_parameters(context, (module for module, _ in units_of(context.model)))
+    if not in_stages:
+        go_on_after_errors(context)
+    placement.states_average_grads = True
+    if copies is not None:
+        _average_copies(context, copies, two_hop)
+    if in_stages:
+        shard_stage(context, mesh.get_group(), keeps=not reshard_after_forward)
+    elif sharers is None and grid is None and not (copies is not None and two_hop):
+        context.events.grad_ready.emit_from(partial(_emit_grad_ready, context))
+    if sharers is None:
+        rebind(context.optimizer, before, dict(context.model.named_parameters()))
+    context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def _require_shardable(
+    context: Context, degree: int, reshard_after_forward: bool | int, kind: str, *, alone: bool
+) -> None:
+    """Refuse again what `fits` refuses: a config may be written by hand."""
+    placement = context.placement
+    pipeline: Any = context.loop.pipeline
+    if pipeline is not None:
+        pipeline.require_divisible(kind)
+    if placement.model_parallel_size > 1 and alone and not isinstance(reshard_after_forward, bool):
+        raise ApplyError(
+            "reshard_after_forward to smaller groups does not work where ranks have parts of layers.",
+            evidence=f"Ranks that share a part are {placement.model_parallel_size} apart.",
+            fix="reshard_after_forward: true",
+            code="MT315",
+        )
+    if placement.data_parallel_size % degree:
+        raise ApplyError(
+            f"{placement.data_parallel_size} ranks cannot be put into equal groups of {degree}, as {kind} is"
+            " asked to.",
+            fix=f"groups of {_divisor(placement.data_parallel_size, degree)}",
+            code="MT321",
+        )
+    if not isinstance(reshard_after_forward, bool) and (
+        not 1 < reshard_after_forward < degree or degree % reshard_after_forward
+    ):
+        raise ApplyError(
+            f"reshard_after_forward={reshard_after_forward} is no proper divisor of the {degree} ranks that"
+            " share the model.",
+            fix="a proper divisor of them, or true",
+            code="MT321",
+        )
+
+
+def _reshard_to_groups(context: Context, degree: int, size: int) -> None:
+    """Set what `fully_shard(reshard_after_forward=size)` sets, with one mesh for all units, made outside of
+    dispatch modes.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    with _disable_current_modes():
+        smaller = _smaller_groups(
+            context.device.type, context.placement.world_size // degree, degree, size, id(default)
+        )
+    root: Any = context.model
+    for module, parameters in units_of(context.model):
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        if not parameters or module is root:
+            continue
+        group.post_forward_mesh_info = smaller
+        for each in group.fsdp_params:
+            each.post_forward_mesh_info = smaller
+            each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
+    # A forward that no backward follows leaves the copies in place of the shards: an optimizer's step would
+    # not reach them.
+    context.model.register_forward_hook(_drop_copies)
+
+
+def _drop_copies(model: nn.Module, args: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        for module, _ in units_of(model):
+            module.reshard()
+
+
+def _absent(context: Context) -> set[nn.Parameter] | None:
+    """Return the placeholders of other stages' parameters."""
+    if context.placement.remote_parameters is None:
+        return None
+    return {p for name, p in context.model.named_parameters() if name in context.placement.absent}
+
+
+def _prefetch(model: Any, blocks: list[nn.Module], forward: int, depth: int) -> None:
+    """Make every unit, once it is gathered, prefetch the next `forward` units in forward and `depth` units in
+    backward.
+    """
+    units: list[FSDPModule] = [
+        each for each in (model, *blocks) if isinstance(each, FSDPModule) and _gathers(each)
+    ]
+    root = int(units[0] is model)
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
+        before = (
+            units[max(place - depth, root) : place]
+            if place or not root
+            else units[max(len(units) - depth, 1) :]
+        )
+        # An empty list would mean FSDP2's own way: a unit that is there already asks for nothing.
+        unit.set_modules_to_backward_prefetch(before[::-1] or [unit])
+
+
+def _gathers(module: FSDPModule) -> bool:
+    return module._get_fsdp_state()._fsdp_param_group is not None
+
+
+def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None:
+    """Register hooks that average between replicas: FSDP2's own all-reduce on 2-D meshes bypasses the
+    seam.
+    """
+    once = OncePerStep(copies.get_group())
+    for module, unit in units_of(context.model):
+        module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
+    if (
+        two_hop and context.loop.pipeline is not None
+    ):  # the last micro-batch of a stage is no moment of its own
+        context.loop.pipeline.reduce = once.at_end(unit for _, unit in units_of(context.model))  # type: ignore[attr-defined]
+    elif two_hop:
+        context.loop.sync = once.sync
+
+
+def _emit_grad_ready(context: Context) -> None:
+    """Emit `grad_ready` from FSDP2's hooks, which run when a shard's gradient is reduced and accumulated."""
+    for parameter in context.model.parameters():
+        if parameter.requires_grad:
+            context.undo.callback(
+                parameter.register_post_accumulate_grad_hook(context.events.grad_ready.emit).remove
+            )
+
+
+def units_of(model: nn.Module) -> Iterator[tuple[FSDPModule, tuple[nn.Parameter, ...]]]:
+    """Yield FSDP2's modules, each with the sharded parameters that are gathered and reduced with it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield module, tuple(each.sharded_param for each in group.fsdp_params) if group is not None else ()
+
+
+def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+    """Make the same optimizer object update `after` instead of `before`, with its state sharded in the same
+    way.
+    """
+    new_of = {old: after[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
+    for old, new in new_of.items():
+        state = optimizer.state.pop(old, None)
+        if state is not None:
+            optimizer.state[new] = {name: _sharded_like(value, old, new) for name, value in state.items()}
+
+
+def _sharded_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
+    if (
+        isinstance(value, Tensor)
+        and value.shape == old.shape
+        and isinstance(new, DTensor)
+        and value.dim() > 0
+    ):
+        if (new.device_mesh.mesh_dim_names or ())[:1] == (PARTS,):
+            return shard_like(local(value), new)
+        return distribute_tensor(value, new.device_mesh, new.placements)
+    return value
+
+
+def _check(context: Context, degree: int) -> dict[str, Any]:
+    absent = context.placement.absent
+    parameters = {name: p for name, p in context.model.named_parameters() if name not in absent}
+    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+    if plain:
+        raise ApplyError(
+            f"{len(plain)} parameters are not sharded.", evidence=f"First: {plain[0]}.", code="MT322"
+        )
+    units = [name for name, module in context.model.named_modules() if isinstance(module, FSDPModule)]
+    # No view is made: on fake tensors each one takes the memory anew that a store has given back.
+    shards = sum(p._local_tensor.nbytes for p in parameters.values() if isinstance(p, DTensor))
+    return {"degree": degree, "units": len(units), "shard_bytes": shards}
+
+
+def _divisor(ranks: int, wanted: int) -> int:
+    return min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - wanted))
+
+
+# FSDP2 on the stages of a pipeline, each stage's units over the ranks that hold a copy of it.
+def shard_stage(context: Context, sharers: dist.ProcessGroup, *, keeps: bool) -> None:
+    """Adapt this rank's stage, whose units FSDP2 shards over `sharers`, to the pipeline's schedule.
+
+    Args:
+        context: Context of the stage; its pipeline is notified of the sharding.
+        sharers: The ranks that shard the stage.
+        keeps: Units stay gathered after forward (rule 3).
+    """
+    pipeline: Any = context.loop.pipeline
+    model: Any = context.model
+    pipeline.divided_among(sharers)
+    pipeline.run.ended = lambda output: _end_forward(model, output)
+    if keeps:
+        pipeline.before_backward = lambda last: _frees(model, last)
+
+
+def _end_forward(model: Any, output: Tensor) -> Tensor:
+    """Rule 1."""
+    state = model._get_fsdp_state()
+    found: Tensor = state._post_forward(model, (), output)
+    return found
+
+
+def _frees(model: Any, last: bool) -> None:
+    """Rule 3."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(last, recurse=False)

@@ -1,0 +1,374 @@
+"""Gradients and optimizer state sharded by rows over a group of ranks: buckets, messages and shards.
+
+Subclasses decide when a bucket is reduced. Five rules:
+
+1. A shard is a view: of its input's d rows, rank r of the n in the group owns r·⌈d/n⌉ to (r+1)·⌈d/n⌉. The
+  optimizer holds it as a DTensor and updates these rows in place; after its step the other ranks' rows are
+  gathered. An input is a parameter, or a shard of it.
+2. Buckets hold inputs in reverse order of registration, one dtype each, closed when they reach their size.
+  They are reduced in this order on every rank.
+3. A message holds, for every rank, its rows of each gradient, padded, and a flag per input: 1 if this rank
+  has a gradient. If no rank has one, there is none after the reduction either, so that no optimizer decays an
+  unused parameter.
+4. The input of a reduction is freed just before the next bucket is packed; until then the reduction overlaps
+  with backward.
+5. Between backward and the optimizer's step a parameter's `grad` is its shard as a DTensor, the same object
+  as the shard's own: clipping by norm and unscaling work on either. If one of the two is None, the gradients
+  have been zeroed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from memtune.parallel.ranks import PARTS, FullParameter, allow_nested_collectives
+from memtune.runtime import Context, GradReady, local
+
+
+@dataclass(frozen=True)
+class ShardAxes:
+    """The group that shards rows, and the replicas of its shards."""
+
+    mesh: DeviceMesh
+    """The ranks that share a copy; its last dim is the group that shards the rows, the dims before it have
+    sharded them already, or hold parts of the model (`parallel.ranks.replica_groups`).
+    """
+    copies: dist.ProcessGroup | None = None
+    """The ranks that hold the same rows in the end, where this is the last division and there are several
+    copies.
+    """
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that shard the rows."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+
+@dataclass(eq=False)
+class Part:
+    """One input in a bucket: its rows on this rank, and its slice of a rank's part of the message."""
+
+    parameter: nn.Parameter
+    rows: int
+    """Rows of every rank's shard, including padding at the end."""
+    mine: tuple[int, int]
+    """First row of this rank, and the number of its rows."""
+    place: slice
+    shard: nn.Parameter = field(init=False)
+    last: Part = field(init=False)
+    """The part of this one, or of later divisions of it, whose shard the optimizer holds."""
+    sum: DTensor | None = None
+    """Sum of earlier micro-batches, while backward makes the next gradient."""
+
+    def __post_init__(self) -> None:
+        """Until a later division, the optimizer holds this part's shard."""
+        self.last = self
+
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Make the view that the optimizer will hold."""
+        rows = local(self.parameter.detach()).narrow(0, *self.mine)
+        self.shard = nn.Parameter(self.sharded(rows, mesh))
+
+    def sharded(self, rows: Tensor, mesh: DeviceMesh) -> DTensor:
+        """Return this rank's `rows` as a DTensor of the parameter's shape."""
+        if (mesh.mesh_dim_names or ())[:1] == (PARTS,):
+            return FullParameter.of(self.parameter).rows(rows, mesh)
+        shape, stride = self.parameter.shape, self.parameter.stride()
+        return DTensor.from_local(
+            rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
+        )
+
+    def own(self, message: Tensor) -> Tensor:
+        """Return this rank's rows in a message (or in its part of one) that holds one rank's rows of all
+        inputs.
+        """
+        return message[self.place].view(self.rows, *local(self.parameter.detach()).shape[1:])[: self.mine[1]]
+
+    def pieces(self, messages: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows of the input and their places in the (ranks, size) messages: all full shards, then a
+        shorter one.
+        """
+        whole = local(self.parameter.detach())
+        rows, width = whole.shape[0], whole.shape[1:]
+        full, rest = divmod(rows, self.rows) if rows else (0, 0)
+        if full:
+            yield (
+                whole.narrow(0, 0, full * self.rows).unflatten(0, (full, self.rows)),
+                messages[:full, self.place].view(full, self.rows, *width),
+            )
+        if rest:
+            yield (
+                whole.narrow(0, full * self.rows, rest),
+                messages[full, self.place].view(self.rows, *width)[:rest],
+            )
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Inputs whose gradients are reduced in one message."""
+
+    parts: list[Part]
+    size: int
+    """Elements of one rank's part of the message, without the flags."""
+    missing: set[Part] = field(default_factory=set)
+
+
+class ShardedBuckets:
+    """Shards the rows of `inputs` over a group; subclasses detect when gradients are ready.
+
+    Args:
+        context: Gives the device of the model.
+        inputs: Parameters, or DTensor shards of them from other groups.
+        axes: The group, and the ranks that hold the same rows.
+        bucket_cap_mb: Gradients are reduced, and weights gathered, in buckets of about this many MiB.
+        every_micro_batch: Reduce after each micro-batch and accumulate shards, else reduce the sums in the
+            last one.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        inputs: Sequence[nn.Parameter],
+        axes: ShardAxes,
+        *,
+        bucket_cap_mb: int,
+        every_micro_batch: bool,
+    ) -> None:
+        self._axes, self._mesh = axes, axes.mesh
+        allow_nested_collectives(axes.mesh)
+        self._ranks, self._rank = axes.group.size(), axes.group.rank()
+        self._group = axes.group.group_name
+        self._link = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        self._buckets = [self._bucket(each) for each in _filled(list(inputs), bucket_cap_mb << 20)]
+        self.parts = [part for bucket in self._buckets for part in bucket.parts]
+        self._every_micro_batch, self.is_last, self._next = every_micro_batch, True, 0
+        self._in_flight: tuple[Any, ...] = ()
+        self._unsure: list[tuple[Part, Tensor]] = []
+        self.grad_ready: GradReady | None = None
+        """Emitted, on the link's stream, for each input whose gradient has been reduced; None without
+        subscribers.
+        """
+
+    def _bucket(self, parameters: list[nn.Parameter]) -> Bucket:
+        parts, size = [], 0
+        for parameter in parameters:
+            length, numel = local(parameter).shape[0], local(parameter).numel()
+            rows = -(-length // self._ranks)
+            first = min(self._rank * rows, length)
+            n = rows * (numel // max(length, 1))
+            part = Part(parameter, rows, (first, min(rows, length - first)), slice(size, size + n))
+            part.divide(self._mesh)
+            parts.append(part)
+            size += n
+        return Bucket(parts, size, set(parts))
+
+    @property
+    def reduces(self) -> bool:
+        """True if this micro-batch is reduced."""
+        return self._every_micro_batch or self.is_last
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    def set_aside(self, part: Part) -> None:
+        """Move the sharded sum of earlier micro-batches out of `grad`, so that autograd does not add to it;
+        drop it if it was zeroed (rule 5).
+        """
+        gradient = part.parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != getattr(
+            part.parameter, "placements", None
+        ):
+            for each in {part, part.last}:
+                if each.shard.grad is gradient:
+                    each.sum = gradient
+            part.parameter.grad = None
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Reduce-scatter the next bucket; its gradients are freed once they are packed."""
+        bucket = self._buckets[self._next]
+        self._next += 1
+        self._land()
+        message = bucket.size + len(bucket.parts)
+        like = local(bucket.parts[0].parameter)
+        given = like.new_empty(self._ranks * message)
+        used = self._pack(bucket, given)
+        taken = like.new_empty(message)
+        with self._on_link():
+            torch.ops.memtune.reduce_scatter_into_(taken, given, self._group, self._ranks, "avg")
+            if self._axes.copies is not None and self.is_last:
+                self._average(bucket, taken, self._axes.copies)
+            self._add(bucket, taken, used)
+            self._tell(bucket)
+        self._in_flight = (given, taken, self._event())
+
+    def _pack(self, bucket: Bucket, given: Tensor) -> list[bool]:
+        """Copy the gradients into the message, rank by rank; return True for each part with a gradient."""
+        flags = given.new_ones(self._ranks, len(bucket.parts))
+        gradients: list[Tensor] = []
+        used = []
+        for index, part in enumerate(bucket.parts):
+            self.set_aside(part)
+            gradient = part.parameter.grad  # earlier micro-batches may have left one that the last has not
+            used.append(gradient is not None or part.sum is not None)
+            if gradient is None:
+                gradient = torch.zeros_like(local(part.parameter))
+                flags[:, index].zero_()
+            if part.rows:
+                gradients.append(local(gradient))
+            part.parameter.grad = None
+        torch._chunk_cat([*gradients, flags], dim=0, num_chunks=self._ranks, out=given.view(self._ranks, -1))
+        bucket.missing = set(bucket.parts)
+        return used
+
+    def _average(self, bucket: Bucket, taken: Tensor, copies: dist.ProcessGroup) -> None:
+        """All-reduce the shards, sums included, between the copies; sums that are equal on all copies do not
+        change.
+        """
+        earlier = [part for part in bucket.parts if part.sum is not None]
+        if earlier:
+            torch._foreach_add_(
+                [p.own(taken) for p in earlier], [local(p.sum) for p in earlier if p.sum is not None]
+            )
+        for part in earlier:
+            if (
+                self._link is not None and part.sum is not None
+            ):  # compute's memory: not to be filled while this reads it
+                local(part.sum).record_stream(self._link)
+            part.sum = part.shard.grad = None
+        torch.ops.memtune.all_reduce_(taken, copies.group_name, copies.size(), "avg")
+
+    def _add(self, bucket: Bucket, taken: Tensor, used: list[bool]) -> None:
+        """Assign this rank's rows of the mean as gradients, or add them to the sums of earlier
+        micro-batches.
+        """
+        earlier = [part for part in bucket.parts if part.sum is not None]
+        if earlier:
+            torch._foreach_add_(
+                [local(part.sum) for part in earlier if part.sum is not None], [p.own(taken) for p in earlier]
+            )
+        for index, part in enumerate(bucket.parts):
+            part.parameter.grad = (
+                part.sum if part.sum is not None else part.sharded(part.own(taken), self._mesh)
+            )
+            part.sum = None
+            if not used[index]:
+                self._unsure.append((part, taken[bucket.size + index]))
+
+    def _tell(self, bucket: Bucket) -> None:
+        if self.grad_ready is None:
+            return
+        self._drop_what_nobody_used()
+        for part in bucket.parts:
+            if part.parameter.grad is not None:
+                self.grad_ready.emit(part.parameter)
+
+    def _drop_what_nobody_used(self) -> None:
+        """Drop gradients of parameters that no rank used (rule 3)."""
+        for part, flag in self._unsure:
+            if isinstance(flag, FakeTensor) or not flag.item():
+                part.parameter.grad = None
+        self._unsure.clear()
+
+    def _reduce_the_rest(self) -> None:
+        """Reduce all remaining buckets; called when backward ends."""
+        while self._next < len(self._buckets):
+            self._reduce()
+        self._land()
+        self._drop_what_nobody_used()
+        for part in self.parts:
+            part.shard.grad = part.parameter.grad  # rule 5
+        self._next = 0
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """All-gather the rows that the other ranks have updated, each bucket while the one before it is
+        copied out.
+
+        From here on only the shards have gradients, so that zeroing the optimizer's gradients frees them.
+        """
+        for part in self.parts:
+            part.parameter.grad = None
+        coming: tuple[Bucket, Tensor, Any] | None = None
+        for bucket in reversed(self._buckets):
+            messages = local(bucket.parts[0].parameter).new_empty(self._ranks, bucket.size)
+            mine = messages[self._rank]
+            torch._foreach_copy_([p.own(mine) for p in bucket.parts], [local(p.shard) for p in bucket.parts])
+            with self._on_link():
+                torch.ops.memtune.all_gather_into_(messages.view(-1), mine, self._group, self._ranks)
+            if coming is not None:
+                self._copy_out(*coming)
+            coming = bucket, messages, self._event()
+        if coming is not None:
+            self._copy_out(*coming)
+
+    def _copy_out(self, bucket: Bucket, messages: Tensor, event: Any) -> None:
+        if event is not None:
+            event.wait()
+        pairs = [pair for part in bucket.parts for pair in part.pieces(messages)]
+        if pairs:
+            torch._foreach_copy_([rows for rows, _ in pairs], [source for _, source in pairs])
+
+    # -- the link's own stream -------------------------------------------------------------------------------
+
+    def _on_link(self) -> AbstractContextManager[Any]:
+        """Return the link's stream, which first waits for compute. On CUDA collectives overlap with compute;
+        all their memory belongs to compute's stream, which waits in `_wait_reduction`.
+        """
+        if self._link is None:
+            return nullcontext()
+        self._link.wait_stream(torch.cuda.current_stream(self._link.device))
+        return torch.cuda.stream(self._link)
+
+    def _event(self) -> Any:
+        return None if self._link is None else self._link.record_event()
+
+    def _land(self) -> None:
+        """Wait for the reduction in flight, and free its input (rule 4)."""
+        if self._in_flight and self._in_flight[-1] is not None:
+            self._in_flight[-1].wait()
+        self._in_flight = ()
+
+    # -- proof -----------------------------------------------------------------------------------------------
+
+    def strays(self) -> int:
+        """Return the number of inputs that no longer share memory with the shards that the optimizer
+        updates.
+        """
+        return sum(not _same_storage(part.parameter, part.shard) for part in self.parts)
+
+    def shard_bytes(self) -> int:
+        """Return the bytes of the shards on this rank."""
+        return sum(local(part.shard).nbytes for part in self.parts)
+
+    def __len__(self) -> int:
+        """Return the number of buckets."""
+        return len(self._buckets)
+
+
+def _filled(parameters: list[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
+    """Fill buckets by rule 2; open ones are closed at the end, in order of their first parameter."""
+    place = {parameter: index for index, parameter in enumerate(reversed(parameters))}
+    closed: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in place:
+        bucket = filling.setdefault(parameter.dtype, [])
+        bucket.append(parameter)
+        if sum(local(each).nbytes for each in bucket) >= cap_bytes:
+            closed.append(filling.pop(parameter.dtype))
+    return sorted([*closed, *filling.values()], key=lambda bucket: place[bucket[0]])
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return bool(local(one).untyped_storage()._cdata == local(other).untyped_storage()._cdata)

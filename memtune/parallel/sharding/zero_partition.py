@@ -1,0 +1,107 @@
+"""Unsharded parameters with sharded gradients and optimizer state (ZeRO stages 1 and 2), reduced while
+autograd runs.
+
+The rules are those of `parallel.sharding.sharded_buckets`. A bucket is reduced when its last gradient is
+ready: full ones during backward, the others when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from memtune.parallel.sharding.sharded_buckets import Bucket, Part, ShardAxes, ShardedBuckets
+from memtune.runtime import BackwardEnd, Context
+
+
+class Partition(ShardedBuckets):
+    """Shards gradients and optimizer state of plain parameters, which remain the user's own objects,
+    unsharded on every rank.
+
+    Args:
+        context: Context of the model; gets the removal of the hooks as `undo`.
+        inputs: Trainable parameters of the model.
+        axes: Ranks that shard them.
+        bucket_cap_mb: Gradients are reduced, and weights gathered, in buckets of about this many MiB.
+        every_micro_batch: Reduce after each micro-batch and accumulate shards (ZeRO-2), else reduce the sums
+            once (ZeRO-1).
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        inputs: Sequence[nn.Parameter],
+        axes: ShardAxes,
+        *,
+        bucket_cap_mb: int,
+        every_micro_batch: bool,
+    ) -> None:
+        super().__init__(
+            context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch
+        )
+        self._at_end = BackwardEnd(self._finish, self._give_up)
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when backward has ended and its gradients are reduced, if this micro-batch reduces."""
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                before, after = self._hooks_of(bucket, part)
+                for handle in (
+                    part.parameter.register_hook(before),
+                    part.parameter.register_post_accumulate_grad_hook(after),
+                ):
+                    context.undo.callback(handle.remove)
+
+    def _hooks_of(
+        self, bucket: Bucket, part: Part
+    ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+        def before(gradient: Tensor) -> None:
+            self._at_end.settle()  # before anything is added to what a backward that raised has left
+            self.set_aside(part)
+
+        def after(parameter: Tensor) -> None:
+            if self.reduces:
+                self._arrived(bucket, part)
+
+        return before, after
+
+    def _arrived(self, bucket: Bucket, part: Part) -> None:
+        bucket.missing.discard(part)
+        self._at_end.expect()
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._reduce()
+
+    def _finish(self) -> None:
+        """Reduce the remaining buckets when backward ends."""
+        self._reduce_the_rest()
+        self.on_end()
+
+    def _give_up(self) -> None:
+        """Clean up after a backward that raised: free its unreduced gradients; earlier sums are unchanged
+        unless zeroed.
+        """
+        self._land()
+        self._unsure.clear()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parts)
+        for part in self.parts:
+            part.parameter.grad, part.sum = part.shard.grad, None
+
+
+class Hop(ShardedBuckets):
+    """Shards further the sums that earlier groups hold: the boundary from one factor to the next, crossed
+    when backward has ended.
+    """
+
+    def cross(self) -> None:
+        """Reduce all sums, if this micro-batch reduces."""
+        if not self.reduces:
+            return
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                self.set_aside(part)
+                if part.shard.grad is not part.sum:  # zeroed in between
+                    part.sum = None
+            bucket.missing = {part for part in bucket.parts if part.parameter.grad is None}
+        self._reduce_the_rest()

@@ -1,0 +1,465 @@
+"""The pass of `parallel.sharding.zero_partition`: unsharded parameters, gradients reduce-scattered bucket by
+bucket, weights gathered after the step.
+
+Its rules are those of the mechanism. Ops of a bucket, after the op that makes its last gradient: the message,
+the packing, this rank's rows, the reduction, and an addition if earlier micro-batches left a sum. Ops after
+the optimizer's: the messages, the packing, the gather of each bucket, copied out while the next bucket is
+gathered.
+
+With ZeRO-1 and more than two micro-batches the middle ones hold all sums to the end of their backward, while
+the last one frees each when it is packed. If that makes a middle one the larger, the pass holds the sums here
+too: an upper bound.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtune.program import (
+    I32,
+    I64,
+    WRITES,
+    Edit,
+    Kind,
+    Mask,
+    ParameterColumns,
+    Phase,
+    Ragged,
+    Resource,
+    Step,
+    add_storages,
+    column,
+    columns_of,
+    divided,
+    raw_gradients,
+    shards_of,
+)
+
+NOTHING = Resource.NOTHING
+_COMPUTE_STREAM = 1
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """Settings of the sharding of gradients and optimizer state over `ranks`."""
+
+    ranks: int
+    bucket_bytes: int
+    accumulate: int = 1
+    """Micro-batches per step."""
+    every_micro_batch: bool = False
+    """True if each micro-batch is reduced and shards are accumulated; else full gradients are accumulated and
+    reduced once.
+    """
+    stages_messages: bool = False
+    """True if reductions first copy their whole message and compute waits for collectives, as with gloo on
+    CPU.
+    """
+    at_end: bool = False
+    """True if gradients are already sharded by groups whose results are sharded further when backward has
+    ended.
+    """
+    after_schedule: bool = False
+    """True if by then a pipeline's schedule, and its references except the micro-batches, have been freed."""
+    link: Resource = Resource.INTRA_LINK
+    """Link between the ranks that share the shards."""
+    copies: int = 1
+    """Ranks that hold the same shard in the end, if this is the last division."""
+    between_copies: Resource = Resource.INTRA_LINK
+
+    @property
+    def once(self) -> bool:
+        """True if the reductions run once per step."""
+        return self.accumulate > 1 and not self.every_micro_batch
+
+
+def partition_states(step: Step, how: Partitioning) -> Step:
+    """Return `step` as one rank runs it; `step` itself if no parameter is trained."""
+    if not len(_buckets(columns_of(step.parameters), how.bucket_bytes).count):
+        return step
+    done = _partitioned(step, how, sums_stay=False)
+    if how.accumulate > 2 and how.once and not how.at_end and _middle_peak(step, how) > _backward_peak(done):
+        return _partitioned(step, how, sums_stay=True)
+    return done
+
+
+def _partitioned(step: Step, how: Partitioning, *, sums_stay: bool) -> Step:
+    edit = Edit(step)
+    taken = _reduce(edit, step, how, sums_stay=sums_stay)
+    last = _gather(edit, step, how)
+    if _optimizer_end(step, how) < step.ops.n:  # what earlier divisions gather comes last
+        last = step.ops.n - 1
+    # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
+    edit.hold_to_the_end_of_step(last, gradients=True)
+    edit.hold_through(taken, np.full(len(taken), last, np.int32))
+    return edit.done()
+
+
+@functools.lru_cache(maxsize=16)
+def _buckets(columns: ParameterColumns, bucket_bytes: int) -> Ragged:
+    """Return rows of the trainable parameters, bucket by bucket (rule 2); item sizes distinguish dtypes."""
+    closed: list[list[int]] = []
+    filling: dict[int, list[int]] = {}
+    filled_bytes: dict[int, int] = {}
+    rows = [
+        row
+        for row in np.flatnonzero(columns.trainable & (columns.numel > 0)).tolist()[::-1]
+        if columns.shapes[row]
+    ]
+    for row in rows:
+        itemsize = int(columns.itemsize[row])
+        filling.setdefault(itemsize, []).append(row)
+        filled_bytes[itemsize] = filled_bytes.get(itemsize, 0) + int(columns.numel[row]) * itemsize
+        if filled_bytes[itemsize] >= bucket_bytes:
+            closed.append(filling.pop(itemsize))
+            filled_bytes[itemsize] = 0
+    buckets = sorted([*closed, *filling.values()], key=lambda bucket: -bucket[0])
+    flat = np.asarray([row for bucket in buckets for row in bucket], np.int32)
+    return Ragged(flat, np.asarray([len(bucket) for bucket in buckets], np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrivals:
+    """Storage of each parameter's complete gradient, and the op that makes it; one entry per parameter."""
+
+    whole: I32
+    """-1: there is none."""
+    at: I32
+    adds: Mask
+    """(n,) ops that add to the sum of earlier micro-batches."""
+
+
+@functools.lru_cache(maxsize=16)
+def _arrivals(step: Step, every_micro_batch: bool, at_end: bool) -> _Arrivals:
+    gradient, end = columns_of(step.parameters).gradient, _end(step, at_end=at_end)
+    if at_end:
+        return _Arrivals(gradient, np.full(len(gradient), end, np.int32), np.zeros(step.ops.n, bool))
+    raw = raw_gradients(step)
+    added = np.full(step.storages.n + 1, -1, np.int32)  # the last entry serves "none"
+    adds = (
+        (step.uses.mode == 1)
+        & (step.storages.producer[step.uses.storage] < 0)
+        & (step.use_phase < Phase.BOUNDARY)
+    )
+    np.maximum.at(added, step.uses.storage[adds], step.uses.op[adds])
+    summed = raw != gradient
+    at = np.where(
+        gradient < 0, end, np.where(summed, added[gradient], step.storages.grad_ready_after[gradient])
+    )
+    rows = np.zeros(step.ops.n, bool)
+    rows[added[gradient[summed & (gradient >= 0)]]] = True
+    return _Arrivals(raw if every_micro_batch else gradient, np.where(at < 0, end, at).astype(np.int32), rows)
+
+
+def _optimizer_end(step: Step, how: Partitioning) -> int:
+    """Return the op before which weights are gathered: gathers of earlier divisions come later."""
+    return int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[-1]) + 1 if how.at_end else step.ops.n
+
+
+def _end(step: Step, *, at_end: bool = False) -> int:
+    """Return the last op of backward; with `at_end`, ops that earlier divisions have appended count, too."""
+    if at_end:
+        return int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[0]) - 1
+    return int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class _InsertionPoints:
+    """Position of each op of a bucket among all reduction ops; (buckets,) each, except those of missing
+    gradients.
+    """
+
+    make: I64
+    flags: I64
+    zeros: I64
+    """(missing,) zeros for a gradient that does not exist …"""
+    clear: I64
+    """(missing,) … and its flag."""
+    pack: I64
+    take: I64
+    reduce: I64
+    add: I64
+    """Empty where there are no sums to add to."""
+    average: I64
+    """Empty where there are no other copies."""
+    per_bucket: I64
+
+    @staticmethod
+    def of(missing: Ragged, *, adds: bool, averages: bool) -> _InsertionPoints:
+        """Return the positions for buckets with these parts missing."""
+        per_bucket = 5 + 2 * missing.count + adds + averages
+        make = np.cumsum(per_bucket) - per_bucket
+        fill = missing.places(make + 2) + missing._within
+        pack = make + 2 + 2 * missing.count
+        add = pack[: len(pack) * adds] + 3
+        average = pack[: len(pack) * averages] + 3 + adds
+        return _InsertionPoints(
+            make, make + 1, fill, fill + 1, pack, pack + 1, pack + 2, add, average, per_bucket
+        )
+
+
+def _reduce(edit: Edit, step: Step, how: Partitioning, *, sums_stay: bool) -> I32:
+    """Reduce-scatter every bucket; return the sharded gradients, one storage per bucket."""
+    columns, arrivals = columns_of(step.parameters), _arrivals(step, how.every_micro_batch, how.at_end)
+    buckets = _buckets(columns, how.bucket_bytes)
+    there = buckets.where(arrivals.whole[buckets.values] >= 0)
+    missing = buckets.where(arrivals.whole[buckets.values] < 0)
+    at = _InsertionPoints.of(missing, adds=_has_sums(how, arrivals), averages=how.copies > 1)
+    after = np.maximum.accumulate(np.maximum.reduceat(arrivals.at[buckets.values], buckets.starts)).astype(
+        np.int32
+    )
+    rows, n_bytes = _reduction_ops(edit, how, columns, at, after)
+    given, taken = _buffers(edit, how, columns, at, rows, n_bytes)
+    zeros = columns.numel[missing.values] * columns.itemsize[missing.values]
+    edit.add_uses(
+        rows[at.pack][missing.part], edit.add_storages(zeros, producer=rows[at.zeros], kind=Kind.TEMPORARY)
+    )
+    whole, end = arrivals.whole[there.values], _end(step, at_end=how.at_end)
+    packed = np.unique(
+        np.stack([rows[at.pack][there.part], whole]), axis=1
+    )  # groups have put several into one storage
+    edit.add_uses(packed[0], packed[1])
+    edit.storages.held_until[whole] = end if sums_stay else -1
+    edit.storages.grad_ready_after[whole] = -1
+    if not sums_stay or how.accumulate == 1:
+        edit.storages.kind[whole] = Kind.TEMPORARY
+
+    landed = np.append(after[1:], end).astype(np.int32)  # rule 4
+    edit.hold_through(
+        np.concatenate([given, given]), np.concatenate([landed, rows[at.make + at.per_bucket - 1]])
+    )
+    _extend_to_backward_end(
+        edit, step, rows[at.make + at.per_bucket - 1][after == end], end, batches=how.after_schedule
+    )
+    _resize(edit, step, how)
+    if len(at.add):
+        sums = _sums(edit, step, there, arrivals, n_bytes, stay=how.copies == 1)
+        edit.add_uses(rows[at.add], taken if how.copies == 1 else sums)
+        edit.add_uses(rows[at.add], sums if how.copies == 1 else taken, mode=WRITES)
+        if how.copies == 1:
+            edit.hold_through(taken, landed)
+            taken = sums
+    edit.add_uses(rows[at.average], taken[: len(at.average)], mode=WRITES)
+    _rebind(edit, step, there, taken, how)
+    return taken
+
+
+def _has_sums(how: Partitioning, arrivals: _Arrivals) -> bool:
+    """Return True if earlier micro-batches have left sharded sums."""
+    return how.every_micro_batch and (how.accumulate > 1 if how.at_end else bool(arrivals.adds.any()))
+
+
+def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batches: bool) -> None:
+    """Hold storages that Python references until backward returns (only batches, with `batches`) until the
+    new `ops` at its end have run.
+    """
+    last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    mine = (
+        (step.storages.held_until >= last) & (step.storages.held_until <= end) & (step.storages.producer >= 0)
+    )
+    mine &= (step.storages.kind == Kind.BATCH) | (not batches)
+    mine &= step.storages.kind != Kind.COMMUNICATION  # FSDP2 lets go of gathered parameters by itself
+    storages = np.flatnonzero(mine & (step.ops.phase[step.storages.producer] == Phase.FORWARD)).astype(
+        np.int32
+    )
+    for op in ops.tolist():
+        edit.hold_through(storages, np.full(len(storages), op, np.int32))
+
+
+def _reduction_ops(
+    edit: Edit, how: Partitioning, columns: ParameterColumns, at: _InsertionPoints, after: I32
+) -> tuple[I32, I64]:
+    """Insert the ops; return them by position, and the bytes of each bucket's message to one rank."""
+    buckets = _buckets(columns, how.bucket_bytes)
+    flags = buckets.count * columns.itemsize[buckets.values[buckets.starts]]  # rule 3
+    n_bytes = replace(buckets, values=shards_of(columns, how.ranks).n_bytes[buckets.values]).sums() + flags
+    names = [
+        (at.make, "aten.new_empty.default"),
+        (at.flags, "aten.new_ones.default"),
+        (at.zeros, "aten.zeros_like.default"),
+        (at.clear, "aten.zero_.default"),
+        (at.pack, "aten._chunk_cat.out"),
+        (at.take, "aten.new_empty.default"),
+        (at.reduce, "memtune.reduce_scatter_into_.default"),
+        (at.add, "aten._foreach_add_.List"),
+        (at.average, "memtune.all_reduce_.default"),
+    ]
+    n_ops = int(at.per_bucket.sum())
+    rows = edit.add_ops(
+        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
+        after=np.repeat(after, at.per_bucket),
+        # What runs once per step belongs to the boundary.
+        phase=column(
+            n_ops,
+            np.uint8,
+            (slice(None), Phase.BOUNDARY if how.once else Phase.BACKWARD),
+            (at.average, Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY),
+        ),
+        resource=column(
+            n_ops,
+            np.uint8,
+            (at.make, NOTHING),
+            (at.take, NOTHING),
+            (at.reduce, how.link),
+            (at.average, how.between_copies),
+        ),
+        traffic_bytes=column(
+            n_ops,
+            np.int64,
+            (at.pack, 2 * n_bytes * how.ranks),
+            (at.reduce, n_bytes * how.ranks),
+            (at.add, 3 * n_bytes[: len(at.add)]),
+            (at.average, n_bytes[: len(at.average)]),
+        ),
+        group=column(n_ops, np.int32, (at.reduce, how.ranks), (at.average, how.copies)),
+        stream=column(
+            n_ops,
+            np.uint8,
+            *((each, _COMPUTE_STREAM * how.stages_messages) for each in (at.reduce, at.average)),
+        ),
+    )
+    return rows, n_bytes
+
+
+def _buffers(
+    edit: Edit, how: Partitioning, columns: ParameterColumns, at: _InsertionPoints, rows: I32, n_bytes: I64
+) -> tuple[I32, I32]:
+    """Return the input and output buffers of each reduction."""
+    buckets, shards = _buckets(columns, how.bucket_bytes), shards_of(columns, how.ranks)
+    flags = how.ranks * buckets.count * columns.itemsize[buckets.values[buckets.starts]]
+    place = np.arange(len(n_bytes)) * (5 if how.stages_messages else 3)
+    parts = [
+        (place, rows[at.make], n_bytes * how.ranks, Kind.COMMUNICATION),
+        (place + 1, rows[at.flags], flags, Kind.COMMUNICATION),
+        (place + 2, rows[at.take], n_bytes, Kind.GRADIENT),
+    ]
+    if how.stages_messages:
+        # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
+        uneven = replace(buckets, values=(shards.n_bytes * shards.uneven)[buckets.values]).sums()
+        parts += [
+            (place + 3, rows[at.pack], uneven * how.ranks, Kind.WORKSPACE),
+            (place + 4, rows[at.reduce], n_bytes * how.ranks, Kind.WORKSPACE),
+        ]
+    storages = add_storages(edit, parts)
+    given, taken = storages[place], storages[place + 2]
+    edit.add_uses(rows[at.pack], storages[place + 1])
+    edit.add_uses(rows[at.pack], given, mode=WRITES)
+    edit.add_uses(rows[at.reduce], given)
+    edit.add_uses(rows[at.reduce], taken, mode=WRITES)
+    edit.add_uses(rows[at.add], taken[: len(at.add)])
+    return given, taken
+
+
+def _resize(edit: Edit, step: Step, how: Partitioning) -> None:
+    """Resize state and the optimizer's temporaries to the shard of their parameter."""
+    columns = columns_of(step.parameters)
+    ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
+    rows, owner = _optimizer_rows(step)
+    edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=16)
+def _optimizer_rows(step: Step) -> tuple[I32, I32]:
+    """Return storages that are sharded with their parameter, except itself and its gradient, and the row of
+    that parameter.
+    """
+    columns = columns_of(step.parameters)
+    rows, owner = divided(step)
+    producer = step.storages.producer[rows]
+    mine = columns.trainable[owner] & (rows != columns.storage[owner]) & (rows != columns.gradient[owner])
+    state = (producer < 0) & (step.storages.kind[rows] == Kind.OPTIMIZER)
+    mine &= state | (
+        (producer >= 0) & (step.ops.phase[producer] == Phase.OPTIMIZER)
+    )  # no gradient on its way through earlier divisions
+    return rows[mine], owner[mine]
+
+
+def _sums(edit: Edit, step: Step, there: Ragged, arrivals: _Arrivals, n_bytes: I64, *, stay: bool) -> I32:
+    """Replace the sums of earlier micro-batches by one storage per bucket; return them."""
+    if arrivals.adds.any():
+        edit.drop_ops(arrivals.adds)
+        gradient = columns_of(step.parameters).gradient[there.values]
+        edit.storages.bytes[gradient] = 0
+        edit.storages.held_until[gradient] = -1
+    before = np.full(len(n_bytes), -1, np.int32)
+    return edit.add_storages(
+        n_bytes, producer=before, kind=Kind.GRADIENT, held_until=before if stay else None
+    )
+
+
+def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning) -> None:
+    """Make the optimizer read this rank's rows of the gradients."""
+    columns = columns_of(step.parameters)
+    moved = np.full(step.storages.n, -1, np.int32)
+    moved[columns.gradient[there.values]] = taken[there.part]
+    target = np.where(step.uses.op > _end(step, at_end=how.at_end), moved[step.uses.storage], -1)
+    edit.set_uses(storage=np.where(target >= 0, target, edit.uses.storage))
+    gradient = np.full(len(columns.gradient), -1, np.int32)
+    gradient[there.values] = taken[there.part]
+    edit.grad_order = taken
+    shards = shards_of(columns, how.ranks)
+    divided_ = columns.trainable
+    shapes = tuple(
+        shard if mine else whole
+        for shard, whole, mine in zip(shards.shapes, columns.shapes, divided_.tolist(), strict=True)
+    )
+    numel = np.where(divided_, shards.numel, columns.numel)
+    edit.parameters = replace(columns, gradient=gradient, shapes=shapes, numel=numel)
+
+
+def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
+    """Gather the updated rows of every bucket; return the last op."""
+    columns = columns_of(step.parameters)
+    buckets, shards = _buckets(columns, how.bucket_bytes), shards_of(columns, how.ranks)
+    buckets = buckets.picked(np.arange(len(buckets.count))[::-1])
+    n_bytes = replace(buckets, values=shards.n_bytes[buckets.values]).sums()
+    count = len(n_bytes)
+    make = np.maximum(4 * np.arange(count) - 1, 0)
+    pack, gather, copy = make + 1, make + 2, np.append(make[1:] + 3, 4 * count - 1)
+    names = [
+        (make, "aten.new_empty.default"),
+        (pack, "aten._foreach_copy_.default"),
+        (gather, "memtune.all_gather_into_.default"),
+        (copy, "aten._foreach_copy_.default"),
+    ]
+    n_ops = 4 * count
+    rows = edit.add_ops(
+        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names)),
+        before=np.full(n_ops, _optimizer_end(step, how), np.int32),
+        phase=Phase.BOUNDARY,  # the optimizer itself may run elsewhere
+        resource=column(n_ops, np.uint8, (make, NOTHING), (gather, how.link)),
+        traffic_bytes=column(
+            n_ops,
+            np.int64,
+            (pack, 2 * n_bytes),
+            (gather, n_bytes * how.ranks),
+            (copy, 2 * n_bytes * how.ranks),
+        ),
+        group=column(n_ops, np.int32, (gather, how.ranks)),
+        stream=column(n_ops, np.uint8, (gather, _COMPUTE_STREAM * how.stages_messages)),
+    )
+    whole = add_storages(edit, [(np.arange(count), rows[make], n_bytes * how.ranks, Kind.COMMUNICATION)])
+    weights = columns.storage[buckets.values]
+    edit.add_uses(rows[pack][buckets.part], weights)
+    edit.add_uses(rows[pack], whole, mode=WRITES)
+    edit.add_uses(rows[gather], whole, mode=WRITES)
+    edit.add_uses(rows[copy], whole)
+    edit.add_uses(rows[copy][buckets.part], weights, mode=WRITES)
+    return int(rows[-1])
+
+
+def _middle_peak(step: Step, how: Partitioning) -> int:
+    """Return device bytes at the peak of a micro-batch that is neither the first nor the last."""
+    columns = columns_of(step.parameters)
+    ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
+    rows, owner = _optimizer_rows(step)
+    n_bytes = step.storages.bytes.copy()
+    n_bytes[rows] = np.round(n_bytes[rows] * ratio[owner]).astype(np.int64)
+    return _backward_peak(step.with_storages(bytes=n_bytes))
+
+
+def _backward_peak(step: Step) -> int:
+    return int(step.live_bytes()[: _end(step) + 1].max())

@@ -1,1 +1,0 @@
-"""Passes that several techniques share, each the mirror of one mechanism of `memtune.runtime`."""

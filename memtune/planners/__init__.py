@@ -1,1 +1,0 @@
-"""Planners: pure functions from numbers to decisions."""

@@ -1,0 +1,573 @@
+"""How passes change a Step: collect copies, insertions and redirections, then build the new Step once.
+
+Ops are addressed by their row in the step at hand; new rows get the next numbers. Insertions at one place
+keep the order of the calls, and what goes after an op comes before what goes before the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune import _native
+from memtune.program.parameter_columns import columns_of
+from memtune.program.step import (
+    F64,
+    FOREVER,
+    I32,
+    I64,
+    READS,
+    U8,
+    WRITES,
+    Kind,
+    Ops,
+    Phase,
+    Resource,
+    Saves,
+    Step,
+    Storages,
+    Table,
+    Tier,
+    Uses,
+)
+
+_WRITTEN_IN_PLACE = ("bytes", "kind", "producer", "held_until", "grad_ready_after")
+
+
+class Edit:
+    """A Step under construction. Every method appends rows or changes columns; `done` sorts and renumbers."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._names = list(step.names)
+        self._new_ops: list[dict[str, Any]] = []  # per insertion, a value or an array per column
+        self._anchors: list[I32] = []
+        self._after: list[bool] = []  # the anchor, else before it
+        self.n_ops = step.ops.n
+        self._new_storages: list[dict[str, Any]] = []
+        self.n_storages = step.storages.n
+        # Tables of the step at hand: `set_ops` and so on replace columns, those that are copied here may be
+        # written in place.
+        self.ops, self.uses, self.saves = step.ops, step.uses, step.saves
+        own = {name: getattr(step.storages, name).copy() for name in _WRITTEN_IN_PLACE}
+        self.storages = replace(step.storages, **own)
+        self.parameters, self.grad_order = step.parameters, step.grad_order
+        self._drop_uses = np.zeros(step.uses.n, bool)
+        self._drop_saves = np.zeros(step.saves.n, bool)
+        self._drop_ops = np.zeros(step.ops.n, bool)
+        self._drop_storages = np.zeros(step.storages.n, bool)
+        self._more_uses: list[tuple[I32, I32, Any]] = []
+        self._releases: list[tuple[I32, I32]] = []
+        self._holds: list[tuple[I32, I32]] = []
+
+    def name_id(self, name: str) -> int:
+        """Id of an op name, added to the table if it is new."""
+        if name not in self._names:
+            self._names.append(name)
+        return self._names.index(name)
+
+    # -- insertions ------------------------------------------------------------------------------------------
+
+    def add_ops(
+        self,
+        name: str | I32,
+        *,
+        before: I32 | None = None,
+        after: I32 | None = None,
+        phase: Phase | U8,
+        resource: Resource | U8 = Resource.COMPUTE,
+        flops: F64 | float = 0.0,
+        traffic_bytes: I64 | int = 0,
+        module: I32 | int = 0,
+        call: I32 | int = -1,
+        group: I32 | int = 0,
+        stream: U8 | int = 0,
+        prefetch: U8 | int = 0,
+    ) -> I32:
+        """Insert one op per anchor in `before` or `after` (existing rows); returns the new rows.
+
+        Pass `before` = n_ops of the original step to append at the end, an array of `name_id`s to insert
+        several ops at once. For `stream` and `prefetch` see `Ops`.
+        """
+        anchor = before if before is not None else after
+        assert anchor is not None
+        count = len(anchor)
+        rows = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
+        self._anchors.append(anchor)
+        self._after.append(before is None)
+        names = self.name_id(name) if isinstance(name, str) else name
+        self._new_ops.append(
+            {
+                "name": names,
+                "module": module,
+                "call": call,
+                "phase": phase,
+                "resource": resource,
+                "flops": flops,
+                "traffic_bytes": traffic_bytes,
+                "rng": 0,
+                "group": group,
+                "sequence_nr": -1,
+                "copy_of": -1,
+                "stream": stream,
+                "prefetch": prefetch,
+                "match": 0,
+                "elementwise_bytes": 0,
+            }
+        )
+        self.n_ops += count
+        return rows
+
+    def add_storages(
+        self,
+        n_bytes: I64,
+        *,
+        producer: I32,
+        tier: Tier | U8 = Tier.DEVICE,
+        kind: Kind | U8 = Kind.TEMPORARY,
+        held_until: I32 | None = None,
+        owner: I32 | None = None,
+    ) -> I32:
+        """Add storages made by the ops `producer` (-1: there before the step); returns their rows."""
+        count = len(n_bytes)
+        rows = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
+        self._new_storages.append(
+            {
+                "bytes": n_bytes,
+                "tier": tier,
+                "kind": kind,
+                "producer": producer,
+                "owner": -1 if owner is None else owner,
+                "held_until": -1 if held_until is None else held_until,
+                "grad_ready_after": -1,
+            }
+        )
+        self.n_storages += count
+        return rows
+
+    def add_uses(self, ops: I32, storages: I32, *, mode: int = READS) -> None:
+        """Op `ops[i]` uses storage `storages[i]`: READS, WRITES or DONATES."""
+        self._more_uses.append((ops, storages, int(mode)))
+
+    def add_saves(
+        self,
+        storages: I32,
+        *,
+        packed_before: I32,
+        held_until: I32,
+        call: I32,
+        unpacked_before: I32,
+        unpack_order: I32,
+        is_output: U8 | int = 0,
+        used_until: I32 | None = None,
+    ) -> None:
+        """Autograd saves storage `storages[i]` just before op `packed_before[i]` and frees it after op
+        `held_until[i]`.
+
+        Backward unpacks it before op `unpacked_before[i]` (-1: never), among others unpacked there in order
+        of `unpack_order[i]`. `is_output[i]`: the op just before saved its own output. Its last user in
+        backward is op `used_until[i]`; left out: the one after which it is freed.
+        """
+        rows: dict[str, Any] = {
+            "storage": storages,
+            "packed_before": packed_before,
+            "held_until": held_until,
+            "used_until": held_until if used_until is None else used_until,
+            "unpacked_before": unpacked_before,
+            "unpack_order": unpack_order,
+            "is_output": is_output,
+            "call": call,
+        }
+        self._drop_saves = np.concatenate([self._drop_saves, np.zeros(len(storages), bool)])
+        self.set_saves(**_stacked(self.saves, [rows], [len(storages)]))
+
+    def copy_ops(
+        self, ops: I32, before: I32, phase: Phase, end_of: I32, empty: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[I32, I32]:
+        """Run `ops` once more: op `ops[i]` again before op `before[i]`, with new storages for all it makes.
+
+        Args:
+            ops: Rows of the original step, ascending; one given several times makes its storages one by one.
+            before: Anchor of each copy.
+            phase: Phase of the copies.
+            end_of: Last original op of the group that `ops[i]` belongs to. What Python held longer is let go
+                there, and what it held until some op is let go after the copy of the last copied op up to it.
+            empty: Which of `ops` only allocate what they make; None: none.
+
+        Returns:
+            (n_ops,) copy of each original op and (m,) copy of each original storage, -1 where there is none.
+        """
+        step, count = self._step, len(ops)
+        new_op = np.full(step.ops.n, -1, np.int32)
+        new_op[ops] = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
+        self._anchors.append(before)
+        self._after.append(False)
+        columns = {name: column[ops] for name, column in step.ops.columns().items()}
+        columns |= {"copy_of": ops, "phase": phase}
+        if empty is not None and empty.any():
+            columns |= self._only_allocating(columns, empty)
+        self._new_ops.append(columns)
+        self.n_ops += count
+
+        made = np.flatnonzero((step.storages.producer >= 0) & (new_op[step.storages.producer] >= 0)).astype(
+            np.int32
+        )
+        group_end = np.full(step.ops.n, -1, np.int32)
+        group_end[ops] = end_of
+        held = np.minimum(step.storages.held_until[made], group_end[step.storages.producer[made]])
+        let_go = ops[np.maximum(np.searchsorted(ops, held, side="right") - 1, 0)]
+        makers = step.storages.producer[made]
+        nth = np.zeros(step.storages.n, np.int32)  # of those that its op makes
+        order = made[np.argsort(makers, kind="stable")]
+        nth[order] = np.arange(len(order)) - np.searchsorted(
+            step.storages.producer[order], step.storages.producer[order]
+        )
+        spare = np.bincount(ops, minlength=step.ops.n)[makers] - 1 - nth[made]
+        rows = self.add_storages(
+            step.storages.bytes[made],
+            producer=new_op[makers] - np.maximum(spare, 0).astype(np.int32),
+            held_until=np.where(held >= 0, new_op[let_go], -1),
+            owner=step.storages.owner[made],
+        )
+        self._new_storages[-1].update(tier=step.storages.tier[made], kind=step.storages.kind[made])
+        new_storage = np.full(step.storages.n, -1, np.int32)
+        new_storage[made] = rows
+
+        copied = new_op[step.uses.op] >= 0
+        storages, readers = step.uses.storage[copied], step.uses.op[copied]
+        same_group = (new_storage[storages] >= 0) & (
+            group_end[step.storages.producer[storages]] == group_end[readers]
+        )
+        self._more_uses.append(
+            (new_op[readers], np.where(same_group, new_storage[storages], storages), step.uses.mode[copied])
+        )
+        return new_op, new_storage
+
+    def _only_allocating(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """The columns in which ops that do no more than allocate differ from those they are copies of."""
+        nothing: dict[str, Any] = {
+            "name": self.name_id("aten.empty_strided.default"),
+            "resource": Resource.NOTHING,
+            "flops": 0.0,
+            "traffic_bytes": 0,
+            "rng": 0,
+            "elementwise_bytes": 0,
+        }
+        now = {name: np.broadcast_to(np.asarray(columns[name]), empty.shape) for name in nothing}
+        return {
+            name: np.where(empty, value, now[name]).astype(now[name].dtype) for name, value in nothing.items()
+        }
+
+    # -- changes and removals --------------------------------------------------------------------------------
+
+    def set_ops(self, **columns: Any) -> None:
+        """Replace `columns` of the original ops."""
+        self.ops = replace(self.ops, **columns)
+
+    def set_storages(self, **columns: Any) -> None:
+        """Replace `columns` of the original storages."""
+        self.storages = replace(self.storages, **columns)
+
+    def set_uses(self, **columns: Any) -> None:
+        """Replace `columns` of the original uses."""
+        self.uses = replace(self.uses, **columns)
+
+    def set_saves(self, **columns: Any) -> None:
+        """Replace `columns` of the saved tensors."""
+        self.saves = replace(self.saves, **columns)
+
+    def let_go_before(self, storages: I32, ops: I32) -> None:
+        """Python lets go of `storages[i]` just before op `ops[i]` runs (and not earlier than it
+        already did).
+        """
+        self._releases.append((storages, ops))
+
+    def hold_through(self, storages: I32, ops: I32) -> None:
+        """Python holds `storages[i]` at least until op `ops[i]` has run; the op may be a new one."""
+        self._holds.append((storages, ops))
+
+    def hold_to_the_end_of_backward(self, op: int) -> None:
+        """What Python holds until backward returns (the batch, the loss) is still there when the new op `op`
+        runs.
+        """
+        step = self._step
+        last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+        mine = (
+            (step.storages.held_until == last)
+            & (step.storages.producer >= 0)
+            & (step.ops.phase[step.storages.producer] == Phase.FORWARD)
+        )
+        storages = np.flatnonzero(mine).astype(np.int32)
+        self.hold_through(storages, np.full(len(storages), op, np.int32))
+
+    def hold_to_the_end_of_step(self, op: int, *, gradients: bool = False) -> None:
+        """What forward made and Python holds to the end of the step (the loss) is still there when the new op
+        `op` runs.
+
+        Args:
+            op: The last one.
+            gradients: Of those, too, that a tiled loss makes in forward.
+        """
+        step = self._step
+        mine = (
+            (step.storages.held_until == step.ops.n - 1)
+            & (step.storages.producer >= 0)
+            & (step.ops.phase[step.storages.producer] == Phase.FORWARD)
+        )
+        storages = np.flatnonzero(mine & (gradients | (step.storages.kind != Kind.GRADIENT))).astype(np.int32)
+        self.hold_through(storages, np.full(len(storages), op, np.int32))
+
+    def drop_ops(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Remove original ops with all their uses; the storages they made must have no other use."""
+        self._drop_ops |= rows
+        self._drop_uses |= rows[self._step.uses.op]
+
+    def drop_uses(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Remove original uses."""
+        self._drop_uses |= rows
+
+    def drop_storages(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Remove original storages that their ops no longer make; nothing may use or save them."""
+        self._drop_storages |= rows
+
+    def drop_saves(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Autograd no longer saves these original rows."""
+        self._drop_saves |= rows
+
+    def done(self) -> Step:
+        """The new Step: ops in their new order, everything renumbered; storages of removed ops are gone."""
+        order = self._order()
+        storages, renumber = self._done_storages(order)
+        if renumber is None:
+            parameters = self.parameters
+        else:
+            known = columns_of(self.parameters)
+            parameters = replace(known, storage=renumber[known.storage], gradient=renumber[known.gradient])
+        step, calls = self._step, self._step.calls
+        if renumber is not None:
+            calls = replace(calls, inputs=replace(calls.inputs, storage=renumber[calls.inputs.storage]))
+        return replace(
+            step,
+            names=tuple(self._names),
+            parameters=parameters,
+            ops=self._done_ops(order),
+            storages=storages,
+            uses=self._done_uses(order, renumber),
+            saves=self._done_saves(order, renumber),
+            calls=calls,
+            grad_order=_renumbered(self.grad_order, renumber),
+            returned=_renumbered(step.returned, renumber),
+            partly_written=_renumbered(step.partly_written, renumber),
+            read_by_host=_renumbered(step.read_by_host, renumber),
+            forward_starts=order.next(step.forward_starts),
+            forward_ends=order.moved(step.forward_ends),
+        )
+
+    def _order(self) -> _Order:
+        anchors = np.concatenate([np.empty(0, np.int32), *self._anchors], dtype=np.int32, casting="same_kind")
+        after = np.repeat(np.asarray(self._after, bool), [len(anchor) for anchor in self._anchors])
+        rows, position, before, following = _native.order_rows(self._drop_ops, anchors, after)
+        return _Order(rows, position, before, following)
+
+    def _done_ops(self, order: _Order) -> Ops:
+        sizes = [len(anchor) for anchor in self._anchors]
+        columns: dict[str, Any] = {}
+        for name, old in self.ops.columns().items():
+            columns[name] = _native.take_rows(order.rows, old, _joined(name, old.dtype, self._new_ops, sizes))
+        columns["copy_of"] = order.moved(columns["copy_of"], none=-1)
+        return replace(self.ops, **columns)
+
+    def _done_storages(self, order: _Order) -> tuple[Storages, I32 | None]:
+        """All storages, and the new number of each, None where they keep their numbers."""
+        sizes = [len(each["bytes"]) for each in self._new_storages]
+        columns = _stacked(self.storages, self._new_storages, sizes)
+        producer = columns["producer"]
+        held = order.moved(columns["held_until"], none=-1)
+        held[columns["held_until"] == FOREVER] = FOREVER
+        if self._releases:
+            storages, ops = (np.concatenate(parts) for parts in zip(*self._releases, strict=True))
+            np.maximum.at(held, storages, order.position[ops] - 1)
+        if self._holds:  # what is held FOREVER stays so: no position is larger
+            storages, ops = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
+            np.maximum.at(held, storages, order.before[ops])
+        columns["held_until"] = held
+        columns["grad_ready_after"] = order.moved(columns["grad_ready_after"], none=-1)
+        columns["producer"] = order.position[producer]  # its last entry serves -1
+        if self._drop_ops.any() or self._drop_storages.any():
+            stays = (producer < 0) | (columns["producer"] >= 0)
+            stays[: len(self._drop_storages)] &= ~self._drop_storages
+            if not stays.all():
+                renumber = np.append(
+                    np.cumsum(stays, dtype=np.int32) - 1, np.int32(-1)
+                )  # the last entry serves -1
+                return Storages(**{name: column[stays] for name, column in columns.items()}), renumber
+        return Storages(**columns), None
+
+    def _done_uses(self, order: _Order, renumber: I32 | None) -> Uses:
+        keep = slice(None) if not self._drop_uses.any() else ~self._drop_uses
+        ops = np.concatenate([self.uses.op[keep], *(ops for ops, _, _ in self._more_uses)])
+        storages = np.concatenate(
+            [self.uses.storage[keep], *(storages for _, storages, _ in self._more_uses)]
+        )
+        modes = np.empty(len(ops), np.uint8)
+        start = len(ops) - sum(len(ops) for ops, _, _ in self._more_uses)
+        modes[:start] = self.uses.mode[keep]
+        for ops_of_one, _, mode in self._more_uses:
+            modes[start : start + len(ops_of_one)] = mode
+            start += len(ops_of_one)
+        storages = _renumbered(storages, renumber)
+        return Uses(*_native.sort_uses(order.position[ops], storages, modes, len(order.rows)))
+
+    def _done_saves(self, order: _Order, renumber: I32 | None) -> Saves:
+        columns = self.saves.columns()
+        if self._drop_saves.any():
+            columns = {name: column[~self._drop_saves] for name, column in columns.items()}
+        columns["storage"] = _renumbered(columns["storage"], renumber)
+        columns["packed_before"] = order.next(columns["packed_before"])
+        for name in ("held_until", "used_until"):
+            columns[name] = order.moved(columns[name])
+        unpacked = columns["unpacked_before"]
+        columns["unpacked_before"] = np.where(unpacked < 0, np.int32(-1), order.following[unpacked])
+        return replace(self.saves, **columns)
+
+
+def _stacked(table: Table, parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+    """The columns of `table`, then the new rows of them."""
+    columns = table.columns()
+    if not parts:
+        return columns
+    return {
+        name: np.concatenate([old, _joined(name, old.dtype, parts, sizes)]) for name, old in columns.items()
+    }
+
+
+def _joined(
+    column: str, dtype: npt.DTypeLike, parts: list[dict[str, Any]], sizes: list[int]
+) -> npt.NDArray[Any]:
+    """Each part's value of `column`, repeated where it is one number."""
+    out = np.empty(sum(sizes), dtype)
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        out[start : start + size] = part[column]
+        start += size
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """Where ops go: `_native.order_rows`."""
+
+    rows: I32
+    position: I32
+    before: I32
+    following: I32
+
+    def moved(self, ops: I32, *, none: int | None = None) -> I32:
+        """The new positions of `ops`, or for removed ones of the last op before them; negative ones become
+        `none` if given.
+        """
+        moved: I32 = self.before[np.minimum(np.maximum(ops, 0), len(self.before) - 1)]
+        if none is not None:
+            moved[ops < 0] = none
+        return moved
+
+    def next(self, ops: I32) -> I32:
+        """The new positions of `ops`, or for removed ones of the first op after them."""
+        found: I32 = self.following[np.minimum(np.maximum(ops, 0), len(self.following) - 1)]
+        return np.minimum(found, np.int32(len(self.rows) - 1))
+
+
+def _renumbered(storages: I32, renumber: I32 | None) -> I32:
+    return storages if renumber is None else renumber[storages]
+
+
+def accumulate_gradients(step: Step) -> Step:
+    """The step of a later micro-batch: each gradient is added to the one already there and freed.
+
+    Autograd adds where it would otherwise have put the gradient in place; the sum is there from the first
+    micro-batch to the end.
+    """
+    gradients = step.grad_order[step.storages.producer[step.grad_order] >= 0]
+    if not len(gradients):
+        return step
+    edit = Edit(step)
+    made_at = step.storages.grad_ready_after[gradients]
+    adds = edit.add_ops(
+        "aten.add_.Tensor",
+        after=made_at,
+        phase=Phase.BACKWARD,
+        traffic_bytes=3 * step.storages.bytes[gradients],
+        call=step.ops.call[made_at],
+    )
+    sums = edit.add_storages(
+        step.storages.bytes[gradients],
+        producer=np.full(len(gradients), -1, np.int32),
+        kind=Kind.GRADIENT,
+        held_until=step.storages.held_until[gradients],
+        owner=step.storages.owner[gradients],
+    )
+    later = (step.ops.phase[step.uses.op] >= Phase.BOUNDARY) & np.isin(step.uses.storage, gradients)
+    moved = np.full(step.storages.n, -1, np.int32)
+    moved[gradients] = sums
+    edit.set_uses(storage=np.where(later, moved[edit.uses.storage], edit.uses.storage).astype(np.int32))
+    edit.add_uses(adds, gradients)
+    edit.add_uses(adds, sums, mode=WRITES)
+    edit.hold_to_the_end_of_backward(int(adds[-1]))
+    edit.storages.held_until[gradients] = -1
+    edit.storages.grad_ready_after[gradients] = -1
+    edit.storages.kind[gradients] = Kind.TEMPORARY
+    edit.grad_order = moved[gradients]
+    known = columns_of(step.parameters)
+    edit.parameters = replace(known, gradient=np.where(known.gradient >= 0, moved[known.gradient], -1))
+    return edit.done()
+
+
+# Copies of saved activations that are on their way to the host, or there, where another pass inserts ops.
+TO_HOST = "memtune.to_host.default"
+
+
+def waiting_sources(step: Step, firsts: I32) -> tuple[I32, I32]:
+    """Which of the ops `firsts` are copies to the host, and what the copy before each holds until then, pair
+    by pair.
+
+    Whatever is put before such an op still sees that: a source is let go just before the next copy starts.
+    """
+    pairs: list[tuple[int, int]] = []
+    copies = (
+        np.flatnonzero(step.ops.name == step.names.index(TO_HOST))
+        if TO_HOST in step.names
+        else np.empty(0, np.intp)
+    )
+    for number, op in enumerate(firsts.tolist()):
+        place = int(np.searchsorted(copies, op))
+        if 0 < place < len(copies) and copies[place] == op:
+            sources = step.uses.storage[step.uses.op == copies[place - 1]]
+            pairs += [
+                (number, storage) for storage in sources[step.storages.held_until[sources] == op - 1].tolist()
+            ]
+    found = np.asarray(pairs, np.int32).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def hold_until_asked(edit: Edit, step: Step, after: I32, rows: I32) -> None:
+    """Copies on the host that came back ahead, and stay until the op behind one of `after` asks for them, are
+    there for `rows`.
+
+    Args:
+        edit: Of `step`, with `rows` in it.
+        step: Before the edit.
+        after: (n,) behind which op each new one stands.
+        rows: (n,) the new ops.
+    """
+    if TO_HOST not in step.names:
+        return
+    held = (step.storages.held_until >= 0) & (step.storages.held_until < step.ops.n)
+    made = np.flatnonzero(held & (step.storages.tier == Tier.HOST) & (step.storages.producer >= 0))
+    made = made[step.ops.name[step.storages.producer[made]] == step.names.index(TO_HOST)].astype(np.int32)
+    last = np.full(step.ops.n, -1, np.int32)
+    np.maximum.at(last, after, rows)
+    there = made[last[step.storages.held_until[made]] >= 0]
+    edit.hold_through(there, last[step.storages.held_until[there]])

@@ -1,0 +1,208 @@
+"""The other moments of a run, each as a Step made from the steady one: the first step, an evaluation, a
+checkpoint.
+
+Three rules:
+
+1. Optimizer state is made when the optimizer first updates; from then on it is always there.
+2. An evaluation is the forward of the plain step as it is sharded, under `model.eval()` and
+   `torch.no_grad()`: autograd saves nothing, so nothing is recomputed or moved, and dropout hands its input
+   on.
+3. A checkpoint gathers what is divided: parameters first, then the optimizer's state, all of it held until it
+   is written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memtune.program.edit import Edit
+from memtune.program.parameter_columns import columns_of
+from memtune.program.step import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+
+_DROPOUTS = ("aten.bernoulli_.", "aten.native_dropout.")
+_ALSO_IN_EVALUATION = {
+    **dict.fromkeys(
+        ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"),
+        1,
+    ),
+    **dict.fromkeys(("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"), 3),
+}
+"""How many of their outputs these kernels make outside training; the others (batch statistics, reserves) are
+for backward.
+"""
+
+
+def first_step(step: Step) -> Step:
+    """`step` as the first of a run: its optimizer state appears just before the first update (rule 1).
+
+    An upper end for optimizers that make the state of each parameter at its own update (SGD's momentum):
+    there the state of the later parameters is not yet beside the temporaries of the earlier ones.
+    """
+    return step.with_storages(producer=with_state_made(step))
+
+
+def with_state_made(step: Step) -> I32:
+    """(m,) the producer of each storage in the first step.
+
+    torch's optimizers make the state of a whole group of parameters before they update the first one; one
+    that is given its parameters one by one, inside backward, makes the state of each before it updates it.
+    """
+    updates = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
+    state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0)
+    if not len(updates) or not state.any():
+        return step.storages.producer
+    begins = np.full(step.storages.n, updates[0], np.int32)
+    if updates_inside_backward(step):
+        used = np.flatnonzero(state[step.uses.storage] & (step.use_phase == Phase.OPTIMIZER))[::-1]
+        begins[step.uses.storage[used]] = step.uses.op[used]  # the first one is written last
+    return np.where(state, begins, step.storages.producer).astype(np.int32)
+
+
+def updates_inside_backward(step: Step) -> bool:
+    """Whether parameters are updated while backward goes on."""
+    updates = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
+    return bool(len(updates) and (step.ops.phase[updates[0] :] < Phase.BOUNDARY).any())
+
+
+def evaluation(step: Step) -> Step:
+    """The forward of `step` alone (rule 2); `step` is rewritten by all passes but those of recompute and
+    activations.
+    """
+    edit = Edit(step)
+    unsaved = _without_dropout(edit, step)
+    edit.drop_ops((step.ops.phase > Phase.FORWARD) | unsaved)
+    edit.drop_saves(np.ones(step.saves.n, bool))
+    edit.storages.bytes[
+        (step.storages.kind == Kind.GRADIENT)
+        & (step.storages.producer < 0)
+        & (step.storages.held_until != FOREVER)
+    ] = 0  # sums of micro-batches
+    for name, count in _ALSO_IN_EVALUATION.items():
+        for op in (
+            np.flatnonzero(step.ops.name == step.names.index(name)).tolist() if name in step.names else ()
+        ):
+            edit.storages.bytes[_made_by(step, op)[count:]] = 0
+    return edit.done()
+
+
+def _without_dropout(edit: Edit, step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Let every dropout hand its input on; returns (n,) the ops that thereby do not run.
+
+    On CPU a mask is allocated, drawn, scaled and multiplied with the input; on CUDA one op makes mask and
+    output.
+    """
+    ops = np.zeros(step.ops.n, bool)
+    stands_for = np.arange(step.storages.n, dtype=np.int32)
+    for mask, made, output, source in _dropouts(step):
+        ops[step.storages.producer[[mask, output]]] = True
+        ops[step.uses.op[(step.uses.storage == mask) & (step.uses.op <= made)]] = True
+        stands_for[output] = stands_for[source]
+    moved = np.flatnonzero(stands_for != np.arange(step.storages.n))
+    np.maximum.at(
+        edit.storages.held_until,
+        stands_for[moved],
+        np.minimum(step.storages.held_until[moved], step.ops.n - 1),
+    )
+    edit.set_uses(storage=stands_for[step.uses.storage])
+    return ops
+
+
+def _dropouts(step: Step) -> list[tuple[int, int, int, int]]:
+    """Of every dropout in forward: its mask, the op that makes the output, the output, the input."""
+    found = []
+    draws = np.asarray([name.startswith(_DROPOUTS) for name in step.names], bool)
+    for op in np.flatnonzero(draws[step.ops.name] & (step.ops.phase == Phase.FORWARD)).tolist():
+        used = step.uses.op == op
+        drawn = step.uses.storage[used & (step.uses.mode == 1)]
+        if len(drawn) == 1:  # bernoulli_
+            mask = int(drawn[0])
+            readers = step.uses.op[(step.uses.storage == mask) & (step.uses.op > op)]
+            made = next((int(r) for r in readers if len(_made_by(step, int(r)))), -1)
+        else:
+            made, outputs = op, _made_by(step, op)
+            mask = int(outputs[-1]) if len(outputs) == 2 else -1
+        if made < 0 or mask < 0 or step.storages.producer[mask] < 0:
+            continue
+        inputs = step.uses.storage[
+            (step.uses.op == made) & (step.uses.storage != mask) & (step.uses.mode == 0)
+        ]
+        if len(inputs):
+            found.append((mask, made, int(_made_by(step, made)[0]), int(inputs[0])))
+    return found
+
+
+def _made_by(step: Step, op: int) -> I32:
+    return np.flatnonzero((step.storages.producer == op) & (step.storages.kind != Kind.WORKSPACE)).astype(
+        np.int32
+    )
+
+
+def checkpoint(step: Step, *, parameters: int, optimizer: int, stages_messages: bool, uploads: bool) -> Step:
+    """What `Tuned.state_dict()` does between two steps (rule 3): whole tensors on the device of every rank.
+
+    Args:
+        step: The rewritten step; what it leaves behind is what is there.
+        parameters: Ranks that share one copy of the parameters, 1 for none.
+        optimizer: The same for the optimizer's state.
+        stages_messages: Whether collectives copy their whole message first (gloo).
+        uploads: Whether state on the host comes to the device to be gathered (CUDA).
+    """
+    edit = Edit(step)
+    edit.drop_ops(np.ones(step.ops.n, bool))
+    edit.drop_saves(np.ones(step.saves.n, bool))
+    edit.storages.bytes[(step.storages.producer < 0) & (step.storages.held_until != FOREVER)] = 0
+    edit.add_ops(
+        "memtune.state_dict",
+        before=np.asarray([step.ops.n], np.int32),
+        phase=Phase.BOUNDARY,
+        resource=Resource.NOTHING,
+    )
+    shards = np.concatenate([_parameters(step, parameters), _state(step, optimizer)]).astype(np.int32)
+    if not len(shards):
+        return edit.done()
+    ranks = np.where(step.storages.kind[shards] == Kind.OPTIMIZER, optimizer, parameters)
+    whole: I64 = (
+        step.storages.bytes[shards] * ranks
+    )  # uneven shards are padded, and what is cut off stays in the buffer
+    gathers = edit.add_ops(
+        "c10d.all_gather_into.default",
+        before=np.full(len(shards), step.ops.n, np.int32),
+        phase=Phase.BOUNDARY,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=whole,
+        group=int(max(parameters, optimizer)),
+    )
+    edit.add_uses(gathers, shards)
+    held = np.full(len(shards), FOREVER, np.int32)
+    edit.add_storages(whole, producer=gathers, kind=step.storages.kind[shards], held_until=held)
+    if stages_messages:
+        edit.add_storages(whole, producer=gathers, kind=Kind.WORKSPACE)
+    if uploads:
+        on_host = step.storages.tier[shards] == Tier.HOST
+        edit.add_storages(
+            step.storages.bytes[shards[on_host]], producer=gathers[on_host], kind=Kind.COMMUNICATION
+        )
+    return edit.done()
+
+
+def _parameters(step: Step, ranks: int) -> I32:
+    """Parameters on the device that are divided, in the order of the state dict."""
+    return columns_of(step.parameters).storage if ranks > 1 else np.empty(0, np.int32)
+
+
+def _state(step: Step, ranks: int) -> I32:
+    """State that is divided with its parameter, parameter by parameter; counters of steps are whole
+    everywhere.
+    """
+    if ranks == 1:
+        return np.empty(0, np.int32)
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero(
+        (step.storages.kind == Kind.OPTIMIZER) & (step.storages.owner >= 0) & (step.storages.producer < 0)
+    ).astype(np.int32)
+    numel = columns.numel[step.storages.owner[mine]]
+    divided = mine[
+        (step.storages.bytes[mine] % np.maximum(numel, 1) == 0) & (step.storages.bytes[mine] >= numel)
+    ]
+    ordered: I32 = divided[np.argsort(step.storages.owner[divided], kind="stable")]
+    return ordered

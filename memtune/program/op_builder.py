@@ -1,0 +1,96 @@
+"""Builds a run of new ops for an Edit, one after the other: what each reads, writes and makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memtune.program.edit import Edit
+from memtune.program.step import DONATES, READS, WRITES, Phase
+
+
+@dataclass
+class NewOps:
+    """New ops in their order, with what they read and make."""
+
+    edit: Edit
+    first: int
+    names: list[int] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
+    traffic: list[int] = field(default_factory=list)
+    uses: list[tuple[int, int, int]] = field(default_factory=list)  # op, storage, how
+    made: list[tuple[int, int]] = field(default_factory=list)  # bytes, producer
+    held: list[tuple[int, int]] = field(default_factory=list)
+    _first_storage: int = 0
+
+    def __post_init__(self) -> None:
+        self._first_storage = self.edit.n_storages
+
+    @property
+    def last(self) -> int:
+        """Row of the op that was appended last."""
+        return self.first + len(self.names) - 1
+
+    def run(
+        self,
+        name: str,
+        *reads: int,
+        writes: int = -1,
+        hands_over: int = -1,
+        like: int = -1,
+        share: float = 1.0,
+    ) -> int:
+        """Append an op; `like` an op of the step whose cost it shares. Returns its row."""
+        step = self.edit._step
+        self.names.append(self.edit.name_id(name))
+        self.flops.append(float(step.ops.flops[like]) * share if like >= 0 else 0.0)
+        self.traffic.append(int(step.ops.traffic_bytes[like] * share) if like >= 0 else 0)
+        self.uses += [(self.last, each, READS) for each in dict.fromkeys(reads)]
+        if writes >= 0:
+            self.uses += [(self.last, writes, WRITES)]
+        if hands_over >= 0:
+            self.uses += [(self.last, hands_over, DONATES)]
+        return self.last
+
+    def makes(self, n_bytes: int) -> int:
+        """The last op makes a storage; returns its row."""
+        self.made.append((n_bytes, self.last))
+        return self._first_storage + len(self.made) - 1
+
+    def hold(self, storage: int, op: int) -> None:
+        """`storage` stays at least until `op`, one of these, has run."""
+        self.held.append((storage, op))
+
+    def insert(
+        self,
+        *,
+        after: int | None = None,
+        before: int | None = None,
+        phase: Phase,
+        module: int,
+        call: int = -1,
+    ) -> None:
+        """Put all of it into the edit."""
+        anchor = np.full(len(self.names), before if after is None else after, np.int32)
+        self.edit.add_ops(
+            np.asarray(self.names, np.int32),
+            after=None if after is None else anchor,
+            before=anchor if after is None else None,
+            phase=phase,
+            call=call,
+            flops=np.asarray(self.flops),
+            traffic_bytes=np.asarray(self.traffic, np.int64),
+            module=module,
+        )
+        if self.made:
+            n_bytes, producer = (np.asarray(column) for column in zip(*self.made, strict=True))
+            self.edit.add_storages(n_bytes.astype(np.int64), producer=producer.astype(np.int32))
+        for how in (READS, WRITES, DONATES):
+            pairs = [(op, storage) for op, storage, used in self.uses if used == how]
+            if pairs:
+                ops, storages = (np.asarray(column, np.int32) for column in zip(*pairs, strict=True))
+                self.edit.add_uses(ops, storages, mode=how)
+        if self.held:
+            storages, ops = (np.asarray(column, np.int32) for column in zip(*self.held, strict=True))
+            self.edit.hold_through(storages, ops)

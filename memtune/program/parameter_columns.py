@@ -1,0 +1,105 @@
+"""The parameters of a step: one record each, and the same as columns for passes that treat many at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Parameter(NamedTuple):
+    """One parameter of the model and the storages that belong to it (-1: none)."""
+
+    name: str
+    storage: int
+    gradient: int
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    block: int
+    """Index of the block that holds it, -1 outside every block."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterColumns(Sequence[Parameter]):
+    """Parameters as columns, one entry each; as a sequence it gives their records, made when one is first
+    asked for.
+    """
+
+    names: tuple[str, ...]
+    storage: npt.NDArray[np.int32]
+    gradient: npt.NDArray[np.int32]
+    shapes: tuple[tuple[int, ...], ...]
+    itemsize: npt.NDArray[np.int32]
+    trainable: npt.NDArray[np.bool_]
+    block: npt.NDArray[np.int32]
+    numel: npt.NDArray[np.int64]
+
+    @cached_property
+    def records(self) -> tuple[Parameter, ...]:
+        """The parameters these columns describe."""
+        rows = zip(
+            self.names,
+            self.storage.tolist(),
+            self.gradient.tolist(),
+            self.shapes,
+            self.itemsize.tolist(),
+            self.trainable.tolist(),
+            self.block.tolist(),
+            strict=True,
+        )
+        return tuple(map(Parameter._make, rows))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: int) -> Parameter: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Parameter, ...]: ...
+    def __getitem__(self, index: int | slice) -> Parameter | tuple[Parameter, ...]:
+        return self.records[index]
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self.records)
+
+
+_REMEMBERED = 128
+"""Tuples whose columns are kept, about 40 kB each for 300 parameters."""
+_known: dict[int, tuple[Sequence[Parameter], ParameterColumns]] = {}
+
+
+def columns_of(parameters: Sequence[Parameter]) -> ParameterColumns:
+    """The columns of `parameters`; made once per tuple, since the steps of many candidates share it."""
+    if isinstance(parameters, ParameterColumns):
+        return parameters
+    known = _known.get(id(parameters))
+    if known is not None and known[0] is parameters:  # an id may come again when its tuple is gone
+        return known[1]
+    names, storage, gradient, shapes, itemsize, trainable, block = (
+        zip(*parameters, strict=True) if parameters else ((),) * 7
+    )
+    columns = ParameterColumns(
+        names,
+        np.asarray(storage, np.int32),
+        np.asarray(gradient, np.int32),
+        shapes,
+        np.asarray(itemsize, np.int32),
+        np.asarray(trainable, bool),
+        np.asarray(block, np.int32),
+        numel_of(shapes),
+    )
+    if len(_known) >= _REMEMBERED:
+        del _known[next(iter(_known))]  # the oldest
+    _known[id(parameters)] = parameters, columns
+    return columns
+
+
+def numel_of(shapes: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.int64]:
+    """Elements of each shape."""
+    return np.asarray([math.prod(shape) for shape in shapes], np.int64)

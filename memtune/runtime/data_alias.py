@@ -1,0 +1,108 @@
+"""Version counter for writes through `weight.data`, which the weight's own `_version` does not count.
+
+Two rules:
+
+1. A tracked weight has a subclass that overrides `data` alone: every access returns an alias of one stored
+  tensor, with which it shares the version counter, as views do. Assignment (`p.data = ...`) replaces the
+  stored tensor.
+2. Copies and pickles of a weight are of torch's own class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+class _AliasedData(Tensor):
+    """Overrides `data` (rule 1) and copies (rule 2)."""
+
+    _kept: Tensor | None = None
+
+    @property
+    def data(self) -> Tensor:
+        """Return an alias of the stored tensor."""
+        here: Tensor = _DATA.__get__(self)
+        if self._kept is None or _place(self._kept) != _place(here):
+            self._kept = here
+        return self._kept.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+        vars(self).pop("_kept", None)
+        if not value.is_inference():  # those have no version
+            self._kept = (
+                value.detach()
+            )  # written before, as in  p.data = p.data.mul_(2), or later through another name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _as_plain(self, lambda plain: copy.deepcopy(plain, memo))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return _as_plain(self, lambda plain: plain.__reduce_ex__(protocol))
+
+
+class _AliasedParameter(_AliasedData, nn.Parameter):
+    """Class of a tracked full parameter."""
+
+
+class _AliasedShard(_AliasedData, DTensor):
+    """Class of a tracked parameter that is sharded by rows."""
+
+    def detach(self) -> Tensor:
+        """Return a tensor of the same class, which `nn.Parameter` requires of its data (`model.to`)."""
+        found: Any = super().detach()
+        found.__class__ = _AliasedShard
+        return found  # type: ignore[no-any-return]
+
+
+_ALIASED: Final[dict[type, type]] = {nn.Parameter: _AliasedParameter, DTensor: _AliasedShard}
+_PLAIN: Final[dict[type, type]] = {shown: plain for plain, shown in _ALIASED.items()}
+
+
+def track_data(weight: Tensor) -> None:
+    """Track the `data` of `weight` from now on, if it is a plain parameter."""
+    if type(weight) in _ALIASED:
+        weight.__class__ = _ALIASED[type(weight)]
+
+
+def untrack_data(weight: Tensor) -> None:
+    """Restore torch's own `data` of `weight`."""
+    if type(weight) in _PLAIN:
+        vars(weight).pop("_kept", None)
+        weight.__class__ = _PLAIN[type(weight)]
+
+
+def plain_type(tensor: Tensor) -> type:
+    """Return the class of `tensor` without tracking."""
+    return _PLAIN.get(type(tensor), type(tensor))
+
+
+def version_of_data(weight: Tensor) -> int:
+    """Return a number that changes with each write through `data` of a tracked weight."""
+    kept = weight._kept if isinstance(weight, _AliasedData) else None
+    return 0 if kept is None else kept._version
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    here = getattr(tensor, "_local_tensor", tensor)
+    return here.untyped_storage()._cdata, here.storage_offset(), here.shape, here.stride(), here.dtype
+
+
+def _as_plain(weight: _AliasedData, call: Callable[[Tensor], Any]) -> Any:
+    kind, kept = type(weight), weight._kept
+    untrack_data(weight)
+    try:
+        return call(weight)
+    finally:
+        weight.__class__ = kind
+        if kept is not None:
+            weight._kept = kept

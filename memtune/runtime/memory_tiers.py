@@ -1,0 +1,141 @@
+"""Memory tiers: the kind of memory in which a storage lives, on any device.
+
+On a GPU the tiers are different memories. On CPU they are a convention: everything is in the same RAM, and
+storages made inside `with tier("host"):` belong to the host tier, which the device budget does not count.
+Real storages made while the native ledger is installed carry their tier themselves; all others (fake tensors,
+no compiler) are marked by the dispatch mode that is active.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Tier = Literal["device", "host", "ssd"]
+TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
+DEVICE, HOST, SSD = TIERS
+
+_local = threading.local()
+_marked: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier]] = {}
+
+# Both are set by memtune.memory.cpu_allocator when it installs the native ledger: how this thread's tier
+# reaches the allocator, and how the tier of a storage that the allocator made is read back.
+_tell_native: Callable[[int], object] | None = None
+_ask_native: Callable[[int], int] | None = None
+
+
+def connect(tell: Callable[[int], object], ask: Callable[[int], int]) -> None:
+    """Connect a native allocator to `with tier(...)` and `tier_of`.
+
+    Args:
+        tell: Called with the index in `TIERS` whenever this thread's tier changes, and once now.
+        ask: From a storage's address to its index in `TIERS`, negative if the allocator did not make it.
+    """
+    global _tell_native, _ask_native
+    _tell_native, _ask_native = tell, ask
+    tell(TIERS.index(current_tier()))
+
+
+def current_tier() -> Tier:
+    """Return the tier of storages made by this thread; `device` outside any `with tier(...)`."""
+    found: Tier = getattr(_local, "tier", DEVICE)
+    return found
+
+
+def _switch(to: Tier) -> None:
+    _local.tier = to
+    if _tell_native is not None:
+        _tell_native(TIERS.index(to))
+
+
+@contextlib.contextmanager
+def tier(name: Tier) -> Iterator[None]:
+    """Assign storages that this thread makes inside to tier `name`; nests, and restores the previous tier."""
+    if name not in TIERS:
+        raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {name!r}")
+    before = current_tier()
+    _switch(name)
+    try:
+        yield
+    finally:
+        _switch(before)
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that hold `tensor`'s bytes on this rank: one for a plain or fake tensor, the inner
+    ones of a DTensor.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # a DTensor also lists its mesh
+                yield from storages_of(inner)
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+
+
+def mark(tensor: torch.Tensor, name: Tier) -> None:
+    """Assign `tensor`'s storages to tier `name`, for as long as they exist; overrides the tier in which they
+    were made.
+    """
+    for storage in storages_of(tensor):
+        mark_storage(storage, name)
+
+
+def mark_storage(storage: torch.UntypedStorage, name: Tier) -> None:
+    """Assign `storage` to tier `name`, for as long as it exists."""
+    key = storage._cdata
+
+    # An address is used again once its storage is gone, so a late clean-up must not drop the entry of the
+    # next owner.
+    def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+        if key in _marked and _marked[key][0] is reference:
+            del _marked[key]
+
+    _marked[key] = (weakref.ref(storage, forget), name)
+
+
+def tier_of(tensor: torch.Tensor) -> Tier:
+    """Return the tier of `tensor`'s (first) storage: as marked, else as the native ledger made it, else
+    `device`.
+    """
+    return next((tier_of_storage(storage) for storage in storages_of(tensor)), DEVICE)
+
+
+def tier_of_storage(storage: torch.UntypedStorage) -> Tier:
+    """Return the tier of `storage`: as marked, else as the native ledger made it, else `device`."""
+    entry = _marked.get(storage._cdata)
+    if entry is not None:
+        return entry[1]
+    made = _ask_native(storage._cdata) if _ask_native is not None else -1
+    return TIERS[made] if made >= 0 else DEVICE
+
+
+# The parameters and buffers of a module, found at every step: several times as fast as by their names.
+def members_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Return parameters and buffers of `module` and its submodules, each once."""
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    seen, left = {id(module)}, [module]
+    while left:
+        each = left.pop()
+        parameters.update((id(tensor), tensor) for tensor in each._parameters.values() if tensor is not None)
+        buffers.update((id(tensor), tensor) for tensor in each._buffers.values() if tensor is not None)
+        inner = [child for child in each._modules.values() if child is not None and id(child) not in seen]
+        seen.update(map(id, inner))
+        left += inner
+    return list(parameters.values()), list(buffers.values())
+
+
+# Small helpers on tensors that may be sharded.
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of `tensor` on this rank: the local shard of a DTensor, otherwise `tensor` itself."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard

@@ -1,0 +1,226 @@
+"""Replacements of `optimizer.step` and `module.forward` on the object, compatible with the user's hooks,
+profilers and learning rate schedulers.
+
+Order of hooks: the user's step pre-hooks run before memtune's, which look for changed gradients, offload them
+and free them; the user's post-hooks run after memtune's, which reload the new weights. A user's hook that
+raises therefore sees the same state as with the plain optimizer: nothing is updated yet, or everything is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Final, ParamSpec
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+_MARK: Final = "_wrapped_by_lr_sched"
+_OWN: Final = "_memtune_step"
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnHook:
+    """Marks a hook of memtune's among the user's."""
+
+    call: Callable[[Optimizer, Any, Any], None]
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Run the hook, with the arguments that torch passes to step hooks."""
+        self.call(optimizer, args, kwargs)
+
+
+def before_step(
+    optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None], *, last: bool = False
+) -> None:
+    """Call `hook` when the optimizer's step begins, after the user's hooks, and before or after (`last`)
+    those registered here so far.
+    """
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(optimizer.register_step_pre_hook(_OwnHook(hook)).id, last=last)
+    if _OWN not in vars(getattr(optimizer.step, "__func__", optimizer.step)):
+        replace_step(optimizer, optimizer.step)
+
+
+def after_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
+    """Call `hook` after the optimizer's update, before the user's hooks and before those registered here so
+    far.
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def _order_hooks(optimizer: Optimizer) -> None:
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    mine = [key for key, hook in hooks.items() if isinstance(hook, _OwnHook)]
+    if mine != list(hooks)[len(hooks) - len(mine) :]:
+        for key in mine:
+            hooks.move_to_end(key)
+
+
+def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Make `optimizer.step(...)` call `step(...)`; schedulers, built before or after, count it as one step.
+
+    A scheduler wraps `step` when it is built, marks the wrapper, and warns at its own first step if the mark
+    is missing; the wrapper notes that the optimizer was called. The replacement notes the call and carries
+    the mark, so a scheduler that is built later does not wrap it again.
+
+    Args:
+        optimizer: Optimizer whose `step` is replaced.
+        step: The new step, without the optimizer as an argument; it runs the optimizer's step hooks itself.
+    """
+
+    @functools.wraps(type(optimizer).step)  # GradScaler and others read its signature
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # what the scheduler's wrapper would note
+        _order_hooks(self)
+        return step(*args, **kwargs)
+
+    vars(called).update({_MARK: True, _OWN: True})
+    optimizer.step = MethodType(called, optimizer)  # type: ignore[method-assign]
+
+
+def with_hooks(optimizer: Optimizer, update: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `update` with the optimizer's step hooks before and after it, as in `Optimizer.step`."""
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return update(*args, **kwargs)
+
+    return MethodType(Optimizer.profile_hook_step(step), optimizer)
+
+
+def keep_groups(optimizer: Optimizer) -> None:
+    """Keep the parameter group objects when a state is loaded: `load_state_dict` makes new ones, and updaters
+    hold references to the old ones.
+    """
+    kept = list(optimizer.param_groups)
+
+    def put_back(_: Optimizer) -> None:
+        for index, (group, loaded) in enumerate(zip(kept, optimizer.param_groups, strict=False)):
+            if loaded is not group:
+                group.clear()
+                group.update(loaded)
+                optimizer.param_groups[index] = group
+
+    optimizer.register_load_state_dict_post_hook(put_back)
+
+
+# Hooks that do not keep alive whom they call, and hooks that are no part of what is copied.
+P = ParamSpec("P")
+
+
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """Return a hook that calls the bound `method` while its owner lives; another object, such as a hook of
+    the optimizer, must keep the owner alive.
+    """
+    found = weakref.WeakMethod(method)
+
+    def hook(*args: P.args, **kwargs: P.kwargs) -> None:
+        there = found()
+        if there is not None:
+            there(*args, **kwargs)
+
+    return hook
+
+
+class UncopiedHook:
+    """A module's hook that calls `call` without arguments, and that is not copied or pickled with the
+    module.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        """Call the function; torch's arguments are ignored."""
+        self._call()
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+# A module whose forward another one stands in for.
+class ForwardWrapper:
+    """Replaces a module's forward by a function; copies and pickles of the module get the original forward.
+
+    With the function itself, a copy would run the original module with the original's weights.
+
+    Args:
+        call: The function.
+        before: The module's forward until now.
+    """
+
+    def __init__(self, call: Callable[..., Any], before: Callable[..., Any]) -> None:
+        self._call, self.__wrapped__ = call, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __reduce__(self) -> Any:
+        return _original_forward, (self.__wrapped__,)
+
+
+def _original_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+class ReplacedForward:
+    """Base of classes that run a module differently; `install` replaces the module's forward by `forward`.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._original: Callable[..., Any] = module.forward
+        self._had_own = "forward" in vars(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run instead of the module's forward; by default that forward itself."""
+        return self._original(*args, **kwargs)
+
+    def install(self) -> None:
+        """Replace the module's forward by `forward`."""
+        self.module.forward = self.forward
+
+    def remove(self) -> None:
+        """Restore the module's own forward."""
+        if self._had_own:
+            self.module.forward = self._original
+        else:
+            vars(self.module).pop("forward", None)
+
+    @property
+    def is_installed(self) -> bool:
+        """Return True if the module's forward is this one, or a wrapper of this one."""
+        forward = vars(self.module).get("forward")
+        while forward is not None and forward != self.forward:
+            around = getattr(forward, "__self__", None)
+            forward = (
+                around._original
+                if isinstance(around, ReplacedForward)
+                else getattr(forward, "__wrapped__", None)
+            )
+        return forward is not None

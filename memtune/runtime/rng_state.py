@@ -1,0 +1,169 @@
+"""The random state a region starts with, so that its second run draws the same numbers. It lives on the host.
+
+Generators of the user's own (`y.bernoulli_(p, generator=mine)`) are part of it as far as they are known: the
+attributes of the region's modules, and those that ops of its first run were given.
+
+`kept` is for states that passes count: no op makes them, so a recorder is told of them (`observe_kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtune.runtime.dispatch_modes import WatchingMode
+from memtune.runtime.memory_tiers import HOST, tier
+from memtune.runtime.op_schema import draws
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of the CPU generator, and of the CUDA generator of the module's device where it has one."""
+
+    cpu: Tensor  # uint8, on the host tier
+    cuda: Tensor | None
+    device: torch.device | None
+    own: tuple[tuple[Generator, Tensor], ...] = ()
+    """States of the user's own generators."""
+    counted: bool = False
+    """By a pass; then so is what `restored` puts aside."""
+
+    @classmethod
+    def capture(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
+        """Return the current state, with the states of `generators` in addition to torch's own."""
+        first = next(module.parameters(), None)
+        device = first.device if first is not None and first.is_cuda else None
+        with tier(HOST):
+            cuda = None if device is None else torch.cuda.get_rng_state(device)
+            return cls(
+                torch.get_rng_state(), cuda, device, tuple((each, each.get_state()) for each in generators)
+            )
+
+    @classmethod
+    def kept(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
+        """Return the same as `capture`, for a state held until a region has run again, as
+        `activations.recompute.rng_state_pass` counts it.
+        """
+        return replace(cls.capture(module, generators), counted=True)._told()
+
+    def is_now(self, module: nn.Module) -> bool:
+        """Return True if nothing has been drawn since; fake tensors draw nothing."""
+        now = self.capture(module, [each for each, _ in self.own])
+        if isinstance(self.cpu, FakeTensor):
+            return True
+        pairs = [
+            (self.cpu, now.cpu),
+            *((then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)),
+        ]
+        if self.cuda is not None and now.cuda is not None:
+            pairs.append((self.cuda, now.cuda))
+        with _disable_current_modes():
+            return all(torch.equal(then, state) for then, state in pairs)
+
+    def beside(self, others: Iterable[tuple[Generator, Tensor]]) -> RandomState:
+        """Return the state with the states of `others` added."""
+        return replace(self, own=(*self.own, *others))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Draw from this state inside; restore the current state afterwards."""
+        now = self._now()
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def continue_from(self) -> None:
+        """Draw from this state from now on; for use inside `restored`."""
+        self._set()
+
+    def _now(self) -> RandomState:
+        with tier(HOST):
+            cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)
+            own = tuple((each, each.get_state()) for each, _ in self.own)
+            return RandomState(torch.get_rng_state(), cuda, self.device, own, self.counted)._told()
+
+    def _told(self) -> RandomState:
+        """Return the state itself; notify recorders of it, if it is counted."""
+        for note in _notes if self.counted else ():
+            note(self.cpu)
+        return self
+
+    def _set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and self.device is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+        for generator, state in self.own:
+            generator.set_state(state)
+
+
+@contextmanager
+def observe_kept(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `note` inside with the CPU part of every state that a pass counts, when it is captured."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+
+
+_notes: list[Callable[[Tensor], None]] = []
+
+
+def generators_of(module: nn.Module) -> list[Generator]:
+    """Return the generators that `module` and its submodules have as attributes."""
+    found = (
+        value for each in module.modules() for value in vars(each).values() if isinstance(value, Generator)
+    )
+    return list(dict.fromkeys(found))
+
+
+def generator_of(kwargs: Any) -> Generator | None:
+    """Return the generator passed to an op by keyword."""
+    found = (kwargs or {}).get("generator")
+    return found if isinstance(found, Generator) else None
+
+
+class NoteGenerators(WatchingMode):
+    """Records generators that are passed to ops and not in `known` yet, with their states before the first
+    such op.
+
+    Attributes:
+        draws: True if an op has drawn.
+    """
+
+    def __init__(self, known: list[Generator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known, self.found = known, list[tuple[Generator, Tensor]]()
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op."""
+        generator = generator_of(kwargs)
+        self.draws = self.draws or draws(func, args, kwargs or {})
+        if generator is not None and generator not in self._known:
+            self._known.append(generator)
+            with tier(HOST):
+                self.found.append((generator, generator.get_state()))
+        return func(*args, **(kwargs or {}))
+
+
+# Autocast as it is at some moment, for code that runs again later.
+def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return context makers that restore the current autocast state."""
+
+    def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        cache = torch.is_autocast_cache_enabled()
+        return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [maker(device) for device in devices]

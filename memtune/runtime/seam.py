@@ -1,0 +1,351 @@
+"""The seam: every act that leaves PyTorch's own ops is a `torch.ops.memtune.*` operator with a declared
+resource and tier.
+
+On real tensors an operator moves bytes or calls native code; on fake tensors it does nothing but make the
+output. So a recorder, a dry run and a byte counter see the same operators as the training step.
+
+This file has the registry, the copies between host and device (`runtime.transfer`) and the collectives. Each
+other mechanism registers its own operators in the module of their kernels, which whatever calls them imports:
+
+| operator | registered in | resource | its output lives on |
+|---|---|---|---|
+| `to_device(x, device)` | here | host → device | device |
+| `to_device_beside(x, beside, device)` | here | host → device | device |
+| `to_host(x)` | here | device → host | host |
+| `copy_to_host_(host, x)` | here | device → host | – |
+| `copy_to_device_(x, host)` | here | host → device | – |
+| `all_gather_into_(out, x, group, ranks)` | here | link | – |
+| `reduce_scatter_into_(out, x, group, ranks, op)` | here | link | – |
+| `all_reduce_(x, group, ranks, op)` | here | link | – |
+| `all_to_all_into_(out, x, group, ranks)` | here | link | – |
+| `send_next_into_(out, x, group, ranks)` | here | link | – |
+| `shift_into_(out, x, group, distance, ranks)` | here | link | – |
+| `all_gather_positions_(out, x, group, ranks)` | here | link | – |
+| `reduce_scatter_positions_(out, x, group, ranks)` | here | link | – |
+| `to_ssd(x, name)` | `ssd.ssd_tensors` | SSD write | SSD |
+| `from_ssd(x)` | `ssd.ssd_tensors` | SSD read | host |
+| `write_ssd_(ssd, x)` | `ssd.ssd_tensors` | SSD write | – |
+| `host_update_(rule, …, weight, gradient, …)` | `offload.optimizer.native_update` | host threads | – |
+| `updater_read_(host, weights, moments, link, order)` | `offload.near_storage.update_worker_client` | SSD
+read, by an updater process | – |
+| `updater_update_(slot, host, link, order)` | `offload.near_storage.update_worker_client` | host threads, of
+an updater process | – |
+| `updater_write_(ssd, host, link, order)` | `offload.near_storage.update_worker_client` | SSD write, by an
+updater process | – |
+| `largest_(kept, gradient, count)` | `offload.near_storage.topk_compression` | compute | device |
+| `quantise_(packed, x, error, lengths, bits, block, nodes)` | `parallel.collectives.quantization` | compute |
+– |
+| `dequantise_(out, packed, lengths, bits, block, sources, factor)` | `parallel.collectives.quantization` |
+compute | – |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memtune.program import Resource
+from memtune.program import Tier as TierId
+from memtune.runtime import transfer
+from memtune.runtime.link_classes import count_collective, is_between_nodes
+
+_SPIN_S: Final = 2e-4
+_NAP_S: Final = 2e-4
+_LITTLE_PATIENCE_S: Final = 0.01
+_patience_s = 10.0
+"""How long `_wait_released` waits."""
+
+
+@dataclass(frozen=True)
+class SeamOp:
+    """Properties of one operator of the seam for the simulator."""
+
+    resource: Resource
+    output_tier: TierId = TierId.DEVICE
+    collective: bool = False
+    first_crosses: bool = False
+    """Only the first of its inputs and outputs crosses the link."""
+
+
+SEAM: dict[str, SeamOp] = {}
+"""Registered operators, by the name that a dispatch mode sees (`memtune.to_host.default`)."""
+
+_LIBRARY = torch.library.Library("memtune", "DEF")
+
+
+def _nothing(*args: object) -> None:
+    return None
+
+
+def register(
+    schema: str, op: SeamOp, kernel: Callable[..., object], fake: Callable[..., object] = _nothing
+) -> None:
+    """Define `torch.ops.memtune.<name>`; called once per operator, when its module is imported.
+
+    Args:
+        schema: As in `torch.library.Library.define`.
+        op: Its resource, and the tier of its output.
+        kernel: Its implementation on CPU and CUDA.
+        fake: Its output on fake tensors; the default is for operators that write their arguments and return
+            nothing.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"memtune::{name}", fake, lib=_LIBRARY)
+    SEAM[f"memtune.{name}.default"] = op
+
+
+def link_of(func: torch._ops.OpOverload, args: Sequence[object]) -> Resource:
+    """Return the link that a collective of the seam occupies: the network if no two of its ranks share a
+    node, else the node's.
+    """
+    name = args[[each.name for each in func._schema.arguments].index("group")]
+    return Resource.INTER_LINK if is_between_nodes(_group(str(name))) else Resource.INTRA_LINK
+
+
+# torch 2.13 has new names for these and warns of the old ones, which are all that 2.11 has.
+all_gather_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def _reduce_op(name: str) -> dist.ReduceOp.RedOpType:
+    found: dist.ReduceOp.RedOpType = getattr(dist.ReduceOp, name.upper())
+    return found
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def _all_gather_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    if x.device.type == "cpu":
+        _all_gather_on_gloo(out, x, _group(group))
+    else:
+        all_gather_single(out, x, group=_group(group))
+    count_collective(_group(group), x.nbytes * (ranks - 1))
+
+
+def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str) -> None:
+    if x.device.type == "cpu":
+        _reduce_scatter_on_gloo(out, x, _group(group), _reduce_op(op))
+    else:
+        reduce_scatter_single(out, x, op=_reduce_op(op), group=_group(group))
+    count_collective(_group(group), out.nbytes * (ranks - 1))
+
+
+def _all_gather_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """All-gather by a broadcast of each rank's part in place: gloo's own all-gather copies the whole output,
+    and that copy's release cannot be awaited.
+    """
+    parts = list(out.view(group.size(), -1))
+    parts[group.rank()].copy_(x.view(-1))
+    sent = [
+        dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)
+    ]
+    while sent:
+        if (work := sent.pop()) is not None:
+            work.wait()
+    del work  # it holds its tensor
+    _wait_released(parts)
+
+
+def _reduce_scatter_on_gloo(
+    out: Tensor, x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+) -> None:
+    """Reduce-scatter by an all-reduce of a copy of the message, as gloo does it internally."""
+    staged = x.clone()
+    dist.all_reduce(staged, op=op, group=group)
+    out.copy_(staged.view(group.size(), -1)[group.rank()].view_as(out))
+    _wait_released([staged])
+
+
+def _wait_released(sent: list[Tensor]) -> None:
+    """Wait until gloo's thread has released these tensors, of which the caller holds the only other
+    references.
+
+    gloo's thread wakes the waiting rank first and releases the tensors when it is scheduled next, ops or a
+    step later on a busy machine: bytes freed in between would remain allocated, and the peak would vary from
+    step to step. The wait sleeps, which yields the core to that thread, for as long as a busy machine may
+    keep it from running. After one timeout later waits are short, since the tensors may be held permanently
+    and only byte counts are delayed.
+    """
+    global _patience_s
+    start_s = time.monotonic()
+    while any(_use_count(each) > 1 for each in sent):
+        waited_s = time.monotonic() - start_s
+        if waited_s > _patience_s:
+            _patience_s = _LITTLE_PATIENCE_S
+            return
+        time.sleep(0 if waited_s < _SPIN_S else _NAP_S)
+
+
+def _use_count(tensor: Tensor) -> int:
+    return int(getattr(tensor, "_use_count", int)())  # private in torch: 0 where it is not there
+
+
+def _all_reduce(x: Tensor, group: str, ranks: int, op: str) -> None:
+    ours = x.detach()
+    dist.all_reduce(ours, op=_reduce_op(op), group=_group(group))
+    if x.device.type == "cpu":
+        _wait_released([ours])
+    count_collective(_group(group), 2 * x.nbytes * (ranks - 1) // ranks)
+
+
+def _all_to_all_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    mine, theirs = out.detach(), x.detach()
+    dist.all_to_all_single(mine, theirs, group=_group(group))
+    if x.device.type == "cpu":
+        _wait_released([mine, theirs])
+    count_collective(_group(group), x.nbytes // ranks * (ranks - 1))
+
+
+def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    """Do one step of a ring: send `x` to the next rank of the group, receive from the one before into
+    `out`.
+    """
+    members, mine, theirs = _group(group), out.detach(), x.detach()
+    here = members.rank()
+    both = [
+        dist.P2POp(dist.isend, theirs, group=members, group_peer=(here + 1) % ranks),
+        dist.P2POp(dist.irecv, mine, group=members, group_peer=(here - 1) % ranks),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    del both, work
+    if x.device.type == "cpu":
+        _wait_released([mine, theirs])
+    count_collective(members, x.nbytes)
+
+
+def _shift_into(out: Tensor | None, x: Tensor | None, group: str, distance: int, ranks: int) -> None:
+    """Send `x` to the rank at `distance`, receive from the one as far before into `out`; either may be None
+    on some ranks.
+    """
+    members = _group(group)
+    here = members.rank()
+    ours = [None if each is None else each.detach() for each in (out, x)]
+    mine, theirs = ours
+    both = []
+    if theirs is not None:
+        both.append(dist.P2POp(dist.isend, theirs, group=members, group_peer=(here + distance) % ranks))
+    if mine is not None:
+        both.append(dist.P2POp(dist.irecv, mine, group=members, group_peer=(here - distance) % ranks))
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    del both, work
+    held = [each for each in ours if each is not None]
+    del mine, theirs, ours
+    if held[0].device.type == "cpu":
+        _wait_released(held)
+    count_collective(members, 0 if out is None else out.nbytes)
+
+
+def _all_gather_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    """Gather every rank's `x` (samples, positions, …) along dim 1, one sample at a time: without a staging
+    copy.
+    """
+    members = _group(group)
+    if x.device.type == "cpu":
+        parts = [part for sample in out.detach() for part in sample.chunk(ranks)]
+        for mine, share in zip(parts[members.rank() :: ranks], x, strict=True):
+            mine.copy_(share)
+        for index, part in enumerate(parts):
+            dist.broadcast(part, group=members, group_src=index % ranks)
+        _wait_released(parts)
+    else:
+        for sample, share in zip(out, x, strict=True):
+            all_gather_single(sample, share, group=members)
+    count_collective(members, x.nbytes * (ranks - 1))
+
+
+def _reduce_scatter_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    """Reduce-scatter along dim 1: this rank's positions of the sum of every rank's `x`, which gloo sums in
+    place.
+    """
+    members = _group(group)
+    if x.device.type == "cpu":
+        ours = x.detach()
+        dist.all_reduce(ours, group=members)
+        out.copy_(ours.chunk(ranks, 1)[members.rank()])
+        _wait_released([ours])
+    else:
+        for share, sample in zip(out, x, strict=True):
+            reduce_scatter_single(share, sample, group=members)
+    count_collective(members, out.nbytes * (ranks - 1))
+
+
+def _below_autograd(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return `kernel` such that `activations.recompute.collective_guard` does not take its collectives for
+    the user's (rule 3 there).
+    """
+
+    @wraps(kernel)
+    def called(*args: object) -> None:
+        with torch._C._AutoDispatchBelowAutograd():
+            kernel(*args)
+
+    return called
+
+
+def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+
+
+def _fake_to_device_beside(x: Tensor, beside: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(x.numel() + beside.numel(), dtype=x.dtype, device=device)
+
+
+def fake_to_host(x: Tensor) -> Tensor:
+    """Return a host tensor of `x`'s layout."""
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
+
+
+_UP, _DOWN = SeamOp(Resource.HOST_TO_DEVICE), SeamOp(Resource.DEVICE_TO_HOST)
+register("to_device(Tensor x, Device device) -> Tensor", _UP, transfer.to_device, _fake_to_device)
+register(
+    "to_device_beside(Tensor x, Tensor beside, Device device) -> Tensor",
+    SeamOp(Resource.HOST_TO_DEVICE, first_crosses=True),
+    transfer.to_device_beside,
+    _fake_to_device_beside,
+)
+register(
+    "to_host(Tensor x) -> Tensor",
+    SeamOp(Resource.DEVICE_TO_HOST, TierId.HOST),
+    transfer.to_host,
+    fake_to_host,
+)
+register("copy_to_host_(Tensor(a!) host, Tensor x) -> ()", _DOWN, transfer.copy_to_host)
+register("copy_to_device_(Tensor(a!) x, Tensor host) -> ()", _UP, transfer.copy_to_device)
+
+_COLLECTIVE = SeamOp(Resource.INTRA_LINK, collective=True)
+for _schema, _kernel in (
+    ("all_gather_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()", _all_gather_into),
+    (
+        "reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int ranks, str op) -> ()",
+        _reduce_scatter_into,
+    ),
+    ("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()", _all_reduce),
+    ("all_to_all_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()", _all_to_all_into),
+    ("send_next_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()", _send_next_into),
+    ("shift_into_(Tensor(a!)? out, Tensor? x, str group, int distance, int ranks) -> ()", _shift_into),
+    ("all_gather_positions_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()", _all_gather_positions),
+    (
+        "reduce_scatter_positions_(Tensor(a!) out, Tensor(b!) x, str group, int ranks) -> ()",
+        _reduce_scatter_positions,
+    ),
+):
+    register(_schema, _COLLECTIVE, _below_autograd(_kernel))

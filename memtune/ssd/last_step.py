@@ -1,0 +1,439 @@
+"""Resume training from the last complete step after a crash (`resume: last_step`).
+
+Each piece of state on SSD has two slots. A step writes the slot that the last manifest does not name; when
+all is written
+and flushed, one of two manifests is replaced by a rename. States of a slot:
+
+    spare --a step writes it--> written --manifest replaced--> complete (the other slot is spare then)
+
+1. A manifest is complete or absent: it has a hash, and replaces its predecessor by a rename.
+2. It is written after all that it names has been flushed to the drive.
+3. All ranks resume the newest step that every one of them has.
+4. Folders of earlier runs are removed once this run has a complete step.
+
+A resumed run behaves as a step does: its own values are in one slot, and the values of the manifest are
+copied to the
+other, from which weights are copied to the device. A failed `apply` therefore finds its own values unchanged.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import EnvironmentFault
+from memtune.runtime import Context, local
+from memtune.ssd import offload_dir, ssd_tensors
+from memtune.ssd.ssd_tensors import Extent
+
+_CPU_RANDOM: Final = "random numbers, cpu"
+_DEVICE_RANDOM: Final = "random numbers, device"
+
+
+class Slots(Protocol):
+    """State on SSD with two slots for everything: parameters' records, updaters' files, or experts."""
+
+    def facts(self) -> list[Any]:
+        """Return the facts that must be equal in the run that resumes."""
+
+    def look(self, key: str, manifests: list[Manifest]) -> None:
+        """Find and lock what `manifests` name outside of their own run's folder."""
+
+    def holders(self) -> object:
+        """Return the objects that own all slots in this run's folder."""
+
+    def durable(self) -> Durable:
+        """Flush all that the step has written, and return its place."""
+
+    def complete(self) -> None:
+        """Let later writes go to the other slots; a manifest names these."""
+
+    def take_up(self, run: DeadRun, manifest: Manifest) -> None:
+        """Bring what `manifest` names into the slots that are written next, and weights to the device."""
+
+    def back(self) -> None:
+        """Restore the weights from before `resume_from`, even if it was interrupted."""
+
+    def forget(self) -> None:
+        """Drop everything that is kept."""
+
+    def remove_before(self) -> None:
+        """Remove what `look` found."""
+
+    def release_before(self) -> None:
+        """Unlock what `look` found."""
+
+
+class LastStep:
+    """Keeps each complete step of one rank, and resumes the newest one that all ranks have.
+
+    Args:
+        context: Its model's buffers, device and ranks.
+        kept: State on SSD, with two slots for everything.
+
+    Attributes:
+        steps: Complete steps, including those of earlier runs.
+    """
+
+    def __init__(self, context: Context, kept: Slots) -> None:
+        self._context, self._kept = context, kept
+        self._saved = set(
+            context.model.state_dict()
+        )  # of the buffers those that a checkpoint would hold, too
+        self._key = self._key_of()
+        self._before: list[DeadRun] = []
+        self.steps = 0
+
+    def resume(self) -> int:
+        """Resume the newest step that all ranks have; return the number of steps that training has done.
+
+        A collective: all ranks call it.
+
+        Raises:
+            EnvironmentFault: Kept bytes cannot be read back as they were written; names the tensor.
+        """
+        self._forget()  # of the same model, trained before in this process
+        self._before = dead_runs(offload_dir.all_checked(), self._key)
+        self._kept.look(self._key, [each for run in self._before for each in run.manifests])
+        self._context.undo.callback(self._release)
+        agreed = self._agreed(self._before[0].manifests[0].step if self._before else 0)
+        if agreed == 0:
+            self._release()
+            return 0
+        source, manifest = next(
+            (run, each) for run in self._before for each in run.manifests if each.step == agreed
+        )
+        self._take_up(source, manifest)
+        for each in (
+            run for run in self._before if run is not source
+        ):  # runs that crash one after the other fill no drive
+            each.remove()
+        self._before = [source]
+        told = f"memtune goes on after step {agreed}, the last complete one of a run that ended."
+        warnings.warn(told, stacklevel=_level_of_caller())
+        return agreed
+
+    def complete(self, steps: int = 1) -> None:
+        """Record that `steps` more steps are complete and all their changes written; training can resume from
+        here.
+
+        Raises:
+            EnvironmentFault: The step cannot be recorded; the previous one still is.
+        """
+        self.steps += steps
+        self._write_manifest()
+        self._remove_before()  # Rule 4
+
+    def finish(self) -> None:
+        """Drop everything that is kept."""
+        ssd_tensors.folder().remove()
+        self._kept.forget()
+        self._remove_before()
+
+    def _remove_before(self) -> None:
+        while self._before:
+            self._before.pop().remove()
+        self._kept.remove_before()
+
+    def _write_manifest(self) -> None:
+        """Write the manifest; its slots remain this run's even after the optimizer is deleted."""
+        run = ssd_tensors.folder()
+        run.kept[self._key] = self._kept.holders()
+        pieces, counters, folders, notes = self._kept.durable()
+        values = _random(self._context) | {name: local(value) for name, value in self._buffers()}
+        Manifest(self._key, self.steps, pieces, counters, values, folders, notes).write(run.path)
+        self._kept.complete()
+
+    def _forget(self) -> None:
+        run = ssd_tensors.folder()
+        forget(run.path, self._key)
+        run.kept.pop(self._key, None)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, value) for name, value in self._context.model.named_buffers() if name in self._saved)
+
+    def _agreed(self, newest: int) -> int:
+        """Return the newest step that every rank has; 0: none."""
+        if self._context.placement.world_size == 1:
+            return newest
+        steps = torch.tensor([newest], device=self._context.device)
+        dist.all_reduce(steps, op=dist.ReduceOp.MIN)
+        return int(steps)
+
+    def _take_up(self, run: DeadRun, manifest: Manifest) -> None:
+        placement = self._context.placement
+        buffers = {name: local(value).clone() for name, value in self._buffers()}
+        weights = (
+            {}
+            if placement.all_gather_weights is None
+            else {p: local(p).detach().to("cpu", copy=True) for p in self._whole()}
+        )
+        self._context.undo.callback(self._back, buffers | _random(self._context), weights)
+        self._on_all_ranks(lambda: self._kept.take_up(run, manifest))
+        if placement.all_gather_weights is not None:
+            placement.all_gather_weights()
+        self._set(manifest.values)
+        self.steps = manifest.step
+        self._on_all_ranks(self._write_manifest)
+
+    def _on_all_ranks(self, act: Callable[[], None]) -> None:
+        """Run `act`; raise on every rank if it failed on one, because the next steps need all ranks."""
+        failed: Exception | None = None
+        try:
+            act()
+        except Exception as error:  # whatever it is, the others wait for this rank
+            failed = error
+        if self._agreed(failed is None) == 0:
+            raise failed or EnvironmentFault(
+                "Another rank cannot go on from the step that it kept.",
+                fix="see that rank's message",
+                code="MT365",
+            )
+
+    def _whole(self) -> list[nn.Parameter]:
+        """Return the weights of which this rank updates rows and gathers the others."""
+        return [
+            parameter
+            for parameter in self._context.placement.optimizer_params
+            if not isinstance(parameter, DTensor)
+        ]
+
+    @torch.no_grad()
+    def _back(self, values: dict[str, Tensor], weights: dict[nn.Parameter, Tensor]) -> None:
+        """Restore this rank's weights from before the resume; other ranks may not have failed.
+
+        The optimizer's state is restored by its own `undo`.
+        """
+        self._forget()
+        self._kept.back()
+        for parameter, value in weights.items():
+            parameter.copy_(value)
+        self._set(values)
+
+    def _release(self) -> None:
+        while self._before:
+            self._before.pop().release()
+        self._kept.release_before()
+
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, buffer in self._buffers():
+            if name in values:
+                with torch.no_grad():
+                    local(buffer).copy_(values[name])
+        torch.set_rng_state(values[_CPU_RANDOM])
+        if _DEVICE_RANDOM in values:
+            torch.cuda.set_rng_state(values[_DEVICE_RANDOM], self._context.device)
+
+    def _key_of(self) -> str:
+        context = self._context
+        ranks = context.placement.rank, context.placement.world_size
+        facts: list[Any] = [type(context.optimizer).__name__, *ranks, self._kept.facts()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` of the caller outside of memtune; techniques call from different depths."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "memtune":
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _random(context: Context) -> dict[str, Tensor]:
+    found = {_CPU_RANDOM: torch.get_rng_state()}
+    if context.device.type == "cuda":
+        found[_DEVICE_RANDOM] = torch.cuda.get_rng_state(context.device)
+    return found
+
+
+# What is on SSD after a step, as a file that is whole or not there: where the pieces are, their checksums,
+# and what is small.
+SCHEMA: Final = 1
+_PATIENCE_S: Final = 1.0
+
+
+class Durable(NamedTuple):
+    """Places of a step's writes, flushed to the drive; fields are those of `Manifest`."""
+
+    pieces: list[Extent]
+    counters: list[float | None]
+    folders: list[str]
+    notes: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """One complete step of one rank."""
+
+    key: str
+    """Of model, optimizer and rank: no other run may resume from it."""
+    step: int
+    pieces: list[Extent]
+    counters: list[float | None]
+    """Steps that each piece's optimizer state counts."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers that a checkpoint would have, and states of random number generators."""
+    folders: list[str] = field(default_factory=list)
+    """Names of the folders with the pieces, where that is not the run's own; never paths."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Further facts for the component that wrote the pieces, as plain JSON."""
+
+    def text(self) -> bytes:
+        """Return the file's content: one line of JSON, one with its hash."""
+        pieces = [[each.name, each.offset, each.n_bytes, coded(each.sums.tobytes())] for each in self.pieces]
+        values = {name: _tensor_coded(value) for name, value in self.values.items()}
+        document = {
+            "schema": SCHEMA,
+            "key": self.key,
+            "step": self.step,
+            "pieces": pieces,
+            "counters": self.counters,
+        }
+        line = json.dumps(
+            {**document, "values": values, "folders": self.folders, "notes": self.notes}
+        ).encode()
+        return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """Return the manifest in `path`; None if it is missing, incomplete, or of another version."""
+        try:
+            line, found, end = path.read_bytes().split(b"\n")
+            if end or hashlib.sha256(line).hexdigest().encode() != found:
+                return None
+            document = json.loads(line)
+            if document["schema"] != SCHEMA:
+                return None
+            pieces = [
+                Extent(name, offset, n_bytes, np.frombuffer(base64.b64decode(sums), np.uint64).copy())
+                for name, offset, n_bytes, sums in document["pieces"]
+            ]
+            values = {name: _tensor_decoded(*value) for name, value in document["values"].items()}
+            more = document.get("folders", []), document.get("notes", {})
+            return cls(document["key"], document["step"], pieces, document["counters"], values, *more)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`; it is on the drive when this returns.
+
+        Raises:
+            EnvironmentFault: It cannot be written.
+        """
+        place = _places(folder, self.key)[self.step % 2]
+        new = place.with_name(f".new-{place.name}")
+        try:
+            with open(new, "wb") as file:
+                file.write(self.text())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, place)
+            offload_dir.flush(folder)
+        except OSError as error:
+            gone = error.errno == errno.ENOENT
+            raise EnvironmentFault(
+                f"Step {self.step} cannot be kept for resuming:"
+                f" {'its folder was removed' if gone else error.strerror}.",
+                evidence=f"In {offload_dir.given(folder)}.",
+                fix=(
+                    "let nothing else write into the offload directory; go on from a checkpoint"
+                    if gone
+                    else "free space in the offload directory, or set  resume: checkpoint"
+                ),
+                code="MT365" if gone else "MT362",
+            ) from None
+
+
+def _places(folder: Path, key: str) -> tuple[Path, Path]:
+    first, second = (folder / f"{offload_dir.MANIFEST}{key[:16]}-{slot}" for slot in (0, 1))
+    return first, second
+
+
+def forget(folder: Path, key: str) -> None:
+    """Remove the manifests of `key` in `folder`."""
+    for place in _places(folder, key):
+        place.unlink(missing_ok=True)
+
+
+def coded(data: bytes) -> str:
+    """Return `data` as text for a manifest."""
+    return base64.b64encode(data).decode()
+
+
+def _tensor_coded(value: Tensor) -> list[Any]:
+    host = value.detach().cpu().contiguous()
+    return [
+        str(host.dtype).removeprefix("torch."),
+        list(host.shape),
+        coded(host.reshape(-1).view(torch.uint8).numpy().tobytes()),
+    ]
+
+
+def _tensor_decoded(dtype: str, shape: list[int], data: str) -> Tensor:
+    flat = torch.frombuffer(bytearray(base64.b64decode(data)) or bytearray(1), dtype=torch.uint8)
+    kind = getattr(torch, dtype)
+    numel = int(np.prod(shape))
+    return flat[: numel * kind.itemsize].view(kind).view(shape) if numel else torch.empty(shape, dtype=kind)
+
+
+@dataclass(frozen=True, eq=False)
+class DeadRun:
+    """A folder that a dead run left, locked by this process, with the steps that can be resumed."""
+
+    path: Path
+    lock: int
+    manifests: tuple[Manifest, ...]
+    """Newest first."""
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Unlock the folder for other processes."""
+        os.close(self.lock)
+
+
+def dead_runs(directories: Iterable[Path], key: str) -> list[DeadRun]:
+    """Return the folders in `directories` with steps of `key`, newest first; all are locked until released.
+
+    Folders of other ranks, which search at the same time, are never locked.
+    """
+    found = []
+    for left in (each for directory in directories for each in offload_dir.orphans(directory)):
+        if not left.resumable or not _kept(left.path, key):
+            continue
+        if (lock := offload_dir.locked(left.path, _PATIENCE_S)) is None:
+            continue
+        if mine := _kept(
+            left.path, key
+        ):  # another run may have gone on from it, and ended, before the lock was taken
+            found.append(DeadRun(left.path, lock, mine))
+        else:
+            os.close(lock)
+    return sorted(found, key=lambda run: -run.manifests[0].step)
+
+
+def _kept(folder: Path, key: str) -> tuple[Manifest, ...]:
+    read = (Manifest.read(place) for place in _places(folder, key))
+    return tuple(
+        sorted((each for each in read if each is not None and each.key == key), key=lambda each: -each.step)
+    )

@@ -1,0 +1,118 @@
+"""The drift test: a technique's real `apply`, recorded, against its `rewrite` of the plain recording."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from memtune import hardware
+from memtune.autotune.record import Trace, record, start_session
+from memtune.autotune.search import traced_under
+from memtune.config import Settings, TunedConfig
+from memtune.program import Kind, Program, RankClass, Recording, Resource, Step, Tier
+from memtune.search_spaces import PASS_ORDER
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Plan, Target, Technique
+from memtune.workload import Workload
+
+_LINKS = (
+    *(Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_LINK, Resource.INTER_LINK),
+    *(Resource.SSD_READ, Resource.SSD_WRITE),
+)
+
+
+@cache
+def recording_of(path: Path) -> Recording:
+    """The plain recording of the workload in `path`, once per process."""
+    return record(Workload.load(path))
+
+
+def plain_program(path: Path, micro_batch: int = 2) -> Program:
+    """The workload in `path` as a program of one rank, without any technique."""
+    return Program((RankClass(1, recording_of(path).at(micro_batch)),), micro_batch)
+
+
+def target_of(*techniques: Technique) -> Target:
+    """This machine's CPU, one rank, with `techniques` chosen."""
+    return Target(hardware.detect("cpu"), chosen={each.slot: each for each in techniques})
+
+
+def in_order(techniques: tuple[Technique, ...]) -> list[Technique]:
+    """`techniques` as `apply` nests them."""
+    return sorted(techniques, key=lambda each: PASS_ORDER.index(each.slot))
+
+
+def planned(path: Path, *techniques: Technique, micro_batch: int = 2) -> tuple[Program, dict[str, Plan]]:
+    """The program under `techniques`, and their plans."""
+    program, target, plans = plain_program(path, micro_batch), target_of(*techniques), {}
+    for technique in in_order(techniques):
+        plans[technique.slot] = technique.plan(program, target)
+        program = technique.rewrite(program, plans[technique.slot], target)
+        program.step.validate()
+    return program, plans
+
+
+def rewritten(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
+    """The step that the passes predict."""
+    return planned(path, *techniques, micro_batch=micro_batch)[0].step
+
+
+def recorded(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
+    """The step that a recorder sees when the techniques are applied for real, on the rung of the plain
+    recording.
+    """
+    session = start_session(Workload.load(path), recording_of(path).rung)
+    _, plans = planned(path, *techniques, micro_batch=micro_batch)
+    settings = Settings.of(Execution(), {each.slot: each for each in techniques})
+    trace = traced_under(session, TunedConfig(settings=settings, plan=plans), micro_batch)
+    assert isinstance(trace, Trace), f"{trace}: against real ranks instead"
+    return trace.step
+
+
+def drift(path: Path, *techniques: Technique, micro_batch: int = 2) -> str:
+    """The first difference between prediction and recording, '' for none."""
+    return compare(
+        rewritten(path, *techniques, micro_batch=micro_batch),
+        recorded(path, *techniques, micro_batch=micro_batch),
+    )
+
+
+def compare(predicted: Step, real: Step) -> str:
+    """The first difference in ops, live bytes of any tier at any op, or bytes on a link; '' for none."""
+    one, other = ([step.names[i] for i in step.ops.name] for step in (predicted, real))
+    for op, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+        if mine != theirs:
+            return f"op {op} of {len(one)} is {mine}, recorded {theirs}"
+    if len(one) != len(other):
+        return f"{len(one)} ops, recorded {len(other)}"
+    for tier in Tier:
+        live, recorded_live = predicted.live_bytes(tier), real.live_bytes(tier)
+        if not np.array_equal(live, recorded_live):
+            op = int(np.flatnonzero(live != recorded_live)[0])
+            who = _identity(predicted, real, op)
+            return (
+                f"{tier.name} at op {op} ({one[op]}): {live[op]} bytes, recorded {recorded_live[op]}: {who}"
+            )
+    for link in _LINKS:
+        mine_bytes, their_bytes = (
+            int(s.ops.traffic_bytes[s.ops.resource == link].sum()) for s in (predicted, real)
+        )
+        if mine_bytes != their_bytes:
+            return f"{mine_bytes} bytes on {link.name}, recorded {their_bytes}"
+    return ""
+
+
+def _identity(predicted: Step, real: Step, op: int) -> str:
+    """Storages that only one of the two holds at `op`: bytes and op that made them."""
+
+    def live(step: Step) -> set[tuple[int, int, str]]:
+        rows = np.flatnonzero((step.storages.producer <= op) & (step.freed_after >= op))
+        return {
+            (int(step.storages.bytes[i]), int(step.storages.producer[i]), Kind(step.storages.kind[i]).name)
+            for i in rows
+        }
+
+    mine, theirs = live(predicted), live(real)
+    return f"only predicted {sorted(mine - theirs)[:4]}, only recorded {sorted(theirs - mine)[:4]}"

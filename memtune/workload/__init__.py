@@ -1,0 +1,81 @@
+"""The user's `model.py`: loads it, checks it, and finds repeated blocks, linear pairs and experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.workload.batches import map_leaves, map_tensors, split_batch, tensors_of, to_device
+    from memtune.workload.expert_modules import (
+        Expert,
+        HostCache,
+        experts_in,
+        experts_of,
+        find_experts,
+        frozen_in,
+        is_in_expert,
+        moments_of,
+        read_ahead,
+        trace,
+    )
+    from memtune.workload.linear_pairs import Pair, find_pairs, share_of, whole_in_blocks
+    from memtune.workload.model_file import (
+        OPTIONAL,
+        REQUIRED,
+        load_user_file,
+        split_target,
+        summary,
+        user_line,
+    )
+    from memtune.workload.output_structure import (
+        LONE,
+        not_one_tensor,
+        require_structures,
+        structure_of,
+        the_tensor,
+        wrap_tensor,
+    )
+    from memtune.workload.repeated_blocks import compress, expand, find_blocks
+    from memtune.workload.workload import Workload
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "LONE",
+    "OPTIONAL",
+    "REQUIRED",
+    "Expert",
+    "HostCache",
+    "Pair",
+    "Workload",
+    "compress",
+    "expand",
+    "experts_in",
+    "experts_of",
+    "find_blocks",
+    "find_experts",
+    "find_pairs",
+    "frozen_in",
+    "is_in_expert",
+    "load_user_file",
+    "map_leaves",
+    "map_tensors",
+    "moments_of",
+    "not_one_tensor",
+    "read_ahead",
+    "require_structures",
+    "share_of",
+    "split_batch",
+    "split_target",
+    "structure_of",
+    "summary",
+    "tensors_of",
+    "the_tensor",
+    "to_device",
+    "trace",
+    "user_line",
+    "whole_in_blocks",
+    "wrap_tensor",
+]

@@ -1,0 +1,316 @@
+"""The workload: the user's `model.py`, loaded once and called through checks whose messages point into the
+user's file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtune.errors import MemtuneError, WorkloadError, is_out_of_memory
+from memtune.workload.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
+from memtune.workload.model_file import UserFile, load_user_file, raised_in_user_code
+from memtune.workload.repeated_blocks import find_blocks
+
+__all__ = ["Workload", "batch_size_of", "map_tensors", "shapes_of", "split_batch", "tensors_of", "to_device"]
+
+# What the machine or a peer did is no fault of model.py: it must reach the trial as it is.
+_NOT_THE_USERS: tuple[type[BaseException], ...] = (MemtuneError, MemoryError, torch.OutOfMemoryError)
+if torch.distributed.is_available():
+    _NOT_THE_USERS += (torch.distributed.DistError,)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The functions of the user's `model.py`, each behind a check of its return value.
+
+    An exception in the user's code comes out as WorkloadError with the user's own line and the original as
+    its cause, except out-of-memory and distributed errors, which pass through.
+
+    Attributes:
+        path: The file, absolute.
+        name: The object in it that holds the functions (`model.py:name`), or None for the module itself.
+        source_sha256: Of the file's bytes.
+        global_batch: Samples per optimizer step over all ranks, or None where the file leaves it open.
+    """
+
+    path: Path
+    name: str | None
+    source_sha256: str
+    global_batch: int | None
+    _file: UserFile = field(repr=False, compare=False)
+
+    @classmethod
+    def load(cls, target: str | Path) -> Workload:
+        """Imports `model.py` or `model.py:name` and checks that the functions are there; runs the user's
+        code.
+
+        Raises:
+            WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
+        """
+        with _requested_autocast():
+            file = load_user_file(target)
+        return cls.of(file)
+
+    @classmethod
+    def of(cls, file: UserFile) -> Workload:
+        """The workload of a file that is already imported."""
+        return cls(file.path, file.name, file.source_sha256, file.global_batch, file)
+
+    def build_model(self) -> nn.Module:
+        """Calls `model()`: a module with at least one trainable parameter, wherever the active modes and
+        devices put it.
+
+        Raises:
+            WorkloadError: It raised, returned something else, or nothing in it can be trained.
+        """
+        model = self._call(
+            "model", fix="make  model()  run by itself: it takes no arguments and needs no data"
+        )
+        if not isinstance(model, nn.Module):
+            raise self._error(
+                f"model() returned {_described(model)}, not a torch.nn.Module.",
+                fix="return the module itself"
+                + (", without the optimizer" if isinstance(model, tuple) else ""),
+                code="MT115",
+            )
+        params = list(model.parameters())
+        if not any(param.requires_grad for param in params):
+            evidence = f"{type(model).__name__} has {len(params)} parameters" + (
+                ", all frozen." if params else "."
+            )
+            fix = (
+                "set requires_grad=True on what should be trained"
+                if params
+                else "assign layers to self in __init__"
+            )
+            raise self._error(
+                "model() returned a module with nothing to train.", evidence=evidence, fix=fix, code="MT115"
+            )
+        return model
+
+    def make_batch(self, size: int) -> Any:
+        """Calls `batch(size)` on real tensors on the CPU, whatever fake or device mode is active.
+
+        Raises:
+            WorkloadError: It raised, returned no tensor, or no dimension of its tensors is a multiple of
+                `size`.
+        """
+        with _disable_current_modes(), torch.device("cpu"):
+            batch = self._call("batch", size, fix=f"make  batch({size})  run by itself", code="MT116")
+        shapes = shapes_of(batch)
+        if not shapes:
+            raise self._error(
+                f"batch({size}) returned {_described(batch)}, with no tensor in it.",
+                fix="return tensors, alone or in a tuple, dict or dataclass",
+                code="MT116",
+            )
+        if not any(dim and dim % size == 0 for shape in shapes for dim in shape):
+            raise self._ignores_size(f"batch({size}) has shapes {_listed(shapes)}")
+        return batch
+
+    def check_batch(self) -> None:
+        """Makes batches of 2 and of 4 samples and checks that the second is larger; leaves torch's random
+        state alone.
+
+        Raises:
+            WorkloadError: A batch raised or ignores its size.
+        """
+        with torch.random.fork_rng(devices=[]):
+            two, four = shapes_of(self.make_batch(2)), shapes_of(self.make_batch(4))
+        if two == four:
+            raise self._ignores_size(f"batch(2) and batch(4) both have shapes {_listed(two)}")
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Calls `loss(model, batch)`: one floating-point number that depends on the parameters (while
+        gradients are on).
+
+        Raises:
+            WorkloadError: It raised, or returned anything else.
+        """
+        loss = self._call(
+            "loss", model, batch, fix="make model, batch and loss agree at that line", code="MT118"
+        )
+        if not isinstance(loss, Tensor):
+            raise self._error(
+                f"loss() returned {_described(loss)}, not a scalar tensor.",
+                fix=(
+                    "return outputs.loss"
+                    if hasattr(loss, "loss")
+                    else "return the loss itself, without .item() or a tuple"
+                ),
+                code="MT119",
+            )
+        if loss.numel() != 1:
+            raise self._error(
+                f"loss() returned a tensor of shape {tuple(loss.shape)}, not a scalar.",
+                fix="return loss.mean()",
+                code="MT119",
+            )
+        if not loss.is_floating_point():
+            raise self._error(
+                f"loss() returned a tensor of {loss.dtype}, not of floating point.",
+                fix="compute the loss in float32",
+                code="MT119",
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise self._error(
+                "loss() returned a tensor without gradient: backward would reach no parameter.",
+                evidence=(
+                    "Usual causes: torch.no_grad(), .detach(), .item(), or a new tensor built from numbers."
+                ),
+                fix="compute the loss from the model's output",
+                code="MT119",
+            )
+        return loss
+
+    def make_optimizer(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """Calls the user's `optimizer(params)`, or builds torch's AdamW with its defaults where there is
+        none.
+
+        Raises:
+            WorkloadError: It raised, returned something else, or holds none of the parameters.
+        """
+        given = list(params)
+        if self._file.function("optimizer") is None:
+            return torch.optim.AdamW(given)
+        optimizer = self._call(
+            "optimizer", given, fix="make  optimizer(list(model.parameters()))  run by itself", code="MT120"
+        )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise self._error(
+                f"optimizer() returned {_described(optimizer)}, not a torch.optim.Optimizer.",
+                fix="return torch.optim.AdamW(params)",
+                code="MT120",
+            )
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if not any(id(param) in held for param in given):
+            raise self._error(
+                "optimizer() holds none of the parameters it was given.",
+                fix="return torch.optim.AdamW(params)",
+                code="MT120",
+            )
+        needed = [
+            each
+            for each in inspect.signature(optimizer.step).parameters.values()
+            if each.default is each.empty
+        ]
+        if any(each.kind is each.POSITIONAL_OR_KEYWORD for each in needed):
+            raise self._error(
+                f"{type(optimizer).__name__}.step needs {', '.join(each.name for each in needed)}: it runs"
+                " forward and backward several times in a step, and memtune plans steps of one.",
+                fix="return an optimizer whose step() needs nothing, like torch.optim.AdamW(params)",
+                code="MT120",
+            )
+        return optimizer
+
+    def find_blocks(self, model: nn.Module) -> list[str]:
+        """Qualified names of the repeated blocks of `model`: the user's `blocks(model)`, else found from the
+        module tree.
+
+        Raises:
+            WorkloadError: `blocks` raised, or returned anything but submodules of `model`.
+        """
+        if self._file.function("blocks") is None:
+            return find_blocks(model)
+        blocks = self._call("blocks", model, fix="make  blocks(model())  run by itself", code="MT122")
+        fix = "return a list of submodules, as in  return list(model.layers)"
+        if not isinstance(blocks, list | tuple | nn.ModuleList | nn.Sequential):
+            raise self._error(
+                f"blocks() returned {_described(blocks)}, not a list of modules.", fix=fix, code="MT122"
+            )
+        names = {id(module): name for name, module in model.named_modules() if name}
+        for i, block in enumerate(blocks):
+            if id(block) not in names:
+                raise self._error(
+                    f"blocks() returned, as item {i}, {_described(block)}, which is no submodule of the"
+                    " model.",
+                    evidence=f"Submodules: {', '.join(name for name, _ in model.named_children())}.",
+                    fix=fix,
+                    code="MT122",
+                )
+        return list(dict.fromkeys(names[id(block)] for block in blocks))
+
+    def described(self) -> dict[str, str | int | None]:
+        """Identity of the workload in a config: file name, object, SHA-256 of the source, global batch."""
+        return {
+            "file": self.path.name,
+            "name": self.name,
+            "source_sha256": self.source_sha256,
+            "global_batch": self.global_batch,
+        }
+
+    def _call(self, name: str, *args: Any, fix: str, code: str = "MT114") -> Any:
+        function: Callable[..., Any] | None = self._file.function(name)
+        assert function is not None  # load checked the required ones, the callers the optional ones
+        try:
+            return function(*args)
+        except _NOT_THE_USERS:
+            raise
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
+            shown = f"batch({args[0]})" if name == "batch" else f"{name}()"
+            message = raised_in_user_code(error, self.path, shown, fix=fix, code=code)
+            if name == "loss":
+                message.evidence = f"{message.evidence}   batch shapes: {_listed(shapes_of(args[1]))}".strip()
+            raise message from error
+
+    def _error(self, what: str, *, fix: str, code: str, evidence: str = "") -> WorkloadError:
+        return WorkloadError(f"{self.path.name}: {what}", evidence=evidence, fix=fix, code=code)
+
+    def _ignores_size(self, evidence: str) -> WorkloadError:
+        return self._error(
+            "batch(size) ignores its size.",
+            evidence=evidence,
+            fix="return tensors of `size` samples, as in  torch.randn(size, 3, 32, 32)",
+            code="MT117",
+        )
+
+
+def _described(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, int | float | str | bool):
+        return f"the {type(value).__name__} {str(value)[:40]!r}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    article = "an" if type(value).__name__[:1].lower() in "aeio" else "a"
+    return f"{article} {type(value).__name__}"
+
+
+def _listed(shapes: list[tuple[int, ...]], limit: int = 6) -> str:
+    return ", ".join(map(str, shapes[:limit])) + (", …" if len(shapes) > limit else "")
+
+
+@contextmanager
+def _requested_autocast() -> Iterator[None]:
+    """Inside, autocast contexts note whether they were asked to cast (`asked`): without CUDA, torch turns
+    those of CUDA off.
+    """
+    init = autocast.__init__
+
+    def noted(
+        self: Any,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        self.asked = enabled
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    autocast.__init__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        autocast.__init__ = init  # type: ignore[method-assign]

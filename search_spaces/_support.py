@@ -1,0 +1,538 @@
+"""Which techniques work together: rules on their effects, one table of pairs, and the matrix of both.
+
+`fits` asks `conflict` about the techniques in other slots, at the point where the answer matters; `apply`
+asks `refusal` about a whole config; `memtune techniques --matrix` prints `matrix`. Refusals that depend on
+the program, on a plan or on the number of ranks are in `fits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import permutations
+from typing import Any, Protocol
+
+from memtune.effects import Effects
+from memtune.errors import ApplyError
+from memtune.search_spaces import NULL_KINDS, PASS_ORDER, SLOTS, all_techniques, null
+from memtune.technique import CompileScope, Facts, Reason, Technique
+
+
+class Config(Protocol):
+    """What a `Target` and `Facts` both say of a config."""
+
+    @property
+    def chosen(self) -> Mapping[str, Technique]:
+        """Techniques by slot."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that train together."""
+
+    @property
+    def compiled(self) -> CompileScope:
+        """What runs through torch.compile."""
+
+
+def active(config: Config, slot: str) -> Technique | None:
+    """Return the technique that is chosen in `slot`, None for the null technique."""
+    found = config.chosen.get(slot)
+    return None if found is None or is_null(found) else found
+
+
+def is_null(technique: Technique) -> bool:
+    """Whether `technique` is the one of its slot that does nothing."""
+    return technique.kind == NULL_KINDS[technique.slot]
+
+
+def is_gathered(config: Config) -> bool:
+    """Whether parameters are sharded over ranks and all-gathered for the calls of their block only."""
+    states = config.chosen.get("sharding.states")
+    if states is None or config.ranks == 1:
+        return False
+    try:
+        return states.divides_parameters(config.ranks, states.plan_in({}))
+    except ApplyError:  # the technique's own plan has the degree, and is made later
+        return True
+
+
+def follows_calls(config: Config) -> Technique | None:
+    """Return the technique of `offload.states` if it acts on calls of blocks or on gradients when they are
+    ready.
+    """
+    offload = config.chosen.get("offload.states")
+    return offload if offload is not None and offload.effects.follows_calls else None
+
+
+def needs_calls_of_blocks(config: Config) -> bool:
+    """Whether parameters, gradients or activations are moved by hooks on the calls of blocks.
+
+    A schedule of the whole model makes no such calls, so each block has a schedule of its own.
+    """
+    return (
+        is_gathered(config)
+        or follows_calls(config) is not None
+        or active(config, "offload.activations") is not None
+    )
+
+
+def _always(config: Config) -> bool:
+    return True
+
+
+def _on_ranks(config: Config) -> bool:
+    return config.ranks > 1
+
+
+def _of_the_model(config: Config) -> bool:
+    """One schedule runs the whole model."""
+    return not needs_calls_of_blocks(config)
+
+
+def _not_gathered(config: Config) -> bool:
+    return not is_gathered(config)
+
+
+def _eager(config: Config) -> bool:
+    return not config.compiled
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Effects of two techniques that exclude each other; `{slot}` and `{kind}` in a text are those of the
+    second one.
+    """
+
+    slot: str
+    """Of the technique that refuses."""
+    when: Callable[[Effects], bool]
+    """Its effects."""
+    other: str
+    """Slot of the technique that is refused."""
+    refuses: Callable[[Effects], bool]
+    """Its effects."""
+    text: str
+    fix: str
+    only: Callable[[Config], bool] = _always
+    """Whether it holds in a config."""
+    needs: bool = False
+    """It requires a technique in the slot, so that the null technique is refused as well."""
+    code: str = "MT315"
+    """Of the error of `apply`; empty where it is about making a plan, which `apply` does not do."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two techniques that exclude each other although no rule on their effects says so."""
+
+    one: tuple[str, str]
+    """Slot and kind of the technique that refuses."""
+    other: tuple[str, str]
+    """Of the one that is refused; any kind but the null one where it is `*`."""
+    text: str
+    fix: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs of the first one for which this holds."""
+
+
+def _any(effects: Effects) -> bool:
+    return True
+
+
+def _offloads_blocks(effects: Effects) -> bool:
+    """Parameters of blocks or experts are reloaded for the calls of these, and their gradients are averaged
+    one by one.
+    """
+    return effects.averages in ("blocks", "experts")
+
+
+def _not_sharded_alike(effects: Effects) -> bool:
+    """Weights are neither whole on each rank nor gathered unit by unit with gradients final in backward."""
+    return effects.shards not in ("replicas", "parameters") or effects.reduces != "ready"
+
+
+def _for_all_blocks(effects: Effects) -> bool:
+    """Its decisions on activations hold for a rank that has all blocks."""
+    return effects.activations not in ("uniform", "stage")
+
+
+_STAGED = "{slot}: {kind} does not work on the stages of a pipeline"
+_FOR_ALL_BLOCKS = "{slot}: {kind} is planned for a rank that has all blocks"
+_SCHEDULED = "a frozen schedule runs the model without {slot}: {kind}"
+_OTHER_UPDATE = "offload: {{states: {{kind: optimizer_cpu}}}} with trigger: end_of_step"
+
+RULES = (
+    # Layers over ranks
+    Rule(
+        "sharding.parallel",
+        lambda e: e.layers == "shared",
+        "offload.states",
+        _any,
+        "{slot}: {kind} does not work on layers that ranks share",
+        "{slot}: {{kind: none}}",
+    ),
+    *(
+        Rule(
+            "sharding.parallel", lambda e: e.layers == "stages", slot, _any, _STAGED, "{slot}: {{kind: none}}"
+        )
+        for slot in ("sharding.communication", "offload.states", "split", "execution.order")
+    ),
+    Rule(
+        "sharding.parallel",
+        lambda e: e.layers == "stages",
+        "sharding.states",
+        lambda e: e.shards == "nested",
+        _STAGED,
+        "sharding.states: {{kind: none}}, or zero1",
+    ),
+    Rule(
+        "sharding.parallel",
+        lambda e: e.layers == "stages",
+        "recompute",
+        _for_all_blocks,
+        _FOR_ALL_BLOCKS,
+        "recompute: {{kind: full}}",
+        code="",
+    ),
+    Rule(
+        "sharding.parallel",
+        lambda e: e.layers == "stages",
+        "offload.activations",
+        _for_all_blocks,
+        _FOR_ALL_BLOCKS,
+        "offload.activations: {{kind: pipelined}}",
+        code="",
+    ),
+    # Schedules in place of the model's code
+    Rule(
+        "recompute",
+        lambda e: e.calls == "schedule",
+        "sharding.parallel",
+        _any,
+        _SCHEDULED,
+        "{slot}: {{kind: none}}",
+    ),
+    *(
+        Rule(
+            "recompute",
+            lambda e: e.calls == "schedule",
+            slot,
+            _any,
+            _SCHEDULED,
+            "{slot}: {{kind: none}}",
+            only=_of_the_model,
+        )
+        for slot in ("split", "sharding.communication")
+    ),
+    Rule(
+        "recompute",
+        lambda e: e.calls == "schedule",
+        "split",
+        lambda e: e.calls == "parts",
+        "a schedule runs a block's ops, and MLPs in parts have graphs of their own, made in backward",
+        "split: {{kind: tiled, mlp: 1}}",
+    ),
+    Rule(
+        "recompute",
+        lambda e: e.calls == "schedule",
+        "offload.states",
+        lambda e: e.moves == "tile",
+        "a schedule runs a block's ops, and products with weights in tiles are others",
+        "tiles: 1",
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.moves == "tile",
+        "recompute",
+        lambda e: e.calls == "schedule",
+        "a schedule runs the ops of blocks on whole weights",
+        "tiles: 1, or recompute: {{kind: full}}",
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.moves == "expert",
+        "recompute",
+        lambda e: e.calls == "schedule",
+        "a schedule takes the place of the experts' calls",
+        "recompute: {{kind: full}}",
+        only=_not_gathered,
+        code="MT364",
+    ),
+    Rule(
+        "execution.order",
+        _any,
+        "recompute",
+        lambda e: e.calls == "schedule",
+        "a schedule puts gradients in place itself",
+        "recompute: {{kind: full}}",
+        only=_eager,
+    ),
+    # Packs of blocks, layer-major
+    Rule(
+        "offload.states",
+        lambda e: e.layer_major,
+        "recompute",
+        lambda e: e.activations in ("tensor", "graph"),
+        "what moves activations does not hold for packs, which run one after the other",
+        "recompute: {{kind: full}}, selective or every_nth",
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.layer_major,
+        "offload.activations",
+        _any,
+        "what a pack saves is used at once",
+        "{slot}: {{kind: none}}",
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.layer_major,
+        "split",
+        _any,
+        "the model's own code runs once more up to the first block",
+        "{slot}: {{kind: none}}",
+    ),
+    *(
+        Rule(
+            "offload.states",
+            lambda e: e.averages == "all",
+            slot,
+            _any,
+            "packs average their gradients themselves",
+            "{slot}: {{kind: none}}",
+            only=_on_ranks,
+        )
+        for slot in ("sharding.states", "sharding.parallel")
+    ),
+    # Parameters of blocks that are offloaded
+    Rule(
+        "offload.states",
+        _offloads_blocks,
+        "sharding.parallel",
+        _any,
+        "blocks that come and go are whole on each rank",
+        "sharding: {{parallel: {{kind: none}}}}",
+        only=_on_ranks,
+        code="MT364",
+    ),
+    Rule(
+        "offload.states",
+        _offloads_blocks,
+        "sharding.states",
+        _not_sharded_alike,
+        "blocks that come and go on several ranks are whole on each, or gathered from all",
+        "sharding: {{states: {{kind: ddp}}}} or fsdp",
+        only=_on_ranks,
+        needs=True,
+        code="MT364",
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.averages == "blocks",
+        "sharding.states",
+        lambda e: e.finds_unused,
+        "ranks average gradients of blocks one by one as they land, so every rank must have each of them",
+        "find_unused_parameters: false",
+        only=_on_ranks,
+    ),
+    Rule(
+        "offload.states",
+        _offloads_blocks,
+        "sharding.communication",
+        _any,
+        "blocks whose rows come and go are gathered by one message, not as {kind} does",
+        "plain",
+        only=_on_ranks,
+        code="MT364",
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.calls == "block_hooks" and e.averages == "none",
+        "sharding.states",
+        lambda e: e.shards != "replicas",
+        "it is for replicas: sharded weights come and go by themselves",
+        "sharding: {{states: {{kind: ddp}}}}",
+        needs=True,
+        code="MT364",
+    ),
+    # Gradients that are offloaded when they are ready
+    Rule(
+        "offload.states",
+        lambda e: e.calls == "grad_hooks",
+        "sharding.parallel",
+        _any,
+        "gradients that go down as they land are not for {kind}",
+        _OTHER_UPDATE,
+        only=_on_ranks,
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.calls == "grad_hooks",
+        "sharding.states",
+        lambda e: e.reduces != "ready",
+        "under {kind} gradients are on the device until backward has ended",
+        "sharding.states: ddp, fsdp, zero3, zero1 or zero2",
+        only=_on_ranks,
+        needs=True,
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.calls == "grad_hooks",
+        "sharding.states",
+        lambda e: e.finds_unused,
+        "ranks average gradients one by one as they land, so every rank must have each of them",
+        "find_unused_parameters: false",
+        only=_on_ranks,
+    ),
+    Rule(
+        "execution.order",
+        _any,
+        "offload.states",
+        _any,
+        "the optimizer's step is on the host",
+        "offload: {{states: {{kind: optimizer_cpu, trigger: per_gradient}}}}",
+        only=_eager,
+    ),
+    # Collectives of units that are gathered
+    Rule(
+        "sharding.communication",
+        _any,
+        "sharding.states",
+        lambda e: e.shards != "parameters",
+        "it changes how FSDP2 gathers parameters, and sharding.states is {kind}",
+        "sharding.states: fsdp",
+        needs=True,
+        code="MT341",
+    ),
+)
+
+PAIRS = (
+    Pair(
+        ("sharding.parallel", "pipeline"),
+        ("recompute", "attention_output"),
+        "recompute: attention_output is planned for a rank that has all blocks",
+        "recompute: {kind: full}",
+    ),
+    Pair(
+        ("recompute", "lohan"),
+        ("offload.activations", "*"),
+        "another technique moves what is swapped",
+        "offload.activations: {kind: none}",
+    ),
+    Pair(
+        ("recompute", "planned"),
+        ("offload.activations", "*"),
+        "another technique moves what the plan may move itself",
+        "recompute: {kind: planned, host: false}, or offload.activations: {kind: none}",
+        where={"host": True},
+    ),
+    *(
+        Pair(
+            ("offload.states", "zero_offload"),
+            (slot, kind),
+            f"{kind} plans for the same budget, and what it leaves is not known before",
+            "ratio: 1.0",
+            where={"ratio": None},
+        )
+        for slot, kind in (
+            ("recompute", "planned"),
+            ("recompute", "lohan"),
+            ("offload.activations", "tsplit"),
+            ("offload.activations", "pipelined"),
+        )
+    ),
+)
+
+
+def conflict(technique: Technique, config: Config, *slots: str) -> Reason | None:
+    """Return why `technique` does not work with the techniques in `slots`, the first reason in their
+    order.
+    """
+    for slot in slots:
+        other = config.chosen.get(slot) or null(slot)
+        reason = _by_rule(technique.slot, technique.effects, other, config) or _by_pair(technique, other)
+        if reason is not None:
+            return reason
+    return None
+
+
+def effects_conflict(slot: str, effects: Effects, config: Config, *slots: str) -> Reason | None:
+    """As `conflict` for any technique of `slot` with these effects, by the rules alone."""
+    found = (_by_rule(slot, effects, config.chosen.get(each) or null(each), config) for each in slots)
+    return next((reason for reason in found if reason is not None), None)
+
+
+def refusal(facts: Facts) -> tuple[Technique, Reason] | None:
+    """Return the first chosen technique that refuses a whole config by its effects, a rule or itself, and
+    why; for `apply`.
+    """
+    for technique in (technique for slot in PASS_ORDER if (technique := active(facts, slot)) is not None):
+        for reason in _refusals(technique, facts):
+            if reason is not None and reason.code:
+                return technique, reason
+    return None
+
+
+def _refusals(technique: Technique, facts: Facts) -> Iterator[Reason | None]:
+    if facts.compiled and technique.effects.eager_only:
+        yield Reason(technique.effects.eager_only, "execution.compile: false")
+    yield technique.refuses(facts)
+    for slot in SLOTS:
+        if slot != technique.slot:
+            yield _by_rule(
+                technique.slot, technique.effects, facts.chosen.get(slot) or null(slot), facts, live=True
+            )
+
+
+def excludes(one: Technique, other: Technique, ranks: int) -> Reason | None:
+    """Return why `one` refuses `other`, with nothing else chosen; `other` may refuse `one` all the same."""
+    facts = Facts({one.slot: one, other.slot: other}, ranks, False, "inductor", 0)
+    return conflict(one, facts, other.slot)
+
+
+def catalogue() -> tuple[Technique, ...]:
+    """Return every technique but the null ones, with default knobs, slot by slot."""
+    every = (each(kind=each.model_fields["kind"].default) for each in all_techniques())
+    return tuple(each for each in every if not is_null(each))
+
+
+def matrix(techniques: Iterable[Technique]) -> dict[tuple[Technique, Technique], Reason | None]:
+    """Return for each two of `techniques` in different slots, in both orders, why they do not work together
+    on several ranks.
+
+    None: neither refuses the other one, whatever the program; `fits` may still refuse one of them for the
+    program at hand.
+    """
+    pairs = [(one, other) for one, other in permutations(techniques, 2) if one.slot != other.slot]
+    return {(one, other): excludes(one, other, 2) or excludes(other, one, 2) for one, other in pairs}
+
+
+def _by_rule(
+    slot: str, effects: Effects, other: Technique, config: Config, *, live: bool = False
+) -> Reason | None:
+    """The first rule that holds; `live`: of those that `apply` asks about."""
+    acts = not is_null(other)
+    for rule in _rules(slot, other.slot):
+        if not (acts or rule.needs) or (live and not rule.code):
+            continue
+        if rule.when(effects) and rule.refuses(other.effects) and rule.only(config):
+            text, fix = (each.format(slot=other.slot, kind=other.kind) for each in (rule.text, rule.fix))
+            return Reason(text, fix, rule.code)
+    return None
+
+
+def _by_pair(one: Technique, other: Technique) -> Reason | None:
+    for pair in PAIRS:
+        if pair.one != (one.slot, one.kind) or pair.other[0] != other.slot or is_null(other):
+            continue
+        if pair.other[1] in ("*", other.kind) and all(
+            getattr(one, knob) == value for knob, value in pair.where.items()
+        ):
+            return Reason(pair.text, pair.fix)
+    return None
+
+
+@cache
+def _rules(slot: str, other: str) -> tuple[Rule, ...]:
+    return tuple(rule for rule in RULES if (rule.slot, rule.other) == (slot, other))

@@ -1,0 +1,153 @@
+"""What techniques share that keep the blocks' parameters on the host (`offload.parameters.offloader`): what
+fits, and how it is applied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memtune.hardware import Hardware, op_costs
+from memtune.offload.core import gathers_of, is_gathered
+from memtune.offload.optimizer import HostOptimizer, Native, optimizer_on_host
+from memtune.offload.parameters import (
+    Overlap,
+    OverlappedOffloader,
+    ParameterOffloader,
+    moment_of_ops,
+    not_in_layers,
+    stream_parameters,
+)
+from memtune.program import F64, Kind, Program, Residency, Resource, Step, columns_of, remembered, window
+from memtune.runtime import Context
+from memtune.search_spaces._support import conflict
+from memtune.search_spaces.offload.states._common.native_update_rules import unknown_optimizer
+from memtune.technique import Reason, Target, Technique
+
+EAGER_ONLY = "compiled graphs hold the memory of parameters that come and go"
+_OTHER = "offload: {states: {kind: optimizer_cpu}}"
+_BY_DEFAULT = (
+    ("reshard_after_forward", True),
+    ("blocks_per_unit", 1),
+    ("prefetch", None),
+    ("reduce_dtype", None),
+)
+
+
+def cannot_run(
+    program: Program, target: Target, *, natively: bool = True, alone: bool = True
+) -> Reason | None:
+    """Why blocks' parameters cannot come and go in `program`, updated `natively` or by the user's own
+    optimizer, on one rank.
+    """
+    step = program.step
+    if alone and (program.ranks > 1 or target.ranks > 1):
+        return Reason("parameters that come and go are for one rank", "sharding: {states: {kind: fsdp}}")
+    return _cannot_come_and_go(step, target, natively)
+
+
+def cannot_run_on_ranks(
+    technique: Technique, program: Program, target: Target, *, natively: bool = True
+) -> Reason | None:
+    """As `cannot_run` for `technique`, on one rank, on replicas, or on ranks that gather each block."""
+    if target.ranks > 1:
+        if (reason := conflict(technique, target, "sharding.parallel", "sharding.states")) is not None:
+            return reason
+        states = target.chosen["sharding.states"]
+        if states.effects.shards == "parameters":
+            if (reason := _not_gathered(technique, states, program, target)) is not None:
+                return reason
+    return _cannot_come_and_go(program.step, target, natively)
+
+
+def _not_gathered(technique: Technique, states: Technique, program: Program, target: Target) -> Reason | None:
+    """Why FSDP2 does not gather each block once for forward and once for backward, by one plain message among
+    all ranks.
+    """
+    for name, value in _BY_DEFAULT:
+        if getattr(states, name, value) is not value:
+            return Reason(
+                f"rows of blocks come and go as FSDP2 gathers them by default, not with {name}", f"no {name}"
+            )
+    if getattr(states, "degree", None) not in (None, target.ranks):
+        return Reason("rows of blocks come and go where all ranks share a copy", "no degree")
+    if (reason := conflict(technique, target, "sharding.communication")) is not None:
+        return reason
+    if gathers_of(program.step) is None:
+        return Reason("a block is not gathered once for each pass", "sharding: {states: {kind: ddp}}")
+    return None
+
+
+def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | None:
+    if target.compiled:
+        return Reason(EAGER_ONLY, "execution.compile: false")
+    if (reason := not_in_layers(step)) != "":
+        return Reason(reason, _OTHER)
+    columns = columns_of(step.parameters)
+    trained = columns.gradient >= 0
+    in_blocks = columns.block[trained] >= 0
+    if not in_blocks.any() or not (step.storages.kind == Kind.OPTIMIZER).any():
+        return Reason("the optimizer has no state of a block to move")
+    if in_blocks.all():
+        return Reason(
+            "nothing outside of the blocks is trained, so clipping by norm could not be noticed", _OTHER
+        )
+    if natively and (unknown := unknown_optimizer(target)) is not None:
+        return unknown
+    if natively and (columns.itemsize[trained] != 4).any():
+        return Reason(
+            "the native update keeps float32 weights",
+            "offload: {states: {kind: optimizer_cpu, update: master}}",
+        )
+    return None
+
+
+def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
+    """(2 · blocks,) seconds of compute in each moment."""
+    moment = moment_of_ops(step)
+    mine = (moment >= 0) & (step.ops.resource == Resource.COMPUTE)
+    found: F64 = np.bincount(moment[mine], op_costs(step, hardware).op_s[mine], 2 * len(step.blocks)).astype(
+        np.float64
+    )
+    return found
+
+
+@remembered
+def in_layers(program: Program, residency: Residency, beside: Overlap | None = None) -> Program:
+    """The program with its blocks' parameters as `residency` says, and every update on the host.
+
+    Args:
+        program: Any.
+        residency: Which block is there when.
+        beside: As in `stream_parameters`.
+    """
+    step = stream_parameters(program.step, residency, ranks=replicas(program), beside=beside)
+    return program.with_step(optimizer_on_host(step, Native()))
+
+
+def replicas(program: Program) -> int:
+    """Ranks that have all weights."""
+    return 1 if gathers_of(program.step) is not None else program.ranks
+
+
+def window_of(program: Program, slots: int) -> Residency:
+    """`slots` blocks of `program`, or a rank's rows of them, on the device at once."""
+    return window(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
+
+
+def apply_layers(context: Context, kind: str, slots: int, beside: Overlap | None = None) -> None:
+    """Move the optimizer to the host, then the blocks' parameters, `slots` blocks of which are on the device
+    at once.
+
+    Args:
+        context: Of the model.
+        kind: For messages.
+        slots: The window.
+        beside: As in `stream_parameters`.
+    """
+    residency = window(len(context.blocks), slots, gathered=is_gathered(context.model))
+    optimizer = HostOptimizer(context, "native")
+    if beside is None:
+        store = ParameterOffloader(context, residency, optimizer)
+    else:
+        store = OverlappedOffloader(context, residency, optimizer, beside.late, at_end=beside.at_end)
+    context.checks["offload.states"] = store.check

@@ -1,0 +1,237 @@
+"""What techniques share whose stages are on several ranks, which take them in turn
+(`offload.multiplexed.multiplexed_stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from memtune.errors import ApplyError
+from memtune.hardware import Hardware, op_costs
+from memtune.offload.layer_major import OnRanks, Span, Where, parts_of
+from memtune.offload.multiplexed import Partitions, TurnBytes, TurnCosts, cross_mapping, in_turn
+from memtune.offload.optimizer import Native, optimizer_on_host
+from memtune.parallel.pipeline import Chain, chain_of
+from memtune.program import (
+    F64,
+    Program,
+    RankClass,
+    Resource,
+    Step,
+    accumulate_gradients,
+    idle_share,
+    remembered,
+)
+from memtune.runtime import Context
+from memtune.search_spaces.offload.states._common.pack_technique import (
+    block_bytes,
+    not_in_packs,
+    within_budget,
+)
+from memtune.technique import Plan, Reason, Target, Technique
+from memtune.units import format_bytes
+from memtune.workload import require_structures
+
+
+def not_in_turn(technique: Technique, program: Program, target: Target, count: int | None) -> Reason | None:
+    """Why the blocks of `program` cannot be put into stages, `count` or any number, that the ranks take in
+    turn.
+    """
+    if (reason := not_in_packs(technique, program, target, alone=False)) is not None:
+        return reason
+    if count is not None and count % target.ranks:
+        return Reason(f"{count} stages are no multiple of {target.ranks} ranks", "a multiple of the ranks")
+    step, least = program.step, count or target.ranks
+    if len(step.blocks) < least:
+        return Reason(f"{len(step.blocks)} blocks are fewer than {least} stages", "fewer ranks")
+    chain = chain_of(step)
+    if isinstance(chain, str):
+        return Reason(f"the blocks are no chain: {chain}", "offload: {states: {kind: optimizer_cpu}}")
+    if len(chain.cuts) < least - 1:
+        return Reason(
+            f"the blocks can be cut in {len(chain.cuts)} places for {least} stages: {chain.obstacle}",
+            "fewer ranks",
+        )
+    return None
+
+
+def partitions(
+    program: Program, hardware: Hardware, *, prefetch: bool, crossed: bool, boundaries: Where = "host"
+) -> Partitions:
+    """All partitions of the blocks into stages on the ranks of `program`."""
+    sizes, ranks, chain = block_bytes(program.step), program.ranks, chain_in(program)
+    count = program.accumulate * ranks
+    per_root = hardware.gpus_per_pcie_root if crossed else 1
+    return Partitions(
+        costs_of(program.step, hardware),
+        TurnBytes(sizes.weights, sizes.gradients, sizes.saved),
+        chain.cuts,
+        count,
+        lambda stages: cross_mapping(stages, ranks, per_root),
+        prefetch,
+        count * chain.passed_bytes * (boundaries == "device"),
+    )
+
+
+def chain_in(program: Program) -> Chain:
+    """How the blocks of `program`, which `not_in_turn` has let through, hang together."""
+    chain = chain_of(program.step)
+    assert isinstance(chain, Chain), "fits refuses others"
+    return chain
+
+
+@remembered
+def costs_of(step: Step, hardware: Hardware) -> TurnCosts:
+    """What each block takes in one micro-batch."""
+    sizes, seconds, parts = block_bytes(step), op_costs(step, hardware).op_s, parts_of(step)
+    forward, backward = (
+        [float(np.sum(seconds[rows])) for rows in blocks] for blocks in (parts.forward, parts.backward)
+    )
+    chain = chain_of(step)
+    assert isinstance(chain, Chain), "fits refuses others"
+    up, down = hardware.host_to_device_bytes_per_s, hardware.device_to_host_bytes_per_s
+    load = [n_bytes / up for n_bytes in sizes.weights]
+    return TurnCosts(forward, backward, load, chain.passed_bytes / down + chain.passed_bytes / up)
+
+
+@remembered
+def on_ranks(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where = "host") -> Program:
+    """The step of each rank, all micro-batches of all ranks in it; the fullest one first."""
+    ranks, count = program.ranks, program.accumulate * program.ranks
+    steps = _rank_steps(program, layout, hardware, boundaries)
+    classes = [RankClass(1, each, (rank,)) for rank, each in enumerate(steps)]
+    classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
+    idle = idle_share(ranks, len(layout.stages) // ranks, count)
+    return Program(
+        tuple(classes), program.micro_batch, 1, program.notes, sharers=ranks, unrolled=count, idle=idle
+    )
+
+
+@remembered
+def _rank_steps(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where) -> tuple[Step, ...]:
+    """By rank."""
+    step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
+    ranks, count = program.ranks, program.accumulate * program.ranks
+    link = Resource.INTER_LINK if hardware.local_ranks(ranks) == 1 else Resource.INTRA_LINK
+    return tuple(optimizer_on_host(each, Native()) for each in in_turn(step, layout, count, link, boundaries))
+
+
+def within(
+    program: Program,
+    hardware: Hardware,
+    budget_bytes: int | None,
+    boundaries: Where,
+    solve: Callable[[F64], OnRanks | None],
+    all_of_them: Partitions,
+) -> OnRanks | None:
+    """What `solve` finds, under which every rank stays within the budget, as the pass says; None where
+    nothing does.
+    """
+    if budget_bytes is None:
+        return solve(np.full(program.ranks, np.inf))
+
+    def peaks(layout: OnRanks) -> F64:
+        return np.array(
+            [float(each.peak_bytes()) for each in _rank_steps(program, layout, hardware, boundaries)]
+        )
+
+    return within_budget(solve, all_of_them.needed, peaks, budget_bytes, program.ranks)
+
+
+class StagesPlan(Plan):
+    """Stages of neighbouring blocks, which several ranks take in turn."""
+
+    outputs: tuple[str, ...] = ()
+    """(blocks,) form of each block's output (`memtune.workload.output_structure`); none where every block
+    returns a tensor.
+    """
+    spans: tuple[Span, ...]
+    """(stages,) first block of each stage, and the one after its last."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...]
+    """(stages,) rank that holds each stage."""
+    first: tuple[str, ...]
+    """Parameters that are used before the first block."""
+    last: tuple[str, ...]
+    """Parameters that are used after the last block."""
+    moved_bytes: Annotated[int, Field(ge=0)]
+    """Bytes of weights reloaded and gradients offloaded per step, over all ranks."""
+
+    @model_validator(mode="after")
+    def _is_a_chain(self) -> Self:
+        self.layout()
+        require_structures(self.outputs, self.spans[-1][1])
+        return self
+
+    def layout(self, **settings: Any) -> OnRanks:
+        """Return the stages on their ranks, with other `settings` of
+        `memtune.offload.layer_major.packs.OnRanks`.
+        """
+        return OnRanks(self.spans, self.ranks, **settings)
+
+    def explain(self) -> tuple[str, ...]:
+        """Return how many stages are where, and what they move."""
+        places = ", ".join(map(str, self.ranks[: len(set(self.ranks))]))
+        return (
+            f"{len(self.ranks)} stages, in turn on ranks {places}, over all micro-batches of all ranks",
+            f"{format_bytes(self.moved_bytes)} of weights and gradients moved per step, over all ranks",
+        )
+
+
+def fields_of(program: Program, layout: OnRanks) -> dict[str, Any]:
+    """Return the fields of a `StagesPlan` for `layout`."""
+    chain, sizes = chain_in(program), block_bytes(program.step)
+    return {
+        "outputs": chain.outputs,
+        "spans": layout.stages,
+        "ranks": layout.ranks,
+        "first": chain.first,
+        "last": chain.last,
+        "moved_bytes": moved_bytes(layout, sizes.weights, sizes.gradients),
+    }
+
+
+def moved_bytes(layout: OnRanks, weights: Sequence[int], gradients: Sequence[int]) -> int:
+    """Of weights in and gradients out in one step, over all ranks.
+
+    2|W| + |gradients|, less the last stage of each rank, which stays between its forward and its backward.
+    """
+    stay = [layout.mine(rank)[-1] for rank in set(layout.ranks)]
+    return (
+        2 * sum(weights) + sum(gradients) - sum(sum(weights[slice(*layout.stages[stage])]) for stage in stay)
+    )
+
+
+def apply_in_turn(
+    context: Context, plan: Plan, kind: str, *, prefetch: bool, boundaries: Where = "host"
+) -> None:
+    """Leave each rank its stages, on its host, and have `Tuned.step` run them.
+
+    Raises:
+        ApplyError: The plan is for one rank, or for another model, or what
+            `offload.multiplexed.multiplexed_stages` raises.
+    """
+    from memtune.offload.multiplexed import stages_in_turn
+
+    if not isinstance(plan, StagesPlan):
+        raise for_other_ranks(context, kind)
+    layout = plan.layout(prefetch=prefetch)
+    stages_in_turn(
+        context, layout, frozenset(plan.first), frozenset(plan.last), kind, boundaries, plan.outputs
+    )
+
+
+def for_other_ranks(context: Context, kind: str) -> ApplyError:
+    """Return the error that says that a plan is for one rank where there are several, or the other way
+    round.
+    """
+    many = context.placement.world_size > 1
+    return ApplyError(
+        f"offload.states: {{kind: {kind}}} has no plan for {'several ranks' if many else 'one rank'}.",
+        evidence=f"The plan was made for {'one rank' if many else 'several ranks'}.",
+        fix="memtune search, which writes it with the config; memtune trial finds it for itself",
+        code="MT364",
+    )

@@ -1,0 +1,281 @@
+"""From what shall be computed again to the calls that a block keeps and those that it leaves out of its
+second run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+from pydantic import model_validator
+
+from memtune.activations.recompute import spoiled
+from memtune.errors import ApplyError
+from memtune.program import SHAPE_ALONE, Kind, OpAddresses, Phase, Step, calls_of, split_calls
+from memtune.search_spaces._plan_fields import CallsField, Index, require_entries
+from memtune.search_spaces.recompute._block_planner.fits import MATMULS, is_matmul_or_attention
+from memtune.technique import Plan
+
+
+class CallsPlan(Plan):
+    """The calls of each block that do not run again."""
+
+    calls: tuple[CallsField, ...]
+    """The different sets of calls."""
+    blocks: tuple[Index, ...]
+    """(blocks,) entry of `calls` that each block has."""
+
+    @model_validator(mode="after")
+    def _has_entries(self) -> Self:
+        require_entries("calls", self.calls, self.blocks)
+        return self
+
+
+@dataclass(frozen=True)
+class Block:
+    """The forward of one block as a graph of ops and storages."""
+
+    index: int
+    ops: list[int]
+    """Rows in the step, ascending."""
+    name: dict[int, str]
+    reads: dict[int, list[int]]
+    """Op → storages; what it writes in place is among them, what it takes the shape of alone is not."""
+    makes: dict[int, list[int]]
+    producer: dict[int, int]
+    """Storage → op; storages from outside the block are not in it."""
+    readers: dict[int, list[int]]
+    """Storage → ops of the whole forward."""
+    writers: dict[int, list[int]]
+    """Storage → ops of the block that write into it after its producer."""
+    saved: frozenset[int]
+    """Storages made in the block that its forward saved for backward."""
+    spoiled: frozenset[int]
+    """Ops whose outputs something writes into later, so that they cannot be kept."""
+
+
+_BATCHED = ("aten.bmm.default", "aten.baddbmm.default")
+_PRODUCTS = MATMULS - {*_BATCHED}  # of two activations: attention that is not fused
+
+Again = Callable[[Block], set[int]]
+"""Which ops of a block a technique wants to run again."""
+
+
+def plan_calls(step: Step, again: Again) -> CallsPlan:
+    """The plan of a technique that runs the ops `again` a second time and, of all others, keeps what autograd
+    saved.
+
+    Equal blocks share an entry of `calls`; `blocks` says which entry each block has.
+    """
+    split = split_calls(step)  # a block that is called several times does the same each time
+    address = {op: call for op, _, call in calls_of(split, _forward_rows(split))}
+    entries: list[OpAddresses] = []
+    which: dict[int, int] = {}
+    for block, index, seen in zip(
+        block_graphs(split), step.calls.block.tolist(), step.calls.grad_enabled.tolist(), strict=True
+    ):
+        if index in which or not seen:
+            continue
+        kept, left_out = _split(block, again(block))
+        calls = OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, left_out)))
+        if calls not in entries:
+            entries.append(calls)
+        which[index] = entries.index(calls)
+    return CallsPlan(
+        calls=tuple(entries), blocks=tuple(which.get(index, 0) for index in range(len(step.blocks)))
+    )
+
+
+def calls_for(step: Step, block: Block, again: set[int]) -> OpAddresses:
+    """What `block` of `step` keeps and leaves out of a second run of the ops `again`; equal for equal
+    blocks.
+    """
+    address = {op: call for op, _, call in calls_of(step, np.asarray(block.ops, np.int32))}
+    kept, left_out = _split(block, again)
+    return OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, left_out)))
+
+
+def calls_in(plan: CallsPlan, blocks: int) -> list[OpAddresses]:
+    """Return the calls of each of `blocks` blocks.
+
+    Raises:
+        ApplyError: The plan is for another number of blocks.
+    """
+    if len(plan.blocks) != blocks:
+        raise no_plan(f"the config's is for {len(plan.blocks)} blocks, the model has {blocks}")
+    return [plan.calls[i] for i in plan.blocks]
+
+
+def no_plan(
+    evidence: str,
+    fix: str = "memtune search  writes it with the config; or choose recompute: {kind: selective}",
+) -> ApplyError:
+    """The error that a config's plan of what blocks keep cannot be used."""
+    return ApplyError(
+        "this recompute technique needs a plan of what each block keeps.",
+        evidence=f"{evidence[0].upper()}{evidence[1:]}.",
+        fix=fix,
+        code="MT316",
+    )
+
+
+def frees_something(step: Step, again: Again) -> bool:
+    """Whether some block would run something again that autograd saved."""
+    return any(
+        block.saved & {s for op in again(block) for s in block.makes[op]} for block in block_graphs(step)
+    )
+
+
+def core_attention(block: Block) -> set[int]:
+    """Ops of attention that is not fused: from the product of queries and keys to the one with the values,
+    which is not in it.
+
+    That is: a softmax, what leads to it from a batched product, and what leads from it to another one.
+    """
+    core: set[int] = set()
+    for softmax in (op for op in block.ops if "softmax" in block.name[op]):
+        up, down = _reached(block, {softmax}, _sources), _reached(block, {softmax}, _readers)
+        scores, values = ({op for op in ops if block.name[op] in _BATCHED} for ops in (up, down))
+        if scores and values:
+            core |= (
+                {softmax}
+                | scores
+                | (up & _reached(block, scores, _readers))
+                | (down & _reached(block, values, _sources))
+            )
+    return core
+
+
+def inputs_of_products(block: Block) -> set[int]:
+    """Ops of which nothing is read but by matrix products with weights, or by such ops: norms and activation
+    functions.
+    """
+    found: set[int] = set()
+    for op in reversed(block.ops):
+        if is_matmul_or_attention(block.name[op]) or "softmax" in block.name[op]:
+            continue
+        readers = {reader for s in block.makes[op] for reader in block.readers.get(s, ()) if reader != op}
+        if readers and all(reader in found or block.name.get(reader) in _PRODUCTS for reader in readers):
+            found.add(op)
+    return found
+
+
+def _reached(block: Block, starts: set[int], onward: Callable[[Block, int], set[int]]) -> set[int]:
+    """Ops reached from `starts` up to the batched products at which that ends; other products and attention
+    are no way.
+    """
+    found: set[int] = set()
+    waiting = {each for start in starts for each in onward(block, start)}
+    while waiting:
+        op = waiting.pop()
+        batched = block.name[op] in _BATCHED
+        if op in found or (is_matmul_or_attention(block.name[op]) and not batched):
+            continue
+        found.add(op)
+        waiting |= set() if batched else onward(block, op)
+    return found
+
+
+def _readers(block: Block, op: int) -> set[int]:
+    return {
+        reader
+        for s in block.makes[op]
+        for reader in block.readers.get(s, ())
+        if reader in block.name and reader != op
+    }
+
+
+def _sources(block: Block, op: int) -> set[int]:
+    return {block.producer[s] for s in block.reads[op] if s in block.producer and block.producer[s] != op}
+
+
+def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
+    """Ops to keep and ops to leave out, so that `again` can run: all that autograd saved is there, no product
+    runs twice.
+    """
+    kept = {block.producer[s] for s in block.saved} - again - block.spoiled
+    run: set[int] = set()
+    waiting = again | {op for op in block.spoiled if block.saved.intersection(block.makes[op])}
+    while waiting:
+        op = waiting.pop()
+        run.add(op)
+        kept.discard(op)
+        wanted = {block.producer[s] for s in block.reads[op] if s in block.producer}
+        wanted |= {writer for s in block.makes[op] for writer in block.writers.get(s, ())}
+        for other in wanted - run - kept:
+            if (
+                is_matmul_or_attention(block.name[other])
+                and other not in block.spoiled
+                and other not in again
+            ):
+                kept.add(other)
+            else:
+                waiting.add(other)
+        if not waiting:
+            waiting = {each for each in _between(block, run, kept) if not _can_be_left_out(block, each)}
+    only_saved = {
+        op for op in kept if not block.saved.issuperset(block.makes[op]) and not run & _readers(block, op)
+    }
+    return kept - only_saved, _between(block, run, kept) | only_saved
+
+
+def _between(block: Block, run: set[int], kept: set[int]) -> set[int]:
+    """Ops before the last one that runs again which are neither kept nor needed."""
+    last = max(run, default=-1)
+    return {op for op in block.ops if op < last} - run - kept
+
+
+def _can_be_left_out(block: Block, op: int) -> bool:
+    writes_elsewhere = not block.makes[op] and any(s not in block.producer for s in block.reads[op])
+    return op not in block.spoiled and not writes_elsewhere
+
+
+@lru_cache(maxsize=2)
+def block_graphs(step: Step) -> tuple[Block, ...]:
+    """The blocks of `step` that ran, as graphs."""
+    rows = _forward_rows(step)
+    reads: dict[int, list[int]] = {op: [] for op in rows.tolist()}
+    alone = [number for number, name in enumerate(step.names) if name in SHAPE_ALONE]
+    shapes = set(rows[np.isin(step.ops.name[rows], alone)].tolist()) if alone else set()
+    readers: dict[int, list[int]] = {}
+    writers: dict[int, list[int]] = {}
+    forward = step.ops.phase[step.uses.op] == Phase.FORWARD
+    columns = (step.uses.op[forward], step.uses.storage[forward], step.uses.mode[forward])
+    for op, storage, mutates in zip(*(column.tolist() for column in columns), strict=True):
+        if op in shapes:
+            continue
+        if op in reads:
+            reads[op].append(storage)
+        readers.setdefault(storage, []).append(op)
+        if mutates and step.storages.producer[storage] != op:
+            writers.setdefault(storage, []).append(op)
+    makes: dict[int, list[int]] = {op: [] for op in reads}
+    for storage in np.flatnonzero(
+        (step.storages.producer >= 0) & (step.storages.kind != Kind.WORKSPACE)
+    ).tolist():
+        if int(step.storages.producer[storage]) in makes:
+            makes[int(step.storages.producer[storage])].append(storage)
+    bad = spoiled(step)
+    found = []
+    for index in range(len(step.blocks)):
+        ops = rows[step.ops.block[rows] == index].tolist()
+        name = {op: step.names[step.ops.name[op]] for op in ops}
+        producer = {storage: op for op in ops for storage in makes[op]}
+        saved = frozenset(step.saves.storage[step.saves.block == index].tolist()) & producer.keys()
+        again = frozenset(op for op in ops if bad[op])
+        mine = {storage: [op for op in writers.get(storage, ()) if op in name] for storage in producer}
+        found.append(
+            Block(index, ops, name, _of(reads, ops), _of(makes, ops), producer, readers, mine, saved, again)
+        )
+    return tuple(found)
+
+
+def _of(table: dict[int, list[int]], ops: Iterable[int]) -> dict[int, list[int]]:
+    return {op: table[op] for op in ops}
+
+
+def _forward_rows(step: Step) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.flatnonzero((step.ops.phase == Phase.FORWARD) & (step.ops.block >= 0)).astype(np.int32)

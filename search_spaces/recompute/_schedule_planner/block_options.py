@@ -1,0 +1,210 @@
+"""Schedules that one block may run by, from those that hold much and run nothing again to those that hold
+little.
+
+What other blocks do is room that is taken between a block's forward and its backward. So a policy or a
+planner is asked for the block alone, with ever more room taken there, and what it then keeps is what the
+block holds. Equal blocks share their options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import product
+
+import numpy as np
+
+from memtune.activations.eviction import Policy, freeze_between, region_trace
+from memtune.activations.schedules import (
+    BlockRegions,
+    Late,
+    Region,
+    Solution,
+    elements_of,
+    solve_exactly,
+    solve_rounded,
+    wrong_with_block,
+)
+from memtune.hardware import Hardware, op_class, op_costs
+from memtune.program import F64, I32, I64, Action, OpGraph, Schedule, Step
+from memtune.search_spaces.recompute._schedule_planner.coarse_graph import stages_of
+
+_LEVELS = 8
+"""Parts of what a block keeps plainly that the policies are asked to keep."""
+_LEVELS_EXACT = 4
+"""The same for the integer program."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Checkmate's program as a source of options."""
+
+    nodes: int
+    exact_s: float = 0.0
+
+
+LATE = "late"
+"""`activations.schedules.late_free_planner` as a source of options."""
+Source = Policy | Exact | str
+
+
+@dataclass(frozen=True, eq=False)
+class BlockOption:
+    """A schedule of a block, and what it comes to; bytes of what only the block itself holds."""
+
+    schedule: Schedule
+    seconds: float
+    """Of what runs again."""
+    held_bytes: int
+    """Between forward and backward."""
+    anchor: I32
+    """(steps,) by op that runs: itself where it runs first, else the next one that does."""
+    bytes: I64
+    """(steps,) while it runs, scratch included."""
+    left_bytes: I64
+    """(steps,) once it has run and values are let go; 0 where the op runs again."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most while the block runs."""
+        return int(self.bytes.max(initial=0))
+
+
+def local_region(step: Step, regions: BlockRegions, sort: int) -> Region:
+    """The region of a block of this sort by itself; what others hold too weighs nothing."""
+    together, graph = regions.together, regions.graphs[sort]
+    block = int(np.flatnonzero(regions.sort == sort)[-1])
+    ops, values = regions.ops[block], regions.values[block]
+    others = together.outside_until[values] >= 0
+    nothing = np.zeros(len(ops), np.int64)
+    return replace(
+        together,
+        graph=graph,
+        rows=together.rows[ops],
+        carried=((),) * len(ops),
+        storages=together.storages[values],
+        outside_until=np.where(others, graph.n_ops, -1).astype(np.int32),
+        scratch_bytes=together.scratch_bytes[ops],
+        background_bytes=nothing,
+        between_bytes=0,
+        after_bytes=0,
+        bytes=np.where(others, 0, together.bytes[values]),
+    )
+
+
+@lru_cache(maxsize=64)
+def options_of(
+    step: Step, regions: BlockRegions, sort: int, hardware: Hardware, sources: tuple[Source, ...]
+) -> tuple[BlockOption, ...]:
+    """Options of a block of one sort, none of which another one beats; the first runs every op once.
+
+    Args:
+        step: The plain step.
+        regions: Of its blocks.
+        sort: Which of their graphs.
+        hardware: For the time of ops.
+        sources: Who is asked.
+    """
+    region = local_region(step, regions, sort)
+    costs = op_costs(step, hardware)
+    op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
+    plain = _option(region, op_s, regions.plain[sort])
+    found = {plain.schedule: plain}
+    for source in sources:
+        for schedule in _asked(source, step, region, op_s, plain):
+            if schedule not in found and not wrong_with_block(region.graph, schedule):
+                found[schedule] = _option(region, op_s, schedule)
+    return (plain, *_undominated([each for each in found.values() if each.held_bytes < plain.held_bytes]))
+
+
+def _undominated(options: Iterable[BlockOption]) -> Iterator[BlockOption]:
+    kept: list[BlockOption] = []
+    for each in sorted(options, key=lambda option: (option.seconds, option.held_bytes, option.peak_bytes)):
+        if not any(
+            other.held_bytes <= each.held_bytes and other.peak_bytes <= each.peak_bytes for other in kept
+        ):
+            kept.append(each)
+            yield each
+
+
+def _asked(source: Source, step: Step, region: Region, op_s: F64, plain: BlockOption) -> Iterator[Schedule]:
+    if isinstance(source, Policy):
+        yield from _by_policy(source, step, region, op_s, plain)
+    elif isinstance(source, Exact):
+        yield from _by_program(source, region, op_s, plain)
+    else:
+        late = Late(region.graph, region.bytes, op_s, region.outside_until, np.zeros(len(op_s), np.int32))
+        order = late.order()
+        for gone in range(1, len(order) + 1):
+            yield late.schedule(frozenset(order[:gone]))
+
+
+def _by_policy(
+    policy: Policy, step: Step, region: Region, op_s: F64, plain: BlockOption
+) -> Iterator[Schedule]:
+    elements = elements_of(step, region)
+    holes = (0, plain.peak_bytes // 4) if policy.addressed else (0,)  # which are no bytes that a block holds
+    for level, more in product(range(_LEVELS), holes):
+        between = max(plain.peak_bytes - plain.held_bytes * level // _LEVELS, 1)
+        traces = [
+            partial(region_trace, region, op_s, is_cheap, elements, keep_written=keep, between_bytes=between)
+            for keep in (False, True)
+        ]
+        found = freeze_between(region, traces, policy, plain.peak_bytes + more)
+        if found is not None:
+            yield found
+
+
+def _by_program(source: Exact, region: Region, op_s: F64, plain: BlockOption) -> Iterator[Schedule]:
+    stages = stages_of(region, op_s, source.nodes)
+    for level in range(_LEVELS_EXACT):
+        between = plain.peak_bytes - plain.held_bytes * level // _LEVELS_EXACT
+        background = tuple(
+            between if node == stages.loss else each for node, each in enumerate(stages.background_bytes)
+        )
+        problem = replace(stages, background_bytes=background).problem(plain.peak_bytes)
+        solution: Solution = solve_rounded(problem)
+        if source.exact_s and not solution.proven:
+            exact = solve_exactly(problem, time_limit_s=source.exact_s)
+            if exact is not None and (solution.over_bytes > 0 or exact.cost_s < solution.cost_s):
+                solution = exact
+        yield stages.schedule(solution)
+
+
+def is_cheap(name: str) -> bool:
+    """Whether what an op of this name makes is had again in little time."""
+    return op_class(name) not in _EXPENSIVE
+
+
+_EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
+
+
+def _option(region: Region, op_s: F64, schedule: Schedule) -> BlockOption:
+    graph: OpGraph = region.graph
+    n_bytes, scratch = region.bytes.tolist(), region.scratch_bytes.tolist()
+    ran = [False] * graph.n_ops
+    live = held = 0
+    first: list[bool] = []
+    anchor: list[int] = []
+    at: list[int] = []
+    left: list[int] = []
+    for number, each in enumerate(schedule.steps):
+        if number == len(schedule.forward):
+            held = live
+        if each.action == Action.COMPUTE:
+            live += sum(n_bytes[value] for value in graph.makes[each.of])
+            first.append(not ran[each.of])
+            ran[each.of] = True
+            anchor.append(each.of)
+            at.append(live + scratch[each.of])
+            left.append(live)
+        elif each.action == Action.FREE:
+            live -= n_bytes[each.of]
+            left[-1] = live
+    for place in range(len(anchor) - 2, -1, -1):
+        if not first[place]:
+            anchor[place] = anchor[place + 1]
+    seconds = float(op_s[schedule.computes()].sum() - op_s.sum())
+    kept = np.where(first, left, 0).astype(np.int64)
+    return BlockOption(schedule, seconds, held, np.asarray(anchor, np.int32), np.asarray(at, np.int64), kept)

@@ -1,0 +1,256 @@
+"""From a model's ops to the few nodes that Checkmate decides on, and from its decision back to a schedule of
+ops.
+
+A node is a stretch of forward or of backward. Forward is cut where much is saved for backward: of two
+neighbours the pair whose smaller share of saved bytes is least becomes one node, until few enough are left.
+Backward is cut where it begins to read an earlier node of forward. The loss, which is other code, is a node
+in the middle.
+
+What others hold beyond forward (outputs, casts of weights in autocast's cache) is made once and stays until
+its last reader: a node runs again without the op that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtune.activations.schedules import Problem, Region, Solution
+from memtune.program import F64, OpGraph, Schedule, scheduled
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The nodes of one region."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    """Ops of each node; the loss has none."""
+    loss: int
+    """Which node is the loss."""
+    region: Region
+    op_s: F64
+    """(n,) seconds of each op."""
+    cost_s: tuple[float, ...]
+    bytes: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    scratch_bytes: tuple[int, ...]
+    background_bytes: tuple[int, ...]
+    """What is live besides while each node runs for the first time."""
+    once: frozenset[int]
+    """Nodes that run once."""
+    made_once: frozenset[int]
+    """Ops that a node leaves out when it runs again."""
+
+    def problem(self, budget_bytes: int) -> Problem:
+        """What is to be decided when `budget_bytes` may be live."""
+        budgets = tuple(budget_bytes - each for each in self.background_bytes)
+        return Problem(self.cost_s, self.bytes, self.reads, budgets, self.scratch_bytes, self.once)
+
+    def schedule(self, solution: Solution) -> Schedule:
+        """The ops in the order that `solution` says, without those of a second run that nothing asks for."""
+        sequence: list[tuple[int, bool]] = []
+        ran: set[int] = set()
+        at_loss = 0
+        for node in solution.order():
+            if node == self.loss:
+                at_loss = len(sequence)
+            again = node in ran
+            sequence += [(op, again) for op in self.nodes[node] if not again or op not in self.made_once]
+            ran.add(node)
+        wanted = _wanted(self.region.graph, sequence)
+        forward, backward = (
+            [op for (op, _), keep in part if keep] for part in _parted(sequence, wanted, at_loss)
+        )
+        return scheduled(self.region.graph, forward, backward, made_by="checkmate")
+
+    def again_s(self, schedule: Schedule) -> float:
+        """Seconds of what `schedule` runs again."""
+        computes = schedule.computes()
+        return float(self.op_s[computes].sum() - self.op_s.sum())
+
+
+def _parted(
+    sequence: list[tuple[int, bool]], wanted: list[bool], at: int
+) -> tuple[Iterable[tuple[tuple[int, bool], bool]], Iterable[tuple[tuple[int, bool], bool]]]:
+    pairs = list(zip(sequence, wanted, strict=True))
+    return pairs[:at], pairs[at:]
+
+
+def _wanted(graph: OpGraph, sequence: list[tuple[int, bool]]) -> list[bool]:
+    """Which of the runs are first ones, or make something that is read before it is made again."""
+    needed: set[int] = set()
+    found = [True] * len(sequence)
+    for at in range(len(sequence) - 1, -1, -1):
+        op, again = sequence[at]
+        if again and not needed.intersection(graph.makes[op]) and not needed.intersection(graph.writes[op]):
+            found[at] = False
+            continue
+        needed.difference_update(graph.makes[op])
+        needed.update(graph.reads[op])
+    return found
+
+
+def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
+    """The nodes of `region`, at most `n_nodes` besides the loss.
+
+    Args:
+        region: The model's ops.
+        op_s: (n,) seconds of each.
+        n_nodes: Forward and backward together.
+    """
+    graph = region.graph
+    forward = _forward_nodes(region, op_s, max(n_nodes // 2, 1))
+    node_of = {op: number for number, ops in enumerate(forward) for op in ops}
+    backward = _backward_nodes(graph, node_of, len(forward))
+    nodes = (*forward, (), *backward)
+    loss = len(forward)
+    for number, ops in enumerate(nodes):
+        node_of.update(dict.fromkeys(ops, number))
+    last = _last_readers(graph, node_of)
+    lent = {v for v in range(len(region.bytes)) if region.outside_until[v] >= 0}
+    fixed = _fixed(graph, lent)
+    once = {
+        number
+        for number, ops in enumerate(nodes)
+        if number >= loss or any(graph.makes[op] for op in graph.once.intersection(ops))
+    }
+    once |= {node_of[graph.maker[value]] for value in lent - fixed}
+    stays = lent | fixed
+    made = [
+        sum(int(region.bytes[v]) for v in _leaving(graph, ops, number, last) if v not in stays)
+        for number, ops in enumerate(nodes)
+    ]
+    return Stages(
+        tuple(tuple(ops) for ops in nodes),
+        loss,
+        region,
+        op_s,
+        tuple(float(op_s[list(ops)].sum()) for ops in nodes),
+        tuple(made),
+        tuple(_read_nodes(graph, ops, number, node_of, fixed) for number, ops in enumerate(nodes)),
+        tuple(_inner_peak(region, ops, number, last, stays) for number, ops in enumerate(nodes)),
+        _background(region, nodes, loss, node_of, {v: last.get(v, -1) for v in fixed}),
+        frozenset(once),
+        graph.once | {graph.maker[value] for value in fixed},
+    )
+
+
+def _fixed(graph: OpGraph, lent: set[int]) -> set[int]:
+    """Values of the ops of forward that make `lent` ones, where nothing writes into them: there from their
+    first run on.
+    """
+    ops = {op for op in map(graph.maker.__getitem__, lent) if op < graph.n_forward}
+    return {
+        v
+        for op in ops
+        for v in graph.makes[op]
+        if not any(graph.writers.get(each) for each in graph.makes[op])
+    }
+
+
+def _forward_nodes(region: Region, op_s: F64, most: int) -> list[list[int]]:
+    """Stretches of forward; what an op writes into in place is made in its own stretch."""
+    graph = region.graph
+    n = graph.n_forward
+    saved = np.zeros(n)
+    for value in {v for reads in graph.reads[n:] for v in reads if graph.maker[v] < n}:
+        saved[graph.maker[value]] += int(region.bytes[value])
+    joined = np.zeros(n, bool)  # with the op before
+    for value, writers in graph.writers.items():
+        inside = [op for op in writers if op < n]
+        if graph.maker[value] < n and inside:
+            joined[graph.maker[value] + 1 : max(inside) + 1] = True
+    starts = np.flatnonzero(~joined)
+    bytes_of, cost_of = np.add.reduceat(saved, starts), np.add.reduceat(op_s[:n], starts)
+    while len(starts) > most:
+        smaller, cost = np.minimum(bytes_of[1:], bytes_of[:-1]), cost_of[1:] + cost_of[:-1]
+        at = int(np.lexsort((cost, smaller))[0])
+        for column in (bytes_of, cost_of):
+            column[at] += column[at + 1]
+        starts, bytes_of, cost_of = (np.delete(column, at + 1) for column in (starts, bytes_of, cost_of))
+    ends = [*starts[1:].tolist(), n]
+    return [list(range(start, end)) for start, end in zip(starts.tolist(), ends, strict=True)]
+
+
+def _backward_nodes(graph: OpGraph, node_of: dict[int, int], n_forward_nodes: int) -> list[list[int]]:
+    found: list[list[int]] = [[]]
+    lowest = n_forward_nodes
+    for op in range(graph.n_forward, graph.n_ops):
+        read = min(
+            (node_of[graph.maker[v]] for v in graph.reads[op] if graph.maker[v] < graph.n_forward),
+            default=lowest,
+        )
+        if read < lowest:
+            lowest = read
+            if found[-1]:
+                found.append([])
+        found[-1].append(op)
+    return found
+
+
+def _last_readers(graph: OpGraph, node_of: dict[int, int]) -> dict[int, int]:
+    """Value → last node that reads it."""
+    last: dict[int, int] = {}
+    for op, reads in enumerate(graph.reads):
+        for value in reads:
+            last[value] = max(last.get(value, -1), node_of[op])
+    return last
+
+
+def _leaving(graph: OpGraph, ops: Iterable[int], number: int, last: dict[int, int]) -> list[int]:
+    """Values that other nodes read of what `ops` make."""
+    return [value for op in ops for value in graph.makes[op] if last.get(value, -1) > number]
+
+
+def _read_nodes(
+    graph: OpGraph, ops: Iterable[int], number: int, node_of: dict[int, int], fixed: set[int]
+) -> tuple[int, ...]:
+    found = {node_of[graph.maker[value]] for op in ops for value in graph.reads[op] if value not in fixed}
+    return tuple(sorted(found - {number}))
+
+
+def _inner_peak(
+    region: Region, ops: Sequence[int], number: int, last: dict[int, int], stays: set[int]
+) -> int:
+    """Bytes that a node takes while it runs, on top of what it leaves and what `stays`."""
+    graph, n_bytes = region.graph, region.bytes
+    until: dict[int, int] = {}
+    for op in ops:
+        until.update(
+            {value: op for value in (*graph.makes[op], *graph.reads[op]) if last.get(value, -1) <= number}
+        )
+    live = peak = 0
+    for op in ops:
+        inner = [v for v in graph.makes[op] if v in until and v not in stays]
+        live += sum(int(n_bytes[v]) for v in inner)
+        peak = max(peak, live + int(region.scratch_bytes[op]))
+        gone = [
+            v for v in (*graph.makes[op], *graph.reads[op]) if until.get(v) == op and graph.maker[v] in ops
+        ]
+        live -= sum(int(n_bytes[v]) for v in gone if v not in stays)
+    return peak
+
+
+def _background(
+    region: Region, nodes: Sequence[Sequence[int]], loss: int, node_of: dict[int, int], fixed: dict[int, int]
+) -> tuple[int, ...]:
+    """Bytes besides the nodes' own: what is no value of the region, values that others hold, and `fixed` ones
+    up to a node.
+    """
+    background = [int(region.background_bytes[list(ops)].max(initial=0)) for ops in nodes]
+    background[loss] = region.between_bytes
+    for value, until in enumerate(region.outside_until.tolist()):
+        if until >= 0 or value in fixed:
+            n_ops = region.graph.n_ops
+            stop = (
+                len(nodes) - 1
+                if until >= n_ops
+                else loss
+                if until == region.graph.n_forward - 1
+                else node_of.get(until, -1)
+            )
+            for number in range(node_of[region.graph.maker[value]], max(stop, fixed.get(value, -1)) + 1):
+                background[number] += int(region.bytes[value])
+    return tuple(background)

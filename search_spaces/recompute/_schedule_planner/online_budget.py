@@ -1,0 +1,207 @@
+"""What the online runtime is told by a plan, and whether it then stays within a budget."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from memtune.activations.eviction import (
+    Costs,
+    OnlineSettings,
+    Policy,
+    RuntimeCosts,
+    least_budget_bytes,
+    online_policy,
+    peak_within,
+    scratch_name,
+)
+from memtune.activations.schedules import Region, region_of
+from memtune.hardware import Hardware
+from memtune.memory import RealOutputs
+from memtune.program import Kind, Step, Tier
+from memtune.search_spaces._plan_fields import Bytes
+from memtune.technique import Reason
+from memtune.units import format_bytes
+
+
+class OnlinePlan(BaseModel):
+    """What the online runtime is told: the budget, what is outside of its sight, and the rates that make an
+    op's cost.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    budget_bytes: Bytes
+    """For all that is on the device."""
+    peak_bytes: Bytes
+    """Most bytes on the device while model and backward run; 0 where nothing stays within the budget."""
+    reserve_bytes: Bytes
+    """Bytes that are there between forward and backward."""
+    unseen_bytes: Bytes
+    """Bytes that are there when the model's forward begins and are none of the model's."""
+    scratch: dict[str, Bytes]
+    """Op, or op with the bytes that it reads → bytes of its workspace."""
+    makes: dict[str, Bytes]
+    """The same of what recurrent layers save for backward."""
+    flops_per_s: Annotated[float, Field(gt=0)]
+    bytes_per_s: Annotated[float, Field(gt=0)]
+    launch_s: Annotated[float, Field(ge=0)]
+
+
+def told_online(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[str, Any]:
+    """What is outside of the runtime's sight, in bytes, `buffer_bytes` among it, and the rates that make an
+    op's cost.
+    """
+    region = _region(step)
+    return {
+        "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
+        "unseen_bytes": _unseen_bytes(step, region) + buffer_bytes,
+        "scratch": _scratch(step, region),
+        "makes": _makes(step, region),
+        "flops_per_s": hardware.matmul_flops_per_s("float32"),
+        "bytes_per_s": hardware.memory_bytes_per_s,
+        "launch_s": hardware.launch_s,
+    }
+
+
+@lru_cache(maxsize=32)
+def peak_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> int | None:
+    """The most bytes on the device while model and backward run; None where that is not within
+    `budget_bytes`.
+    """
+    return peak_within(step, _region(step), online_policy(policy), budget_bytes, _told(step, hardware))
+
+
+def _told(step: Step, hardware: Hardware) -> RuntimeCosts:
+    region, plain = _region(step), told_online(step, hardware)
+    costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
+    sizes = zip(
+        step.ops.flops[region.rows].tolist(), step.ops.traffic_bytes[region.rows].tolist(), strict=True
+    )
+    op_s = np.asarray([costs.of(n_flops, n_bytes) for n_flops, n_bytes in sizes])
+    scratch = [plain["scratch"].get(name, 0) for name in _scratch_names(step, region)]
+    return RuntimeCosts(op_s, plain["reserve_bytes"], np.asarray(scratch, np.int64))
+
+
+def _scratch(step: Step, region: Region) -> dict[str, int]:
+    """Bytes by what each op reads, and the most of each op for other sizes, as `OpFacts` looks them up."""
+    found: dict[str, int] = {}
+    sizes = region.scratch_bytes.tolist()
+    for name, size in zip(region.graph.names, sizes, strict=True):
+        if size:
+            found[name] = max(found.get(name, 0), size)
+    for name, detailed, size in zip(region.graph.names, _scratch_names(step, region), sizes, strict=True):
+        if name in found:
+            found[detailed] = max(found.get(detailed, 0), size)
+    return found
+
+
+def _makes(step: Step, region: Region) -> dict[str, int]:
+    """Bytes by what each op reads, of recurrent layers with scratch: what they save for backward is empty in
+    a fake run.
+    """
+    found: dict[str, int] = {}
+    for name, detailed, made, scratch in zip(
+        region.graph.names,
+        _scratch_names(step, region),
+        region.graph.makes,
+        region.scratch_bytes.tolist(),
+        strict=True,
+    ):
+        if name in RealOutputs.OPS and scratch:
+            found[detailed] = max(found.get(detailed, 0), int(region.bytes[list(made)].sum()))
+    return found
+
+
+def _scratch_names(step: Step, region: Region) -> list[str]:
+    """(n,) of each op."""
+    op_at = np.full(step.ops.n, -1, np.int32)
+    op_at[region.rows] = np.arange(len(region.rows), dtype=np.int32)
+    uses = np.flatnonzero(
+        (op_at[step.uses.op] >= 0) & (step.storages.producer[step.uses.storage] != step.uses.op)
+    )
+    read: list[set[int]] = [set() for _ in region.rows]
+    for op, storage in zip(op_at[step.uses.op[uses]].tolist(), step.uses.storage[uses].tolist(), strict=True):
+        read[op].add(storage)
+    return [
+        scratch_name(name, step.storages.bytes[list(storages)].tolist())
+        for name, storages in zip(region.graph.names, read, strict=True)
+    ]
+
+
+@lru_cache(maxsize=32)
+def too_little_online(
+    step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0
+) -> Reason | None:
+    """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it
+    may.
+
+    Args:
+        step: Before the passes of other techniques.
+        policy: Who is evicted.
+        budget_bytes: For all that is on the device.
+        hardware: Whose rates make costs.
+        more_bytes: What these passes add to what is besides the model's values.
+    """
+    least = enough_online(step, policy, budget_bytes, hardware, more_bytes)
+    if least == budget_bytes:
+        return None
+    given = format_bytes(budget_bytes)
+    why = (
+        f"deciding while the model runs does not stay within {given}: the model itself holds too much"
+        " meanwhile"
+    )
+    fix = (
+        "recompute: {kind: planned}"
+        if least is None
+        else f"budget_bytes: {least}, or recompute: {{kind: planned}}"
+    )
+    return Reason(why if least is None else f"{why}; {format_bytes(least)} are enough", fix)
+
+
+def enough_online(
+    step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0
+) -> int | None:
+    """`budget_bytes` if deciding while the model runs stays within it, else a larger one; None: not even the
+    plain peak.
+    """
+    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
+        return budget_bytes
+    told = _told(step, hardware)
+    least = least_budget_bytes(step, _region(step), online_policy(policy), budget_bytes - more_bytes, told)
+    return None if least is None else least + more_bytes
+
+
+def _region(step: Step) -> Region:
+    region = region_of(step)
+    assert not isinstance(region, str)  # `cannot_freeze` has seen to it
+    return region
+
+
+def _unseen_bytes(step: Step, region: Region) -> int:
+    """Of what is there when the model's forward begins, what is none of the model's and not given to it:
+    labels, say.
+    """
+    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER)
+    there = (step.storages.producer < region.rows[0]) & (step.freed_after >= region.rows[0])
+    seen = np.isin(step.storages.kind, kinds)
+    seen[step.uses.storage[np.isin(step.uses.op, region.rows)]] = True
+    return int(step.storages.bytes[there & ~seen & (step.storages.tier == Tier.DEVICE)].sum())
+
+
+def settings_online(plan: OnlinePlan, policy: Policy, freeze_after: int) -> OnlineSettings:
+    """Return the settings of the runtime."""
+    costs = Costs(plan.flops_per_s, plan.bytes_per_s, plan.launch_s)
+    return OnlineSettings(
+        policy,
+        plan.budget_bytes,
+        costs,
+        plan.reserve_bytes,
+        plan.scratch,
+        plan.makes,
+        plan.unseen_bytes,
+        freeze_after,
+    )

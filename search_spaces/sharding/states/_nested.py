@@ -1,0 +1,118 @@
+"""What the techniques have in common that divide each state of the model over a factor of its own."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from memtune.effects import Effects
+from memtune.parallel.sharding import Bytes, Division, Factors, Schedule, divide, divide_states
+from memtune.program import Kind, Program, Step, Tier, columns_of
+from memtune.runtime import Context
+from memtune.search_spaces.sharding.states._fsdp_technique import _Units
+from memtune.technique import Reason, Target
+
+
+class _Divided(_Units):
+    """Parameters, gradients and optimizer state divided over the ranks of `_factors`."""
+
+    slot: ClassVar[str] = "sharding.states"
+    effects: ClassVar[Effects] = replace(_Units.effects, shards="nested", reduces="step")
+
+    bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
+    """MiB of what FSDP2 does not send: gradients reduced further, and weights gathered after the step, at
+    once.
+    """
+
+    @abc.abstractmethod
+    def _factors(self, ranks: int, plan: Any) -> Factors: ...
+
+    def divides_parameters(self, ranks: int, plan: Any) -> bool:
+        """Where their factor is not one."""
+        return self._factors(ranks, plan).parameters > 1
+
+    def _why_not(self, factors: Factors, program: Program, target: Target) -> Reason | None:
+        """Why `factors` cannot be used on `program`, or are another technique."""
+        problem = factors.problem(target.ranks)
+        if problem:
+            return Reason(problem, "factors that divide one another and the ranks")
+        p, g, o, several = factors.parameters, factors.gradients, factors.optimizer, program.accumulate > 1
+        if not several and g != p:
+            return Reason(
+                f"with one micro-batch a step there are no sums of gradients: it is ({p}, {p}, {o})",
+                f"gradients: {p}",
+            )
+        name = _named(factors, target.ranks, several)
+        if name:
+            return Reason(f"({p}, {g}, {o}) is {name}", f"sharding.states: {{kind: {name}}}")
+        scalar = next(
+            (each.name for each in program.step.parameters if each.trainable and not each.shape), None
+        )
+        if scalar is not None:
+            return Reason(f"{scalar} has no dimension to divide", "give it the shape (1,)")
+        return super().fits(program, target) if p > 1 else None
+
+    def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
+        """FSDP2's gathers and reductions where parameters are divided, and a division inside the other for
+        what is left.
+        """
+        how = Division(
+            factors=self._factors(program.ranks, plan),
+            ranks=program.ranks,
+            ranks_per_node=target.hardware.local_ranks(program.ranks),
+            micro_batches=program.accumulate,
+            bucket_bytes=self.bucket_cap_mb << 20,
+            reshard_after_forward=self.reshard_after_forward,
+            blocks_per_unit=self.blocks_per_unit,
+            stages_messages=target.device == "cpu",
+        )
+        return program.with_step(divide_states(program.step, how))
+
+    def apply(self, context: Context, plan: Any) -> None:
+        """Divide the model's states and rebind the optimizer to what this rank holds."""
+        divide(
+            context,
+            self._factors(context.placement.data_parallel_size, plan),
+            kind=self.kind,
+            bucket_cap_mb=self.bucket_cap_mb,
+            reshard_after_forward=self.reshard_after_forward,
+            blocks_per_unit=self.blocks_per_unit,
+        )
+
+    def _divided_settings(self, factors: dict[str, Any], divides_parameters: bool) -> dict[str, Any]:
+        gather = {"again_in_backward": self.reshard_after_forward, "blocks_per_unit": self.blocks_per_unit}
+        # Not `states.gather`: other ways to communicate are made for units that FSDP2 alone reduces.
+        gathers = {"states.units": gather} if divides_parameters else {}
+        return {"states.shard": factors, "states.buckets": {"bytes": self.bucket_cap_mb << 20}, **gathers}
+
+
+def _named(factors: Factors, ranks: int, several: bool) -> str:
+    """What else makes this division, '' for nothing."""
+    p, g, o = factors.parameters, factors.gradients, factors.optimizer
+    if p == g == o:
+        in_groups = f"mics, group: {o}" if several else f"fsdp, degree: {o}"
+        return "ddp" if o == 1 else "fsdp" if o == ranks else in_groups
+    if (p, o) == (1, ranks) and g in (1, ranks):
+        return "zero1" if g == 1 else "zero2"
+    return ""
+
+
+def whole_bytes(step: Step) -> Bytes:
+    """Bytes of the model state of `step` before anything is divided."""
+    columns = columns_of(step.parameters)
+    trained = int((columns.numel * columns.itemsize)[columns.trainable].sum())
+    mine = (step.storages.tier == Tier.DEVICE) & (step.storages.producer < 0)
+    weights, state = (
+        int(step.storages.bytes[mine & (step.storages.kind == kind)].sum())
+        for kind in (Kind.PARAMETER, Kind.OPTIMIZER)
+    )
+    return Bytes(weights, trained, state)
+
+
+def schedule_of(program: Program, target: Target, *, gathers: int) -> Schedule:
+    """What decides, beside the factors, what is sent."""
+    node = target.hardware.local_ranks(target.ranks)
+    return Schedule(target.ranks, node, program.accumulate, gathers)

@@ -1,0 +1,44 @@
+"""What the techniques with whole parameters and divided states have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memtune.parallel.sharding import Partitioning
+from memtune.program import Program
+from memtune.technique import Reason, Target
+
+
+def unfit(program: Program, target: Target) -> Reason | None:
+    """Why states cannot be divided by the rows of their parameters over all ranks, None where they can."""
+    if target.ranks < 2:
+        return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
+    scalar = next((p.name for p in program.step.parameters if p.trainable and not p.shape), None)
+    return (
+        None if scalar is None else Reason(f"{scalar} has no dimension to divide", "give it the shape (1,)")
+    )
+
+
+def partitioning(
+    program: Program, target: Target, bucket_cap_mb: int, *, every_micro_batch: bool
+) -> Partitioning:
+    """What the pass needs to know."""
+    return Partitioning(
+        ranks=program.ranks,
+        bucket_bytes=bucket_cap_mb << 20,
+        accumulate=program.accumulate,
+        every_micro_batch=every_micro_batch,
+        stages_messages=target.device == "cpu",
+        at_end=program.unrolled > 1,
+        after_schedule=program.unrolled > 1,
+    )
+
+
+def settings(target: Target, bucket_cap_mb: int, *, every_micro_batch: bool) -> dict[str, Any]:
+    """The mechanism's settings: over how many ranks each state is divided, and in which buckets."""
+    factors = {
+        "parameters": 1,
+        "gradients": target.ranks if every_micro_batch else 1,
+        "optimizer": target.ranks,
+    }
+    return {"states.shard": factors, "states.buckets": {"bytes": bucket_cap_mb << 20}}

@@ -1,0 +1,225 @@
+"""Threads that share a module: what one captures, no other one sees."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memtune.activations.capture.capture_lock import CaptureLock
+from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSettings
+from memtune.activations.eviction.eviction_pass import online_policy
+from memtune.activations.eviction.op_metadata import Costs
+from memtune.activations.eviction.policy import DTR
+from memtune.activations.schedules.scheduled_region import FrozenRegion
+from memtune.program.op_schedule import plain_schedule
+
+CPU = torch.device("cpu")
+LONG_S, SHORT_S = 20.0, 0.3
+
+
+class Pause:
+    """Holds a forward up in its middle until another thread has come into it, or does not come."""
+
+    def __init__(self) -> None:
+        self.where: Callable[[Tensor], bool] = lambda weight: False
+        self.begun, self.other = threading.Event(), threading.Event()
+
+    def here(self, weight: Tensor) -> None:
+        if self.where(weight):
+            self.begun.set()
+            self.other.wait(SHORT_S)
+
+
+PAUSE = Pause()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.one(x))
+        PAUSE.here(self.one.weight)
+        return self.two(y).sum()
+
+
+@pytest.fixture(autouse=True)
+def _pause() -> None:
+    PAUSE.__init__()  # type: ignore[misc]
+
+
+def frozen(net: Net) -> FrozenRegion:
+    tape = capture(
+        net, net.forward, shapes_of(((torch.ones(5, 6),), {})), autocast_state(), lambda i, out: True
+    )
+    region = FrozenRegion(net, plain_schedule(tape.graph), CPU)
+    region.install()
+    return region
+
+
+def online(net: Net, freeze_after: int = 0) -> OnlineRegion:
+    settings = OnlineSettings(online_policy(DTR), 1 << 20, Costs(1e9, 1e9, 1e-6), freeze_after=freeze_after)
+    region = OnlineRegion(net, torch.optim.SGD(net.parameters()), settings, CPU)
+    region.install()
+    return region
+
+
+def followed(net: Net) -> OnlineRegion:
+    """The next call captures the module to follow what was noted."""
+    region = online(net)
+    gradients(net, torch.ones(5, 6))
+    return region
+
+
+def warmed_up(net: Net) -> OnlineRegion:
+    """The next call captures the module to make a schedule."""
+    region = online(net, freeze_after=1)
+    gradients(net, torch.ones(5, 6))
+    return region
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(net(x), list(net.parameters())))
+
+
+def evaluated(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = net(x)
+    return found
+
+
+def built(install: Callable[[Net], Any]) -> tuple[Net, Any, Net]:
+    """A module, what runs it, and the same one as it is."""
+    torch.manual_seed(0)
+    net = Net()
+    plain = deepcopy(net)
+    return net, install(net), plain
+
+
+@pytest.mark.parametrize("install", [frozen, followed, warmed_up])
+def test_who_evaluates_while_another_thread_captures_sees_no_fakes(install: Callable[[Net], Any]) -> None:
+    net, _, plain = built(install)
+    x, y = torch.randn(5, 6), torch.randn(5, 6)
+    wanted, gave = evaluated(plain, y), gradients(plain, x)
+    PAUSE.where = lambda weight: isinstance(weight, FakeTensor)
+
+    def evaluate() -> Tensor:
+        assert PAUSE.begun.wait(LONG_S)
+        try:
+            return evaluated(net, y)
+        finally:
+            PAUSE.other.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        out = pool.submit(evaluate)
+        got = gradients(net, x)
+        assert torch.equal(out.result(LONG_S), wanted)
+    assert PAUSE.begun.is_set()  # it was captured
+    assert all(map(torch.equal, got, gave))
+
+
+@pytest.mark.parametrize("install", [frozen, followed, warmed_up])
+def test_who_evaluates_when_another_thread_wants_to_capture_ends_first(install: Callable[[Net], Any]) -> None:
+    net, _, plain = built(install)
+    x, y = torch.randn(5, 6), torch.randn(5, 6)
+    wanted, gave, me = evaluated(plain, y), gradients(plain, x), threading.get_ident()
+    captures = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+
+        def meet(weight: Tensor) -> bool:
+            if threading.get_ident() != me:
+                PAUSE.begun.set()
+                captures.wait(SHORT_S)  # which it does not, as long as this thread is here
+            elif isinstance(weight, FakeTensor):
+                captures.set()
+                wait([out], SHORT_S)
+            return False
+
+        PAUSE.where = meet
+        out = pool.submit(evaluated, net, y)
+        assert PAUSE.begun.wait(LONG_S)
+        got = gradients(net, x)
+        assert torch.equal(out.result(LONG_S), wanted)
+    assert captures.is_set()
+    assert all(map(torch.equal, got, gave))
+
+
+def test_first_calls_in_two_threads_share_one_capture() -> None:
+    net, region, plain = built(frozen)
+    PAUSE.where = lambda weight: isinstance(weight, FakeTensor)
+    given = [torch.randn(5, 6) for _ in range(4)]
+    with ThreadPoolExecutor(len(given)) as pool:
+        found = list(pool.map(lambda x: gradients(net, x), given))
+    for got, x in zip(found, given, strict=True):
+        assert all(map(torch.equal, got, gradients(plain, x)))
+    assert (region.runs.captures, region.runs.frozen, region.runs.plain) == (1, 4, 0)
+
+
+@pytest.mark.parametrize("install", [online, followed])
+def test_online_forwards_of_several_threads_take_turns(install: Callable[[Net], Any]) -> None:
+    net, region, plain = built(install)
+    inside: list[int] = []
+    most = 0
+
+    def count(weight: Tensor) -> bool:
+        nonlocal most
+        inside.append(threading.get_ident())
+        most = max(most, len(set(inside)))
+        threading.Event().wait(SHORT_S / 10)
+        inside.remove(threading.get_ident())
+        return False
+
+    given = [torch.randn(5, 6) for _ in range(4)]
+    wanted = [gradients(plain, x) for x in given]
+    PAUSE.where = count
+    with ThreadPoolExecutor(len(given)) as pool:
+        found = list(pool.map(lambda x: gradients(net, x), given))
+    assert most == 1
+    for got, gave in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, got, gave))
+    assert region.runs.steps >= len(given)
+
+
+def test_code_that_calls_itself_is_not_waited_for() -> None:
+    """A thread in the module's own code goes on although another thread waits to capture.
+
+    It does not wait for others inside.
+    """
+    lock, inside, waits = CaptureLock(), threading.Barrier(3), threading.Event()
+
+    def calls_itself() -> bool:
+        with lock.running():
+            inside.wait(LONG_S)
+            assert waits.wait(LONG_S)
+            with lock.running(), lock:
+                found = lock.wait_alone()
+            inside.wait(LONG_S)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(calls_itself) for _ in range(2)]
+        inside.wait(LONG_S)
+        with lock:
+            assert not lock.is_alone()
+            waits.set()
+        inside.wait(LONG_S)
+        with lock:
+            assert lock.wait_alone()
+        assert [each.result(LONG_S) for each in both] == [False, False]
+
+
+def test_a_copy_has_a_lock_of_its_own() -> None:
+    net, region, _ = built(frozen)
+    copied = deepcopy(net)
+    with region._lock, ThreadPoolExecutor(1) as pool:
+        pool.submit(evaluated, copied, torch.ones(5, 6)).result(LONG_S)

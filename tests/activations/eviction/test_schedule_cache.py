@@ -1,0 +1,254 @@
+"""Online decisions run as a schedule after equal runs.
+
+The same bits, the same replays, and online again if a call differs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training_runs import same, trained_values
+from support.zoo_paths import ZOO
+from torch import Tensor, nn
+
+from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSettings
+from memtune.activations.eviction.op_metadata import Costs
+from memtune.activations.eviction.policy import DTR
+from memtune.testing.training import build
+
+CPU = torch.device("cpu")
+
+
+def online(model: nn.Module, optimizer: Any, budget_bytes: int, freeze_after: int) -> OnlineRegion:
+    policy = replace(DTR, in_place=True, forget=True)
+    region = OnlineRegion(
+        model,
+        optimizer,
+        OnlineSettings(policy, budget_bytes, Costs(1e11, 1e10, 1e-6), freeze_after=freeze_after),
+        CPU,
+    )
+    region.install()
+    return region
+
+
+def train(
+    path: Path, budget_bytes: int, freeze_after: int, steps: int, micro_batches: int
+) -> tuple[list[Tensor], OnlineRegion]:
+    workload, model, optimizer = build(path)
+    region = online(model, optimizer, budget_bytes, freeze_after)
+    return trained_values(workload, model, optimizer, 8, steps, micro_batches), region
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "percent"),
+    [
+        ("gpt", 1, 85),
+        pytest.param("cnn_bn", 2, 85, marks=pytest.mark.slow),
+        ("inplace_views", 1, 85),
+        ("autocast", 1, 95),
+    ],
+)
+def test_the_schedule_gives_the_same_bits_and_repeats_what_was_decided(
+    name: str, micro_batches: int, percent: int
+) -> None:
+    plain, free = train(ZOO[name], 1 << 40, 0, 5, micro_batches)
+    got, region = train(ZOO[name], free.runs.peak_bytes * percent // 100, 2, 5, micro_batches)
+    assert same(got, plain)
+    assert region.runs.replays > 0
+    # each case warms up by itself: no optimizer state yet (the first step), and with or without gradients
+    assert (region.runs.steps, region.frozen_steps) == (3 * micro_batches, 2 * micro_batches), (
+        region.why_online
+    )
+    case = next(iter(each for each in region.warm_up.cases.values() if each.frozen is not None))
+    assert case.frozen is not None
+    assert case.decided is not None
+    order = case.frozen.schedule.computes()
+    assert len(order) - len(set(order)) == len(case.decided.replays) > 0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)))
+        )
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) * self.scale
+        return y.square().mean()
+
+
+def warmed(freeze_after: int = 2) -> tuple[Net, OnlineRegion, Tensor]:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(64, 32)
+    region = online(net, torch.optim.SGD(net.parameters()), 1 << 30, freeze_after)
+    for _ in range(3):
+        net(x).backward()
+        net.zero_grad(set_to_none=True)
+    return net, region, x
+
+
+def test_what_differs_goes_back_online_with_one_message() -> None:
+    net, region, x = warmed()
+    assert (region.runs.steps, region.frozen_steps) == (2, 1)
+    net.scale = 2.0
+    with pytest.warns(UserWarning, match="decides again .*scale is 2.0, was 1.0"):
+        loss = net(x)
+    loss.backward()
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    other.scale = 2.0
+    other(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
+    assert (region.runs.steps, region.frozen_steps) == (3, 1)
+    net.zero_grad(set_to_none=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x).backward()
+    assert region.why_online == "scale is 2.0, was 1.0"
+
+
+def test_other_shapes_warm_up_by_themselves() -> None:
+    net, region, x = warmed()
+    net(x[:48]).backward()
+    assert (region.runs.steps, region.frozen_steps) == (3, 1)
+    net.zero_grad(set_to_none=True)
+    net(x).backward()
+    assert (region.runs.steps, region.frozen_steps) == (3, 2)
+
+
+def test_a_second_forward_before_backward_goes_back_online() -> None:
+    net, region, x = warmed()
+    first = net(x)
+    assert region.frozen_steps == 2
+    with pytest.warns(UserWarning, match="a forward begins before the backward"):
+        second = net(x * 2)
+    (first + second).backward()
+    assert (region.runs.steps, region.frozen_steps) == (4, 2)  # the first one gave way, and ran again online
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_zero_means_never_and_code_that_looks_at_data_stays_online() -> None:
+    _, region, _ = warmed(0)
+    assert (region.runs.steps, region.frozen_steps) == (3, 0)
+
+    class Looks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() < 1e9 else x.sum()
+
+    net = Looks()
+    region = online(net, torch.optim.SGD(net.parameters()), 1 << 30, 2)
+    for _ in range(4):
+        net(torch.ones(4, 32)).backward()
+        net.zero_grad(set_to_none=True)
+    assert (region.runs.steps, region.frozen_steps) == (4, 0)
+    assert "data" in region.why_online
+
+
+class Outputs(nn.Module):
+    """Returns what the loss is made of; `order` names the outputs."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        self.one, self.two, self.order = nn.Linear(16, 32), nn.Linear(32, 8), order
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.one(x))
+        found = {"logits": self.two(hidden), "aux": hidden.square().mean()}
+        return {name: found[name] for name in self.order}
+
+
+def outputs_trained(
+    uses: list[str], order: tuple[str, ...], freeze_after: int | None
+) -> tuple[list[Tensor | None], Any]:
+    torch.manual_seed(0)
+    net, x, region, found = Outputs(*order), torch.randn(64, 16), None, list[Tensor | None]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if freeze_after is not None:
+        region = online(net, optimizer, 1 << 30, freeze_after)
+    for use in uses:
+        out = net(x)
+        torch.stack([out[name].square().mean() for name in use.split()]).sum().backward()
+        found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, region
+
+
+def same_gradients(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(
+        p is q if p is None or q is None else torch.equal(p, q) for p, q in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("freeze_after", [1, 3])
+def test_a_scalar_beside_what_the_loss_is_made_of(freeze_after: int) -> None:
+    uses = ["logits aux"] * 7
+    plain, _ = outputs_trained(uses, ("logits", "aux"), None)
+    got, region = outputs_trained(uses, ("logits", "aux"), freeze_after)
+    assert same_gradients(got, plain)
+    assert region.frozen_steps == 7 - freeze_after, region.why_online
+
+
+@pytest.mark.parametrize("freeze_after", [0, 1])
+def test_a_model_that_returns_its_own_loss_may_have_other_gradients_later(freeze_after: int) -> None:
+    uses = ["aux"] * 4 + ["logits"] * 2 + ["logits aux"] * 2 + ["aux"]
+    plain, _ = outputs_trained(uses, ("logits", "aux"), None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got, region = outputs_trained(uses, ("logits", "aux"), freeze_after)
+    assert same_gradients(got, plain)
+    why = "a gradient flows into output 0, which was not so before"
+    assert [why in str(each.message) for each in said] == [True] * freeze_after
+    assert (region.frozen_steps, region.why_online) == ((4, why) if freeze_after else (0, ""))
+    assert region.why_under_mode == ("" if freeze_after else why)
+
+
+def test_outputs_without_a_gradient_stay_online() -> None:
+    uses = ["logits"] * 4 + ["logits aux"] * 2
+    plain, _ = outputs_trained(uses, ("logits", "aux"), None)
+    got, region = outputs_trained(uses, ("logits", "aux"), 2)
+    assert same_gradients(got, plain)
+    assert region.frozen_steps == 0
+    assert "into one of its outputs" in region.why_online
+
+
+class Remembers(Net):
+    """Fills what it finds empty."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or not self.sizes:
+            self.sizes.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("freeze_after", [0, 2])
+@pytest.mark.parametrize("always", [False, True])
+def test_what_forward_sets_now_and_then_is_captured_the_next_time(freeze_after: int, always: bool) -> None:
+    net, x = Remembers(always=always), torch.randn(8, 32)
+    region = online(net, torch.optim.SGD(net.parameters()), 1 << 30, freeze_after)
+    counts = []
+    for step in range(6):
+        if step == freeze_after and not always:
+            net.sizes.clear()
+        net(x).backward()
+        net.zero_grad(set_to_none=True)
+        counts.append(len(net.sizes))
+    assert counts == ([*range(1, 7)] if always else [1] * 6)
+    without_mode = region.frozen_steps if freeze_after else region.runs.followed
+    assert without_mode == (0 if always else 3 if freeze_after else 5), (
+        region.why_online,
+        region.why_under_mode,
+    )
+    assert ("sets the attribute sizes" in (region.why_online or region.why_under_mode)) is always

@@ -1,0 +1,35 @@
+"""A share of bytes: whole tensors as they are saved, and part of one at the end of the call."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memtune.activations.offload.byte_quota import ByteShare
+
+
+@given(sizes=st.lists(st.integers(1, 10**11), max_size=30), fraction=st.floats(0, 1))
+def test_the_share_leaves_to_the_byte_and_one_tensor_is_cut_at_most(
+    sizes: list[int], fraction: float
+) -> None:
+    share, gone, stayed = ByteShare[int](fraction), 0, []
+    for number, n_bytes in enumerate(sizes):
+        if share.takes(number, n_bytes):
+            gone += n_bytes
+        else:
+            stayed.append(number)
+        assert gone <= round(fraction * sum(sizes[: number + 1]))
+    rest = share.rest()
+    if rest is not None:
+        cut, n_bytes = rest
+        assert cut == stayed[-1]
+        assert 0 < n_bytes < sizes[cut]
+        gone += n_bytes
+    assert gone == round(fraction * sum(sizes))
+
+
+def test_all_and_nothing_cut_nothing() -> None:
+    for fraction, leaves in ((1.0, True), (0.0, False)):
+        share = ByteShare[str](fraction)
+        assert share.takes("x", 3) is leaves
+        assert share.rest() is None

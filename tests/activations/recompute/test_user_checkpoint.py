@@ -1,0 +1,93 @@
+"""Blocks that the model checkpoints by itself.
+
+Nothing is claimed of them, and what that takes is predicted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from memtune.activations.recompute.user_checkpoint import autograd_saves
+from memtune.autotune.record.recorder import record
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.selective import Selective
+from memtune.technique import Technique
+from memtune.testing import differences, drift, train
+from memtune.testing.training import plain
+from memtune.workload.workload import Workload
+
+_MODEL = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.blocks = nn.Linear(16, 16), nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x):
+        a, b, c, d, e = self.blocks
+        x = checkpoint(lambda x: b(a(x)), self.into(x), use_reentrant=False)
+        x = checkpoint(d, c(x), use_reentrant=True)
+        return e(x)
+
+def model(): return Model()
+def batch(size): return torch.randn(size, 8, 16)
+def loss(model, batch): return model(batch).square().mean()
+"""  # noqa: E501
+_STATE_BYTES = torch.get_rng_state().nbytes
+ALL = CopyOut(kind="copy_out", min_bytes=0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(_MODEL)
+    return file
+
+
+@pytest.mark.parametrize(
+    "technique", [Full(kind="full"), Selective(kind="selective"), ALL], ids=lambda each: each.kind
+)
+def test_trains_alike_and_is_predicted(technique: Technique, path: Path) -> None:
+    assert drift(path, technique) == ""
+    assert not differences(train(path, technique), plain(path))
+
+
+def test_states_of_the_generator_that_the_model_keeps_are_memory_of_a_cpu_alone(path: Path) -> None:
+    on_cpu, on_cuda = (record(Workload.load(path), target=target).step for target in ("cpu", "cuda"))
+    allocated = on_cpu.ops.name == on_cpu.names.index("memtune.allocate")
+    assert (
+        on_cpu.storages.bytes[np.isin(on_cpu.storages.producer, np.flatnonzero(allocated))].tolist()
+        == [_STATE_BYTES] * 4
+    )
+    assert "memtune.allocate" not in on_cuda.names
+
+
+def test_a_checkpoint_hides_from_autograd_what_runs_in_it() -> None:
+    seen: list[bool] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(autograd_saves())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    for reentrant in (False, True):
+        torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=reentrant).exp().sum().backward()
+    assert seen == [False] * 4
+    forward(x)
+    assert seen[-1]

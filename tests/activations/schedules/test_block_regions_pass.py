@@ -1,0 +1,169 @@
+"""Regions of single blocks are what the live blocks' captures are, and a step run by plain schedules is the
+plain step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training_runs import same, trained_values
+from support.zoo_paths import ZOO
+from torch import nn
+
+from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.schedules.block_regions_pass import (
+    BlockRegions,
+    block_regions_of,
+    run_blocks,
+    wrong_with_block,
+)
+from memtune.activations.schedules.scheduled_region import FrozenRegion
+from memtune.program.op_schedule import OpGraph, Schedule, plain_schedule, scheduled
+from memtune.program.step import Phase, Step
+from memtune.testing.drift_check import recording_of
+from memtune.testing.training import build
+
+OTHERS = ("hf_llama", "autocast", "tied", "lora", "inplace_views", "cnn_bn", "tobf16", "lstm")
+
+
+def regions_of(name: str) -> tuple[Step, BlockRegions]:
+    step = recording_of(ZOO[name]).at(4)
+    found = block_regions_of(step)
+    assert isinstance(found, BlockRegions), found
+    return step, found
+
+
+def again(graph: OpGraph) -> Schedule:
+    """All of the forward that may run again does, before backward."""
+    ops = [op for op in range(graph.n_forward) if op not in graph.once]
+    found = scheduled(graph, range(graph.n_forward), [*ops, *range(graph.n_forward, graph.n_ops)])
+    return plain_schedule(graph) if wrong_with_block(graph, found) else found
+
+
+def captured(name: str) -> dict[str, OpGraph]:
+    """By block, what its module's forward and backward run when the model is called."""
+    workload, model, _ = build(ZOO[name])
+    found: dict[str, OpGraph] = {}
+    step, _regions = regions_of(name)
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        tape = capture(
+            module, module.forward, shapes_of((args, kwargs)), autocast_state(), lambda i, out: True
+        )
+        found[step.blocks[len(found)]] = tape.graph
+
+    hooks = [
+        model.get_submodule(each).register_forward_pre_hook(look, with_kwargs=True) for each in step.blocks
+    ]
+    workload.loss(model, workload.make_batch(4))
+    for each in hooks:
+        each.remove()
+    return found
+
+
+def check_equal(name: str) -> None:
+    step, regions = regions_of(name)
+    live = captured(name)
+    for block, sort in zip(regions.blocks, regions.sort.tolist(), strict=True):
+        assert live[step.blocks[block]].sha256 == regions.graphs[sort].sha256
+
+
+def test_regions_are_the_live_blocks() -> None:
+    check_equal("gpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_regions_are_the_live_blocks_of_other_models(name: str) -> None:
+    check_equal(name)
+
+
+def test_plain_schedules_make_the_plain_step() -> None:
+    step, regions = regions_of("gpt")
+    new = run_blocks(step, regions, [regions.plain[sort] for sort in regions.sort])
+    new.validate()
+    assert len(regions.graphs) == 1  # four equal blocks
+    assert new.ops.n == step.ops.n
+    less = (
+        step.without_donations().live_bytes() - new.live_bytes()
+    )  # autograd lets go when a node of several ops is through
+    assert (less >= 0).all()
+    assert not less[step.ops.phase != Phase.BACKWARD].any()
+    assert new.peak_bytes() == step.without_donations().peak_bytes()
+
+
+def test_what_runs_again_runs_inside_of_its_blocks_backward() -> None:
+    step, regions = regions_of("gpt")
+    new = run_blocks(step, regions, [again(regions.graphs[sort]) for sort in regions.sort])
+    new.validate()
+    second = new.ops.phase == Phase.RECOMPUTE
+    assert second.sum() == 4 * regions.graphs[0].n_forward
+    backward = new.ops.block[(second | (new.ops.phase == Phase.BACKWARD)) & (new.ops.block >= 0)]
+    assert backward.tolist() == sorted(backward.tolist(), reverse=True)
+    assert new.peak_bytes() < step.peak_bytes()
+
+
+def check_trains(name: str) -> None:
+    step, regions = regions_of(name)
+    plain = trained_values(*build(ZOO[name]), 2, 1, micro_batches=2)
+    workload, model, optimizer = build(ZOO[name])
+    frozen = []
+    for block, sort in zip(regions.blocks, regions.sort.tolist(), strict=True):
+        frozen.append(
+            FrozenRegion(
+                model.get_submodule(step.blocks[block]), again(regions.graphs[sort]), torch.device("cpu")
+            )
+        )
+        frozen[-1].install()
+    assert same(trained_values(workload, model, optimizer, 2, 1, micro_batches=2), plain)
+    assert all((each.runs.frozen, each.runs.plain) == (2, 0) for each in frozen), [
+        each.runs.why_plain for each in frozen
+    ]
+
+
+def test_blocks_train_as_without() -> None:
+    check_trains("gpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_blocks_of_other_models_train_as_without(name: str) -> None:
+    check_trains(name)
+
+
+BIASED = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x, bias):
+        return x + torch.tanh(self.linear(x)) * bias.sigmoid()
+
+class Biased(nn.Module):  # all blocks read the same trained bias
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x):
+        bias = self.bias(x)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+def model(): return Biased()
+def batch(size): return torch.randn(size, 8)
+def loss(model, x): return model(x).square().mean()
+"""
+
+
+def test_gradients_that_blocks_add_up_for_one_another_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(BIASED)
+    assert "gradients of several blocks are added up" in str(
+        block_regions_of(recording_of(tmp_path / "model.py").at(4))
+    )

@@ -1,0 +1,322 @@
+"""A call unlike the one that a schedule was made for is captured again, runs plainly, or is an error."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.scheduled_net import CPU, Net, everything_again, frozen_net, gradients, graph_of, twin
+from support.training_runs import same
+from torch import Tensor, nn
+
+from memtune.activations.capture.tape import COLLECTIVE_INSIDE
+from memtune.activations.schedules.scheduled_region import FrozenRegion
+from memtune.errors import ApplyError
+from memtune.program.op_schedule import OpGraph, Schedule, plain_schedule, scheduled, wrong_with
+from memtune.search_spaces.recompute._schedule_planner.block_schedules import instead_of_schedule
+
+
+@pytest.mark.parametrize(
+    "change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"]
+)
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
+def test_what_differs_is_captured_anew_or_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, frozen = frozen_net()
+    plain, x, kwargs = twin(), torch.randn(5, 6), {}
+    assert same(gradients(net, x), gradients(plain, x))
+    for each in (net, plain):
+        if change == "eval":
+            each.eval()
+        elif change == "attribute":
+            each.power = 3
+        elif change == "argument":
+            kwargs = {"times": 2}  # an int where a float was: other ops, for all we know
+        elif change == "hook":
+            each.two.register_forward_hook(lambda module, args, out: out * 2)
+        elif change == "submodule":
+            each.drop = nn.Identity()
+        elif change == "frozen weight":
+            each.one.weight.requires_grad_(False)
+        elif change == "subclass":
+            x = torch.nn.Parameter(x, requires_grad=False).as_subclass(_Odd)
+    if change == "global":
+        monkeypatch.setitem(Net.forward.__globals__, "SCALE", 3.0)
+    assert same(gradients(net, x, **kwargs), gradients(plain, x, **kwargs))
+    assert frozen.runs.frozen + frozen.runs.plain == 2
+    same_ops = change in ("argument", "attribute", "global")
+    assert frozen.runs.plain == (not same_ops)
+    assert bool(frozen.runs.why_plain) is not same_ops
+
+
+def test_a_refusal_is_for_the_module_as_it_is() -> None:
+    """Called first in evaluation, or with weights that are not trained yet.
+
+    It runs its schedule when it is as planned.
+    """
+    for first in ("eval", "frozen weight"):
+        net, frozen = frozen_net()
+        x, plain = torch.randn(5, 6), twin()
+        for each in (net, plain):
+            each.train(first != "eval")
+            each.one.weight.requires_grad_(first == "eval")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert same(*(gradients(each, x) for each in (net, plain)))
+        assert len(said) == (first != "eval")
+        for each in (net, plain):
+            each.train()
+            each.one.weight.requires_grad_(True)
+        for _ in range(2):
+            assert same(*(gradients(each, x) for each in (net, plain)))
+        assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (2, 1, 2)
+
+
+def test_a_module_that_changes_ever_again_runs_plainly_and_says_so_once() -> None:
+    (net, frozen), plain, x = frozen_net(), twin(), torch.randn(5, 6)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(7):
+            net.drop.p = plain.drop.p = 0.1 + step / 10
+            assert same(gradients(net, x), gradients(plain, x))
+    assert frozen.runs.captures == frozen.runs.frozen == 4
+    assert frozen.runs.plain == 3
+    assert [str(each.message)[:33] for each in said] == ["memtune runs the model as it is, "]
+
+
+class _Odd(Tensor):
+    pass
+
+
+def test_evaluation_is_the_plain_forward() -> None:
+    net, frozen = frozen_net()
+    with torch.no_grad():
+        assert not net(torch.ones(5, 6))[0].requires_grad
+    assert frozen.runs.frozen + frozen.runs.plain == 0
+    frozen.remove()
+    assert "forward" not in vars(net)
+
+
+def test_what_cannot_be_right_is_an_error() -> None:
+    x = torch.randn(5, 6)
+    for spoil, code in (
+        (_writes_output, "MT326"),
+        (_steps_early, "MT326"),
+        (_backward_twice, "MT326"),
+        (_second_order, "MT326"),
+    ):
+        with pytest.raises(ApplyError) as caught:
+            spoil(frozen_net()[0], x)
+        assert caught.value.code == code
+
+
+def _writes_output(net: Net, x: Tensor) -> None:
+    a, b = net(x)
+    b.detach().mul_(2)  # the last product reads it in backward
+    (a.sum() + b.sum()).backward()
+
+
+def _steps_early(net: Net, x: Tensor) -> None:
+    a, b = net(x)
+    with torch.no_grad():
+        net.two.weight.mul_(2)
+    (a.sum() + b.sum()).backward()
+
+
+def _backward_twice(net: Net, x: Tensor) -> None:
+    loss = sum(each.sum() for each in net(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _second_order(net: Net, x: Tensor) -> None:
+    a, b = net(x)
+    torch.autograd.grad(a.sum() + b.sum(), list(net.parameters()), create_graph=True)
+
+
+class Buffered(nn.Module):
+    """Reads a buffer and a weight that wants no gradient, in backward too.
+
+    `counts` into another buffer, which it has read.
+    """
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.counts = nn.Linear(6, 8), nn.Linear(8, 3).requires_grad_(False), counts
+        self.register_buffer("scale", torch.full((8,), 2.0))
+        self.register_buffer("bias", torch.ones(8))
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.tanh(self.one(x) + self.bias + self.n) * self.scale)
+        if self.counts:
+            self.n.add_(1)
+        return y
+
+
+def frozen_buffered(
+    again: Callable[[OpGraph], Schedule], counts: bool = False
+) -> tuple[Buffered, FrozenRegion]:
+    net = Buffered(counts)
+    frozen = FrozenRegion(net, again(graph_of(net, torch.ones(5, 6))), CPU)
+    frozen.install()
+    return net, frozen
+
+
+@pytest.mark.parametrize("again", [plain_schedule, everything_again])
+@pytest.mark.parametrize("name", ["scale", "two.weight", "bias"])
+def test_what_backward_reads_must_not_be_written_into(
+    name: str, again: Callable[[OpGraph], Schedule]
+) -> None:
+    x, (net, _) = torch.randn(5, 6), frozen_buffered(again)
+    out = net(x).sum()
+    with torch.no_grad():
+        net.get_parameter(name).mul_(5) if name == "two.weight" else net.get_buffer(name).mul_(5)
+    if (
+        name == "bias" and again is plain_schedule
+    ):  # its backward does not read it: the plain module's neither
+        out.backward()
+        assert same([net.one.weight.grad], [_trained(Buffered(), x)])
+        return
+    with pytest.raises(ApplyError, match="written into"):
+        out.backward()
+
+
+def test_what_reads_a_buffer_before_it_is_written_does_not_run_again() -> None:
+    (net, frozen), plain = frozen_buffered(plain_schedule, counts=True), Buffered(counts=True)
+    graph = graph_of(plain, torch.ones(5, 6))
+    adds = graph.names.index("aten.add.Tensor", graph.names.index("aten.add.Tensor") + 1)  # n
+    again = [op for op in range(graph.n_forward) if op <= adds]
+    assert wrong_with(
+        graph, scheduled(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
+    )
+    for each in (net, plain):
+        sum(out.sum() for out in [each(torch.ones(5, 6)), each(torch.zeros(5, 6))]).backward()
+    assert frozen.runs.frozen == 2
+    assert torch.equal(net.one.weight.grad, plain.one.weight.grad)
+
+
+def _trained(net: Buffered, x: Tensor) -> Tensor:
+    net.zero_grad()
+    net(x).sum().backward()
+    assert net.one.weight.grad is not None
+    return net.one.weight.grad
+
+
+CALLS = [0]
+
+
+class Odd(nn.Module):
+    """Does what a frozen schedule could not repeat."""
+
+    calls = 0
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.count, self.cache = nn.Linear(4, 4), what, 0, torch.ones(4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if self.what == "counts":
+            self.count += 1
+        elif self.what == "draws":
+            y = y * random.random()
+        elif self.what == "counts in a global":
+            CALLS[0] += 1
+            y = y * CALLS[0]
+        elif self.what == "counts in its class":
+            Odd.calls += 1
+        elif self.what == "writes":
+            x.mul_(2)
+        elif self.what == "looks":
+            y = y * 2 if y.sum() > 0 else y
+        elif self.what == "tensor":
+            y = y * self.cache
+        elif self.what == "noise":
+            y = y * (random.random() * self.cache)
+        return {1, 2} if self.what == "returns" else y
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("counts", "sets the attribute count"),
+        ("draws", "random numbers in Python"),
+        ("writes", "writes into an input"),
+        ("looks", "depends on the data"),
+        ("tensor", "neither parameter nor buffer"),
+        ("returns", "returns a set"),
+        ("noise", "neither parameter nor buffer"),
+        ("counts in a global", "changes CALLS"),
+        ("counts in its class", "changes calls"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
+def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> None:
+    net = Odd(what)
+    frozen = FrozenRegion(net, Schedule("?", (), ()), CPU)
+    frozen.install()
+    random.seed(0)
+    counted = [*CALLS, Odd.calls]
+    net(torch.ones(2, 4))
+    assert sum([*CALLS, Odd.calls]) - sum(counted) == what.startswith("counts in")
+    assert why in frozen.runs.why_plain
+    drawn = random.getstate()
+    random.seed(0)
+    if what in ("draws", "noise"):
+        random.random()
+    assert drawn == random.getstate()  # by the plain run alone
+    assert net.count == (what == "counts")  # the plain run's own
+    assert net.cache.device == CPU
+    assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())
+
+
+def test_autocast_that_the_schedule_was_made_without_is_named() -> None:
+    (net, frozen), x = frozen_net(), torch.randn(5, 6)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.warns(UserWarning, match="under autocast: what the schedule was made for"),
+    ):
+        gradients(net, x)
+    assert frozen.runs.plain == 1
+
+
+def test_advice_for_a_collective_names_nothing_that_repeats_it() -> None:
+    assert instead_of_schedule(
+        f"it cannot be captured: c10d.allreduce_.default: {COLLECTIVE_INSIDE}", "selective"
+    ).endswith("recompute: {kind: none}")
+    assert instead_of_schedule("it runs other ops", "selective").endswith("recompute: {kind: selective}")
+
+
+SIZES: list[int] = []
+
+
+class Remembers(nn.Module):
+    """Fills what it finds empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not SIZES:
+            SIZES.append(len(x))
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_what_a_first_forward_sets_is_no_refusal_for_good() -> None:
+    net, x = Remembers(), torch.ones(2, 4)
+    SIZES.append(2)
+    frozen = FrozenRegion(net, plain_schedule(graph_of(net, x)), CPU)
+    frozen.install()
+    SIZES.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            net(x).sum().backward()
+    assert (frozen.runs.plain, frozen.runs.frozen, frozen.runs.captures, len(SIZES)) == (1, 2, 2, 1)

@@ -1,0 +1,118 @@
+"""Too little host memory or SSD space is refused before the run, with the numbers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.search import prepared_search
+from support.zoo_paths import ZOO
+
+from memtune.autotune.predict.host_memory_check import host_memory_shortage, ssd_shortage
+from memtune.autotune.search import preparation as setups
+from memtune.autotune.search.plan_report import plan
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.scoring import Scored, Scorer
+from memtune.autotune.space.search_options import PlanOptions
+from memtune.offload.optimizer.host_capacity import available_bytes
+from memtune.ssd import offload_dir
+from memtune.technique import Reason
+from memtune.units import format_bytes
+
+ON_HOST = {"execution": {"micro_batch": 4}, "offload": {"states": {"kind": "zero_offload"}}}
+
+
+def test_what_the_host_cannot_hold_is_refused_with_the_numbers_of_all_its_ranks() -> None:
+    made = prepared_search.rewriter("gpt")
+    choice = Choice.from_document(ON_HOST)
+    fitting = Scorer(made, host_bytes=1 << 50).score(choice)
+    assert isinstance(fitting, Scored)
+    needed = fitting.prediction.host_peak_bytes
+    assert isinstance(Scorer(made, host_bytes=needed).score(choice), Scored)
+    for level in ("coarse", "events"):
+        refused = Scorer(made, host_bytes=needed - 1).score(choice, level=level)  # type: ignore[arg-type]
+        assert isinstance(refused, Reason)
+        assert (
+            f"needs {format_bytes(needed)} of host memory, and {format_bytes(needed - 1)} are available"
+            in str(refused)
+        )
+    several = replace(made.target, ranks=2)
+    shared = host_memory_shortage(fitting.prediction, several, 2 * needed - 1)
+    assert f"{format_bytes(2 * needed)} of host memory for 2 ranks of {format_bytes(needed)} each" in str(
+        shared
+    )
+    assert host_memory_shortage(fitting.prediction, several, 2 * needed) is None
+
+
+def test_a_plan_says_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert (available_bytes() or 0) > 0
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "memtune: 1\nsettings:\n  execution: {micro_batch: 4}\n  offload: {states: {kind: zero_offload}}\n"
+    )
+    monkeypatch.setattr(setups, "available_bytes", lambda: 1000)
+    found = plan(PlanOptions(workload=str(ZOO["gpt"]), config=config, device="cpu")).config
+    assert found is not None
+    assert found.status == "unfit"
+    assert f"of host memory, and {format_bytes(1000)} are available" in found.reason
+
+
+def test_what_the_drives_have_no_room_for_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, "/nothing-is-written")
+    made = prepared_search.rewriter("gpt")
+    choice = Choice.from_document(
+        {"execution": {"micro_batch": 4}, "offload": {"states": {"kind": "zero_infinity"}}}
+    )
+    fitting = Scorer(made).score(choice)
+    assert isinstance(fitting, Scored)
+    needed = fitting.prediction.ssd_peak_bytes
+    assert isinstance(Scorer(made, ssd_bytes=needed).score(choice), Scored)
+    refused = Scorer(made, ssd_bytes=needed - 1).score(choice)
+    assert f"needs {format_bytes(needed)} on SSD, and {format_bytes(needed - 1)} are free" in str(refused)
+    shared = ssd_shortage(fitting.prediction, replace(made.target, ranks=2), 2 * needed - 1)
+    assert f"for 2 ranks of {format_bytes(needed)} each" in str(shared)
+
+
+def test_a_run_that_can_be_taken_up_needs_room_for_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all techniques that keep steps; the file itself is no larger."""
+    monkeypatch.setenv(offload_dir.VARIABLE, "/nothing-is-written")
+    made = prepared_search.rewriter("gpt")
+    for states in ({"kind": "zero_infinity"}, {"kind": "lohan"}, {"kind": "angel_ptm", "optimizer": "ssd"}):
+        choice = Choice.from_document(
+            {"execution": {"micro_batch": 4}, "offload": {"states": {**states, "resume": "last_step"}}}
+        )
+        fitting = Scorer(made).score(choice)
+        assert isinstance(fitting, Scored)
+        needed = 2 * fitting.prediction.ssd_peak_bytes
+        assert isinstance(Scorer(made, ssd_bytes=needed).score(choice), Scored)
+        refused = Scorer(made, ssd_bytes=needed - 1).score(choice)
+        assert f"needs {format_bytes(needed)} on SSD, half of it to go on from a run that ended" in str(
+            refused
+        )
+
+
+def test_what_is_free_on_drives_is_counted_once_a_drive_and_without_what_dead_runs_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(offload_dir.VARIABLE, raising=False)
+    assert offload_dir.free_bytes() is None
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv(offload_dir.VARIABLE, f"{tmp_path}/a:{tmp_path}/b")
+    drive = os.statvfs(tmp_path)
+    assert offload_dir.free_bytes() == pytest.approx(drive.f_bavail * drive.f_frsize, rel=0.05)
+    dead = tmp_path / "a" / "memtune-run-1"
+    dead.mkdir()
+    with open(dead / "tensors", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 2**20)
+    one = type("Drive", (), {"f_bavail": 10, "f_frsize": 100})
+    monkeypatch.setattr(os, "statvfs", lambda _: one)
+    assert offload_dir.free_bytes() == 1000 + 2**20
+    (dead / "manifest-0").touch()
+    assert offload_dir.free_bytes() == 1000
+    monkeypatch.setenv(offload_dir.VARIABLE, f"{tmp_path}/missing")
+    assert offload_dir.free_bytes() is None

@@ -1,0 +1,35 @@
+"""The bytes at the peak, by module and kind."""
+
+from __future__ import annotations
+
+import pytest
+from support.zoo_paths import ZOO
+
+from memtune.autotune.predict.peak_breakdown import OUTSIDE, at_peak, folded
+from memtune.program.step import Kind
+from memtune.testing.drift_check import plain_program
+
+
+@pytest.mark.parametrize("model", ["gpt", "cnn_bn", "lora", "tied"])
+def test_rows_sum_up_to_the_peak_and_the_largest_comes_first(model: str) -> None:
+    step = plain_program(ZOO[model]).step
+    rows = at_peak(step)
+    assert sum(row.n_bytes for row in rows) == step.peak_bytes()
+    assert [row.n_bytes for row in rows] == sorted((row.n_bytes for row in rows), reverse=True)
+    assert len({(row.module, row.kind) for row in rows}) == len(rows)
+
+
+def test_state_is_told_by_its_parameter_and_blocks_are_one_row() -> None:
+    step = plain_program(ZOO["gpt"]).step
+    found = {(row.module, row.kind): row.n_bytes for row in at_peak(step)}
+    weights = int(step.storages.bytes[(step.storages.kind == Kind.PARAMETER)].sum())
+    assert sum(n_bytes for (_, kind), n_bytes in found.items() if kind == "weights") == weights
+    assert found["h.*.attn.qkv", "weights"] == 4 * (64 * 192 + 192) * 4  # blocks × (weight + bias) × float32
+    assert found["h.*.attn.qkv", "optimizer"] == 2 * found["h.*.attn.qkv", "weights"]  # AdamW's two moments
+    assert any(module == OUTSIDE for module, _ in found)
+
+
+def test_only_whole_numbers_are_folded() -> None:
+    assert folded("h.12.mlp.0") == "h.*.mlp.*"
+    assert folded("layer1.0.conv2") == "layer1.*.conv2"
+    assert folded("") == ""

@@ -1,0 +1,387 @@
+"""Recording: the rung, the blocks, sizes as functions of the micro-batch, and bytes equal to a real run's."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.zoo_paths import BAD, ZOO
+from torch import nn
+
+from memtune.activations.schedules.region_pass import Region, depends_on_data, region_of
+from memtune.autotune.record.recorder import SEED, check, record, start_session
+from memtune.errors import WorkloadError
+from memtune.hardware.cpu_cores import cpu_threads
+from memtune.memory import cpu_allocator
+from memtune.memory.dispatch_ledger import ModeLedger
+from memtune.memory.workspace import WorkspaceTable
+from memtune.program.step import Kind, Recording
+from memtune.runtime.memory_tiers import HOST, tier
+from memtune.runtime.training_step import prepare_model, train_step
+from memtune.testing.drift_check import recording_of
+from memtune.workload.workload import Workload
+
+CPU = torch.device("cpu")
+RUNGS = {"moe": "real-step", "tobf16": "real-init"}
+WHY = {"moe": ("nonzero", "nonzero", "nonzero"), "tobf16": ("_local_scalar_dense", "item()")}
+N_BLOCKS = {
+    "autocast": 3,
+    "cnn_bn": 4,
+    "gpt": 4,
+    "hf_llama": 3,
+    "inplace_views": 3,
+    "lora": 4,
+    "lstm": 3,
+    "moe": 2,
+    "tied": 3,
+    "tobf16": 4,
+}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_lowest_rung_that_does_and_why_the_others_did_not(model: str) -> None:
+    recording = recording_of(ZOO[model])
+    assert recording.rung == RUNGS.get(model, "fake")
+    failed = [note for note in recording.notes if note.startswith("rung ")]
+    assert len(failed) == len(WHY.get(model, ()))
+    for note, reason in zip(failed, WHY.get(model, ()), strict=True):
+        assert reason in note
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_blocks_and_their_ops(model: str) -> None:
+    step = recording_of(ZOO[model]).step
+    assert len(step.blocks) == N_BLOCKS[model]
+    assert set(step.ops.block[step.ops.phase == 1]) >= set(range(len(step.blocks)))
+
+
+# moe: routing follows the data; lstm: oneDNN rounds the reserve of its kernel up in steps.
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("model", [name for name in ZOO if name not in ("moe", "lstm")])
+def test_sizes_at_a_third_micro_batch_lie_on_the_line(model: str) -> None:
+    recording = recording_of(ZOO[model])
+    session = start_session(Workload.load(ZOO[model]), recording.rung)
+    session.warm_up(6)
+    real, affine = session.trace(6), recording.at(6)
+    assert np.array_equal(real.storages.bytes, affine.storages.bytes)
+    assert np.array_equal(real.live_bytes(), affine.live_bytes())
+    assert np.allclose(real.ops.flops, affine.ops.flops)
+    assert np.array_equal(real.ops.traffic_bytes, affine.ops.traffic_bytes)
+
+
+@pytest.mark.parametrize("model", ["moe", "lstm"])
+def test_sizes_off_the_line_are_recorded_at_the_size_that_is_used(model: str) -> None:
+    recording = recording_of(ZOO[model])
+    session = start_session(Workload.load(ZOO[model]), recording.rung)
+    session.warm_up(6)
+    checked = check(recording, session, 6)
+    assert 6 in checked.checked
+    assert checked.at(6) is checked.exact[6]
+    assert not np.array_equal(checked.at(6).storages.bytes, recording.at(6).storages.bytes)
+    assert any("micro-batch 6 was recorded by itself" in note for note in checked.notes)
+    assert check(checked, session, 6) is checked
+
+
+def test_what_depends_on_the_data_is_said() -> None:
+    assert any("depend on the data" in note for note in recording_of(ZOO["moe"]).notes)
+    assert any("masks like those recorded with" in note for note in recording_of(ZOO["hf_llama"]).notes)
+
+
+def test_a_recording_is_the_same_each_time_and_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = record(Workload.load(ZOO["moe"]))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    other = record(Workload.load(ZOO["moe"]))
+    assert np.array_equal(one.step.storages.bytes, other.step.storages.bytes)
+
+
+def test_without_a_table_the_notes_say_that_workspaces_are_missing() -> None:
+    assert any("workspaces were not measured" in note for note in recording_of(ZOO["gpt"]).notes)
+    assert not (recording_of(ZOO["gpt"]).step.storages.kind == Kind.WORKSPACE).any()
+
+
+def test_the_rung_is_told_with_the_op_and_the_line_that_ruled_out_the_others() -> None:
+    *failed, used = recording_of(ZOO["moe"]).notes[:4]
+    for note in failed:
+        assert "aten.nonzero.default (moe.py, line " in note
+    assert used == "so the step was recorded with a real step on CPU"
+
+
+DEEP_COPIES = """
+import copy
+import torch
+from torch import nn
+
+def model():
+    layer = nn.Linear(64, 64)
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+
+def batch(size):
+    return torch.randn(size, 64)
+
+def loss(model, batch):
+    return model(batch).mean()
+"""
+
+
+def test_views_of_deep_copied_weights_are_no_memory_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "copies.py"
+    path.write_text(DEEP_COPIES)
+    step = record(Workload.load(path)).step
+    weights = 3 * (64 * 64 + 64) * 4
+    assert (
+        step.storages.bytes[(step.storages.kind == Kind.PARAMETER) & (step.storages.producer < 0)].sum()
+        == weights
+    )
+    assert "aten.t.default" not in step.names
+
+
+CONTRASTIVE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(16, 16)
+
+def batch(size):
+    return torch.randn(size * 16, 16)
+
+def loss(model, batch):
+    codes = model(batch)
+    return (codes @ codes.T).logsumexp(1).mean()
+"""
+
+
+def test_sizes_in_between_are_recorded_only_if_the_largest_is_off_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "contrastive.py"
+    path.write_text(CONTRASTIVE)
+    recording = record(Workload.load(path), sizes={16}, between={8})
+    assert set(recording.exact) == {8, 16}
+    session = start_session(Workload.load(path), recording.rung)
+    session.warm_up(8)
+    assert recording.at(8).peak_bytes() == session.trace(8).peak_bytes()
+    assert set(record(Workload.load(ZOO["gpt"]), sizes={16}, between={8}).exact) == {16}
+
+
+def test_what_no_rung_can_run_is_the_users_error_and_torch_logs_no_traceback() -> None:
+    logged = logging.getLogger("torch._subclasses.fake_tensor")
+    records: list[logging.LogRecord] = []
+    logged.addFilter(lambda each: bool(records.append(each)))
+    try:
+        with pytest.raises(WorkloadError, match="cannot be multiplied"):
+            record(Workload.load(BAD["shapes"]))
+    finally:
+        logged.filters.pop()
+    assert not records
+    assert not logged.disabled
+
+
+def test_a_batch_that_ignores_its_size_is_said() -> None:
+    with pytest.raises(WorkloadError, match="ignores its size"):
+        record(Workload.load(BAD["batch_ignores_size"]))
+
+
+class Real:
+    """The step that `record` recorded at micro-batch 2, for real: one step to warm up, one that is
+    measured.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.workload = Workload.load(path)
+        torch.manual_seed(SEED)
+        self.model: nn.Module = prepare_model(self.workload.build_model()).train()
+        self.optimizer = self.workload.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
+
+    def step(self) -> None:
+        torch.manual_seed(SEED)
+        with tier(HOST):
+            batch = self.workload.make_batch(2)
+        train_step(self.model, self.optimizer, self.workload.loss, [batch], CPU)
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_tensor_bytes_are_those_of_a_real_run(model: str) -> None:
+    real, ledger = Real(ZOO[model]), ModeLedger()
+    ledger.watch(real.model, real.optimizer)
+    with ledger:
+        real.step()
+        ledger.reset_peak()
+        real.step()
+    under_a_mode = recording_of(ZOO[model]).at(2).without_donations()
+    assert under_a_mode.peak_bytes() == ledger.peak_bytes(), ledger.peak_op()
+    ledger.close()
+
+
+@pytest.fixture(scope="module")
+def table() -> WorkspaceTable:
+    if cpu_allocator.available() is not None:
+        pytest.skip(f"no native ledger here: {cpu_allocator.available()}")
+    with cpu_threads(1):
+        return WorkspaceTable.cached()
+
+
+def with_workspaces(path: Path, table: WorkspaceTable) -> Recording:
+    return record(Workload.load(path), workspace=table)
+
+
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("model", ZOO)
+def test_with_workspaces_the_native_peak_is_explained(model: str, table: WorkspaceTable) -> None:
+    recording = with_workspaces(ZOO[model], table)
+    step = recording.at(2)
+    cpu_allocator.install()
+    gc.collect()
+    base = cpu_allocator.live_bytes()
+    real = Real(ZOO[model])
+    real.step()
+    cpu_allocator.reset_peak()
+    real.step()
+    native = cpu_allocator.peak_bytes() - base
+    rows = np.flatnonzero(step.storages.kind == Kind.WORKSPACE)
+    named = "\n".join(
+        f"{step.storages.bytes[row]:>9} {step.names[step.ops.name[step.storages.producer[row]]]}"
+        for row in rows
+    )
+    assert abs(step.peak_bytes() - native) <= 0.005 * native, (
+        f"predicted {step.peak_bytes()}, native {native}:\n{named}"
+    )
+
+
+def test_convolutions_have_workspaces_and_a_recompute_has_them_again(table: WorkspaceTable) -> None:
+    from memtune.activations.recompute.recompute_pass import recompute_blocks
+
+    step = with_workspaces(ZOO["cnn_bn"], table).at(2)
+    scratch = np.flatnonzero(step.storages.kind == Kind.WORKSPACE)
+    assert {"aten.convolution_backward.default"} <= {
+        step.names[step.ops.name[op]] for op in step.storages.producer[scratch]
+    }
+    assert (step.freed_after[scratch] == step.storages.producer[scratch]).all()
+    again = recompute_blocks(step, list(range(4)))
+    assert (again.storages.kind == Kind.WORKSPACE).sum() > len(scratch)
+
+
+def test_a_table_that_knows_all_ops_is_not_measured_again(
+    table: WorkspaceTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_workspaces(ZOO["tied"], table)
+    monkeypatch.setattr(WorkspaceTable, "fill_in_child", lambda *_: pytest.fail("measured again"))
+    started = time.monotonic()
+    assert with_workspaces(ZOO["tied"], table).record_s <= time.monotonic() - started
+
+
+PER_ROW = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.table = nn.Embedding(4, 8, sparse={sparse})
+
+    def forward(self, x):
+        rows = [row[row[:, 0] > -9] for row in self.table(x) * self.scale]  # as many ops as there are samples
+        return torch.stack([row.sum() for row in rows])
+
+def model(): return Model()
+def batch(size): return torch.zeros(size, 16, dtype=torch.long)
+def loss(model, batch): return model(batch).mean()
+def optimizer(params): return torch.optim.SGD(params, lr=1e-3)
+"""
+
+
+def test_a_step_with_other_ops_at_each_size_is_recorded_at_the_sizes_that_will_be_used(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model.py").write_text(PER_ROW.format(sparse=False))
+    recording = record(Workload.load(tmp_path / "model.py"), sizes={3, 6})
+    assert recording.rung == "real-step"
+    assert {3, 6} <= recording.checked
+    ops, peaks = zip(*((step.ops.n, step.peak_bytes()) for step in map(recording.at, (2, 3, 6))), strict=True)
+    assert ops[0] < ops[1] < ops[2]
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+def test_sparse_gradients_are_refused_with_what_to_change(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PER_ROW.format(sparse=True))
+    with pytest.raises(WorkloadError, match="sparse=False"):
+        record(Workload.load(tmp_path / "model.py"))
+
+
+REFUSES = """
+import torch
+from torch import nn
+
+@torch.library.custom_op("memtune_test::refuses", mutates_args=())
+def refuses(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@refuses.register_fake
+def _(x):
+    raise RuntimeError("only on real ones")
+
+refuses.register_autograd(lambda ctx, gradient: gradient * 2)
+
+def model(): return nn.Linear(4, 4)
+def batch(size): return torch.randn(size, 4)
+def loss(model, x): return refuses(model(x)).sum()
+"""
+
+
+def test_an_op_that_says_no_to_fake_tensors_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "refuses.py"
+    path.write_text(REFUSES)
+    recording = record(Workload.load(path))
+    assert recording.rung == "real-step"
+    assert any(
+        "memtune_test.refuses.default" in note and "only on real ones" in note for note in recording.notes
+    )
+
+
+BERT = """
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+def model():
+    return BertForMaskedLM(BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+def batch(size):
+    ids = torch.randint(50, (size, 8))
+    mask = torch.ones_like(ids)
+    mask[0, 8 - {padded}:] = 0
+    return {{"input_ids": ids, "labels": ids}} | ({{"attention_mask": mask}} if {masked} else {{}})
+
+def loss(model, batch):
+    return model(**batch).loss
+"""
+
+
+def test_a_mask_that_hides_nothing_is_dropped_as_in_training(tmp_path: Path) -> None:
+    """transformers looks at the mask; it is known while the batch is fake, and that it was looked at
+    is seen.
+    """
+    pytest.importorskip("transformers")
+    step = {}
+    for name, masked, padded in (("none", False, 0), ("ones", True, 0), ("padded", True, 3)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(BERT.format(masked=masked, padded=padded))
+        recording = record(Workload.load(path))
+        assert recording.rung == "fake"
+        assert any("masks like those" in note for note in recording.notes) == masked
+        step[name] = recording.step
+    assert step["ones"].saved_bytes(0) == step["none"].saved_bytes(0) < step["padded"].saved_bytes(0)
+    region = region_of(step["ones"])
+    assert isinstance(region, Region)
+    assert depends_on_data(step["ones"], region) == "aten.all.default"

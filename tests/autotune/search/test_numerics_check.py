@@ -1,0 +1,145 @@
+"""The numerics part of a certificate: its reference and its tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.search.prepared_search import GPT, prepared
+from support.search.search_runs import BUDGET, asked
+from torch import nn
+
+from memtune.autotune.search.numerics_check import Difference, _references, between, verdict
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.pruning import Pruner
+from memtune.executors.base import Trial, TrialResult
+from memtune.executors.gradient_digest import GradientRecord, gradient_records
+from memtune.executors.local import LocalExecutor
+from memtune.search_spaces.execution import Execution
+
+
+def told(*values: float, losses: tuple[float, ...] = (1.0, 0.5)) -> TrialResult:
+    """A trial that tells of one gradient for each step."""
+
+    def step(value: float) -> dict[str, GradientRecord]:
+        model = nn.Linear(4, 1, bias=False)
+        model.weight.grad = torch.full((1, 4), value)
+        return gradient_records(model)
+
+    return TrialResult(
+        number=0, status="ok", losses=list(losses), gradients=[step(value) for value in values]
+    )
+
+
+def test_the_worst_step_and_parameter_are_named() -> None:
+    found = between(told(1.0, 2.2), told(1.0, 2.0))
+    assert found.at == "weight, step 2"
+    assert found.gradient == pytest.approx(0.1, rel=1e-5)
+    assert found.loss == 0.0
+    assert between(told(1.0, losses=(1.0, 0.6)), told(1.0)).loss == pytest.approx(0.2)
+
+
+def test_steps_that_were_not_told_of_are_no_agreement() -> None:
+    with pytest.raises(ValueError, match="steps were told of"):
+        between(told(1.0), told(1.0, 2.0))
+    with pytest.raises(ValueError, match="steps were told of"):
+        between(told(), told())
+
+
+@pytest.mark.parametrize(
+    ("winner", "itself", "allowed", "agrees", "tolerance"),
+    [
+        (0.0, 0.0, 0.0, True, 0.0),
+        (1e-9, 0.0, 0.0, False, 0.0),
+        (1e-9, 1e-8, 0.0, True, 4e-8),
+        (1.5e-8, 1e-8, 0.0, True, 4e-8),
+        (5e-8, 1e-8, 0.0, False, 4e-8),
+        (1e-5, 0.0, 2e-4, True, 2e-4),
+        (1e-3, 0.0, 2e-4, False, 2e-4),
+        (1e-3, 4e-5, 2e-4, False, 2e-4),
+        (1e-3, 2e-3, 2e-4, True, 8e-3),
+    ],
+)
+def test_the_reference_sets_the_least_tolerance(
+    winner: float, itself: float, allowed: float, agrees: bool, tolerance: float
+) -> None:
+    said = verdict(Difference(winner), Difference(itself), allowed)
+    assert said["agrees"] is agrees
+    assert said["tolerance"] == tolerance
+    assert said["reference_against_itself"] == (itself or "equal to the bit")
+    assert ("4 times what the reference differs from itself" in said["tolerance_is"]) == (
+        4 * itself > allowed
+    )
+
+
+@pytest.mark.parametrize("itself", [0.25, float("inf")])
+def test_a_reference_that_is_all_noise_judges_nothing(itself: float) -> None:
+    said = verdict(Difference(0.3), Difference(itself), 2e-4)
+    assert said["agrees"] is None
+    assert said["tolerance"] == "none: the reference differs too much from itself"
+
+
+def test_lossy_techniques_are_shown_but_not_judged() -> None:
+    said = verdict(Difference(0.1), Difference(), None)
+    assert said["agrees"] is None
+    assert said["difference"] == 0.1
+
+
+@pytest.mark.slow
+def test_real_trials_tell_of_their_gradients() -> None:
+    """A GPT with dropout, whole and in halves: equal but for the order of sums, once nothing is dropped."""
+
+    def trial(number: int, execution: dict[str, int], *, dropout: bool) -> Trial:
+        return Trial(
+            number=number,
+            workload=GPT,
+            config={"settings": {"execution": execution}},
+            warmup_steps=0,
+            steps=2,
+            fingerprint=False,
+            gradient_steps=2,
+            deterministic=True,
+            dropout=dropout,
+        )
+
+    trials = [
+        trial(0, {"micro_batch": 4}, dropout=False),
+        trial(1, {"micro_batch": 2, "accumulate": 2}, dropout=False),
+        trial(2, {"micro_batch": 4}, dropout=True),
+    ]
+    executor, results = LocalExecutor(), {}
+    try:
+        for each in trials:
+            executor.submit(each)
+            while each.number not in results:
+                results |= {
+                    found.number: found for found in executor.wait(1.0) if isinstance(found, TrialResult)
+                }
+    finally:
+        executor.close()
+    whole, halves, dropped = (results[number] for number in range(3))
+    assert all(each.status == "ok" for each in results.values()), results
+    assert 0 < between(halves, whole).largest < 2.0**-12
+    assert between(dropped, whole).largest > 0.05
+
+
+@pytest.mark.slow
+def test_references_that_fit_no_budget_run_without_one() -> None:
+    """The plain GPT needs 8.1 MiB, in single samples with full recompute 3.4."""
+
+    def references(budget_bytes: int, memory_bytes: int = 2**33) -> list[tuple[str, bool]]:
+        setup = prepared(asked(budget_bytes=budget_bytes))
+        setup = replace(setup, hardware=replace(setup.hardware, memory_bytes=memory_bytes))
+        driver: Any = SimpleNamespace(setup=setup, pruner=Pruner(budget_bytes))
+        winner = Choice.of(Execution(micro_batch=2, accumulate=4), {})
+        return [(choice.summary, budgeted) for choice, budgeted in _references(driver, winner)]
+
+    fits, nothing_fits = references(BUDGET), references(2**20)
+    assert fits[0][1]
+    assert not nothing_fits[0][1]
+    assert nothing_fits[0][0] == "mb 8"
+    assert {name for name, _ in fits} == {name for name, _ in nothing_fits}
+    assert references(2**20, memory_bytes=2**20) == []

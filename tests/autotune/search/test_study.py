@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.search.prepared_search import prepared, truth
+from support.search.search_runs import BUDGET, asked, log, of, run
+
+from memtune.autotune.search import events, preparation, study
+from memtune.autotune.search.control import Control
+from memtune.autotune.search.outcome import SearchOutcome
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.scoring import Scored
+from memtune.config.tuned_config import load_config
+from memtune.errors import MemtuneError, NothingFits, UsageError
+from memtune.executors.base import Trial, TrialResult
+from memtune.search_spaces.execution import Execution
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "prepare", prepared)
+
+
+def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded():
+    outcome = run(asked())
+    assert outcome.status == "done"
+    assert outcome.exit_code == 0
+    roles = [each["role"] for each in outcome.trials]
+    assert roles.count("guard") == 2
+    assert roles.count("audit") == 1
+    assert roles.count("confirm") == 1
+    assert roles[-1] == "confirm"
+    assert sum(role in ("guard", "search", "audit") for role in roles) == 8
+    written = load_config("tuned.yaml")
+    assert written.document() == outcome.config
+    assert outcome.tuned is not None
+    assert outcome.tuned.settings == written.settings
+    certificate = written.certificate
+    assert certificate["fits"] is True
+    assert certificate["confirmed_in_fresh_process"] is True
+    assert certificate["confirmed_peak_bytes"] <= BUDGET
+    assert set(certificate["moments"]) == {"first_step", "steady_step", "resume", "evaluation", "checkpoint"}
+    assert certificate["moments"]["steady_step"]["peak_bytes"] == written.predicted["peak_bytes"]
+    assert written.predicted["ablation"]["whole"]["peak_bytes"] == written.predicted["peak_bytes"]
+    assert SearchOutcome.from_dict(outcome.to_dict()) == outcome
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_what_ships_fits_and_is_never_worse_than_a_guard(seed: int):
+    options = asked(seed=seed, budget_bytes=[5, 6, 7, 8, 9, 12][seed] * 2**20)
+    outcome = run(options, truth(options, peak=0.1, step=1.0))
+    assert outcome.measured is not None
+    assert outcome.measured["peak_bytes"] <= (options.budget_bytes or 0)
+    fitting = [each for each in outcome.trials if each["status"] == "ok"]
+    guards = [each for each in fitting if each["role"] == "guard"]
+    worst_noise = 1.03
+    assert all(outcome.measured["step_s"] <= each["step_s"] * worst_noise for each in guards)
+    searched = {each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")}
+    assert len(searched) == sum(each["role"] in ("guard", "search", "audit") for each in outcome.trials)
+
+
+def test_several_trials_at_a_time_keep_the_limit():
+    outcome = run(asked(slots=3), slots=3)
+    assert sum(each["role"] in ("guard", "search", "audit") for each in outcome.trials) == 8
+
+
+def test_the_log_tells_the_whole_story():
+    outcome = run(asked())
+    assert len(of(events.TrialFinished)) == len(outcome.trials)
+    assert [each.status for each in of(events.SearchFinished)] == ["done"]
+    assert of(events.SearchFinished)[0].best_number == next(
+        each["number"]
+        for each in outcome.trials
+        if each["settings"] == outcome.config["settings"]  # type: ignore[index]
+    )
+    assert of(events.CandidatesScored)[0].n_candidates > 50
+    assert of(events.Calibrated)[-1].n_trials > 3
+
+
+def test_when_the_plain_setting_is_best_it_is_written_and_said():
+    options = asked(budget_bytes=64 * 2**20)
+    honest = truth(options, noise=0.0, step=0.0)
+
+    def plain_is_fast(trial: Trial) -> TrialResult:
+        result = honest(trial)
+        is_plain = trial.config["settings"] == {"execution": {"micro_batch": 8}}
+        step_s = 1.0 if is_plain else 2.0
+        return result.model_copy(
+            update={"step_s_all": [step_s] * 3, "step_s": step_s, "samples_per_s": 8 / step_s}
+        )
+
+    outcome = run(options, plain_is_fast)
+    assert "your own setting" in outcome.message
+    assert load_config("tuned.yaml").settings.techniques == ()
+
+
+def test_nothing_fits_says_the_closest_by_how_much_and_what_would_help():
+    options = asked(budget_bytes=2 * 2**20, axes=("execution", "recompute"))
+    with pytest.raises(NothingFits) as caught:
+        run(options, truth(options, peak=0.0))
+    message = str(caught.value)
+    assert "MT301" in message
+    assert "short by" in message
+    assert "offload.states: " in message  # a way out that the simulator has tried
+    assert "--max-memory" in message
+    assert of(events.SearchFinished)[0].status == "nothing_fits"
+    assert not Path("tuned.yaml").exists()
+
+
+def test_a_budget_below_the_weights_is_said_before_any_trial():
+    def never(trial: Trial) -> TrialResult:
+        raise AssertionError("a trial was run")
+
+    with pytest.raises(NothingFits, match="the weights alone need") as caught:
+        run(asked(budget_bytes=100_000), never)
+    assert "234,880 parameters" in caught.value.evidence
+
+
+def test_an_audit_that_fits_widens_the_interval_and_the_search_goes_on():
+    options = asked(trials=14)
+    honest = truth(options, peak=0.0)
+
+    def smaller(trial: Trial) -> TrialResult:
+        needs = honest(trial.model_copy(update={"budget_bytes": None}))
+        peak = round((needs.peak_allocated_bytes or 0) * 0.7)
+        return needs.model_copy(update={"peak_allocated_bytes": peak, "peak_reserved_bytes": peak})
+
+    # The interval narrows to what the first trials show; only the audited ones are far below it.
+    seen: list[str] = []
+
+    def first_honest(trial: Trial) -> TrialResult:
+        seen.append(str(trial.number))
+        result = honest(trial)
+        return smaller(trial) if result.status == "oom" and len(seen) > 5 else result
+
+    outcome = run(options, first_honest)
+    notes = [each.text for each in of(events.Note)]
+    assert any("interval was too narrow" in text for text in notes)
+    assert any(each["role"] == "audit" and each["status"] == "ok" for each in outcome.trials)
+
+
+def test_an_audit_that_does_not_fit_is_shown():
+    run(asked())
+    assert any(each.text.startswith("audit: the pruned candidate") for each in of(events.Note))
+
+
+def test_no_trial_is_kept_for_an_audit_where_nothing_is_pruned():
+    options = asked(trials=3, budget_bytes=64 * 2**20)
+    roles = [each["role"] for each in run(options, truth(options, step=1.0)).trials]
+    assert roles[:3] == ["guard", "guard", "search"]
+
+
+def test_no_trial_is_an_audit_while_nothing_has_fitted():
+    trials = run(asked(trials=3, budget_bytes=4 * 2**20)).trials
+    assert [(each["role"], each["status"]) for each in trials[:3]] == [
+        ("guard", "oom"),
+        ("guard", "oom"),
+        ("search", "ok"),
+    ]
+    assert all(each["role"] != "audit" for each in trials)
+
+
+def test_losses_that_disagree_make_a_trial_invalid():
+    options = asked(axes=("execution", "offload"))
+    honest = truth(options)
+
+    def wrong(trial: Trial) -> TrialResult:
+        result = honest(trial)
+        if "activations" in trial.config["settings"].get("offload", {}) and result.status == "ok":
+            return result.model_copy(
+                update={"losses": [5.0, 3.0, 1.0], "step_s_all": [1e-6] * 3, "step_s": 1e-6}
+            )
+        return result
+
+    outcome = run(options, wrong)
+    bad = [each for each in outcome.trials if each["reason"].startswith("invalid")]
+    assert bad
+    assert all(each["status"] == "unfit" for each in bad)
+    assert "activations" not in outcome.config["settings"].get("offload", {})  # type: ignore[index]
+
+
+def test_a_loss_that_is_no_number_is_said():
+    options = asked(axes=("execution",))
+    honest = truth(options)
+
+    def diverging(trial: Trial) -> TrialResult:
+        result = honest(trial)
+        return (
+            result.model_copy(update={"losses": [5.0, math.nan, math.nan]})
+            if result.status == "ok"
+            else result
+        )
+
+    outcome = run(options, diverging)
+    warned = [each.text for each in of(events.Note) if each.level == "warning"]
+    assert any(each.startswith("the loss is nan from step 2 on with ") for each in warned)
+    assert outcome.config is not None
+
+
+def test_the_same_crash_five_times_stops_and_is_shown_once():
+    calls = []
+
+    def crash(trial: Trial) -> TrialResult:
+        calls.append(trial.number)
+        return TrialResult(
+            number=trial.number,
+            status="crash",
+            reason=f"RuntimeError: boom at 0x{trial.number}",
+            log_tail="model.py:88",
+        )
+
+    with pytest.raises(UsageError) as caught:
+        run(asked(trials=20), crash)
+    assert caught.value.code == "MT302"
+    assert "boom" in str(caught.value)
+    assert len(calls) == 5
+
+
+def test_a_winner_that_fails_when_confirmed_is_replaced_by_the_next():
+    options = asked(repeats=0)
+    honest = truth(options)
+    done: dict[str, int] = {}
+
+    def flaky(trial: Trial) -> TrialResult:
+        key = str(trial.config["settings"])
+        done[key] = done.get(key, 0) + 1
+        first_confirmed = done[key] == 2 and sum(count == 2 for count in done.values()) == 1
+        return (
+            TrialResult(number=trial.number, status="oom", reason="fragmented")
+            if first_confirmed
+            else honest(trial)
+        )
+
+    outcome = run(options, flaky)
+    confirms = [each for each in outcome.trials if each["role"] == "confirm"]
+    assert [each["status"] for each in confirms] == ["oom", "ok"]
+    assert outcome.config["settings"] == confirms[1]["settings"] != confirms[0]["settings"]  # type: ignore[index]
+
+
+def test_a_space_that_is_exhausted_ends_the_search_and_nothing_runs_twice():
+    options = asked(axes=("recompute",), trials=50, budget_bytes=64 * 2**20, repeats=0)
+    outcome = run(options, truth(options, step=0.0, noise=0.0))
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert 2 < len(counted) == len(set(counted)) < 10
+
+
+@pytest.mark.slow
+def test_goal_memory_ships_the_lowest_peak_that_was_measured():
+    outcome = run(asked(goal="memory"))
+    assert outcome.measured is not None
+    assert outcome.measured["peak_bytes"] == min(
+        each["peak_allocated_bytes"] for each in outcome.trials if each["status"] == "ok"
+    )
+
+
+@pytest.mark.slow
+def test_goal_batch_ships_the_largest_micro_batch_that_fits():
+    options = asked(goal="batch", trials=24)
+    outcome = run(options, truth(options, peak=0.0))
+    assert outcome.config is not None
+    sizes = {
+        each["status"] == "ok": each["settings"]["execution"]["micro_batch"]
+        for each in sorted(outcome.trials, key=lambda each: each["settings"]["execution"]["micro_batch"])
+        if each["status"] == "ok"
+    }
+    assert outcome.config["settings"]["execution"]["micro_batch"] == sizes[True] > 8
+    made = prepared(options)
+    winner = Choice.from_document(outcome.config["settings"])
+    size = winner.execution.micro_batch or 0
+    larger = made.scorer.score(Choice(Execution(micro_batch=size + max(2, size // 16)), winner.techniques))
+    assert isinstance(larger, Scored)
+    assert larger.prediction.peak_allocated_bytes > BUDGET
+
+
+def test_a_dry_run_touches_nothing():
+    outcome = run(asked(dry_run=True))
+    assert outcome.status == "dry_run"
+    assert len(outcome.trials) == 8
+    assert list(Path().iterdir()) == []
+
+
+def test_without_a_name_each_search_gets_its_own_study_and_resume_takes_the_last():
+    options = asked(study=None)
+    assert study.study_folder(options).name == "gpt-1"
+    Path(".memtune/gpt-7").mkdir(parents=True)
+    assert study.study_folder(options).name == "gpt-8"
+    assert study.study_folder(replace(options, resume=True)).name == "gpt-7"
+    assert study.study_folder(replace(options, study="elsewhere/s")).path == Path("elsewhere/s")
+
+
+def test_an_existing_output_is_refused_before_anything_runs():
+    Path("tuned.yaml").write_text("mine")
+    with pytest.raises(UsageError, match="exists"):
+        run(asked())
+    assert Path("tuned.yaml").read_text() == "mine"
+    assert not Path(".memtune").exists()
+
+
+def test_time_is_a_limit_that_leaves_room_for_the_confirmation():
+    options = asked(time_s=0.0, trials=50)
+    outcome = run(options)
+    roles = [each["role"] for each in outcome.trials]
+    assert roles.count("guard") == 2
+    assert "search" not in roles
+    assert roles[-1] == "confirm"
+
+
+def test_a_pause_holds_back_trials_until_it_ends():
+    options, control = asked(), Control()
+    honest = truth(options)
+    paused_at: list[float] = []
+
+    def pausing(trial: Trial) -> TrialResult:
+        if trial.number == 2 and not paused_at:
+            control.pause()
+            paused_at.append(time.monotonic())
+            threading.Timer(0.6, lambda: control.pause(False)).start()
+        return honest(trial)
+
+    outcome = run(options, pausing, control)
+    kinds = [type(each) for each in log()]
+    assert kinds.count(events.Paused) == kinds.count(events.Resumed) == 1
+    between = kinds[kinds.index(events.Paused) : kinds.index(events.Resumed)]
+    assert events.TrialStarted not in between
+    assert outcome.status == "done"
+
+
+def test_drift_of_the_machine_is_flagged():
+    options = asked(repeats=2)
+    honest = truth(options, noise=0.001)
+    outcome = run(options, lambda trial: slower(honest(trial), 1.0 + 0.02 * trial.number))
+    assert outcome.status == "done"
+    assert any("the machine is busy" in each.text for each in of(events.Note) if each.level == "warning")
+
+
+def slower(result: TrialResult, factor: float) -> TrialResult:
+    if result.step_s is None:
+        return result
+    return result.model_copy(
+        update={"step_s": result.step_s * factor, "step_s_all": [each * factor for each in result.step_s_all]}
+    )
+
+
+@pytest.mark.slow
+def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(study, "prepare", preparation.prepare)
+    options = asked(trials=3, repeats=0, axes=("recompute",))
+    outcome = study.search(options)
+    statuses = {each["name"]: each["status"] for each in outcome.trials if each["role"] == "guard"}
+    assert statuses == {"plain": "oom", "full recompute": "ok"}
+    assert outcome.measured is not None
+    assert outcome.measured["peak_bytes"] <= BUDGET
+    certificate = load_config("tuned.yaml").certificate
+    assert certificate["confirmed_in_fresh_process"]
+    assert certificate["largest_relative_loss_difference"] < 1e-5
+    numerics = certificate["numerics"]
+    assert numerics["agrees"] is True, numerics
+    assert numerics["reference_against_itself"] == "equal to the bit"
+    assert numerics["reference"].startswith(
+        "plain"
+    )  # in smaller micro-batches, as the whole batch does not fit
+    assert numerics.get("steps", 2) == 2
+
+
+def test_every_error_is_one_of_ours():
+    with pytest.raises(MemtuneError):
+        run(asked(trials=20), lambda trial: TrialResult(number=trial.number, status="timeout", reason="hung"))
+
+
+@pytest.mark.slow
+def test_a_technique_that_refuses_the_live_model_twice_is_not_tried_again():
+    options = asked(trials=12, goal="memory", axes=("offload", "recompute"))
+    honest = truth(options, peak=0.0)
+
+    def refusing(trial: Trial) -> TrialResult:
+        if "copy_out" in str(trial.config):
+            # as it names what it met, no two are equal
+            reason = f"MT309 it cannot be run a second time: tensor {trial.number}."
+            return TrialResult(
+                number=trial.number, status="unfit", reason=reason, code="MT309", raised_at="memtune.x:1"
+            )
+        return honest(trial)
+
+    run(options, refusing)
+    refused = [each for each in of(events.TrialFinished) if each.result.status == "unfit"]
+    assert (
+        2 <= len(refused) <= 4
+    )  # more than two only while nothing else told their kinds apart from those that work

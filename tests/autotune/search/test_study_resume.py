@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.search.prepared_search import prepared, truth
+from support.search.search_runs import BUDGET, asked, of, run
+
+from memtune.autotune.search import events, study
+from memtune.autotune.search.control import Control
+from memtune.autotune.search.events import read_events
+from memtune.autotune.search.study_store import StudyFolder
+from memtune.config.tuned_config import load_config
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.executors.base import Trial, TrialResult
+from memtune.executors.simulated import SimulatedExecutor
+from memtune.ssd.offload_dir import VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "prepare", prepared)
+
+
+def interrupting(
+    honest: Callable[[Trial], TrialResult], after: int, control: Control
+) -> Callable[[Trial], TrialResult]:
+    """Ctrl-C while a trial runs: the first, or the one `after` so many."""
+    ran: list[int] = []  # not every number runs: those that cannot fit are struck out by number too
+
+    def run(trial: Trial) -> TrialResult:
+        ran.append(trial.number)
+        if len(ran) == after + 1:
+            control.interrupt()
+        return honest(trial)
+
+    return run
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_ctrl_c_keeps_the_best_so_far(after: int):
+    options, control = asked(), Control()
+    outcome = run(options, interrupting(truth(options), after, control), control)
+    assert outcome.interrupted
+    assert outcome.exit_code == 130
+    assert Path("tuned.yaml").exists() == (outcome.config is not None)
+    assert (outcome.config is not None) == (after >= 1)  # trial 0, the plain setting, does not fit
+    assert of(events.SearchFinished)[0].status == "interrupted"
+
+
+def test_a_real_ctrl_c_ends_the_search_orderly():
+    options, ran = asked(), []
+    honest = truth(options)
+
+    def signalling(trial: Trial) -> TrialResult:
+        ran.append(trial.number)
+        if len(ran) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(trial)
+
+    outcome = run(options, signalling)
+    assert outcome.exit_code == 130
+    assert Path("tuned.yaml").exists()
+
+
+def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
+    options, control = asked(), Control()
+    run(options, interrupting(truth(options), 4, control), control)
+    told = [(each.number, each.result) for each in of(events.TrialFinished)]
+    outcome = run(replace(options, resume=True))
+    assert outcome.status == "done"
+    finished = [(each.number, each.result) for each in of(events.TrialFinished)]
+    assert finished[: len(told)] == told
+    assert [number for number, _ in finished] == [each["number"] for each in outcome.trials]
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert len(counted) == 8
+    assert len(set(counted)) == 8
+
+
+def test_a_result_that_a_crash_left_out_of_the_log_is_added():
+    options, control = asked(), Control()
+    run(options, interrupting(truth(options), 3, control), control)
+    path = Path(".memtune/s/events.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if b'"trial_finished"' in line[:40])
+    path.write_bytes(
+        b"".join(lines[:last]) + lines[last][:50]
+    )  # torn, as a crash in the middle of the write leaves it
+    outcome = run(replace(options, resume=True))
+    assert sorted(each.number for each in of(events.TrialFinished)) == [
+        each["number"] for each in outcome.trials
+    ]
+
+
+def test_a_finished_study_prints_its_result_however_often():
+    outcome = run(asked())
+
+    def never(trial: Trial) -> TrialResult:
+        raise AssertionError("a trial was run")
+
+    for _ in range(3):
+        Path("tuned.yaml").unlink()
+        again = run(asked(resume=True), never)
+        assert again.config == outcome.config
+        assert load_config("tuned.yaml").document() == outcome.config
+
+
+def test_a_resumed_study_replaces_the_config_that_it_wrote_and_no_other():
+    options, control = asked(), Control()
+    run(options, interrupting(truth(options), 4, control), control)
+    so_far = Path("tuned.yaml").read_text()
+    Path("tuned.yaml").write_text(so_far + "# the author's own line\n")
+    with pytest.raises(UsageError, match=r"tuned\.yaml exists") as caught:
+        run(replace(options, resume=True))
+    assert caught.value.evidence == "Study 's' did not write it as it is now."
+    Path("tuned.yaml").write_text(so_far)
+    assert run(replace(options, resume=True)).config == load_config("tuned.yaml").document()
+    Path("tuned.yaml").write_text(so_far)  # of before the end, but the study's own
+    assert run(replace(options, resume=True)).config == load_config("tuned.yaml").document()
+    Path("tuned.yaml").write_text("settings: {}\n")
+    with pytest.raises(UsageError, match=r"tuned\.yaml exists"):
+        run(replace(options, resume=True))
+    assert Path("tuned.yaml").read_text() == "settings: {}\n"
+    assert run(replace(options, resume=True, force=True)).config == load_config("tuned.yaml").document()
+
+
+def test_a_changed_budget_is_refused_with_the_difference():
+    control = Control()
+    control.stop()
+    run(asked(), control=control)
+    with pytest.raises(UsageError, match="made for something else") as caught:
+        run(asked(budget_bytes=BUDGET + 1, resume=True))
+    assert f"options.budget_bytes: {BUDGET} → {BUDGET + 1}" in caught.value.evidence
+
+
+def test_a_drive_that_is_not_given_any_more_is_refused_with_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without it there are fewer techniques to choose from."""
+    control = Control()
+    control.stop()
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    run(asked(), control=control)
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UsageError, match="made for something else") as caught:
+        run(asked(resume=True))
+    assert "options.offload_dirs: 1 → unset" in caught.value.evidence
+
+
+def test_a_study_in_use_is_refused_at_once():
+    with (
+        StudyFolder(Path(".memtune/s")),
+        pytest.raises(EnvironmentFault, match=f"in use by pid {os.getpid()}"),
+    ):
+        run(asked())
+
+
+def test_a_damaged_study_is_rebuilt_from_the_event_log():
+    options, control = asked(), Control()
+    run(options, interrupting(truth(options), 5, control), control)
+    told = {each.summary for each in of(events.TrialFinished)}
+    Path(".memtune/s/study.db").write_bytes(b"garbage" * 1000)
+    outcome = run(replace(options, resume=True))
+    assert told <= {each["summary"] for each in outcome.trials}
+    assert Path(".memtune/s/study.db.corrupt").exists()
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert len(counted) == len(set(counted)) == 8
+
+
+DRIVER = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from search_world import prepared, truth
+from memtune.autotune.search import study
+from memtune.executors.simulated import SimulatedExecutor
+from memtune.ssd.offload_dir import VARIABLE
+from test_study_options import OPTIONS
+study.prepare = prepared
+study.search(OPTIONS, executor=SimulatedExecutor(truth(OPTIONS)))
+"""
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 17))])
+def test_kill_9_at_a_random_moment_loses_at_most_what_ran(seed: int, tmp_path: Path):
+    options = asked(force=True, resume=True, study=str(tmp_path / "killed"), out=tmp_path / "tuned.yaml")
+    (tmp_path / "test_study_options.py").write_text(
+        "from pathlib import Path, PosixPath\nfrom memtune.autotune.space.search_options import"
+        f" SearchOptions\nOPTIONS = {options!r}\n"
+    )
+    program = DRIVER.format(path=[str(tmp_path), *sys.path])
+    moments = random.Random(seed)
+    kept: dict[int, Any] = {}
+    log_path = tmp_path / "killed" / "events.jsonl"
+    for _ in range(2 if seed else 1):  # once is enough for the short run of the tests
+        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+        target = moments.randint(
+            3, 9
+        )  # events of this process after which it is killed, while it goes on writing
+        before = len(list(read_events(log_path)))
+        while process.poll() is None and len(list(read_events(log_path))) < before + target:
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+        told = {
+            each.number: each.result
+            for each in read_events(log_path)
+            if isinstance(each, events.TrialFinished)
+        }
+        assert kept.items() <= told.items()
+        kept = told
+    outcome = study.search(options, executor=SimulatedExecutor(truth(options)))
+    rows = {each["number"]: each for each in outcome.trials}
+    assert kept.keys() <= rows.keys()
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert len(counted) == len(set(counted)) == 8

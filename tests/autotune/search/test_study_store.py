@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtune.autotune.search.study_store import StudyFolder, check_writable, differences
+from memtune.errors import EnvironmentFault, UsageError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from memtune.autotune.search.study_store import StudyFolder
+with StudyFolder(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "gpt")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_study_in_use_is_refused_with_pid_and_time(holder: subprocess.Popen[str], tmp_path: Path):
+    with (
+        pytest.raises(EnvironmentFault, match=f"in use by pid {holder.pid} on .* since 20") as caught,
+        StudyFolder(tmp_path / "gpt"),
+    ):
+        pass
+    assert caught.value.code == "MT401"
+
+
+def test_a_holder_that_was_killed_frees_the_study_at_once(holder: subprocess.Popen[str], tmp_path: Path):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with StudyFolder(tmp_path / "gpt"):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="cannot be written"), StudyFolder(tmp_path / "file" / "gpt"):
+        pass
+
+
+MADE_FOR = {
+    "workload": {"file": "model.py", "name": None, "source_sha256": "a" * 64},
+    "options": {"goal": "throughput", "ranks": 2, "budget_bytes": 100, "axes": [], "freeze": {}, "seed": 0},
+    "hardware": "cpu",
+    "versions": {"torch": "2.13.0", "python": "3.11.7"},
+}
+
+
+def leaves(data: dict[str, object], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in data.items():
+        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("name", leaves(MADE_FOR))  # type: ignore[arg-type]
+def test_each_changed_field_refuses_the_resume_and_is_named(tmp_path: Path, name: str):
+    import copy
+
+    with StudyFolder(tmp_path / "gpt") as folder:
+        assert folder.claim(MADE_FOR, resume=False) is False
+        changed = copy.deepcopy(MADE_FOR)
+        *path, last = name.split(".")
+        node: dict[str, object] = changed  # type: ignore[assignment]
+        for part in path:
+            node = node[part]  # type: ignore[assignment]
+        node[last] = "something else"
+        with pytest.raises(UsageError) as caught:
+            folder.claim(changed, resume=True)
+        assert caught.value.evidence.startswith(f"{name}: ")
+        assert "something else" in caught.value.evidence
+
+
+def test_resuming_with_nothing_changed_may_be_repeated(tmp_path: Path):
+    with StudyFolder(tmp_path / "gpt") as folder:
+        folder.claim(MADE_FOR, resume=True)
+        assert all(folder.claim(MADE_FOR, resume=True) for _ in range(3))
+
+
+def test_an_existing_study_is_not_continued_unasked(tmp_path: Path):
+    with StudyFolder(tmp_path / "gpt") as folder:
+        folder.claim(MADE_FOR, resume=False)
+        with pytest.raises(UsageError, match="exists already"):
+            folder.claim(MADE_FOR, resume=False)
+
+
+def test_differences_tell_old_and_new():
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == [
+        "a.c: 2 → 3",
+        "d: unset → 4",
+    ]
+
+
+@pytest.mark.parametrize("where", [0, 100, 5000])
+def test_a_damaged_database_is_set_aside(tmp_path: Path, where: int):
+    with StudyFolder(tmp_path / "gpt") as folder:
+        with sqlite3.connect(folder.database) as connection:
+            connection.execute("create table t (x text)")
+            connection.executemany("insert into t values (?)", [("x" * 100,) for _ in range(200)])
+        connection.close()
+        assert folder.check_database() is None
+        content = bytearray(folder.database.read_bytes())
+        content[where : where + 64] = os.urandom(64)
+        if where == 5000:
+            content = content[: len(content) // 2]
+        folder.database.write_bytes(bytes(content))
+        aside = folder.check_database()
+        assert aside is not None
+        assert aside.read_bytes() == bytes(content)
+        assert not folder.database.exists()
+
+
+def test_the_output_is_checked_at_the_start(tmp_path: Path):
+    check_writable(tmp_path / "tuned.yaml", force=False)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "tuned.yaml").write_text("old")
+    with pytest.raises(UsageError, match="exists"):
+        check_writable(tmp_path / "tuned.yaml", force=False)
+    check_writable(tmp_path / "tuned.yaml", force=True)
+    assert (tmp_path / "tuned.yaml").read_text() == "old"
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        check_writable(tmp_path / "missing" / "tuned.yaml", force=False)
+    with pytest.raises(EnvironmentFault, match="is a folder"):
+        check_writable(tmp_path, force=False)

@@ -1,0 +1,86 @@
+"""The front against brute force; the largest micro-batch against trying every one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.pareto import largest_micro_batch, pareto_front, refined_front
+from memtune.autotune.space.pruning import Pruner
+from memtune.autotune.space.scoring import Scorer
+from memtune.search_spaces import find
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Target
+from memtune.workload.workload import Workload
+
+
+def scored(rate: float, peak: int, slots: int) -> Any:
+    prediction = SimpleNamespace(samples_per_s=rate, peak_allocated_bytes=peak)
+    return SimpleNamespace(prediction=prediction, choice=SimpleNamespace(complexity=(slots, 0)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(100, 900), st.integers(0, 3)), max_size=30))
+@settings(deadline=None)
+def test_the_front_is_what_nothing_beats(points: list[tuple[int, int, int]]) -> None:
+    front = pareto_front([scored(1.0 * rate, peak, slots) for rate, peak, slots in points])
+    found = [(each.prediction.samples_per_s, each.prediction.peak_allocated_bytes) for each in front]
+    for rate, peak in found:
+        assert not any(r >= rate and p <= peak and (r > rate or p < peak) for r, p, _ in points)
+    assert found == sorted(found, reverse=True)
+    for rate, peak, _ in points:  # whatever was left out is matched, to half a percent of memory
+        assert any(r >= rate and p <= peak / (1 - 0.005) for r, p in found)
+    for each in front:
+        alike = [
+            s
+            for r, p, s in points
+            if (r, p) == (each.prediction.samples_per_s, each.prediction.peak_allocated_bytes)
+        ]
+        assert each.choice.complexity[0] == min(alike)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(100, 900)), max_size=30))
+@settings(deadline=None)
+def test_the_simulated_front_is_that_of_all_where_enough_are_simulated(
+    points: list[tuple[int, int, int]],
+) -> None:
+    def at(level: str, key: int, slower: int, rate: int, peak: int) -> Any:
+        prediction = SimpleNamespace(
+            samples_per_s=rate / (slower if level == "events" else 1), peak_allocated_bytes=peak, level=level
+        )
+        return SimpleNamespace(key=key, prediction=prediction, choice=SimpleNamespace(complexity=(0, key)))
+
+    asked: list[int] = []
+
+    def refine(coarse: list[Any]) -> list[Any]:
+        asked.extend(each.key for each in coarse)
+        return [at("events", each.key, *points[each.key]) for each in coarse]
+
+    every = [at("coarse", key, *point) for key, point in enumerate(points)]
+    wanted = pareto_front([at("events", key, *point) for key, point in enumerate(points)])
+    found = refined_front(every, refine, most=len(points))
+    assert [each.prediction for each in found] == [each.prediction for each in wanted]
+    assert len(asked) == len(set(asked))
+    assert all(each.prediction.level == "events" for each in refined_front(every, refine, most=2))
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+    scorer = Scorer(Rewriter(record(Workload.load(ZOO["gpt"])), Target(hardware.find("h100-80g"))))
+    for techniques in ({}, {"recompute": find("recompute", "full")(kind="full")}):
+        choice = Choice.of(Execution(micro_batch=2), techniques)
+
+        def peak(size: int, choice: Choice = choice) -> int:
+            return scorer.score(
+                Choice(Execution(micro_batch=size), choice.techniques)
+            ).prediction.peak_allocated_bytes  # type: ignore[union-attr]
+
+        budget = peak(11) + 1
+        assert largest_micro_batch(scorer, choice, Pruner(budget)) == 11
+        assert largest_micro_batch(scorer, choice, Pruner(peak(1) - 1)) == 0
+        assert largest_micro_batch(scorer, choice, Pruner(None)) is None

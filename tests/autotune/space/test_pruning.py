@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.search.prepared_search import AXES, rewriter
+
+from memtune.autotune.predict import parallel_map
+from memtune.autotune.predict.simulation import Calibration
+from memtune.autotune.space import scoring
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.pruning import Pruner
+from memtune.autotune.space.scoring import Goal, Scored, Scorer, Scores, score_all
+from memtune.autotune.space.search_space import Space, build_space
+
+
+@cache
+def scores(budget: int | None = None) -> Scores:
+    made = rewriter(budget_bytes=budget)
+    return score_all(build_space(made, 8, axes=AXES), Scorer(made), "throughput")
+
+
+def some() -> list[Scored]:
+    return list(scores().by_key.values())
+
+
+@given(st.integers(1, 2**24))
+def test_pruned_means_that_the_lower_end_exceeds_the_budget(budget: int):
+    pruner = Pruner(budget)
+    for each in some():
+        low = pruner.peak_low_bytes(each.prediction)
+        assert low <= each.prediction.peak_allocated_bytes
+        assert (pruner.reason(each.prediction) is not None) == (low > budget)
+
+
+def test_without_a_budget_nothing_is_pruned():
+    assert all(Pruner(None).reason(each.prediction) is None for each in some())
+
+
+def test_the_reason_tells_need_prediction_and_budget():
+    prediction = some()[0].prediction
+    text = Pruner(2**20).reason(prediction)
+    assert text is not None
+    assert "at least" in text
+    assert "1.00 MiB" in text
+    assert prediction.peak_op in text
+
+
+@given(st.integers(2**20, 2**24))
+def test_the_borderline_is_the_pruned_one_closest_to_the_budget(budget: int):
+    pruner = Pruner(budget)
+    lows = sorted(low for each in some() if (low := pruner.peak_low_bytes(each.prediction)) > budget)
+    found = pruner.borderline(some())
+    assert (found is None) == (not lows)
+    if found is not None:
+        assert pruner.peak_low_bytes(found.prediction) == lows[0]
+
+
+@given(st.floats(0.3, 0.84))
+def test_an_audit_that_fits_widens_the_interval_for_all_like_it(ratio: float):
+    prediction = some()[0].prediction
+    budget = round(prediction.peak_allocated_bytes * ratio)
+    pruner = Pruner(budget)
+    assert pruner.reason(prediction) is not None
+    after = pruner.after_audit(prediction, budget)
+    assert after.reason(prediction) is None
+    assert after.peak_low_bytes(prediction) <= budget
+
+
+def test_trials_narrow_the_interval():
+    prediction = some()[0].prediction
+    calibration = Calibration()
+    for _ in range(5):
+        calibration = calibration.add(prediction, prediction.peak_allocated_bytes, 1.0)
+    assert Pruner(1).calibrated(calibration).peak_low_bytes(prediction) > Pruner(1).peak_low_bytes(prediction)
+
+
+def test_equal_candidates_are_merged_and_the_simpler_one_stays():
+    made = rewriter()
+    space = build_space(made, 8, axes=AXES)
+    every_block = tuple(
+        each.model_copy(update={"n": 1}) if each.kind == "every_nth" else each
+        for each in space.slots["recompute"]
+    )
+    doubled = replace(space, slots={**space.slots, "recompute": every_block[::-1]})
+    found = score_all(doubled, Scorer(made), "throughput")
+    kinds = {each.choice.technique("recompute").kind for each in found.by_key.values()}
+    assert found.n_merged > 0
+    assert {"none", "full", "selective"} <= kinds
+    assert "every_nth" not in kinds  # with n = 1 it is `full`, which has no knob
+    assert len(found.by_key) + found.n_merged + found.n_unfit == found.n_candidates
+
+
+def test_scores_are_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch):
+    axes = ("recompute", "offload")
+    found = {}
+    for cores in (1, 2):
+        monkeypatch.setattr(scoring, "usable_cores", lambda count=cores: count)
+        made = rewriter(budget_bytes=6 * 2**20)
+        found[cores] = score_all(build_space(made, 8, axes=axes), Scorer(made), "throughput")
+    assert found[1].n_candidates > parallel_map.FEWEST_ITEMS
+    assert found[1].by_key == found[2].by_key
+    assert (found[1].unfit, found[1].n_merged) == (found[2].unfit, found[2].n_merged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goal", ["throughput", "memory"])
+def test_a_sample_and_what_lies_around_its_best_hold_the_best_of_all(
+    goal: Goal, monkeypatch: pytest.MonkeyPatch
+):
+    made = rewriter(budget_bytes=6 * 2**20)
+    space = build_space(made, 8, axes=AXES)
+
+    def best(found: Scores) -> tuple[float, int]:
+        fitting = [
+            each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= 6 * 2**20
+        ]
+        first = min(fitting, key=lambda each: each.rank(goal)).prediction
+        return first.step_s, first.peak_allocated_bytes
+
+    whole = score_all(space, Scorer(made), goal)
+    monkeypatch.setattr(scoring, "ENUMERATE_UP_TO", 0)
+    monkeypatch.setattr(scoring, "SAMPLE", 1)
+    some = score_all(space, Scorer(made), goal)
+    assert some.n_candidates < whole.n_candidates
+    assert best(some) == best(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goal", ["throughput", "memory"])
+def test_fewer_are_looked_around_and_the_best_of_all_is_found(goal: Goal, monkeypatch: pytest.MonkeyPatch):
+    """Than where whatever is the best of its kind is looked around, each time that it has become better."""
+    made = rewriter(budget_bytes=6 * 2**20)
+    space = build_space(made, 8, axes=("recompute", "offload"))
+    seeds: list[Choice] = []
+
+    def around(self: Space, choices: Sequence[Choice]) -> list[Choice]:
+        seeds.extend(choices)
+        return real(self, choices)
+
+    def best(found: Scores) -> tuple[float, int]:
+        fitting = [
+            each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= 6 * 2**20
+        ]
+        first = min(fitting, key=lambda each: each.rank(goal)).prediction
+        return first.step_s, first.peak_allocated_bytes
+
+    whole, real = score_all(space, Scorer(made), goal), Space.around
+    monkeypatch.setattr(scoring, "ENUMERATE_UP_TO", 0)
+    monkeypatch.setattr(scoring, "SAMPLE", 1)
+    monkeypatch.setattr(Space, "around", around)
+    some, n_seeds = score_all(space, Scorer(made), goal), len(seeds)
+    seeds.clear()
+    monkeypatch.setattr(scoring, "_EXPLORE_AGAIN", 0.0)
+    monkeypatch.setattr(scoring, "_SLOWER", math.inf)
+    often = score_all(space, Scorer(made), goal)
+    assert best(some) == best(often) == best(whole)
+    assert n_seeds < len(seeds)
+    assert some.n_candidates <= often.n_candidates <= whole.n_candidates
+
+
+def test_the_best_fitting_are_simulated_op_by_op():
+    budget = 2**23
+    found = scores(budget)
+    fitting = [each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= budget]
+    best = sorted(fitting, key=lambda each: each.rank("throughput"))[:20]
+    assert all(each.prediction.level == "events" for each in best)

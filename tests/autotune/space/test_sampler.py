@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.search.prepared_search import AXES, rewriter
+
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.sampler import Sampler
+from memtune.autotune.space.search_space import Space, build_space
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.executors.base import TrialResult
+from memtune.search_spaces.execution import Execution
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return build_space(rewriter(), 8, axes=AXES)
+
+
+def ok(number: int) -> TrialResult:
+    return TrialResult(number=number, status="ok", step_s=1.0, peak_allocated_bytes=10, losses=[2.0, 1.0])
+
+
+def test_what_is_asked_for_comes_back_and_is_kept_with_its_result(space: Space, tmp_path: Path):
+    wanted = list(space)[7]
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    number, choice = sampler.ask(wanted, role="guard", name="plain")
+    assert choice == wanted
+    sampler.tell(number, ok(number), 1.0)
+    sampler.close()
+    (kept,) = Sampler(tmp_path / "s.db", space, 0).trials()
+    assert (kept.number, kept.outcome, kept.role, kept.name) == (0, "told", "guard", "plain")
+    assert kept.result == ok(0)
+    assert kept.settings is not None
+    assert Choice.from_document(kept.settings) == wanted
+
+
+def test_a_study_of_other_choices_is_refused(space: Space, tmp_path: Path):
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    number, _ = sampler.ask()
+    sampler.tell(number, ok(number), 1.0)
+    sampler.close()
+    slot = next(slot for slot, among in space.slots.items() if len({each.kind for each in among}) > 1)
+    fewer = replace(space, slots={**space.slots, slot: space.slots[slot][:1]})
+    with pytest.raises(UsageError, match="made with other choices") as caught:
+        Sampler(tmp_path / "s.db", fewer, 0).ask()
+    assert caught.value.code == "MT406"
+
+
+def test_a_choice_outside_the_space_is_a_trial_too(space: Space, tmp_path: Path):
+    outside = Choice.of(Execution(micro_batch=5), {})
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    number, choice = sampler.ask(outside, role="guard")
+    assert choice == outside
+    sampler.tell(number, ok(number), 1.0)
+    assert sampler.ask()[1] is not None
+
+
+def test_suggestions_are_choices_of_the_space_and_repeat_by_seed(space: Space, tmp_path: Path):
+    every = {(each.execution, each.techniques) for each in space}
+
+    def drawn(name: str, seed: int) -> list[Choice | None]:
+        sampler = Sampler(tmp_path / name, space, seed)
+        found = []
+        for value in range(14):
+            number, choice = sampler.ask()
+            sampler.tell(number, ok(number), float(value % 5))
+            found.append(choice)
+        return found
+
+    first = drawn("a.db", 1)
+    assert all(each is not None and (each.execution, each.techniques) in every for each in first)
+    assert first == drawn("b.db", 1)
+    assert first != drawn("c.db", 2)
+
+
+def test_a_process_that_died_leaves_its_trial_running(space: Space, tmp_path: Path):
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    sampler.ask(next(iter(space)))
+    (left,) = Sampler(tmp_path / "s.db", space, 0).trials()
+    assert left.outcome == "running"
+    assert left.settings is not None
+
+
+def test_what_did_not_run_or_fit_is_kept_with_its_reason(space: Space, tmp_path: Path):
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    pruned, oom, crash = (sampler.ask(each)[0] for each in list(space)[:3])
+    sampler.prune(pruned, "needs at least 9 GiB")
+    sampler.tell(oom, TrialResult(number=oom, status="oom", reason="out of memory"), None, over_bytes=5.0)
+    sampler.tell(crash, TrialResult(number=crash, status="crash", reason="boom"), None)
+    kept = sampler.trials()
+    assert [each.outcome for each in kept] == ["pruned", "told", "failed"]
+    assert kept[0].reason == "needs at least 9 GiB"
+    assert kept[1].result is not None
+    assert kept[1].result.status == "oom"
+    assert kept[2].result is not None
+
+
+def test_the_study_holds_slots_and_knobs_for_other_tools(space: Space, tmp_path: Path):
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    wanted = next(each for each in space if each.technique("recompute").kind == "every_nth")
+    sampler.ask(wanted)
+    rows = dict(
+        sqlite3.connect(tmp_path / "s.db").execute("select param_name, distribution_json from trial_params")
+    )
+    assert {"micro_batch", "recompute", "recompute.every_nth.n", "offload.states"} <= rows.keys()
+    assert "every_nth" in json.loads(rows["recompute"])["attributes"]["choices"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"not a database at all, and long enough to be read as one" * 20, b"SQLite format 3\0" + b"\xff" * 4096],
+)
+def test_a_file_that_is_no_study_is_one_message_with_its_path(space: Space, tmp_path: Path, content: bytes):
+    (tmp_path / "s.db").write_bytes(content)
+    with pytest.raises(EnvironmentFault, match=r"s\.db cannot be read") as caught:
+        Sampler(tmp_path / "s.db", space, 0)
+    assert caught.value.code == "MT402"
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message_and_keeps_what_was_told(space: Space, tmp_path: Path):
+    import resource
+    import subprocess
+    import sys
+
+    program = f"""
+import resource, signal, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from search_world import AXES, rewriter
+from memtune.autotune.space.sampler import Sampler
+from memtune.autotune.space.search_space import build_space
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.executors.base import TrialResult
+space = build_space(rewriter(), 8, axes=AXES)
+path = Path({str(tmp_path / "s.db")!r})
+sampler = Sampler(path, space, 0)
+for each in list(space)[:3]:
+    number, _ = sampler.ask(each)
+    sampler.tell(number, TrialResult(number=number, status="ok", step_s=1.0, peak_allocated_bytes=1), 1.0)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = path.stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    for each in list(space)[3:]:
+        number, _ = sampler.ask(each)
+        sampler.tell(number, TrialResult(number=number, status="ok", log_tail="x" * 20000), 1.0)
+except EnvironmentFault as error:
+    print(error.code)
+"""
+    assert resource.RLIMIT_FSIZE
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["MT402"], done.stderr
+    kept = Sampler(tmp_path / "s.db", space, 0).trials()
+    assert [each.outcome for each in kept[:3]] == ["told"] * 3

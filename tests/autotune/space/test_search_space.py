@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.search.prepared_search import rewriter
+
+from memtune.autotune.search.baselines import guards
+from memtune.autotune.space.candidates import Candidate, Choice
+from memtune.autotune.space.scoring import Scorer
+from memtune.autotune.space.search_space import batch_sizes, build_space, executions, variants
+from memtune.errors import ConfigError, UsageError
+from memtune.search_spaces import find, null
+from memtune.technique import Reason
+
+
+@given(st.integers(1, 512), st.integers(1, 8))
+def test_every_execution_makes_the_global_batch(each: int, ranks: int):
+    found = executions(each * ranks, ranks)
+    assert all((one.micro_batch or 0) * one.accumulate * ranks == each * ranks for one in found)
+    assert found[0].micro_batch == each
+    assert found[-1].micro_batch == 1
+    assert len(set(found)) == len(found)
+
+
+def test_ranks_that_do_not_share_the_batch_are_told_the_nearest():
+    with pytest.raises(UsageError, match="global_batch=10") as caught:
+        executions(10, 4)
+    assert "8 or 12" in caught.value.fix
+
+
+def test_batch_sizes_are_dense_enough_to_bisect():
+    sizes = [one.micro_batch or 0 for one in batch_sizes(100)]
+    assert sizes[:3] == [96, 64, 48]
+    assert sizes[-1] == 1
+    assert all(larger <= 2 * smaller for larger, smaller in itertools.pairwise(sizes))
+
+
+def test_the_space_holds_every_kind_that_fits_and_reasons_for_the_rest():
+    space = build_space(rewriter(), 8)
+    assert {each.kind for each in space.slots["recompute"]} >= {"none", "full", "every_nth", "selective"}
+    assert "recompute: every_nth" not in space.unfit
+    for slot, techniques in space.slots.items():
+        assert techniques[0] == null(slot)
+    assert space.slots["sharding.states"] == (null("sharding.states"),)
+    assert {"sharding.states: ddp", "sharding.states: fsdp"} <= space.unfit.keys()
+
+
+def test_several_ranks_must_average_their_gradients():
+    space = build_space(rewriter(ranks=2), 8)
+    assert {each.kind for each in space.slots["sharding.states"]} == {
+        "ddp",
+        "fsdp",
+        "zero1",
+        "zero2",
+        "zero3",
+    }
+    assert "train different models" in str(space.unfit["sharding.states: none"])
+
+
+def test_axes_that_are_not_searched_hold_their_default():
+    space = build_space(rewriter(ranks=2), 8, axes=("recompute",))
+    assert len(space.executions) == 1
+    assert [each.kind for each in space.slots["sharding.states"]] == ["ddp"]
+    assert [each.kind for each in space.slots["offload.states"]] == ["none"]
+    assert len(space.slots["recompute"]) > 1
+
+
+def test_an_axis_stands_for_all_its_slots():
+    space = build_space(rewriter(), 8, axes=("offload",))
+    assert len(space.slots["offload.states"]) > 1
+    assert len(space.slots["offload.activations"]) > 1
+    assert len(space.slots["recompute"]) == 1
+
+
+def test_freezing_keeps_the_knobs_of_the_kind():
+    space = build_space(rewriter(), 8, freeze={"recompute": "every_nth", "micro_batch": "4"})
+    assert {each.kind for each in space.slots["recompute"]} == {"every_nth"}
+    assert len(space.slots["recompute"]) > 1
+    assert [(one.micro_batch, one.accumulate) for one in space.executions] == [(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "freeze", "error", "text"),
+    [
+        (("recompte",), {}, UsageError, "Did you mean 'recompute'"),
+        ((), {"recompte": "full"}, UsageError, "Did you mean 'recompute'"),
+        ((), {"recompute": "ful"}, ConfigError, "Did you mean 'full'"),
+        ((), {"offload": "none"}, UsageError, "more than one choice"),
+        ((), {"micro_batch": "3"}, UsageError, "does not divide"),
+        ((), {"sharding.states": "fsdp"}, UsageError, "No technique for sharding.states"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(
+    axes: tuple[str, ...], freeze: dict[str, str], error: type[Exception], text: str
+):
+    with pytest.raises(error, match=text):
+        build_space(rewriter(), 8, axes=axes, freeze=freeze)
+
+
+def test_a_batch_that_may_not_be_cut_freezes_the_axis_and_says_so():
+    space = build_space(rewriter(), 8, batch_frozen=Reason("BatchNorm"))
+    assert [one.accumulate for one in space.executions] == [1]
+    assert "BatchNorm" in space.notes[0]
+
+
+def test_a_sample_holds_different_choices_of_the_space_and_repeats_by_seed():
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
+    drawn = space.sample(space.size // 4, seed=3)
+    assert drawn == space.sample(space.size // 4, seed=3) != space.sample(space.size // 4, seed=4)
+    every = {(each.execution, each.techniques) for each in space}
+    assert len(every) == space.size
+    found = {(each.execution, each.techniques) for each in drawn}
+    assert found < every
+    assert len(found) == len(drawn)
+    order = {choice: i for i, choice in enumerate(space)}
+    assert [order[each] for each in drawn] == sorted(order[each] for each in drawn)
+
+
+def test_a_sample_holds_every_combination_of_kinds_with_default_knobs():
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
+    combined = [{each.kind: each for each in reversed(some)}.values() for some in space.slots.values()]
+    drawn = set(space.sample(math.prod(map(len, combined)) * len(space.executions), seed=0))
+    assert len(drawn) < space.size
+    for execution in space.executions:
+        for kinds in itertools.product(*combined):
+            assert Choice.of(execution, {each.slot: each for each in kinds}) in drawn
+
+
+def test_a_small_sample_holds_every_pair_of_kinds():
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
+    drawn = space.sample(1, seed=0)
+    assert len(drawn) < space.size / 3
+    held = [{(each.slot, each.kind) for each in choice.techniques} for choice in drawn]
+    for one, other in itertools.combinations(space.slots, 2):
+        for first, second in itertools.product(space.slots[one], space.slots[other]):
+            wanted = {(each.slot, each.kind) for each in (first, second) if each != null(each.slot)}
+            assert any(wanted <= each for each in held), wanted
+
+
+def test_around_a_choice_is_what_differs_in_one_slot():
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload"))
+    middle = list(space)[space.size // 2]
+    found = space.around([middle])
+    assert (
+        len(found)
+        == len(set(found))
+        == 1 + len(space.executions) - 1 + sum(len(each) - 1 for each in space.slots.values())
+    )
+    for each in found:
+        apart = [slot for slot in space.slots if each.technique(slot) != middle.technique(slot)]
+        assert len(apart) + (each.execution != middle.execution) <= 1
+
+
+def test_variants_begin_with_the_defaults():
+    technique = find("allocator", "native")
+    found = variants(technique, rewriter().target)
+    assert found[0] == technique(kind="native")
+    assert len(found) == len(set(found)) == 3 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(1, ["plain", "full recompute"]), (2, ["plain", "full recompute", "plain fsdp"])]
+)
+def test_guards_are_the_settings_that_need_no_search(ranks: int, names: list[str]):
+    scorer = Scorer(rewriter(ranks=ranks))
+    found, refused = guards(scorer, 8)
+    assert [each.name for each in found] == names
+    assert not refused
+    assert all(each.scored.choice.execution.micro_batch == 8 // ranks for each in found)
+    kinds = [each.scored.choice.technique("sharding.states").kind for each in found]
+    assert kinds == (["none", "none"] if ranks == 1 else ["ddp", "ddp", "fsdp"])
+    assert all(isinstance(scorer.rewriter.candidate(each.scored.choice), Candidate) for each in found)

@@ -1,0 +1,106 @@
+"""Ways out where nothing fits: each of them does fit, the cheapest is first, and a larger limit is always
+one.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.scoring import Scored, Scorer
+from memtune.autotune.space.suggestions import (
+    Remedy,
+    _one_change,
+    _wider,
+    describe,
+    more_memory,
+    remedies,
+    rounded_up,
+)
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Target
+from memtune.units import parse_bytes
+from memtune.workload.workload import Workload
+
+
+@pytest.fixture(scope="module")
+def rewriter() -> Rewriter:
+    return Rewriter(record(Workload.load(ZOO["gpt"])), Target(hardware.find("h100-80g")))
+
+
+def closest(rewriter: Rewriter, micro_batch: int) -> Scored:
+    found = Scorer(rewriter).score(Choice.of(Execution(micro_batch=micro_batch), {}))
+    assert isinstance(found, Scored)
+    return found
+
+
+def test_what_is_named_fits_and_the_cheapest_comes_first(rewriter: Rewriter) -> None:
+    start = closest(rewriter, 8)
+    budget = start.prediction.peak_allocated_bytes * 3 // 4
+    found = remedies(rewriter, start, budget)
+    assert len(found) == 3
+    assert all(each.peak_bytes <= budget for each in found[:-1])
+    assert [each.slowdown for each in found[:-1]] == sorted(each.slowdown for each in found[:-1])
+    assert found[-1].change.startswith("--max-memory")
+    assert found[-1].peak_bytes == start.prediction.peak_allocated_bytes
+
+
+def test_two_changes_where_one_is_not_enough(rewriter: Rewriter) -> None:
+    start = closest(rewriter, 8)
+    scorer = Scorer(rewriter)
+    smallest = min(
+        each.peak_bytes for each in (*_one_change(scorer, start), *_wider(scorer, start.choice, start, ""))
+    )
+    found = remedies(rewriter, start, smallest - 1)
+    assert len(found) > 1
+    assert all(" and " in each.change and each.peak_bytes < smallest for each in found[:-1])
+
+
+def test_two_changes_are_named_before_more_ranks_where_those_alone_are_enough() -> None:
+    """Frozen weights, which most optimizer-state stores cannot free: no single change is as good as more
+    ranks.
+    """
+    rewriter = Rewriter(record(Workload.load(ZOO["lora"])), Target(hardware.find("h100-80g")))
+    scorer, start = Scorer(rewriter), closest(rewriter, 1)
+    smallest = min(each.peak_bytes for each in _one_change(scorer, start))
+    assert min(each.peak_bytes for each in _wider(scorer, start.choice, start, "")) < smallest
+    assert any(
+        " and " in each.change and "ranks" not in each.change
+        for each in remedies(rewriter, start, smallest - 1)
+    )
+
+
+def test_where_no_change_is_enough_only_the_limit_is_left(rewriter: Rewriter) -> None:
+    assert len(remedies(rewriter, closest(rewriter, 2), 1000)) == 1
+
+
+def test_a_limit_above_what_the_gpu_has_is_no_remedy() -> None:
+    gpu = hardware.find("h100-80g")
+    assert more_memory(gpu, 70 * 2**30) == "--max-memory 70GiB or a card with more memory"
+    assert more_memory(gpu, 90 * 2**30) == "a card with 90GiB of memory"
+
+
+def test_a_rounded_size_is_never_too_small() -> None:
+    for n_bytes in (1, 2**20, 2**20 + 1, 7 * 2**30 + 5, 123_456_789):
+        assert parse_bytes(rounded_up(n_bytes)) >= n_bytes
+
+
+@pytest.mark.parametrize("name", ["h100-80g", "a100-80g"])
+def test_a_limit_that_the_gpu_has_is_not_rounded_up_to_one_that_it_has_not(name: str) -> None:
+    gpu = hardware.find(name)
+    for n_bytes in (
+        gpu.memory_bytes,
+        gpu.memory_bytes - 1,
+        gpu.memory_bytes - 2**20,
+        gpu.memory_bytes - 2**27,
+    ):
+        limit = more_memory(gpu, n_bytes).split()[1]
+        assert n_bytes <= parse_bytes(limit) <= gpu.memory_bytes
+
+
+def test_in_one_line() -> None:
+    assert describe(Remedy("8 ranks", 2**20, 1.25)) == "8 ranks: 1.00 MiB, 1.2× the time per sample"
+    assert describe(Remedy("8 ranks", 2**20, 1.0)) == "8 ranks: 1.00 MiB"

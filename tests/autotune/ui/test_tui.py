@@ -1,0 +1,235 @@
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("textual")
+pexpect = pytest.importorskip("pexpect")
+pyte = pytest.importorskip("pyte")
+
+from support.search import event_stream as stream  # noqa: E402
+
+from memtune.autotune.search.control import Control  # noqa: E402
+from memtune.autotune.search.events import EventLog, TrialProgress, TrialStarted  # noqa: E402
+from memtune.autotune.ui.tui import SearchApp, with_tui  # noqa: E402
+
+PROGRAM = Path(stream.__file__)
+MIB = 2**20
+SIZES = [(100, 30), (60, 24)]
+
+
+def screen_text(app) -> list[str]:
+    return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
+
+
+def show(tmp_path, events, size, keys=(), control=None) -> list[str]:
+    """The screen after `keys`, in a headless app over a log of `events`."""
+    with EventLog(tmp_path / "log") as log:
+        for event in events:
+            log.write(event)
+
+    async def drive():
+        app = SearchApp(tmp_path / "log", control)
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            for key in keys:
+                await pilot.press(key)
+                await pilot.pause()
+            app.tick()
+            await pilot.pause()
+            return screen_text(app)
+
+    return asyncio.run(drive())
+
+
+def running_search():
+    return [
+        *stream.opening(),
+        *(event for row in stream.TRIALS[:6] for event in stream.trial_events(row)),
+        TrialStarted(number=6, summary="recompute selective · optimizer_cpu"),
+        TrialProgress(number=6, stage="step 1/4", device_bytes=300 * MIB),
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_screen_shows_counts_best_guards_error_running_and_trials(tmp_path, size):
+    lines = show(tmp_path, running_search(), size, control=Control())
+    whole = "\n".join(lines)
+    assert len(lines) == size[1]
+    assert {len(line) for line in lines} == {size[0]}
+    assert "examples/gpt.py" in lines[0]
+    assert "/ 5:00" in lines[0]
+    assert "6/10 done · 1 running · 2 pruned · 3 o" in whole
+    assert "#4 18.9 samples/s (+56 %" in whole
+    assert "plain: out of memory" in whole
+    assert "error of peak 3.1 % · of step 6.8 %" in whole
+    bar = next(line for line in lines if line.startswith(" #6"))
+    assert bar.count("█") == (10 if size[0] == 100 else 5)  # 300 of 600 MiB
+    assert "step 1/4" in bar
+    assert any("★ 18.9" in line and " 571 MiB" in line for line in lines)
+    assert ("● trial" in whole) == (size[0] == 100)
+
+
+def test_repeats_beyond_the_trials_that_were_asked_for_are_not_counted_against_them(tmp_path):
+    fewer = [
+        each.model_copy(update={"max_trials": 5}) if hasattr(each, "max_trials") else each
+        for each in running_search()
+    ]
+    assert "   6 done · 1 running" in "\n".join(show(tmp_path, fewer, SIZES[0]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_empty_log_is_shown_too(tmp_path, size):
+    assert "waiting for it to start" in "\n".join(show(tmp_path, [], size))
+
+
+def test_the_scatter_puts_best_at_the_top_and_the_limit_at_the_right(tmp_path):
+    lines = show(tmp_path, running_search(), (60, 24), keys=["g"])
+    top = next(line for line in lines if line.startswith(" 18.9 │"))
+    bottom = next(line for line in lines if line.startswith(" 12.1 │"))
+    assert top.index("★") < top.index("┊")
+    assert bottom.index("◆") < top.index("★")
+
+
+def test_opening_a_trial_shows_settings_reason_memory_and_errors(tmp_path):
+    opened = "\n".join(show(tmp_path, running_search(), (100, 30), keys=["k", "k", "enter"]))
+    assert "trial 4" in opened
+    assert "recompute: {kind: every_nth, n: 2}" in opened
+    assert "+3.0 %" in opened
+    assert "activations" in opened
+    reason = "\n".join(show(tmp_path, [], (100, 30), keys=["k", "enter"]))
+    assert "aten::addmm asked for 24 MiB" in reason
+
+
+def test_the_log_of_a_crash_can_be_scrolled_to(tmp_path):
+    events = [*stream.opening(), *stream.trial_events(stream.TRIALS[7])]
+    before = "\n".join(show(tmp_path, events, (100, 30), keys=["enter"]))
+    after = "\n".join(show(tmp_path, [], (100, 30), keys=["enter", *["j"] * 40]))
+    assert "shapes differ" in before
+    assert "log line 39" not in before
+    assert "log line 39" in after
+
+
+def test_pruned_candidates_are_listed_with_their_proof(tmp_path):
+    listed = "\n".join(show(tmp_path, running_search(), (100, 30), keys=["n"]))
+    assert "#100" in listed
+    assert "at least  850 MiB, predicted  900 MiB" in listed
+
+
+@pytest.mark.parametrize(
+    ("keys", "wish"),
+    [
+        (["p"], lambda c: c.paused),
+        (["p", "p"], lambda c: not c.paused and not c.stopping),
+        (["s"], lambda c: c.stopping and not c.interrupted),
+        (["q", "n"], lambda c: not c.stopping),
+        (["q", "y"], lambda c: c.stopping and not c.interrupted),
+        (["x"], lambda c: c.take_kills() == [6]),
+        (["k", "x"], lambda c: c.take_kills() == []),
+        (["ctrl+c"], lambda c: c.exit_code == 130 and c.stopping),
+    ],
+)
+def test_keys_reach_the_search(tmp_path, keys, wish):
+    control = Control()
+    show(tmp_path, running_search(), (100, 30), keys, control)
+    assert wish(control)
+
+
+class Terminal:
+    """A real program on a pseudo-terminal, its screen kept by a terminal emulator."""
+
+    def __init__(self, log: Path, pause_s: float, size=(100, 30)) -> None:
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(size[0]), "LINES": str(size[1])}
+        self.screen = pyte.Screen(*size)
+        self.bytes = b""
+        self._stream = pyte.ByteStream(self.screen)
+        args = [str(PROGRAM), "tui", str(log), str(pause_s)]
+        self.child = pexpect.spawn(sys.executable, args, dimensions=(size[1], size[0]), env=env)
+
+    def until(self, seen, timeout_s=60.0) -> None:
+        """Read until `seen` (a text on the screen, or None for the end of the program)."""
+        end_s = time.monotonic() + timeout_s
+        while seen is None or not any(seen in line for line in self.screen.display):
+            assert time.monotonic() < end_s, "\n".join(self.screen.display)
+            try:
+                data = self.child.read_nonblocking(65536, 0.2)
+            except pexpect.TIMEOUT:
+                continue
+            except pexpect.EOF:
+                assert seen is None, self.bytes[-2000:]
+                break
+            self.bytes += data
+            self._stream.feed(data)
+        if seen is None:
+            self.child.close()
+
+    def assert_restored(self) -> None:
+        """The alternate screen, the hidden cursor and the captured mouse are all restored."""
+        for on, off in ((b"?1049h", b"?1049l"), (b"?25l", b"?25h"), (b"?1000h", b"?1000l")):
+            assert on in self.bytes
+            assert self.bytes.rindex(off) > self.bytes.rindex(on)
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    started = []
+
+    def start(pause_s):
+        started.append(Terminal(tmp_path / "log", pause_s))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.child.close(force=True)
+
+
+def test_keys_on_a_real_terminal_pause_open_and_stop(terminal):
+    shown = terminal(0.1)
+    shown.until("12.1 samples/s")
+    shown.child.send("p")
+    shown.until("p resume")
+    shown.until("paused")
+    shown.child.send("\x1b[A")
+    shown.child.send("\r")
+    shown.until("predicted against measured")
+    shown.child.send("\r")
+    shown.until("★ best ◆ guard")  # was behind the page
+    shown.child.send("s")
+    shown.until(None)
+    assert b"result: stopped" in shown.bytes
+    assert shown.child.exitstatus == 0
+    shown.assert_restored()
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("how", "exit_code"), [("SIGTERM", 143), ("SIGINT", 130), ("ctrl-c", 130)])
+def test_signals_stop_in_order_and_restore_the_terminal(terminal, how, exit_code):
+    shown = terminal(0.1)
+    shown.until("12.1 samples/s")
+    if how == "ctrl-c":
+        shown.child.send("\x03")
+    else:
+        shown.child.kill(getattr(signal, how))
+    shown.until(None)
+    assert b"result: stopped" in shown.bytes
+    assert shown.child.exitstatus == exit_code
+    shown.assert_restored()
+
+
+def test_the_display_ends_with_the_search(terminal):
+    shown = terminal(0.02)
+    shown.until(None)
+    assert b"result: done" in shown.bytes
+    shown.assert_restored()
+
+
+def test_a_search_that_is_refused_at_once_shows_no_display(tmp_path):
+    def refuse():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        with_tui(refuse, tmp_path / "log", Control())

@@ -1,0 +1,315 @@
+import io
+import signal
+import threading
+
+import pytest
+from support.search import event_stream as stream
+
+from memtune.autotune.search.control import Control
+from memtune.autotune.search.events import (
+    CandidatesScored,
+    EventLog,
+    LogOpened,
+    Note,
+    Paused,
+    Resumed,
+    SearchStarted,
+    TrialCancelled,
+    TrialFinished,
+    TrialProgress,
+    TrialStarted,
+    Unknown,
+)
+from memtune.autotune.ui import formatting, tui_panels
+from memtune.autotune.ui import tui_panels as tui_details
+from memtune.autotune.ui.line_printer import LinePrinter, summary_lines, with_lines
+from memtune.autotune.ui.view import SearchView
+from memtune.executors.base import TrialResult
+
+MIB = 2**20
+
+
+def fold(events, step_s=0.0) -> SearchView:
+    view = SearchView()
+    for index, event in enumerate(events):
+        view.apply(event.model_copy(update={"elapsed_s": index * step_s}))
+    return view
+
+
+def printed(events, color=False) -> str:
+    out = io.StringIO()
+    printer = LinePrinter(out, color)
+    for event in events:
+        printer.apply(event)
+    printer.close()
+    return out.getvalue()
+
+
+def test_a_whole_search_is_counted_and_its_best_known():
+    view = fold(stream.all_events())
+    assert len(view.done) == 10
+    assert view.running == []
+    assert (view.count("ok"), view.count("oom"), view.count("crash")) == (6, 3, 1)
+    assert view.n_pruned == 2
+    assert view.best.number == 4
+    assert [formatting.outcome(guard) for guard in view.guards] == [
+        "out of memory",
+        "12.1 samples/s",
+        "out of memory",
+    ]
+    assert [(p.number, p.peak_bytes, p.samples_per_s) for p in view.points][:2] == [
+        (1, 388 * MIB, 12.1),
+        (3, 512 * MIB, 16.4),
+    ]
+    assert (view.peak_error, view.step_error) == (0.031, 0.068)
+    assert view.finished.out == "tuned.yaml"
+
+
+def test_progress_reaches_a_running_trial_and_no_other():
+    view = fold(
+        [
+            TrialStarted(number=1),
+            TrialStarted(number=2),
+            TrialProgress(number=2, stage="step 1/3", device_bytes=7),
+        ]
+    )
+    view.apply(TrialProgress(number=2, stage="step 2/3"))
+    view.apply(TrialProgress(number=9, stage="never started"))
+    assert [(t.stage, t.device_bytes) for t in view.running] == [("starting", None), ("step 2/3", 7)]
+
+
+def test_errors_are_measured_from_the_trials_until_a_calibration_says_them():
+    def trial(number, predicted, measured):
+        result = TrialResult(number=number, status="ok", peak_allocated_bytes=measured, step_s=2.0)
+        return TrialFinished(
+            number=number, predicted_peak_bytes=predicted, predicted_step_s=1.0, result=result
+        )
+
+    view = fold([trial(0, 110, 100), trial(1, 70, 100), trial(2, 80, 100)])
+    assert view.peak_error == pytest.approx(0.2)
+    assert view.trials[0].peak_error == pytest.approx(0.1)
+    assert view.step_error == pytest.approx(0.5)
+    assert fold([]).peak_error is None
+
+
+def test_eta_comes_from_durations_and_the_time_limit():
+    started = SearchStarted(study="s", workload="m.py", device="cpu", max_trials=10, time_limit_s=300.0)
+    done = [
+        event
+        for row in stream.TRIALS[:2]
+        for event in stream.trial_events(row)
+        if event.event in ("trial_started", "trial_finished")
+    ]
+    view = fold([started, *done], step_s=10.0)
+    assert view.eta_s(40.0) == pytest.approx(80.0)  # 8 trials of 10 s
+    assert view.eta_s(290.0) == pytest.approx(10.0)  # the time limit comes first
+    two = fold([started.model_copy(update={"slots": 2}), *done], step_s=10.0)
+    assert two.eta_s(40.0) == pytest.approx(40.0)
+    assert fold(stream.all_events()).eta_s() is None
+    assert fold([]).eta_s() is None
+
+
+def test_a_resumed_search_has_no_trial_left_running_from_before():
+    view = fold([*stream.opening(), TrialStarted(number=5), Paused()])
+    assert view.paused
+    view.apply(LogOpened(pid=7))
+    assert view.running == []
+    assert view.trials[5].status == "cancelled"
+    assert not view.paused
+    view.apply(TrialStarted(number=5))
+    assert len(view.running) == 1
+
+
+def test_what_is_unknown_changes_nothing():
+    view = SearchView()
+    view.apply(Unknown(event="from the future", raw="{}"))
+    assert view == SearchView()
+
+
+def test_one_aligned_line_per_trial():
+    out = printed(stream.all_events())
+    lines = out.splitlines()
+    trials = [line for line in lines if line[:4].strip().isdigit()]
+    assert len(trials) == 10
+    head = next(line for line in lines if "settings" in line)
+    column = head.index("settings")
+    assert all(trial[column - 2 : column] == "  " and trial[column] != " " for trial in trials)
+    assert (
+        "   4  search           ok               1.69 s       18.9    571 MiB     +3.0 %  recompute"
+        " every_nth(2)" in out
+    )
+    assert "   0  plain            out of memory" in out
+    assert "aten::addmm asked for 24 MiB" in out
+    assert lines[3] == "pruned 2 candidates: at least 850 MiB predicted, limit 600 MiB"
+    assert "\x1b" not in out
+
+
+def test_a_part_that_rounds_to_nothing_has_no_minus():
+    assert [formatting.percent(each, signed=True) for each in (-0.0004, 0.0, -0.0006, None)] == [
+        "+0.0 %",
+        "+0.0 %",
+        "-0.1 %",
+        "–",
+    ]
+
+
+def test_what_is_not_used_is_one_line_by_slot():
+    reasons = {
+        "recompute: coop": "on CUDA",
+        "allocator: async": "no effect on CPU",
+        "recompute: dtr": "on CUDA",
+    }
+    lines = printed([CandidatesScored(n_candidates=3, not_used=reasons)]).splitlines()
+    assert lines[1:] == ["not used: recompute coop, dtr · allocator async (`memtune plan` says why)"]
+    assert len(printed([CandidatesScored(n_candidates=3)]).splitlines()) == 1
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def coloured(stream_):
+        printer = LinePrinter(stream_)
+        printer.apply(Note(text="careful", level="warning"))
+        return "\x1b[" in stream_.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert coloured(Terminal())
+    assert not coloured(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not coloured(Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not coloured(Terminal())
+
+
+def test_a_heartbeat_at_most_once_a_minute():
+    out = io.StringIO()
+    printer = LinePrinter(out, color=False)
+    printer.apply(TrialStarted(number=4))
+    for second in range(200):
+        printer.tick(float(second))
+    beats = [line for line in out.getvalue().splitlines() if line.startswith("…")]
+    assert [beat.split()[1] for beat in beats] == ["1:00", "2:00", "3:00"]
+    assert "#4 starting" in beats[0]
+
+
+def test_a_closed_pipe_does_not_end_the_search():
+    class Closed(io.StringIO):
+        def write(self, *_):
+            raise BrokenPipeError
+
+    LinePrinter(Closed(), color=False).apply(Note(text="n"))
+
+
+def test_last_lines_say_what_was_written_against_plain_and_how_to_use_it():
+    lines = summary_lines(fold(stream.all_events()), see_why="memtune report gpt-7f3a")
+    assert lines == [
+        (
+            "✔ tuned.yaml  18.9 samples/s (plain: out of memory) · peak 571 MiB of 600 MiB · checked in a"
+            " fresh process"
+        ),
+        '  use it     model, optimizer = memtune.apply(model, optimizer, "tuned.yaml")',
+        "  see why    memtune report gpt-7f3a",
+    ]
+    nothing = stream.SearchFinished(status="nothing_fits", message="nothing fits: short by 12 MiB")
+    assert summary_lines(fold([*stream.opening(), nothing])) == ["✘ nothing fits: short by 12 MiB"]
+    assert summary_lines(fold(stream.opening())) == []
+
+
+def test_what_a_step_writes_to_ssd_is_shown_of_the_best_and_of_each_trial():
+    """Drives wear."""
+    view = fold(stream.all_events())
+    assert view.best is not None
+    assert (
+        "SSD"
+        not in summary_lines(view)[0]
+        + tui_panels._best(view, 200).plain
+        + tui_details._comparison(view, view.best).plain
+    )
+    view.best.result = view.best.result.model_copy(update={"link_bytes": {"ssd_write": 3 * MIB}})
+    wear = "3.00 MiB a step to SSD"
+    assert wear in summary_lines(view)[0]
+    assert wear in tui_panels._best(view, 200).plain
+    assert wear in tui_details._comparison(view, view.best).plain
+
+
+def test_lines_follow_the_log_and_the_value_comes_back(tmp_path):
+    out = io.StringIO()
+    value = with_lines(
+        lambda: stream.search(tmp_path / "log", Control(), 0.0),
+        tmp_path / "log",
+        Control(),
+        LinePrinter(out, False),
+    )
+    assert value == "done"
+    assert "   9  confirm" in out.getvalue()
+
+
+def test_an_error_of_the_search_comes_through_the_lines(tmp_path):
+    def search():
+        with EventLog(tmp_path / "log") as log:
+            log.write(Note(text="said before"))
+        raise ZeroDivisionError
+
+    out = io.StringIO()
+    with pytest.raises(ZeroDivisionError):
+        with_lines(search, tmp_path / "log", Control(), LinePrinter(out, False))
+    assert "said before" in out.getvalue()
+
+
+def test_control_first_signal_asks_second_raises():
+    control = Control()
+    before = signal.getsignal(signal.SIGINT)
+    with control.catch_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert (control.stopping, control.interrupted, control.exit_code) == (True, True, 143)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert control.exit_code == 143
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_control_wishes():
+    control = Control()
+    control.pause()
+    assert control.paused
+    control.stop()
+    assert control.stopping
+    assert not control.paused  # a paused search must see the stop
+    assert not control.interrupted
+    control.kill(3)
+    assert (control.take_kills(), control.take_kills()) == ([3], [])
+    with_signals = threading.Thread(target=lambda: control.catch_signals().__enter__())
+    with_signals.start()
+    with_signals.join()
+
+
+def test_paused_and_ended_trials_are_said():
+    out = printed(
+        [
+            TrialStarted(number=1, summary="fsdp"),
+            Paused(),
+            Resumed(),
+            TrialCancelled(number=1, reason="you ended it"),
+        ]
+    )
+    assert "paused: running trials go on" in out
+    assert "resumed" in out
+    assert "fsdp – you ended it" in out
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "–"), (0.5, "0.500"), (18.94, "18.9"), (15, "15.0"), (1240.4, "1,240")]
+)
+def test_rates(value, shown):
+    assert formatting.rate(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("fraction", "shown"), [(0, "░░░░"), (0.5, "██░░"), (1, "████"), (3, "████"), (0.3, "█▏░░"), (-1, "░░░░")]
+)
+def test_bars_are_of_one_width(fraction, shown):
+    assert formatting.bar(fraction, 4) == shown

@@ -1,0 +1,282 @@
+"""Experts on replicas, each of which uses others, and rows of them under FSDP2: weights, bytes on links,
+peaks, checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.gloo import run_ranks
+from support.ranks.block_offload_on_ranks import config_of, share_of, weights_of
+from support.ranks.optimizer_offload_on_ranks import host_peak
+from support.suites.sharded_suite import SPARE_BYTES, peaks
+from support.zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.api import Tuned, apply
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.errors import ApplyError
+from memtune.memory import cpu_allocator
+from memtune.program.step import Phase, Resource, Step, Tier
+from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.offload.states.l2l import L2L
+from memtune.search_spaces.offload.states.moesys import Moesys
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.selective import Selective
+from memtune.search_spaces.sharding.states.ddp import Ddp
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.search_spaces.sharding.states.zero1 import Zero1
+from memtune.search_spaces.sharding.states.zero3 import Zero3
+from memtune.ssd import offload_dir
+from memtune.technique import Target, Technique
+from memtune.testing.drift_check import plain_program, recording_of, target_of
+from memtune.testing.training import build, settings_of
+from memtune.workload.expert_modules import trace
+
+RANKS, STEPS, REPLICAS, DIVIDED = 2, 5, Ddp(kind="ddp"), Fsdp(kind="fsdp")
+FEW = Moesys(kind="moesys", cache=6, on_device=1)
+SSD = {"ssd_read": Resource.SSD_READ, "ssd_write": Resource.SSD_WRITE}
+HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
+LINKS = {
+    "host_to_device": Resource.HOST_TO_DEVICE,
+    "device_to_host": Resource.DEVICE_TO_HOST,
+    "intra_link": Resource.INTRA_LINK,
+}
+SPARE = """
+
+def model():
+    net = whole()
+    net.spare = torch.nn.Linear(2, 2)
+    return net
+"""
+pytestmark = [pytest.mark.usefixtures("one_thread", "ssd")]
+
+
+def started(path: str, config: dict[str, Any]) -> tuple[Any, Tuned]:
+    """The model under `config`; SGD, since Adam makes updates of what is zero but for rounding."""
+    workload, model, _ = build(Path(path))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    return workload, apply(model, optimizer, config, loss=workload.loss, strict=False)
+
+
+def trained(directory: str, path: str, config: dict[str, Any], parts: int, ranks: int) -> dict[str, Any]:
+    """Weights after five steps and what the last one moved."""
+    os.environ[offload_dir.VARIABLE] = directory
+    workload, tuned = started(path, config)
+    names = {parameter: name for name, parameter in tuned.model.named_parameters()}
+    shown: dict[str, torch.Tensor] = {}
+    tuned._context.events.before_grad_use.subscribe(
+        lambda parameter, gradient: shown.update({names[parameter]: gradient.clone()})
+    )
+    for step in range(STEPS):
+        mine = share_of(workload, step, parts, ranks)
+        shown.clear()
+        COUNTERS.take()
+        tuned.step(mine)
+    moved = COUNTERS.take()
+    return {
+        "moved": {link: moved.get(link, 0) for link in LINKS | SSD},
+        "weights": weights_of(tuned),
+        "shown": shown,
+        "audit": tuned.audit().get("offload.states", {}) if dist.is_initialized() else {},
+    }
+
+
+def on_rank(
+    directory: str, path: str, config: dict[str, Any], reference: dict[str, Any], parts: int, ledger: bool
+) -> dict[str, Any]:
+    """What is checked on this rank."""
+    found = trained(directory, path, config, parts, dist.get_world_size())
+    found["wanted"] = (
+        trained(directory, path, reference, parts, dist.get_world_size())["weights"] if reference else {}
+    )
+    if ledger:
+        found["peaks"] = peaks(path, {"": config["settings"]}, parts, {"": config["plan"]})[""][1]
+        found["host_peak"] = host_peak(Path(path), config, parts)
+    return found
+
+
+def candidate(
+    path: Path, directory: Path, parts: int, techniques: tuple[Technique, ...] = (REPLICAS, FEW)
+) -> Candidate:
+    rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), RANKS, offload_dir=str(directory)))
+    execution = {"micro_batch": 2, "accumulate": parts}
+    found = rewriter.candidate(Choice.from_document({**settings_of(*techniques), "execution": execution}))
+    assert isinstance(found, Candidate), found
+    return found
+
+
+def check(
+    path: Path,
+    directory: Path,
+    parts: int,
+    states: Technique = REPLICAS,
+    beside: tuple[Technique, ...] = (),
+    experts: Moesys = FEW,
+) -> list[dict[str, Any]]:
+    """Raise AssertionError where ranks do not train as one rank does, or move or hold other bytes than
+    predicted.
+
+    Args:
+        path: The model.
+        directory: For tensors on SSD.
+        parts: Micro-batches of a rank's step.
+        states: What divides or copies states; where it divides them, weights are those of it alone, to the
+            bit.
+        beside: Techniques of other slots.
+        experts: What is done to experts.
+    """
+    techniques = (states, experts, *beside)
+    found, divided = candidate(path, directory, parts, techniques), states.kind != "ddp"
+    config, ledger = config_of(found, techniques), cpu_allocator.available() is None
+    reference = {"settings": settings_of(states)} if divided else {}
+    ranks = run_ranks(
+        on_rank, RANKS, str(directory), str(path), config, reference, parts, ledger, deadline_s=300
+    )
+    alone = trained(str(directory), str(path), {"settings": {}}, parts, RANKS)["weights"]
+    step = found.program.step
+    times = np_times(step.ops.phase, parts)
+    predicted = {
+        link: int((times * step.ops.traffic_bytes)[step.ops.resource == each].sum())
+        for link, each in (LINKS | SSD).items()
+    }
+    for link in SSD:  # of the weight and one moment of SGD, where Adam has two
+        predicted[link] = predicted[link] * 2 // 3
+    kept = (step.ops.resource == Resource.DEVICE_TO_HOST) & (step.ops.phase == Phase.OPTIMIZER)
+    predicted["device_to_host"] -= int(step.ops.traffic_bytes[kept].sum()) // 3
+    for rank in ranks:
+        if not divided:  # whoever looks at gradients that are used sees their average
+            assert rank["shown"]
+            assert all(torch.equal(value, ranks[0]["shown"][name]) for name, value in rank["shown"].items())
+        for name, weight in alone.items():
+            assert torch.equal(rank["weights"][name], ranks[0]["weights"][name]), name
+            assert torch.allclose(rank["weights"][name], weight, rtol=0, atol=1e-6), name
+            assert not divided or torch.equal(rank["weights"][name], rank["wanted"][name]), name
+        if path != HASHED or divided:  # all experts are used, as in the step that is predicted
+            moved = divided_by(rank["moved"], divided)
+            assert all(moved[link] == predicted[link] for link in LINKS), (moved, predicted)
+            for (
+                link
+            ) in SSD:  # of several micro-batches only the last one changes experts, so that is an upper end
+                assert moved[link] == predicted[link] if parts == 1 else 0 < moved[link] <= predicted[link], (
+                    moved,
+                    predicted,
+                )
+            if ledger:
+                wanted = step.peak_bytes()
+                assert max(rank["peaks"]) == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (
+                    rank["peaks"],
+                    wanted,
+                )
+                assert rank["host_peak"] == pytest.approx(step.peak_bytes(Tier.HOST), rel=0.02)
+    return ranks
+
+
+def divided_by(moved: dict[str, int], gathered: bool) -> dict[str, int]:
+    """Of what is gathered and scattered a rank gets all but its own part."""
+    return moved | ({"intra_link": moved["intra_link"] * RANKS // (RANKS - 1)} if gathered else {})
+
+
+def np_times(phase: Any, parts: int) -> Any:
+    """How often each op runs in a step."""
+    return 1 + (parts - 1) * (phase < Phase.BOUNDARY)
+
+
+def test_replicas_train_as_one_rank(ssd: Path) -> None:
+    """The mechanism: an expert's gradients are averaged, whoever used it, before each rank updates its copy
+    of it.
+    """
+    check(ZOO["moe"], ssd, 1)
+
+
+@pytest.mark.slow
+def test_replicas_that_use_other_experts(ssd: Path) -> None:
+    """With the averages off, or without the zeros of ranks that did not use an expert, weights differ from
+    rank to rank.
+    """
+    for rank in check(HASHED, ssd, 3):
+        assert rank["audit"]["made_up"] > 0
+
+
+def test_divided_experts_train_as_fsdp_does(ssd: Path) -> None:
+    """The mechanism: a rank reads, updates and writes its rows of each expert, and their gradients stay
+    nowhere on the device.
+    """
+    ranks = check(ZOO["moe"], ssd, 1, DIVIDED)
+    whole, step = (candidate(ZOO["moe"], ssd, 1, (each, FEW)).program.step for each in (REPLICAS, DIVIDED))
+    expert = 12 * (48 * 96 + 96 + 96 * 48 + 48)  # weight and two moments of two linear layers
+    moved = trace([0] * 4 + [1] * 4, 2, FEW.cache, FEW.rule, FEW.ahead, FEW.on_device, gathered=True)
+    assert on_link(step, Resource.SSD_READ) == sum(len(each.read) for each in moved) * expert // RANKS
+    assert on_link(step, Resource.SSD_WRITE) == sum(len(each.written) for each in moved) * expert // RANKS > 0
+    assert on_link(step, Resource.DEVICE_TO_HOST) == 8 * (expert // 3) // RANKS
+    assert RANKS * step.peak_bytes(Tier.SSD) == whole.peak_bytes(Tier.SSD) == 8 * expert
+    assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * step.peak_bytes(Tier.SSD)  # trained with SGD
+
+
+def on_link(step: Step, link: Resource) -> int:
+    return int(step.ops.traffic_bytes[step.ops.resource == link].sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("states", "parts", "beside"),
+    [(DIVIDED, 3, ()), (Zero3(kind="zero3"), 1, ()), (DIVIDED, 1, (Full(),)), (DIVIDED, 1, (Selective(),))],
+    ids=["accumulation", "zero3", "full", "selective"],
+)
+def test_divided_experts_in_other_steps(
+    ssd: Path, states: Technique, parts: int, beside: tuple[Technique, ...]
+) -> None:
+    check(ZOO["moe"], ssd, parts, states, beside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=["replicas", "divided"])
+def test_kept_steps_move_what_is_predicted(ssd: Path, states: Technique) -> None:
+    """What each rank has changed, its part of what stays, and a message that it is kept."""
+    ranks = check(ZOO["moe"], ssd, 1, states, experts=FEW.model_copy(update={"resume": "last_step"}))
+    program = candidate(ZOO["moe"], ssd, 1, (states, FEW.model_copy(update={"resume": "last_step"}))).program
+    assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * program.step.peak_bytes(Tier.SSD)  # trained with SGD
+
+
+@pytest.mark.slow
+def test_replicas_of_a_model_with_parameters_that_get_no_gradient(ssd: Path, tmp_path: Path) -> None:
+    """DDP asks which of its own parameters have none; ranks ask each other about experts."""
+    path = tmp_path / "spare.py"
+    path.write_text(ZOO["moe"].read_text().replace("def model()", "def whole()") + SPARE)
+    check(path, ssd, 1, Ddp(kind="ddp", find_unused_parameters=True))
+
+
+@pytest.mark.slow
+def test_divided_experts_that_no_row_is_sent_to(ssd: Path) -> None:
+    """They are gathered all the same, and get zeros from all ranks as under FSDP2 alone."""
+    check(HASHED, ssd, 3, DIVIDED)
+
+
+def test_what_it_cannot_do_is_refused(ssd: Path) -> None:
+    program = plain_program(ZOO["moe"])
+    why = FEW.fits(program, replace(target_of(Zero1(kind="zero1")), ranks=RANKS, offload_dir=str(ssd)))
+    assert "whole on each, or gathered from all" in str(why)
+    asks = replace(target_of(Ddp(kind="ddp", find_unused_parameters=True)), ranks=RANKS, offload_dir=str(ssd))
+    assert FEW.fits(program, asks) is None
+    assert "one by one as they land" in str(L2L(kind="l2l").fits(program, asks))
+
+
+def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
+    os.environ[offload_dir.VARIABLE] = directory
+    try:
+        started(path, config)
+    except ApplyError as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.slow
+def test_apply_refuses_it_too(ssd: Path) -> None:
+    config = {"settings": settings_of(Zero1(kind="zero1"), FEW)}
+    assert all("replicas" in said for said in run_ranks(refusal, RANKS, str(ssd), str(ZOO["moe"]), config))

@@ -1,0 +1,379 @@
+"""Offload beside recompute, on one rank and on two: bits, peaks, and by name what is refused, for every way
+to divide states.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
+from support.gloo import run_ranks
+from support.suites.sharded_suite import SPARE_BYTES
+from support.zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.api import apply
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.errors import ApplyError
+from memtune.memory import cpu_allocator
+from memtune.memory.ledger import Ledger
+from memtune.runtime.memory_tiers import HOST, tier
+from memtune.search_spaces import find
+from memtune.ssd import offload_dir
+from memtune.technique import Reason, Target, Technique
+from memtune.testing.drift_check import plain_program, planned, recording_of, target_of
+from memtune.testing.training import build, settings_of
+
+MODEL, SAMPLES, STEPS = ZOO["gpt"], 6, 3
+Weights, Config = dict[str, torch.Tensor], dict[str, Any]
+Cell = tuple[str, str]
+"""Offload and recompute."""
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("ssd")]
+
+
+def made(slot: str, kind: str, **knobs: Any) -> Technique:
+    return find(slot, kind)(kind=kind, **knobs)
+
+
+def states(kind: str, **knobs: Any) -> Technique:
+    return made("offload.states", kind, **knobs)
+
+
+def activations(kind: str, **knobs: Any) -> Technique:
+    return made("offload.activations", kind, **knobs)
+
+
+NATIVE = states("optimizer_cpu", update="native")
+OFFLOADS = {
+    "optimizer_cpu": states("optimizer_cpu"),
+    "per_layer": states("optimizer_cpu", update="native", trigger="per_layer"),
+    "zero_offload": states("zero_offload", bucket_mib=0.005),
+    "zero_offload, a part": states("zero_offload", bucket_mib=0.005, ratio=0.5),
+    "l2l": states("l2l"),
+    "stronghold": states("stronghold", window=2),
+    "elixir": states("elixir"),
+    "patrickstar": states("patrickstar"),
+    "mobius": states("mobius", stages=2),
+    "harmony": states("harmony"),
+    "harmony, a pipeline": states("harmony", across="pipeline"),
+    "orchestrated": states("orchestrated", group=2),
+    "zero_infinity": states("zero_infinity"),
+    "zero_infinity, weights on the host": states("zero_infinity", parameters="host"),
+    "zero_infinity, all on SSD": states("zero_infinity", parameters="ssd", gradients="ssd"),
+    "angel_ptm": states("angel_ptm", page_mib=0.02),
+    "angel_ptm, optimizer on SSD": states("angel_ptm", page_mib=0.02, optimizer="ssd"),
+    "smart_infinity": states("smart_infinity", sub_group_mib=0.1),
+    "lohan": states("lohan", bucket_mib=0.005),
+    "copy_out": activations("copy_out", min_bytes=0),
+    "copy_out, half to SSD": activations("copy_out", min_bytes=0, ratio=0.5, target="ssd"),
+    "pipelined": activations("pipelined", ratio=0.5, min_bytes=0),
+    "tsplit": activations("tsplit", share=0.5, parts=1, min_bytes=64),
+}
+RECOMPUTES = {
+    kind: made("recompute", kind, **({"share": 0.5} if kind in ("planned", "checkmate") else {}))
+    for kind in ("full", "selective", "planned", "every_nth", "checkmate")
+}
+CHECKMATE = RECOMPUTES["checkmate"]
+AROUND = made("recompute", "planned", share=0.5, host=False)
+"""Plans for what another technique moves."""
+DIVISIONS = ("one rank", "ddp", "zero2", "fsdp", "zero3")
+STORES = (
+    "l2l",
+    "stronghold",
+    "elixir",
+    "patrickstar",
+    "zero_infinity, weights on the host",
+    "zero_infinity, all on SSD",
+    "angel_ptm",
+    "angel_ptm, optimizer on SSD",
+)
+PACKS = ("mobius", "harmony", "harmony, a pipeline")
+ACTIVATIONS = ("copy_out", "copy_out, half to SSD", "pipelined", "tsplit")
+BY_BLOCK = ("full", "selective", "every_nth", "planned", "checkmate")
+RANKS = ("ddp", "zero2", "fsdp", "zero3")
+REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    ("nothing could be let go that is worth computing again", ("copy_out",), DIVISIONS, ("checkmate",)),
+    ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
+    ("draws random numbers, and their order would be another", PACKS, ("one rank",), BY_BLOCK),
+    ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
+    ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
+    ("one rank has the link to itself", ("orchestrated",), ("one rank",), tuple(RECOMPUTES)),
+    (
+        "it is for replicas: sharded weights come and go by themselves",
+        ("orchestrated",),
+        RANKS[1:],
+        tuple(RECOMPUTES),
+    ),
+]
+"""Why, which offload, under which division of states, beside which recompute. The first reason that holds is
+the one given.
+"""
+BRIEFLY = {
+    "one rank": [("stronghold", "checkmate"), ("pipelined", "planned"), ("pipelined", "checkmate")],
+    "fsdp": [("zero_infinity, all on SSD", "planned")],
+}
+"""What a short run trains."""
+REFERENCES = {
+    "none": (),
+    "own": (OFFLOADS["optimizer_cpu"],),
+    "native": (NATIVE,),
+    "a part": (OFFLOADS["zero_offload, a part"],),
+}
+"""What updates in the same way with nothing run again; `test_on_ranks` holds the one by parts to plain
+updates.
+"""
+
+
+def reference_of(row: str) -> str:
+    """Of `REFERENCES`: the user's own optimizer, the native update, or for each part of the state another
+    one.
+    """
+    own = ("optimizer_cpu", "elixir", "patrickstar", "orchestrated", "angel_ptm")
+    return {
+        **dict.fromkeys(ACTIVATIONS, "none"),
+        **dict.fromkeys(own, "own"),
+        "zero_offload, a part": "a part",
+    }.get(row, "native")
+
+
+def dividing(division: str) -> list[Technique]:
+    return [made("sharding.states", division)] if division != "one rank" else []
+
+
+def techniques(row: str, division: str, recompute: str) -> list[Technique]:
+    around = recompute == "planned" and row in ACTIVATIONS
+    return [OFFLOADS[row], AROUND if around else RECOMPUTES[recompute], *dividing(division)]
+
+
+def parts_of(division: str) -> int:
+    """Micro-batches: sums of replicas' averages have another order, and with one there is no ZeRO-2."""
+    return 1 if division == "ddp" else 2
+
+
+def candidate(row: str, division: str, recompute: str) -> Candidate | Reason:
+    """What the passes make of it."""
+    settings = settings_of(*techniques(row, division, recompute))
+    execution = {"micro_batch": SAMPLES, "accumulate": parts_of(division)}
+    return rewriter(division).candidate(Choice.from_document({**settings, "execution": execution}))
+
+
+@cache
+def rewriter(division: str) -> Rewriter:
+    return Rewriter(
+        recording_of(MODEL),
+        Target(hardware.detect("cpu"), 1 if division == "one rank" else 2),
+        validate=False,
+    )
+
+
+def why_refused(row: str, division: str, recompute: str) -> str:
+    """What is listed; '' for what must train."""
+    for why, rows, divisions, recomputes in REFUSED:
+        if row in rows and division in divisions and recompute in recomputes:
+            return why
+    return ""
+
+
+# -- on each rank --------------------------------------------------------------------------------------------
+
+
+def trained(config: dict[str, Any], parts: int, ledger: Ledger | None) -> dict[str, Any]:
+    """Losses and weights of a few steps in which each rank has samples of its own, and the peak of the last
+    one.
+    """
+    gc.collect()  # the model before is in cycles
+    empty = ledger.live_bytes() if ledger else 0
+    workload, model, optimizer = build(MODEL)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    rank, losses = dist.get_rank() if dist.is_initialized() else 0, []
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        with tier(HOST):
+            batches = [workload.make_batch(SAMPLES) for _ in range(parts)]
+        if ledger:
+            ledger.reset_peak()
+        losses.append(float(tuned.step(batches)))
+    peak = ledger.peak_allocated_bytes() - empty if ledger else 0
+    tuned.audit()
+    weights: Weights = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
+    return {"losses": losses, "weights": weights, "peak": peak}
+
+
+def on_rank(
+    drive: str, division: str, cells: dict[Cell, Config], ledger: bool
+) -> dict[Cell, tuple[float, bool, int]]:
+    """Of each of `cells`: how far weights are from those of its reference, whether losses are equal, and the
+    peak.
+    """
+    os.environ[offload_dir.VARIABLE] = drive
+    counts = Ledger.open("cpu") if ledger else None
+    gc.freeze()  # what is imported need not be looked at by every collection
+    parts = parts_of(division)
+    known = {
+        name: trained({"settings": settings_of(*REFERENCES[name], *dividing(division))}, parts, counts)
+        for name in sorted({reference_of(row) for row, _ in cells})
+    }
+    found = {}
+    for (row, recompute), config in cells.items():
+        run, other = trained(config, parts, counts), known[reference_of(row)]
+        off = max(
+            float((run["weights"][name] - value).abs().max()) for name, value in other["weights"].items()
+        )
+        found[row, recompute] = (off, run["losses"] == other["losses"], run["peak"])
+    return found
+
+
+# -- what is checked -----------------------------------------------------------------------------------------
+
+
+def check(drive: Path, division: str, cells: list[Cell]) -> None:
+    """Raise AssertionError for cells that differ from their reference in a bit, or whose peak is not the
+    predicted one.
+    """
+    found = {(row, recompute): candidate(row, division, recompute) for row, recompute in cells}
+    assert not (
+        wrong := {cell: str(each) for cell, each in found.items() if not isinstance(each, Candidate)}
+    ), wrong
+    made = {cell: each for cell, each in found.items() if isinstance(each, Candidate)}
+    configs = {
+        cell: {
+            "settings": settings_of(*techniques(cell[0], division, cell[1])),
+            "plan": {slot: plan.document() for slot, plan in each.plans.items()},
+        }
+        for cell, each in made.items()
+    }
+    ledger, ranks = cpu_allocator.available() is None, 0 if division == "one rank" else 2
+    runs = run_ranks(on_rank, ranks, str(drive), division, configs, ledger, deadline_s=900)
+    for rank, run in enumerate(runs):
+        for cell, (off, same_losses, peak) in run.items():
+            assert off == 0, (division, cell, off)
+            assert same_losses, (division, cell)
+            classes = made[cell].program.rank_classes
+            wanted = classes[rank if len(classes) > 1 else 0].step.peak_bytes()
+            assert not ledger or peak == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (
+                division,
+                cell,
+                peak,
+                wanted,
+            )
+
+
+@pytest.mark.parametrize("division", BRIEFLY)
+def test_some_are_exact(tmp_path: Path, division: str) -> None:
+    check(tmp_path, division, BRIEFLY[division])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_all_that_are_not_refused_are_exact(tmp_path: Path, division: str) -> None:
+    """To the bit as the same division of states without offload and recompute, with the predicted peak."""
+    check(
+        tmp_path, division, [(r, c) for r in OFFLOADS for c in RECOMPUTES if not why_refused(r, division, c)]
+    )
+
+
+@pytest.mark.parametrize("division", [pytest.param(each, marks=pytest.mark.slow) for each in DIVISIONS])
+def test_the_others_are_refused_by_name(division: str) -> None:
+    for row in OFFLOADS:
+        for recompute in RECOMPUTES:
+            if why := why_refused(row, division, recompute):
+                assert why in str(candidate(row, division, recompute)), (division, row, recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(
+    ("row", "recompute"),
+    [
+        ("stronghold", CHECKMATE),
+        ("zero_offload", CHECKMATE),
+        ("angel_ptm", CHECKMATE),
+        ("copy_out, half to SSD", AROUND),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.kind,
+)
+def test_together_under_a_budget_that_the_plain_step_exceeds(row: str, recompute: Technique) -> None:
+    trains_where_the_plain_model_is_out_of_memory(MODEL, OFFLOADS[row], recompute)
+
+
+def test_plans_are_for_what_moves() -> None:
+    """Peaks that are planned are those after the move, within the budget, whatever of a block moves by
+    then.
+    """
+    plain = plain_program(MODEL, SAMPLES)
+    for mover in (activations("copy_out", min_bytes=0, ratio=0.5), OFFLOADS["tsplit"]):
+        for share in (0.2, 0.5, 0.8):
+            mine = made("recompute", "planned", share=share, host=False)
+            target = target_of(mine, mover)
+            assert mine.fits(plain, target) is None
+            plan = mine.plan(plain, target)
+            after = mine.rewrite(plain, plan, target)
+            peak = mover.rewrite(after, mover.plan(after, target), target).step.peak_bytes()
+            low, high, budget = (plan.document()[f"{name}_bytes"] for name in ("smallest", "plain", "budget"))
+            assert peak == plan.peak_bytes
+            assert budget - (high - low) // 6 < peak <= budget
+
+
+@pytest.mark.parametrize("row", ["stronghold", "zero_offload", "angel_ptm"])
+def test_a_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
+    """A plan for each block is what `memtune search` writes; a config may say the other all the same."""
+    alone, beside = (planned(MODEL, *each)[1] for each in ((CHECKMATE,), (CHECKMATE, OFFLOADS[row])))
+    assert (
+        "schedule" in alone["recompute"].document(),
+        "block_schedules" in beside["recompute"].document(),
+    ) == (True, True)
+    settings, plan = (
+        settings_of(CHECKMATE, OFFLOADS[row]),
+        {slot: each.document() for slot, each in (beside | alone).items()},
+    )
+    workload, model, optimizer = build(MODEL)
+    with pytest.raises(
+        ApplyError, match=r"checkmate.* does not work beside what this config has under offload.states"
+    ):
+        apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
+
+
+def test_weights_in_tiles_beside_schedules_are_refused_twice() -> None:
+    """By `fits`, before any schedule is looked for, and by `apply`."""
+    whole = states("zero_infinity", parameters="host")
+    tiled = whole.model_copy(update={"tiles": 2})
+    assert "weights in tiles" in str(
+        CHECKMATE.fits(plain_program(MODEL, SAMPLES), target_of(CHECKMATE, tiled))
+    )
+    plans = planned(MODEL, CHECKMATE, whole)[1]
+    plan = {slot: each.document() for slot, each in plans.items()} | {"offload.states": {"tiled": []}}
+    workload, model, optimizer = build(MODEL)
+    with pytest.raises(ApplyError, match="weights in tiles"):
+        apply(
+            model,
+            optimizer,
+            {"settings": settings_of(CHECKMATE, tiled), "plan": plan},
+            loss=workload.loss,
+            strict=False,
+        )
+
+
+def test_online_is_refused_where_gradients_leave_with_calls() -> None:
+    online = made("recompute", "dtr", ratio=0.6, online=True)
+    said = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))
+    assert "l2l moves a block's parameters or gradients with its own calls alone" in said
+
+
+@pytest.mark.parametrize("kind", ["checkmate", "dtr", "planned"])
+def test_searches_leave_out_what_takes_seconds_to_solve(kind: str) -> None:
+    """A config that says the budget is solved for; `fsdp`, where one solution serves many, is searched as
+    ever.
+    """
+    row, technique = "harmony" if kind == "planned" else "l2l", made("recompute", kind)
+    target = replace(target_of(technique, OFFLOADS[row]), budget_bytes=1_000_000)
+    said = str(technique.fits(plain_program(MODEL, SAMPLES), target))
+    assert f"beside {row} it is planned for a budget of its own" in said
+    assert "budget_bytes: 1000000" in said

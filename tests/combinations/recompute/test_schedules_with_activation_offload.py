@@ -1,0 +1,113 @@
+"""Blocks by schedules whose kept values move: every op and byte, what moves and when, and what is refused by
+name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models.chain_model import DIM, HEADS, LAYERS, SEQ
+from support.suites.layer_major_suite import CHAIN
+from support.zoo_paths import ZOO
+
+from memtune.activations.schedules import scheduled_region
+from memtune.api import apply
+from memtune.errors import ApplyError
+from memtune.program.step import Phase, Resource
+from memtune.search_spaces import find
+from memtune.ssd import offload_dir
+from memtune.technique import Technique
+from memtune.testing.drift_check import drift, plain_program, planned, target_of
+from memtune.testing.training import build, settings_of
+
+SAMPLES = 16
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def recompute(kind: str, **knobs: Any) -> Technique:
+    return find("recompute", kind)(kind=kind, **knobs)
+
+
+def moves(kind: str, **knobs: Any) -> Technique:
+    return find("offload.activations", kind)(kind=kind, **knobs)
+
+
+BOUNDARY, DTR = recompute("attention_boundary"), recompute("dtr", ratio=0.3)
+SCHEDULES = (BOUNDARY, recompute("checkmate", share=0.3), DTR)
+ALL, HALF = moves("copy_out", min_bytes=0), moves("copy_out", min_bytes=0, ratio=0.5)
+MOVES = (
+    ALL,
+    HALF,
+    moves("copy_out", min_bytes=0, ratio=0.6, target="ssd"),
+    moves("pipelined", ratio=0.5, min_bytes=0),
+    moves("tsplit", share=0.5, parts=1, min_bytes=64),
+)
+NO_USE = [(each, ALL) for each in SCHEDULES if each is not BOUNDARY]
+"""Where all that is kept leaves, nothing is gained by keeping less."""
+
+
+@pytest.fixture(autouse=True)
+def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+
+
+def test_the_pass_is_the_runtime() -> None:
+    assert drift(CHAIN, BOUNDARY, HALF, micro_batch=SAMPLES) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("move", MOVES, ids=lambda each: str(each.kind))
+@pytest.mark.parametrize("again", SCHEDULES, ids=lambda each: str(each.kind))
+def test_all_passes_are_the_runtime(again: Technique, move: Technique) -> None:
+    if (again, move) in NO_USE:
+        assert "worth" in str(again.fits(plain_program(CHAIN, SAMPLES), target_of(again, move)))
+        return
+    assert drift(CHAIN, again, move, micro_batch=SAMPLES) == ""
+
+
+def test_what_a_schedule_keeps_leaves_once_and_comes_back_once() -> None:
+    """Under `attention_boundary`: of each block what enters it, attention's output and log-sum-exp; of all
+    the scale once.
+    """
+    step = planned(CHAIN, BOUNDARY, ALL, micro_batch=SAMPLES)[0].step
+    kept_bytes = 4 * (SEQ + LAYERS * SAMPLES * SEQ * (2 * DIM + HEADS))
+    for link in (Resource.DEVICE_TO_HOST, Resource.HOST_TO_DEVICE):
+        rows = (step.ops.resource == link) & (step.ops.phase < Phase.BOUNDARY) & (step.ops.block >= 0)
+        assert int(step.ops.traffic_bytes[rows].sum()) == kept_bytes
+
+
+@pytest.mark.slow
+def test_without_the_claims_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mechanism: what a schedule keeps goes through the claims on its block."""
+    monkeypatch.setattr(scheduled_region, "hooks_of_table", lambda: None)
+    assert drift(CHAIN, BOUNDARY, HALF, micro_batch=SAMPLES) != ""
+
+
+def test_schedules_of_the_whole_model_are_refused_twice() -> None:
+    """Online by `fits`; by `apply` where a config says so all the same."""
+    online = recompute("dtr", ratio=0.6, online=True)
+    assert "copy_out moves what each block keeps" in str(
+        online.fits(plain_program(CHAIN, SAMPLES), target_of(online, HALF))
+    )
+    model = ZOO["gpt"]
+    alone, beside = (planned(model, *each, micro_batch=6)[1] for each in ((DTR,), (DTR, HALF)))
+    assert (
+        "schedule" in alone["recompute"].document(),
+        "block_schedules" in beside["recompute"].document(),
+    ) == (True, True)
+    plan = {slot: each.document() for slot, each in (beside | alone).items()}
+    workload, module, optimizer = build(model)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(
+        ApplyError, match=r"dtr.* does not work beside what this config has under offload.activations"
+    ):
+        apply(
+            module,
+            optimizer,
+            {"settings": settings_of(DTR, HALF), "plan": plan},
+            loss=workload.loss,
+            strict=False,
+        )
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

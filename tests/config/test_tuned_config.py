@@ -1,0 +1,500 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memtune.api import apply
+from memtune.config.tuned_config import (
+    MadeFor,
+    Settings,
+    TunedConfig,
+    check_environment,
+    check_machine,
+    check_made_for,
+    dump_yaml,
+    environment,
+    fingerprint,
+    load_config,
+    save,
+)
+from memtune.config.yaml_io import MAX_BYTES, flow, parse
+from memtune.errors import ApplyError, ConfigError, EnvironmentFault
+from memtune.program.op_addresses import OpAddresses
+from memtune.search_spaces import SLOTS, null
+from memtune.search_spaces.allocator.expandable_segments import ExpandableSegments
+from memtune.search_spaces.allocator.native import Native
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.offload.states.stronghold import StrongholdPlan
+from memtune.search_spaces.recompute._block_planner.call_selection import CallsPlan
+from memtune.technique import Plan
+
+WHOLE = """\
+memtune: 1
+settings:
+  execution: {micro_batch: 8, accumulate: 4, order: {kind: program}, compile: false}
+  recompute: {kind: none}
+  split:     {kind: none}
+  sharding:
+    states:        {kind: none}
+    communication: {kind: plain}
+    parallel:      {kind: none}
+  offload:
+    states:        {kind: stronghold}
+    activations:   {kind: none}
+  allocator: {kind: native, max_split_size_mb: 128, garbage_collection_threshold: 0.8}
+measured: {step_s: 1e-3, peak_allocated_bytes: 123456}
+predicted: {step_s: 0.5}
+certificate: {confirmed: true}
+made_for: {model: "sha256:ab", parameters: 7, blocks: ["h.{0..3}"], ranks: 2, device: cpu, torch: 2.13.0}
+plan:
+  offload.states: {slots: 2, late: [1]}
+study: {name: gpt, trial: 3}
+"""
+
+
+def message(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(text)
+    return str(caught.value)
+
+
+def test_a_whole_config_is_read():
+    config = load_config(WHOLE)
+    assert config.settings.execution == Execution(micro_batch=8, accumulate=4)
+    assert config.settings.technique("allocator") == Native(
+        max_split_size_mb=128, garbage_collection_threshold=0.8
+    )
+    assert config.settings.technique("recompute") == null("recompute")
+    assert config.measured["step_s"] == 0.001
+    assert config.plan == {"offload.states": StrongholdPlan(slots=2, late=(1,))}
+    assert config.made_for is not None
+    assert config.made_for.torch == "2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (
+            "stronghold",
+            "{slots: 0}",
+            "plan.offload.states.slots: expected greater than or equal to 1, but got 0.",
+        ),
+        ("stronghold", "{slots: 2, wide: 1}", "plan.offload.states.wide: "),
+        ("stronghold", "{slots: '2'}", 'plan.offload.states.slots: expected a valid integer, but got "2".'),
+        ("patrickstar", "{slots: [2]}", "plan.offload.states.chunk_bytes: Field required"),
+        ("harmony", "{forward: [], backward: [[1, 2]], swapped_bytes: 0}", "do not follow one another"),
+        ("none", "{slots: 2}", "offload.states: {kind: none} plans nothing"),
+    ],
+)
+def test_malformed_plans_are_refused_with_slot_field_and_value(kind: str, plan: str, said: str):
+    text = message(f"settings: {{offload: {{states: {{kind: {kind}}}}}}}\nplan:\n  offload.states: {plan}\n")
+    assert text.startswith("MT316 ")
+    assert ":3" in text.splitlines()[0]
+    assert said in text
+    assert "Fix: " in text
+
+
+def test_a_plan_has_the_type_of_which_it_has_most_fields():
+    ranks = {"spans": [[0, 1], [1, 2]], "ranks": [0, 1], "first": [], "last": [], "moved_bytes": 0}
+    one = {"forward": [[0, 1]], "backward": [[0, 1], [1, 2]], "swapped_bytes": 3}
+    for plan in (ranks, one):
+        found = load_config(
+            {"settings": {"offload": {"states": {"kind": "harmony"}}}, "plan": {"offload.states": plan}}
+        ).plan
+        assert found["offload.states"].document() == plan
+
+
+def test_what_is_left_out_is_the_null_technique():
+    chosen = load_config("settings: {execution: {}}\n").settings
+    assert [chosen.technique(slot) for slot in SLOTS] == [null(slot) for slot in SLOTS]
+    assert chosen.execution == Execution()
+
+
+def test_dump_is_short_and_reads_back_equal():
+    config = load_config(WHOLE)
+    text = dump_yaml(config)
+    assert load_config(text) == config
+    assert "none" not in text
+    assert "#" in text
+
+
+def test_json_is_yaml():
+    config = load_config(WHOLE)
+    assert load_config(json.dumps(config.document())) == config
+    assert load_config(config.document()) == config
+
+
+def test_settings_drop_null_techniques():
+    chosen = Settings.of(Execution(), {"allocator": ExpandableSegments(), "recompute": null("recompute")})
+    assert chosen.dump()["allocator"] == {"kind": "expandable_segments"}
+    assert "recompute" not in chosen.dump()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("settings: {recompte: {kind: none}}\n", 1, "Did you mean 'recompute'"),
+        ("settings:\n  offload:\n    activation: {kind: none}\n", 3, "Did you mean 'activations'"),
+        ("settings:\n  execution:\n    microbatch: 3\n", 3, "Did you mean 'micro_batch'"),
+        ("settings:\n  recompute:\n    kind: nonne\n", 3, "Did you mean 'none'"),
+        (
+            "settings:\n  allocator:\n    kind: native\n    max_split_size: 3\n",
+            4,
+            "Did you mean 'max_split_size_mb'",
+        ),
+        ("settings:\n  allocator:\n    kind: native\n    max_split_size_mb: '128'\n", 4, "valid integer"),
+        ("settings:\n  allocator:\n    kind: native\n    roundup_power2_divisions: 3\n", 4, "powers of two"),
+        ("settings:\n  execution: {micro_batch: 0}\n", 2, "greater than or equal to 1"),
+        ("settings:\n  execution: {compile: 1}\n", 2, "'blocks' or 'model'"),
+        ("settings:\n  execution: {compile_backend: aot_eager}\n", 2, "set compile to blocks or model"),
+        ("settings:\n  recompute: 3\n", 2, "mapping"),
+        ("settings: {}\nsetings: {}\n", 2, "Did you mean 'settings'"),
+        (
+            "settings:\n  allocator:\n    - {kind: gmlake}\n    - {kind: planned_layout}\n",
+            3,
+            "One technique stands there",
+        ),
+        (
+            "settings:\n  allocator: {kind: [gmlake, planned_layout]}\n",
+            2,
+            "kind is the name of one technique",
+        ),
+        ("settings:\n  allocator: {kind: gmlake}\n  allocator: {kind: async}\n", 3, "keep one of them"),
+        ("settings: {}\nplan: {recomputed: {}}\n", 2, "Did you mean 'recompute'"),
+        ("settings: {}\nmade_for: {rank: 2}\n", 2, "Did you mean 'ranks'"),
+        ("settings: {}\nmeasured: [1]\n", 2, "measured"),
+        ("settings: {}\nmemtune: 2\nnew_part: {}\n", 2, "schema 2"),
+        ("settings: {}\nmemtune: one\n", 2, "schema"),
+        ("- a\n- b\n", 1, "mapping"),
+        (
+            "memtune: 1\nsettings:\n  allocator: {kind: native, roundup_power2_divisions: true}",
+            3,
+            "settings.allocator.roundup_power2_divisions: expected a valid integer, but got true",
+        ),
+    ],
+)
+def test_a_wrong_config_is_explained_with_its_line(text: str, line: int, words: str):
+    shown = message(text)
+    assert f":{line}  " in shown
+    assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &x [1]\nb: 1\n", "anchor"),
+        ("a: *x\n", "alias"),
+        ("a: &a [x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\nc: [*b, *b, *b, *b]\n", "anchor"),
+        ("a: !!python/object/apply:os.system ['true']\n", "tag"),
+        ("a: !!str 1\n", "tag"),
+        ("!!map {a: 1}\n", "tag"),
+        ("a: ! x\n", "tag"),
+        ("a: 1\nb: 2\na: 2\n", "the key 'a', given on line 1"),
+        ("? [1]\n: 2\n", "as a key"),
+        ("a: 1\n---\nb: 2\n", "second document"),
+        ("[" * 21 + "]" * 21 + "\n", "nesting"),
+        ("{a: " * 30 + "\n", "nesting"),
+        ("[" * 100_000 + "\n", "nesting"),
+        ("a: b: c\n", "not YAML"),
+        ("\x00\n", "not YAML"),
+        ('a: "\\U99999999"\n', "not YAML"),
+        ("\ud800\n", "not YAML"),
+        ("a: " + "9" * 10_000 + "\n", "number of this length"),
+        ("a: " + "x" * MAX_BYTES + "\n", "larger than 1 MiB"),
+        ("a: [1\n", "not YAML"),
+        ("\t- a\n", "not YAML"),
+        ("{", "not YAML"),
+    ],
+    ids=range(22),
+)
+def test_hostile_yaml_is_refused(text: str, words: str):
+    with pytest.raises(ConfigError, match=r"^MT205 config") as caught:
+        parse(text)
+    assert words in caught.value.what
+
+
+def test_twenty_levels_are_read():
+    assert parse("[" * 20 + "]" * 20).data
+
+
+def test_scalars_follow_yaml_1_2():
+    read = parse("{a: no, b: 1e-3, c: 0o17, d: ~, e: 'true', f: -.inf, g: 1_000, h: 12:30, i: True}").data
+    assert read == {
+        "a": "no",
+        "b": 0.001,
+        "c": 15,
+        "d": None,
+        "e": "true",
+        "f": -float("inf"),
+        "g": "1_000",
+        "h": "12:30",
+        "i": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "true",
+        "Null",
+        "NO",
+        "",
+        "~",
+        "1",
+        "1e3",
+        ".inf",
+        "- a",
+        "a: b",
+        "a #b",
+        " a",
+        "é",
+        "\x85",
+        "\U0001f600",
+    ],
+)
+def test_text_stays_text(text: str):
+    assert parse(flow({text: text})).data == {text: text}
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=("Cs",))),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PLAIN)
+def test_what_is_written_reads_back_equal(value: object):
+    assert parse(f"value: {flow(value)}\n").data == {"value": value}
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    text = WHOLE
+    words = [
+        "&a ",
+        "*a",
+        "!x ",
+        "{",
+        "}",
+        "[",
+        "]",
+        ": ",
+        "- ",
+        "\n",
+        "  ",
+        '"',
+        "'",
+        "#",
+        "|",
+        ">",
+        "%",
+        "@",
+        "null",
+        "9" * 20,
+        ".nan",
+        "kind",
+        "none",
+        "native",
+        "\t",
+        "\\u0000",
+        "---\n",
+        "? ",
+        "<<: ",
+        "é",
+        "\x85",
+        "\ufeff",
+    ]
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        stop = min(len(text), start + draw(st.integers(0, 12)))
+        insert = draw(st.sampled_from([*words, ""]) | st.text(max_size=3))
+        text = text[:start] + insert + text[stop:]
+    return text
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mutated())
+def test_mutated_yaml_is_a_config_or_a_config_error(text: str):
+    try:
+        config = load_config(text + "\n")
+    except ConfigError:
+        return
+    assert dump_yaml(load_config(dump_yaml(config))) == dump_yaml(config)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(["settings", "plan", "made_for", "memtune", "measured"]), PLAIN))
+def test_any_plain_data_is_a_config_or_a_config_error(data: dict[str, object]):
+    try:
+        load_config(data)
+    except ConfigError:
+        pass
+
+
+def test_what_is_not_plain_data_is_refused():
+    with pytest.raises(ConfigError, match="not plain data"):
+        load_config({"settings": {"recompute": object()}})
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path):
+    (tmp_path / "tuned.yaml").write_text(WHOLE)
+    with pytest.raises(ConfigError, match=r"no file .*tund\.yaml") as caught:
+        load_config(tmp_path / "tund.yaml")
+    assert "tuned.yaml" in caught.value.evidence
+    with pytest.raises(ConfigError, match="folder"):
+        load_config(tmp_path)
+
+
+def test_save_replaces_whole_files_and_leaves_nothing_behind(tmp_path: Path):
+    config, out = load_config(WHOLE), tmp_path / "tuned.yaml"
+    out.write_text("old")
+    link = tmp_path / "link.yaml"
+    link.symlink_to(out)
+    save(config, link)
+    assert link.is_symlink()
+    assert load_config(out) == config
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.yaml", "tuned.yaml"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "tuned.yaml"
+    out.write_text("old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EnvironmentFault, match="No space left"):
+        save(load_config(WHOLE), out)
+    assert out.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["tuned.yaml"]
+
+
+def test_saving_into_a_missing_folder_is_explained(tmp_path: Path):
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        save(load_config(WHOLE), tmp_path / "missing" / "tuned.yaml")
+
+
+def test_a_config_for_another_model_is_refused():
+    model, other = nn.Linear(3, 4), nn.Linear(3, 5)
+    config = TunedConfig(made_for=MadeFor(model=fingerprint(model), parameters=16, ranks=1))
+    check_made_for(config, model, 1)
+    check_made_for(TunedConfig(), other, 8)
+    with pytest.raises(ConfigError, match="another model") as caught:
+        check_made_for(config, other, 1)
+    assert "16 parameters" in caught.value.evidence
+    assert "20 (sha256:" in caught.value.evidence
+    with pytest.raises(ConfigError, match="another model"):
+        check_made_for(config, model.to(torch.bfloat16), 1)
+
+
+def test_a_config_for_other_ranks_is_refused():
+    config = TunedConfig(made_for=MadeFor(ranks=2))
+    with pytest.raises(ConfigError, match="2 ranks, here is 1") as caught:
+        check_made_for(config, nn.Linear(1, 1), 1)
+    assert caught.value.fix.endswith("search again with --device cpu --workers 1")
+    with pytest.raises(ConfigError, match="1 rank, here are 8") as caught:
+        check_made_for(TunedConfig(made_for=MadeFor(device="cuda")), nn.Linear(1, 1), 8)
+    assert caught.value.fix.endswith("search again with --gpus 8")
+
+
+HERE = MadeFor(torch="2.13.0+cpu", device="cuda", hardware="h100-80g")
+PLANNED: dict[str, Plan] = {"recompute": CallsPlan(calls=(OpAddresses(),), blocks=(0,))}
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "hardware", "torch_version"),
+    [
+        ("torch: 2.13.0+cpu then, 2.11.0 now", "cuda", "h100-80g", "2.11.0"),
+        ("hardware: h100-80g then, a10 now", "cuda", "a10", "2.13.0"),
+        ("device: cuda then, cpu now", "cpu", "h100-80g", "2.13.0"),
+    ],
+)
+def test_a_plan_from_another_machine_is_refused_and_settings_alone_warn(
+    said: str, device: str, hardware: str, torch_version: str
+):
+    with pytest.raises(ConfigError, match="plan of recompute") as caught:
+        check_machine(TunedConfig(made_for=HERE, plan=PLANNED), device, hardware, torch_version)
+    assert caught.value.evidence == f"{said}."
+    assert caught.value.code == "MT206"
+    with pytest.warns(UserWarning, match=f"tuned elsewhere .{re.escape(said)}"):
+        check_machine(TunedConfig(made_for=HERE), device, hardware, torch_version)
+
+
+def test_another_build_of_the_same_torch_is_no_other_machine():
+    with warnings.catch_warnings(action="error"):
+        check_machine(TunedConfig(made_for=HERE, plan=PLANNED), "cuda", "h100-80g", "2.13.1+cu129")
+        check_machine(TunedConfig(plan=PLANNED), "cpu", "cpu", "2.11.0")
+
+
+def test_apply_refuses_a_plan_made_with_another_torch():
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    config = TunedConfig(made_for=HERE.model_copy(update={"torch": "2.1.0", "device": "cpu"}), plan=PLANNED)
+    with pytest.raises(ConfigError, match="made on another machine"):
+        apply(model, optimizer, config)
+
+
+EXPANDABLE = Settings.of(Execution(), {"allocator": ExpandableSegments()})
+
+
+def test_environment_is_what_the_techniques_ask_for():
+    assert environment(Settings()) == {}
+    assert environment(EXPANDABLE)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_missing_variable_is_answered_with_its_export_line(monkeypatch: pytest.MonkeyPatch):
+    wanted = environment(EXPANDABLE)
+    for name in wanted:
+        monkeypatch.delenv(name, raising=False)
+    check_environment(Settings())
+    check_environment(EXPANDABLE, device="cpu")
+    with pytest.raises(ApplyError) as caught:
+        check_environment(EXPANDABLE)
+    assert "export " + " ".join(f"{name}={value}" for name, value in wanted.items()) in str(caught.value)
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
+    check_environment(EXPANDABLE)
+
+
+def test_a_variable_set_after_cuda_started_is_refused(monkeypatch: pytest.MonkeyPatch):
+    # What torch read at its start is what its own getter says; only that CUDA runs is pretended here.
+    for name, value in environment(EXPANDABLE).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
+        with pytest.raises(ApplyError, match="before CUDA starts"):
+            check_environment(EXPANDABLE)
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        check_environment(EXPANDABLE)
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_an_axis_in_the_wrong_place_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'sharding'[\s\S]*Fix: settings: \{sharding: …\}"):
+        load_config({"sharding": {"states": {"kind": "ddp"}}})

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from memtune.hardware.cpu_cores import cpu_threads, threads_per_rank, usable_cores
+
+
+def test_threads_are_as_before_whatever_happens_inside() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match=f"on {before + 1} threads"), cpu_threads(before + 1):
+        _fail()
+    assert torch.get_num_threads() == before
+    with cpu_threads(None):
+        assert torch.get_num_threads() == before
+
+
+def test_ranks_share_the_cores_and_each_has_one_at_the_least() -> None:
+    assert [threads_per_rank(8, ranks) for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_cores_are_those_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    one = {min(allowed)}
+    code = (
+        f"import os; os.sched_setaffinity(0, {one}); from memtune.hardware.cpu_cores import usable_cores;"
+        " print(usable_cores())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (int(done.stdout), usable_cores()) == (1, len(allowed))
+
+
+def _fail() -> None:
+    raise RuntimeError(f"on {torch.get_num_threads()} threads")

@@ -1,0 +1,132 @@
+"""The table of hardware, this machine, and what ops cost on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from memtune import hardware
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.hardware import cpu_probe, known_devices
+from memtune.hardware.roofline import op_class
+
+CONSTANTS = {each.name for each in fields(hardware.Hardware)} - {
+    "name",
+    "device",
+    "sources",
+    "curves",
+    "residuals",
+    "rates_from",
+}
+
+
+@pytest.mark.parametrize("name", hardware.names())
+def test_every_number_of_the_table_has_a_source(name: str) -> None:
+    found = hardware.find(name)
+    assert set(found.sources) == CONSTANTS
+    assert all(found.sources.values())
+    assert all(isinstance(value := getattr(found, constant), bool) or value for constant in CONSTANTS)
+    assert found.usable_bytes(1) == found.memory_bytes - found.context_bytes
+    assert found.usable_bytes(2) == found.usable_bytes(1) - found.communicator_bytes
+    assert (
+        "http" in found.sources["memory_bytes_per_s"] or "white paper" in found.sources["memory_bytes_per_s"]
+    )
+    assert found.architecture.startswith(("sm", "gfx"))
+    assert found.fp32_flops_per_s <= found.fp16_flops_per_s
+    assert found.name == name
+
+
+def test_the_cards_promised() -> None:
+    promised = (
+        "h200 h100-80g h100-pcie b200 a100-40g a100-80g l40s l4 a10 rtx-4090 rtx-5090 rtx-3090 v100 mi300x"
+    )
+    assert set(promised.split()) == set(hardware.names())
+
+
+@pytest.mark.parametrize(
+    ("written", "key"), [("H100 80GB", "h100-80g"), ("rtx_4090", "rtx-4090"), (" A100 ", "a100-80g")]
+)
+def test_names_are_read_as_people_write_them(written: str, key: str) -> None:
+    assert hardware.find(written).name == key
+
+
+@pytest.mark.parametrize(("written", "fix"), [("h100-8og", "h100-80g"), ("h10", "use h100-80g or h100-pcie")])
+def test_a_miss_names_the_nearest(written: str, fix: str) -> None:
+    with pytest.raises(UsageError, match=written) as caught:
+        hardware.find(written)
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("title", "gib", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79, "h100-80g"),
+        ("NVIDIA H100 PCIe", 79, "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", 79, "a100-80g"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx-4090"),
+        ("Tesla V100-SXM2-32GB", 32, "v100"),
+        ("NVIDIA L4", 22, "l4"),
+        ("NVIDIA H200", 140, "h200"),
+        ("Quadro P400", 2, None),
+    ],
+)
+def test_a_driver_s_name_is_matched(title: str, gib: int, key: str | None) -> None:
+    assert known_devices.match(title, gib * 2**30) == key
+
+
+def test_equal_hardware_is_one_key() -> None:
+    assert len({hardware.find("h100"), hardware.find("h100-80g")}) == 1
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache directory without rates, so that they are measured."""
+    monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
+    cpu_probe.cpu.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    cpu_probe.cpu.cache_clear()
+
+
+def test_this_cpu_is_measured_once_and_kept(empty_cache: Path) -> None:
+    first = hardware.detect("cpu")
+    assert first.device == "cpu"
+    assert set(first.sources) == CONSTANTS
+    assert 1e8 < first.fp32_flops_per_s < 1e14
+    assert 1e8 < first.memory_bytes_per_s < 1e13
+    assert 1e-8 < first.launch_s < 1e-3
+    assert first.allocation_rounding_bytes == 1
+    (kept,) = empty_cache.iterdir()
+    cpu_probe.cpu.cache_clear()
+    assert hardware.detect("cpu") == first  # equal to the last digit: read, not measured again
+    kept.write_text('{"cores": "many"}')
+    cpu_probe.cpu.cache_clear()
+    assert hardware.detect("cpu").cores == first.cores  # what cannot be read is measured anew
+
+
+def test_no_cuda_is_said_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(EnvironmentFault, match="no CUDA device"):
+        hardware.detect("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten.addmm.default", "matmul"),
+        ("aten.mm.default", "matmul"),
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", "attention"),
+        ("aten.convolution_backward.default", "convolution"),
+        ("aten._fused_adamw_.default", "optimizer"),
+        ("aten._log_softmax.default", "normalisation"),
+        ("aten.embedding_dense_backward.default", "gather"),
+        ("aten.gelu_backward.default", "transcendental"),
+        ("aten.add.Tensor", "elementwise"),
+    ],
+)
+def test_op_classes(name: str, kind: str) -> None:
+    assert op_class(name) == kind

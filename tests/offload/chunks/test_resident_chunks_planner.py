@@ -1,0 +1,129 @@
+"""The choice of resident chunks, compared with every other choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chunk_packings import Sizes, all_packings, models
+
+from memtune.offload.chunks.chunk_planner import ChunkPlan
+from memtune.offload.chunks.resident_chunks_planner import (
+    OnDevice,
+    Seconds,
+    all_resident,
+    cheapest_split,
+    most_in_margin,
+    resident_counts,
+)
+from memtune.offload.core.parameter_layout import Chunks, pack
+from memtune.program.residency import cached
+
+
+def on_device(sizes: Sizes, state: int) -> OnDevice:
+    n_bytes, block = sizes
+    return OnDevice(tuple(n * (1 + state) for n in n_bytes), n_bytes, block)
+
+
+def taken_in(sizes: Sizes, staying: int, state: int, moment: int, moments: int) -> int:
+    """Return the bytes of the first `staying` parameters in a moment."""
+    n_bytes, block = sizes
+    landed = [n for n, b in zip(n_bytes[:staying], block, strict=False) if moment >= moments - 1 - b]
+    return sum(n_bytes[:staying]) * (1 + state) + sum(landed)
+
+
+@given(models(), st.integers(0, 2), st.lists(st.integers(0, 90), min_size=8, max_size=8))
+@settings(deadline=None, max_examples=60)
+def test_no_more_chunks_have_room_beside_all_others(sizes: Sizes, state: int, rooms: list[int]) -> None:
+    moments = 2 * (sizes[1][-1] + 1)
+    room = tuple(rooms[:moments])
+    for chunks in all_packings(sizes)[:3]:
+        fitting = []
+        for kept in range(chunks.count):
+            staying = sum(each < kept for each in chunks.chunk)
+            free = [room[t] - taken_in(sizes, staying, state, t, moments) for t in range(moments)]
+            fitting.append(min(free) >= (chunks.count - kept) * chunks.chunk_bytes)
+        wanted = fitting.index(False) - 1 if False in fitting else chunks.count - 1
+        assert most_in_margin(chunks, room, on_device(sizes, state).taken(moments)) == wanted
+
+
+@given(models(), st.data())
+@settings(deadline=None, max_examples=40)
+def test_the_others_lie_as_before(sizes: Sizes, data: st.DataObject) -> None:
+    chunks = data.draw(st.sampled_from(all_packings(sizes)))
+    kept = data.draw(st.integers(0, chunks.count - 1))
+    slots = (chunks.count,) * 2 * (sizes[1][-1] + 1)
+    found = all_resident(*sizes, ChunkPlan(chunks, slots), kept)
+    assert found.staying == resident_counts(chunks)[kept]
+    assert found.chunks.count == chunks.count - kept
+    assert found.chunks.offset == chunks.offset[found.staying :]
+    assert set(found.slots) == {chunks.count - kept}
+
+
+def price(sizes: Sizes, chunks: Chunks, staying: int, slots: int, ahead: int, seconds: Seconds) -> float:
+    rest: Chunks = pack(sizes[0][staying:], sizes[1][staying:], chunks.chunk_bytes)
+    uses = rest.uses(ahead)
+    if slots < max(map(len, uses)):
+        return np.inf
+    moves = cached(uses, (slots,) * len(uses), "lru").moves
+    return (
+        moves * chunks.chunk_bytes / seconds.up_bytes_per_s
+        + sum(seconds.host[staying:])
+        + sum(seconds.device[:staying])
+    )
+
+
+@given(
+    models(),
+    st.integers(0, 2),
+    st.integers(0, 120),
+    st.integers(0, 1),
+    st.sampled_from([0.1, 1.0, 10.0]),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=100)
+def test_no_split_takes_less_time(
+    sizes: Sizes, state: int, base: int, ahead: int, up: float, limited: bool
+) -> None:
+    """Over all chunk sizes, chunks that stay and slots."""
+    n_bytes, block = sizes
+    moments = 2 * (block[-1] + 1)
+    room = tuple(base + t % 3 for t in range(moments))
+    seconds = Seconds(up, tuple(2.0 * n for n in n_bytes), tuple(0.25 * n for n in n_bytes))
+    most = len(n_bytes) // 2 if limited else None
+    found = cheapest_split(*sizes, room, ahead, on_device(sizes, state), seconds, most=most)
+    prices = [np.inf]
+    for chunks in all_packings(sizes):
+        for kept in range(chunks.count):
+            staying = sum(each < kept for each in chunks.chunk)
+            free = min(room[t] - taken_in(sizes, staying, state, t, moments) for t in range(moments))
+            if most is None or staying <= most:
+                slots = min(free // chunks.chunk_bytes, chunks.count - kept)
+                prices += [
+                    price(sizes, chunks, staying, each, ahead, seconds) for each in range(1, slots + 1)
+                ]
+    if found is None:
+        assert min(prices) == np.inf
+    else:
+        assert price(sizes, found.chunks, found.staying, found.slots[0], ahead, seconds) == pytest.approx(
+            min(prices)
+        )
+        assert len(set(found.slots)) == 1
+
+
+def test_a_fast_link_caches_and_a_slow_one_keeps() -> None:
+    """The trade-off: the same room, by what copies and the host's updates cost."""
+    sizes: Sizes = ((4,) * 8, (0, 0, 1, 1, 2, 2, 3, 3))
+    update = tuple(0.1 for _ in range(8))
+    room = (36,) * 8
+
+    def split(host_s: float) -> ChunkPlan:
+        found = cheapest_split(*sizes, room, 0, on_device(sizes, 2), Seconds(1.0, (host_s,) * 8, update))
+        assert found is not None
+        return found
+
+    cheap, dear = split(0.1), split(100.0)
+    assert cheap.staying == 0
+    assert dear.staying > 0
+    assert dear.slots[0] * dear.chunks.chunk_bytes < cheap.slots[0] * cheap.chunks.chunk_bytes

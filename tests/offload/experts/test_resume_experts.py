@@ -1,0 +1,198 @@
+"""A step with experts on SSD is kept whole: what was used, what was missed, and what stays on the device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.models.routed_experts import STATES, routed
+from torch import nn
+
+import memtune
+from memtune.errors import ApplyError, EnvironmentFault
+from memtune.offload.experts import resume_experts
+from memtune.offload.experts.expert_offload import ExpertOptimizer
+from memtune.offload.experts.resume_experts import KeptBeside
+from memtune.ssd import ssd_tensors
+from memtune.ssd.last_step import Manifest
+from memtune.ssd.ssd_tensors import TENSORS
+
+BATCHES = [torch.randn(2, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+KEEPS = STATES | {"resume": "last_step"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(ssd: Path) -> Iterator[None]:
+    yield
+    ssd_tensors.folder().remove()
+
+
+def tuned_of(
+    model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any
+) -> memtune.Tuned:
+    optimizer = kind(model.parameters(), **({"lr": 0.05} | settings))  # type: ignore[call-arg]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on
+        return memtune.apply(
+            model,
+            optimizer,
+            {"settings": {"offload": {"states": KEEPS}}},
+            loss=lambda m, x: m(x).pow(2).mean(),
+            strict=False,
+        )
+
+
+def optimizer_of(tuned: memtune.Tuned) -> ExpertOptimizer:
+    held: ExpertOptimizer = tuned._context.checks["offload.states"].__self__._held_by  # type: ignore[attr-defined]
+    return held
+
+
+def crashed_after(directory: Path, steps: int, **how: Any) -> tuple[dict[str, Any], int]:
+    """Leave a folder as a run does that is killed after so many steps; returns what all steps give, and
+    updates missed then.
+    """
+    tuned = tuned_of(routed(), **how)
+    for batch in BATCHES[:steps]:
+        tuned.step([batch])
+    missed = sum(map(len, optimizer_of(tuned)._missed.values()))
+    shutil.copytree(ssd_tensors.folder().path, directory / "memtune-run-1-killed")
+    for batch in BATCHES[steps:]:
+        tuned.step([batch])
+    found = copy.deepcopy(tuned.state_dict())
+    del tuned
+    ssd_tensors.folder().kept.clear()
+    return found, missed
+
+
+def gone_on(**how: Any) -> tuple[dict[str, Any], int]:
+    tuned = tuned_of(routed(), **how)
+    for batch in BATCHES[tuned.resumed_steps :]:
+        tuned.step([batch])
+    return copy.deepcopy(tuned.state_dict()), tuned.resumed_steps
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+SGD = {"kind": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5}
+
+
+@pytest.mark.parametrize("how", [{}, SGD, {"kind": torch.optim.Adagrad}], ids=["adamw", "sgd", "adagrad"])
+def test_it_goes_on_to_the_bit_with_what_was_missed(ssd: Path, how: dict[str, Any]) -> None:
+    """The mechanism: updates that experts have missed are in the manifest; and so is state that was never
+    made, as none.
+    """
+    wanted, missed = crashed_after(ssd, 3, **how)
+    assert missed > 0
+    found, steps = gone_on(**how)
+    assert steps == 3
+    assert same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["missed", "weights"])
+def test_without_any_part_of_it_bits_differ(ssd: Path, broken: str) -> None:
+    wanted, _ = crashed_after(ssd, 3)
+    wrong = {
+        "missed": patch.object(resume_experts, "_out_of_runs", lambda *_: {}),
+        "weights": patch.object(KeptBeside, "take_up", lambda *_: None),
+    }[broken]
+    with wrong:
+        assert not same(gone_on()[0]["model"], wanted["model"])
+
+
+def test_missed_updates_are_written_as_runs() -> None:
+    """Each setting once, whoever missed it; steps in which a parameter had no gradient at all are no part of
+    its run.
+    """
+    steps = [
+        {"lr": 0.1 / (1 + at), "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0, "params": object()}
+        for at in range(9)
+    ]
+    pieces: list[Any] = [SimpleNamespace(device=nn.Parameter(torch.zeros(1))) for _ in range(4)]
+    missed = {
+        pieces[0].device: steps[4:],
+        pieces[1].device: steps,
+        pieces[3].device: [*steps[1:3], *steps[7:]],
+    }
+    notes = json.loads(json.dumps(resume_experts._in_runs(pieces, missed)))
+    assert notes["missed"] == {"1": [[0, 9]], "0": [[4, 5]], "3": [[1, 2], [7, 2]]}
+    assert len(notes["settings"]) == 9
+    found = resume_experts._out_of_runs(pieces, notes)
+    assert found.keys() == missed.keys()
+    for parameter, mine in missed.items():
+        assert [each["lr"] for each in found[parameter]] == [each["lr"] for each in mine]
+        assert all(tuple(each["betas"]) == (0.9, 0.95) and "params" not in each for each in found[parameter])
+
+
+def test_state_that_the_optimizer_loads_by_itself_is_kept(ssd: Path) -> None:
+    """Of experts that the next step does not use as well."""
+    tuned = tuned_of(routed())
+    for batch in BATCHES[:2]:
+        tuned.step([batch])
+    state = copy.deepcopy(tuned.optimizer.state_dict())
+    for each in state["state"].values():
+        each["exp_avg"] = each["exp_avg"] + 1
+    tuned.optimizer.load_state_dict(state)
+    tuned.step([BATCHES[2]])
+    wanted = copy.deepcopy(tuned.state_dict())
+    shutil.copytree(ssd_tensors.folder().path, ssd / "memtune-run-1-killed")
+    del tuned
+    ssd_tensors.folder().kept.clear()
+    again = tuned_of(routed())
+    assert again.resumed_steps == 3
+    assert same(copy.deepcopy(again.state_dict()), wanted)
+
+
+def test_damaged_bytes_of_what_stays_are_an_error_and_the_model_is_as_it_was(ssd: Path) -> None:
+    crashed_after(ssd, 3)
+    folder = ssd / "memtune-run-1-killed"
+    manifest = max(filter(None, map(Manifest.read, folder.glob("manifest-*"))), key=lambda each: each.step)
+    at = manifest.pieces[-1].offset
+    with open(folder / TENSORS, "r+b") as file:
+        file.seek(at)
+        (right,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([right ^ 1]))
+    model = routed()
+    with pytest.raises(EnvironmentFault, match=r"the optimizer state of 2\.bias") as caught:
+        tuned_of(model)
+    assert caught.value.code == "MT363"
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), routed().parameters(), strict=True)
+    )
+
+
+def test_a_failure_after_it_was_taken_up_leaves_the_model_as_it_was(ssd: Path) -> None:
+    """Updates that were missed then must not be made up for in what is given back."""
+    _, missed = crashed_after(ssd, 3)
+    assert missed > 0
+    model = routed()
+    with (
+        patch.object(ExpertOptimizer, "check", side_effect=ApplyError("no", fix="", code="MT309")),
+        pytest.raises(ApplyError),
+    ):
+        tuned_of(model)
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), routed().parameters(), strict=True)
+    )
+
+
+def test_what_is_added_to_the_optimizer_later_is_refused(ssd: Path) -> None:
+    """Nobody would keep it."""
+    tuned = tuned_of(routed())
+    tuned.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ApplyError, match="would not be kept"):
+        tuned.step([BATCHES[0]])

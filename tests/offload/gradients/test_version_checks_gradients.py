@@ -1,0 +1,160 @@
+"""Offloaded gradients, and a loop that skips a step, clears or changes gradients itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from support.interrupted_loops import ALL, AT_END, Net, assert_equal, batch, build, loss, made, weights
+from torch import Tensor, nn
+
+from memtune.api import Tuned
+from memtune.errors import ApplyError
+from memtune.ssd import offload_dir
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+
+
+def none(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+CLEARS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "children": lambda model, optimizer: [each.zero_grad() for each in model.children()] and None,
+}
+
+
+def trained(model: Net, optimizer: torch.optim.Optimizer, clear: Callable[..., None]) -> dict[str, Tensor]:
+    """Three steps of two micro-batches, the second of which is skipped; gradients are cleared by `clear`."""
+    for step in range(3):
+        for micro_batch in range(2):
+            loss(model, batch(2 * step + micro_batch)).backward()  # type: ignore[no-untyped-call]
+        if step != 1:
+            optimizer.step()
+        clear(model, optimizer)
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    "how", ["model", *(pytest.param(each, marks=pytest.mark.slow) for each in ("to zero", "children"))]
+)
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_of_a_skipped_step_are_let_go_of_by_the_models_own_zero_grad(name: str, how: str) -> None:
+    model, optimizer, _ = made(name)
+    assert_equal(trained(model, optimizer, CLEARS[how]), trained(*build(), CLEARS[how]))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_that_are_set_to_none_after_a_skipped_step_are_noticed(name: str) -> None:
+    model, optimizer, _ = made(name)
+    with pytest.raises(
+        ApplyError, match=r"MT364 \d+ gradients were let go of after a backward(.|\n)*model.zero_grad"
+    ):
+        trained(model, optimizer, none)
+    model.zero_grad()
+    loss(model, batch(9)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def test_a_copy_of_the_model_clears_its_own_gradients_alone() -> None:
+    model, optimizer, _ = made("zero_offload")
+    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.zero_grad()
+        assert all(each.grad is None for each in other.parameters())
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    assert sum(each.grad is not None for each in held) == len(held)
+    model.blocks[1].zero_grad()  # type: ignore[operator]
+    assert sum(each.grad is not None for each in held) == len(held) - len(list(model.blocks[1].parameters()))
+    model.zero_grad()
+    assert all(each.grad is None for each in held)
+
+
+def clipped(
+    model: Net, optimizer: torch.optim.Optimizer, tuned: Tuned | None = None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the norms that a loop gets which clips the optimizer's parameters, and the weights after its
+    steps.
+    """
+    norms = []
+    for index in range(3):
+        optimizer.zero_grad()
+        with nullcontext() if tuned is None else tuned.micro_batch(last=True):
+            loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        norms.append(nn.utils.clip_grad_norm_(held, 1e-2))
+        optimizer.step()
+    return norms, weights(model)
+
+
+@pytest.mark.parametrize("name", [*ALL, *AT_END])
+def test_clipping_what_the_optimizer_holds_clips_all_gradients(name: str) -> None:
+    if name in ("gradients on SSD", "all else on SSD"):
+        with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
+            clipped(*made(name))
+        return
+    (norms, mine), (wanted, plain) = clipped(*made(name)[:2]), clipped(*build())
+    assert norms == wanted
+    assert norms[0] > 1e-2
+    assert_equal(mine, plain)
+
+
+@pytest.mark.parametrize("name", ["l2l", "late", "per_gradient", "one by one"])
+def test_clipping_what_has_been_used_inside_backward_is_refused(name: str) -> None:
+    with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
+        clipped(*made(name))
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [("l2l", True), ("zero_offload", True), ("lohan", True), ("l2l", False), ("native", False)],
+)
+def test_a_step_that_a_hook_interrupted_is_made_up_for_or_let_go_of(name: str, again: bool) -> None:
+    def fails(*_: object) -> None:
+        raise Interrupted
+
+    found = []
+    for model, optimizer in (made(name)[:2], build()):
+        for index in range(3):
+            optimizer.zero_grad()
+            loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+            if index == 1:
+                handle = optimizer.register_step_pre_hook(fails)
+                with pytest.raises(Interrupted):
+                    optimizer.step()
+                handle.remove()
+                if not again:  # a step of one block's gradients alone
+                    model.zero_grad()
+                    loss(model.blocks[0], batch(9)).backward()  # type: ignore[no-untyped-call, arg-type]
+            optimizer.step()
+        found.append(weights(model))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", ["l2l", "zero_offload", "lohan", "patrickstar"])
+def test_a_gradient_put_in_the_place_of_one_that_left_is_noticed(name: str) -> None:
+    model, optimizer, _ = made(name)
+    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    weight = model.blocks[1].up.weight  # type: ignore[union-attr]
+    assert isinstance(weight, nn.Parameter)
+    weight.grad = torch.ones(16, 8)
+    with pytest.raises(ApplyError, match="MT364 1 gradients were put in place after a backward"):
+        optimizer.step()

@@ -1,0 +1,56 @@
+"""The host-optimizer pass on its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.zoo_paths import ZOO
+
+from memtune.offload.optimizer.host_optimizer_pass import optimizer_on_host
+from memtune.program.step import Kind, Phase, Resource, Step, Tier
+from memtune.testing.drift_check import plain_program
+
+
+def step_of(model: str) -> Step:
+    return plain_program(ZOO[model]).step
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_updates_run_on_host_threads_with_all_they_touch_on_the_host(model: str) -> None:
+    new = optimizer_on_host(step_of(model))
+    new.validate()
+    update = (new.ops.phase == Phase.OPTIMIZER) & (new.ops.resource == Resource.HOST_THREADS)
+    assert update.any()
+    touched = new.uses.storage[update[new.uses.op]]
+    assert (new.storages.tier[touched] == Tier.HOST).all()
+    assert (new.storages.tier[new.storages.kind == Kind.OPTIMIZER] == Tier.HOST).all()
+
+
+def test_frozen_weights_have_no_copy() -> None:
+    step = step_of("lora")
+    new = optimizer_on_host(step)
+    trainable = sum(int(step.storages.bytes[p.storage]) for p in step.parameters if p.trainable)
+    masters = (new.storages.kind == Kind.PARAMETER) & (new.storages.tier == Tier.HOST)
+    assert (
+        int(new.storages.bytes[masters].sum())
+        == trainable
+        < sum(int(step.storages.bytes[p.storage]) for p in step.parameters)
+    )
+
+
+def test_gradients_are_let_go_one_after_the_other() -> None:
+    step = step_of("gpt")
+    new = optimizer_on_host(step)
+    down = np.flatnonzero(new.ops.resource == Resource.DEVICE_TO_HOST)
+    live = new.live_bytes()[down]
+    assert (np.diff(live) < 0).all()
+
+
+def test_a_step_without_optimizer_is_left_alone() -> None:
+    step = step_of("gpt")
+    frozen = replace(
+        step, parameters=tuple(p._replace(trainable=False, gradient=-1) for p in step.parameters)
+    )
+    assert optimizer_on_host(frozen) is frozen

@@ -1,0 +1,79 @@
+"""Block gradients that are averaged one by one when ready: a rank that lacks some raises, and no rank waits
+forever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.gloo import run_ranks
+from support.ranks.block_offload_on_ranks import share_of, started
+from support.suites.layer_major_suite import CHAIN
+
+from memtune.activations.recompute.activation_table import ActivationTable
+from memtune.autotune.record_parallel.fake_process_group import fake_ranks
+from memtune.errors import ApplyError, MemtuneError
+from memtune.offload.optimizer.host_optimizer import HostOptimizer
+from memtune.offload.parameters.offloader import ParameterOffloader
+from memtune.program.residency import window
+from memtune.runtime.context import Context
+from memtune.testing.training import build
+from memtune.workload.repeated_blocks import find_blocks
+
+RANKS = 2
+REPLICAS = {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "l2l"}}}
+
+
+def skipped(settings: dict[str, Any], index: int) -> str:
+    """Return the error on this rank in the step in which rank 1 skips the block `index`; '' for none."""
+    workload, tuned = started({"settings": settings})
+    tuned.step(share_of(workload, 0, 1, RANKS))
+    model: Any = tuned._context.model
+    if dist.get_rank() == 1:
+        del model.h[index]
+    try:
+        for step in range(1, 3):
+            tuned.step(share_of(workload, step, 1, RANKS))
+    except MemtuneError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 2, -1])
+def test_a_rank_that_skips_a_block_says_so(index: int) -> None:
+    """The other one waits for what never comes, and ends when it has ended: gloo aborts it, or says who
+    failed first.
+    """
+    other, said = run_ranks(skipped, RANKS, REPLICAS, index, may_fail=True, deadline_s=100)
+    assert "MT346 12 parameters got no gradient in this backward" in said
+    assert "every rank must have each of them" in said
+    assert other is None or "Another rank ended" in other
+
+
+@pytest.mark.slow
+def test_ranks_that_all_skip_the_same_block_are_told_alike() -> None:
+    assert all("12 parameters got no gradient" in said for said in run_ranks(skipped_by_all, RANKS))
+
+
+def skipped_by_all() -> str:
+    workload, tuned = started({"settings": REPLICAS})
+    model: Any = tuned._context.model
+    del model.h[1]
+    with pytest.raises(ApplyError) as caught:
+        tuned.step(share_of(workload, 0, 1, RANKS))
+    return str(caught.value)
+
+
+def test_gradients_that_nobody_averages_do_not_leave() -> None:
+    """Several ranks, each with all weights, and no DDP that would have left its blocks to the store."""
+    _, model, optimizer = build(CHAIN)
+    blocks = find_blocks(model)
+    with fake_ranks(RANKS):
+        context = Context(
+            model, optimizer, blocks, next(model.parameters()).device, ActivationTable(model, blocks)
+        )
+        with pytest.raises(ApplyError, match="would not be averaged among ranks"):
+            ParameterOffloader(context, window(len(blocks), 1), HostOptimizer(context, "native"))

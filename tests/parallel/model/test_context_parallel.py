@@ -1,0 +1,104 @@
+"""Attention over heads and contexts: every way to divide eight ranks gives what one rank computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from reference.attention import HEAD, HEADS, LENGTH, SAMPLES, SHARED, made, one_rank
+from support.gloo import run_ranks
+
+from memtune.errors import ApplyError
+from memtune.parallel.model import context_parallel
+from memtune.parallel.model.context_groups import Split, grid_of
+from memtune.parallel.model.context_parallel import divided_attention, require_heads, require_plain_attention
+from memtune.runtime.transfer import COUNTERS
+
+EIGHT = [
+    Split(heads, 8 // heads, inner, first, zigzag)
+    for heads in (1, 2, 4, 8)
+    for inner in (1, 2, 4, 8)
+    for first in (False, True)
+    for zigzag in (False, True)
+    if 8 // heads % inner == 0
+]
+
+
+def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]]:
+    """Per split: bytes counted, and how far this rank's output and gradients are off, where later positions
+    are masked or not.
+    """
+    wanted = {causal: one_rank(causal) for causal in (False, True)}
+    group, rank = dist.distributed_c10d._get_default_group().group_name, dist.get_rank()
+    found = []
+    for split in splits:
+        grid, off = grid_of(split, "cpu", group, 1, rank), {}
+        for causal, whole in wanted.items():
+            *given, gradient = (grid.layout.own(each, 2) for each in made())
+            given = [each.requires_grad_() for each in given]
+            COUNTERS.take()
+            out = divided_attention(grid)(*given, is_causal=causal, enable_gqa=True)
+            out.backward(gradient)
+            counted = COUNTERS.take()
+            mine = [out.detach(), *(each.grad for each in given)]
+            off[causal] = max(
+                float((one - grid.layout.own(all_, 2)).abs().max())
+                for one, all_ in zip(mine, whole, strict=True)
+            )
+        found.append((counted, off))
+    return found
+
+
+@pytest.mark.slow
+def test_all_splits_of_eight_ranks() -> None:
+    query = SAMPLES * HEADS * LENGTH // 8 * HEAD * 4
+    for rank in run_ranks(shares, 8, EIGHT, deadline_s=280):
+        for split, (counted, off) in zip(EIGHT, rank, strict=True):
+            assert max(off.values()) < 1e-5, (split, off)
+            key = query * max(SHARED, split.heads) // HEADS  # repeated until every rank has one
+            ring, all_to_all = (
+                6 * key * (split.contexts - 1),
+                4 * (query + key) * (split.heads - 1) // split.heads,
+            )
+            assert counted.get("collective", 0) == ring + all_to_all, split
+
+
+def test_attention_that_cannot_be_divided_is_refused_by_name() -> None:
+    query, key, value, _ = made()
+    square: Any = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    for arguments, said in (
+        ((query, key, value, square, 0.0, True), "a mask"),
+        ((query, key, value, None, 0.1, True), "drops"),
+        ((query, key, value, None, 0.0, False), "have shapes"),
+        ((query, key[:, :, 1:], value[:, :, 1:], None, 0.0, True), "have shapes"),
+        ((query[0], key[0], value[0], None, 0.0, True), "have shapes"),
+    ):
+        with pytest.raises(ApplyError, match=said):
+            require_plain_attention(*arguments)
+    with pytest.raises(ApplyError, match="3 ranks do not divide the 8 heads of attention"):
+        require_heads(query, key, value, 3)
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 2), (2, 2), (4, 4), (8, 8)])
+def test_keys_are_repeated_until_every_rank_has_one(ranks: int, heads: int) -> None:
+    query, key, value, _ = made()
+    more, values = require_heads(query, key, value, ranks)
+    assert more.shape[1] == heads
+    wanted = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(F.scaled_dot_product_attention(query, more, values, enable_gqa=True), wanted)
+
+
+def test_torchs_attention_is_back_when_a_block_has_failed() -> None:
+    before = F.scaled_dot_product_attention
+
+    def fails() -> None:
+        with context_parallel._replaced_attention(lambda *_: made()[0]):
+            assert F.scaled_dot_product_attention is not before
+            _ = 1 // 0
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert F.scaled_dot_product_attention is before

@@ -1,0 +1,242 @@
+"""The FSDP2 pass against recordings of FSDP2 itself, op by op and byte by byte, on fake tensors and a fake
+process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from support.zoo_paths import ZOO
+
+from memtune.activations.offload.activation_offload_pass import move_activations
+from memtune.activations.offload.selection_plan import OffloadClaim
+from memtune.activations.recompute.activation_table import ActivationTable
+from memtune.activations.recompute.recompute_pass import recompute_blocks
+from memtune.autotune.record.recorder import record, start_session
+from memtune.autotune.record_parallel.fake_process_group import fake_ranks
+from memtune.offload.optimizer.host_optimizer import HostOptimizer
+from memtune.offload.optimizer.host_optimizer_pass import optimizer_on_host
+from memtune.parallel.sharding import fsdp_sharding
+from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
+from memtune.program.edit import accumulate_gradients
+from memtune.program.step import Kind, Recording, Step, Tier
+from memtune.runtime.context import Context
+from memtune.workload.workload import Workload
+
+RANKS = 4
+CPU = torch.device("cpu")
+MATRIX = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.convolution.default")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    degree: int = RANKS
+    reshard: bool | int = True
+    blocks_per_unit: int = 1
+    micro_batches: int = 1
+    recompute: str = "none"
+    move: bool = False
+    host: bool = False
+    two_hop: bool = False
+    prefetch: int | None = None
+    reduce: torch.dtype | None = None
+    keeps_root: bool = True
+
+    def __str__(self) -> str:
+        parts = [
+            self.model,
+            f"{self.degree} of {RANKS}",
+            f"{self.blocks_per_unit} blocks",
+            f"{self.micro_batches} micro-batches",
+        ]
+        flags = {
+            "kept": not self.reshard,
+            self.recompute: self.recompute != "none",
+            "moved": self.move,
+            "host": self.host,
+        }
+        flags |= {
+            "two hops": self.two_hop,
+            "root again": not self.keeps_root,
+            str(self.reduce): self.reduce is not None,
+        }
+        flags |= {f"to {self.reshard}": self.reshard > 1, f"{self.prefetch} ahead": self.prefetch is not None}
+        return " ".join(parts + [name for name, on in flags.items() if on])
+
+
+CASES = (
+    Case("gpt"),
+    Case("gpt", reshard=False, blocks_per_unit=2, micro_batches=2),
+    Case("gpt", recompute="selective", move=True, host=True, micro_batches=2, blocks_per_unit=2),
+    Case("gpt", move=True),
+    Case("gpt", degree=2),
+    Case("gpt", degree=2, micro_batches=2, recompute="full"),
+    Case("tied", recompute="full", host=True),
+    Case("cnn_bn", recompute="selective"),
+    Case("cnn_bn", recompute="full", micro_batches=2, host=True, reshard=False),
+    Case("lora", blocks_per_unit=2, micro_batches=2),
+    Case("lora", recompute="selective", move=True),
+    Case("lstm", micro_batches=2),
+    Case("autocast", recompute="selective", move=True, micro_batches=2),
+    Case("inplace_views", recompute="full", blocks_per_unit=2),
+    Case("hf_llama", recompute="full"),
+    Case(
+        "hf_llama", move=True
+    ),  # every block saves the same rotary embedding: it comes back with the last of them
+    Case("tobf16", micro_batches=2, host=True),
+    Case("gpt", degree=2, two_hop=True),
+    Case("gpt", degree=2, micro_batches=2, two_hop=True, recompute="selective", blocks_per_unit=2),
+    Case("lora", degree=2, micro_batches=2, two_hop=True, move=True),
+    Case("cnn_bn", degree=2, micro_batches=2, two_hop=True, reshard=False),
+    Case("hf_llama", degree=2, micro_batches=2, two_hop=True, recompute="full", host=True),
+    Case("gpt", reshard=2),
+    Case("lora", reshard=2, micro_batches=2, recompute="selective", prefetch=0),
+    Case("hf_llama", reshard=2, keeps_root=False, prefetch=1, recompute="full"),
+    Case("gpt", prefetch=0),
+    Case("gpt", prefetch=2, micro_batches=2, keeps_root=False, move=True),
+    Case("cnn_bn", prefetch=3, blocks_per_unit=2, recompute="full"),
+    Case("tied", keeps_root=False),
+    Case("gpt", reduce=torch.bfloat16, degree=2, micro_batches=2),
+    Case("tobf16", reduce=torch.float32, micro_batches=2, host=True),
+    Case("lora", reduce=torch.bfloat16, reshard=False, prefetch=2),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with fake_ranks(RANKS):
+        yield
+
+
+@cache
+def recorded(model: str) -> tuple[Workload, Recording]:
+    workload = Workload.load(ZOO[model])
+    return workload, record(workload)
+
+
+def predicted(case: Case) -> Step:
+    step = recorded(case.model)[1].at(2)
+    blocks = list(range(len(step.blocks)))
+    if case.micro_batches > 1:
+        step = accumulate_gradients(step)
+    if case.recompute != "none":
+        step = recompute_blocks(
+            step, blocks, (lambda name: name in MATRIX) if case.recompute == "selective" else None
+        )
+    if case.move:
+        step = move_activations(step, [OffloadClaim(block, 1.0) for block in blocks])
+    copies = RANKS // case.degree
+    step = shard_states(
+        step,
+        Sharding(
+            case.degree,
+            copies,
+            case.reshard,
+            case.blocks_per_unit,
+            two_hop=case.two_hop,
+            prefetch=case.prefetch,
+            keeps_root=case.keeps_root,
+            reduce_itemsize=case.reduce.itemsize if case.reduce else None,
+        ),
+    )
+    if case.host:
+        step = optimizer_on_host(step)
+    step.validate()
+    return step
+
+
+def real(case: Case) -> Step:
+    workload, recording = recorded(case.model)
+    session = start_session(workload, recording.rung)
+    if case.host:
+        session.warm_up(2)
+    context = Context(
+        session.model, session.optimizer, session.blocks, CPU, ActivationTable(session.model, session.blocks)
+    )
+    table = context.activations
+    with session.mode:
+        for region in table.regions:
+            if case.recompute != "none":
+                table.claim_recompute(
+                    region.index, (lambda op: str(op) in MATRIX) if case.recompute == "selective" else None
+                )
+            if case.move:
+                table.claim_move(region.index, 1.0, 0)
+        table.install()
+        fsdp_sharding.shard(
+            context,
+            degree=case.degree,
+            reshard_after_forward=case.reshard,
+            blocks_per_unit=case.blocks_per_unit,
+            two_hop=case.two_hop,
+            keep_root=case.keeps_root,
+            prefetch=case.prefetch,
+            reduce_dtype=case.reduce,
+        )
+        if case.host:
+            HostOptimizer(context)
+    for _ in range(
+        2
+    ):  # in the second step DTensor still works out shapes it has not met, on tensors that are counted
+        session.warm_up(2)
+    return session.trace(2, micro_batches=case.micro_batches, trace_last=True)
+
+
+def timeline(step: Step) -> list[tuple[str, int]]:
+    live = step.live_bytes()
+    return [(step.names[name], int(live[op])) for op, name in enumerate(step.ops.name)]
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_recording_of_fsdp2(case: Case) -> None:
+    ours, theirs = predicted(case), real(case)
+    first = next(
+        (i for i, (a, b) in enumerate(zip(timeline(ours), timeline(theirs), strict=False)) if a != b), None
+    )
+    assert first is None, (first, timeline(ours)[first], timeline(theirs)[first])
+    assert len(timeline(ours)) == len(timeline(theirs))
+    assert ours.peak_bytes() == theirs.peak_bytes()
+    assert collectives(ours) == collectives(theirs)
+
+
+def collectives(step: Step) -> list[tuple[str, int, int]]:
+    rows = [op for op in range(step.ops.n) if step.ops.group[op]]
+    return [
+        (step.names[step.ops.name[op]], int(step.ops.traffic_bytes[op]), int(step.ops.group[op]))
+        for op in rows
+    ]
+
+
+def test_every_rank_holds_a_share_of_the_state() -> None:
+    whole = recorded("gpt")[1].at(2)
+    step = shard_states(whole, Sharding(RANKS))
+
+    def bytes_of(step: Step, kind: Kind) -> int:
+        return int(
+            step.storages.bytes[
+                (step.storages.kind == kind) & (step.storages.tier == Tier.DEVICE) & (step.storages.bytes > 8)
+            ].sum()
+        )
+
+    assert bytes_of(step, Kind.PARAMETER) * RANKS == bytes_of(whole, Kind.PARAMETER)
+    assert bytes_of(step, Kind.OPTIMIZER) * RANKS == bytes_of(whole, Kind.OPTIMIZER)
+    assert bytes_of(step, Kind.GRADIENT) * RANKS == bytes_of(whole, Kind.GRADIENT)
+
+
+def test_copies_are_averaged_over_the_network_between_nodes() -> None:
+    step = shard_states(recorded("tied")[1].at(2), Sharding(2, replicas=2, replicas_across_nodes=True))
+    reduced = [
+        op for op in range(step.ops.n) if step.names[step.ops.name[op]] == "memtune.all_reduce_.default"
+    ]
+    assert {int(step.ops.resource[op]) for op in reduced} == {4}  # Resource.INTER_LINK
+    assert {int(step.ops.group[op]) for op in reduced} == {2}
+    scattered = [op for op in range(step.ops.n) if "reduce_scatter" in step.names[step.ops.name[op]]]
+    assert [int(step.ops.traffic_bytes[op]) for op in reduced] == [
+        int(step.ops.traffic_bytes[op]) // 2 for op in scattered
+    ]

@@ -1,0 +1,150 @@
+"""Prefetch, resharding and reduction dtype of `fsdp` on four gloo ranks of two nodes: training, bytes by
+class of link.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.gloo import run_ranks
+from support.ranks.data_parallel_steps import SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
+from torch import Tensor, nn
+
+from memtune.api import apply
+from memtune.runtime.transfer import COUNTERS
+
+RANKS, LOCAL, EVEN, BLOCKS = 4, 2, 64, 3
+EXACT: dict[str, dict[str, Any]] = {
+    "groups": {"reshard_after_forward": 2},
+    "groups of half, two ahead": {"reshard_after_forward": 2, "prefetch": 2, "blocks_per_unit": 2},
+    "none ahead, root again": {"prefetch": 0, "keep_root": False},
+    "three ahead": {"prefetch": 3, "keep_root": False},
+}
+SENT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "groups": {"reshard_after_forward": 2},
+    "kept": {"reshard_after_forward": False},
+    "two ahead": {"prefetch": 2},
+    "root again": {"keep_root": False},
+    "bfloat16": {"reduce_dtype": "bfloat16"},
+}
+
+
+def batches(step: int) -> list[Tensor]:
+    return list(torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step)).chunk(SAMPLES))
+
+
+def settings(knobs: dict[str, Any]) -> dict[str, Any]:
+    return {"settings": {"sharding": {"states": {"kind": "fsdp", **knobs}}}}
+
+
+def build() -> tuple[TiedNet, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = TiedNet()
+    return model, optimizer_of(model)
+
+
+def trained(knobs: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = build()
+    tuned = apply(model, optimizer, settings(knobs), loss=loss, strict=False)
+    return on_this_rank(model, optimizer, tuned, batches, 2, 0.05)
+
+
+def even() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Blocks and a head whose rows four ranks divide."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(EVEN, EVEN), nn.Tanh()) for _ in range(BLOCKS))
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(EVEN, EVEN))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def sent(knobs: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a step, and the head's gradient."""
+    model, optimizer = even()
+    tuned = apply(model, optimizer, settings(knobs), loss=mean_square, strict=False)
+    COUNTERS.take()
+    tuned.step([torch.ones(2, EVEN)])
+    counted = COUNTERS.take()
+    return {"counted": counted, "weight": tuned.state_dict()["model"]["1.weight"].clone()}
+
+
+def evaluated(knobs: dict[str, Any] | None) -> list[float]:
+    """Losses of three steps with an evaluation between each backward and its update; None: of the plain
+    model.
+    """
+    model, optimizer = even()
+    if knobs is not None:
+        model = apply(model, optimizer, settings(knobs), loss=mean_square, strict=False).model
+    found = []
+    x = torch.ones(2, EVEN)
+    for _ in range(3):
+        value = mean_square(model, x)
+        value.backward()
+        with torch.no_grad():
+            mean_square(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(value.detach()))
+    return found
+
+
+def everything() -> dict[str, Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)
+    return {
+        "trained": {name: trained(knobs) for name, knobs in EXACT.items()},
+        "sent": {name: sent(knobs) for name, knobs in SENT.items()},
+        "evaluated": evaluated({"reshard_after_forward": 2}),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, RANKS, deadline_s=600)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_five_steps_are_those_of_one_rank(ranks: list[Any], name: str) -> None:
+    check([rank["trained"][name] for rank in ranks], alone(*build(), batches, 0.05))
+
+
+def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any]) -> None:
+    one = 4 * (EVEN * EVEN + EVEN)
+    blocks = BLOCKS * one
+    far = (
+        RANKS - 1
+    ) / RANKS  # of what all four ranks gather or reduce; one link between nodes makes it one between nodes
+    plain = {"inter_link": far * (2 * blocks + one + blocks + one), "intra_link": 0}
+    near = (LOCAL - 1) / LOCAL * blocks
+    wanted = {
+        "plain": plain,
+        "two ahead": plain,
+        "groups": {"inter_link": plain["inter_link"] - far * blocks, "intra_link": near},
+        "kept": {"inter_link": plain["inter_link"] - far * blocks, "intra_link": 0},
+        "root again": {"inter_link": plain["inter_link"] + far * one, "intra_link": 0},
+        "bfloat16": {"inter_link": plain["inter_link"] - far * (blocks + one) / 2, "intra_link": 0},
+    }
+    for rank in ranks:
+        for name, each in rank["sent"].items():
+            assert {link: each["counted"].get(link, 0) for link in ("inter_link", "intra_link")} == wanted[
+                name
+            ], name
+
+
+def test_gradients_in_bfloat16_are_those_in_float32_to_eight_bits(ranks: list[Any]) -> None:
+    before = even()[0].state_dict()["1.weight"]
+    for rank in ranks:
+        exact, rounded = (before - rank["sent"][name]["weight"] for name in ("plain", "bfloat16"))
+        assert 0 < (rounded - exact).abs().max() <= (RANKS + 2) * 2**-8 * exact.abs().max()
+
+
+def test_an_update_after_an_evaluation_reaches_the_next_forward(ranks: list[Any]) -> None:
+    wanted = evaluated(None)
+    assert wanted[2] < wanted[1] < wanted[0]
+    assert all(rank["evaluated"] == pytest.approx(wanted, rel=1e-6) for rank in ranks)

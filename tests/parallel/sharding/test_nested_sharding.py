@@ -1,0 +1,210 @@
+"""Model state divided over groups of gloo ranks against one rank that takes all samples: five steps, sums,
+clipping, bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from support.gloo import run_ranks
+from support.ranks.data_parallel_steps import (
+    SAMPLES,
+    STEPS,
+    TiedNet,
+    alone,
+    check,
+    loss,
+    on_this_rank,
+    optimizer_of,
+)
+from torch import Tensor, nn
+
+from memtune.api import apply
+from memtune.errors import MemtuneError
+from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, every, traffic
+from memtune.runtime.transfer import COUNTERS
+
+EVEN = 64
+MICS = {"kind": "mics", "group": 2}
+Case = tuple[str, int, float]
+STATES: dict[str, dict[str, Any]] = {
+    "mics": MICS,
+    "mics, kept, by two": MICS | {"reshard_after_forward": False, "blocks_per_unit": 2},
+    "fsdp of two": {"kind": "fsdp", "degree": 2},
+    "zero3": {"kind": "zero3"},
+    **{
+        f"paro {letters}": {"kind": "paro", "strategy": letters, "group": 2}
+        for letters in ("NII", "NIG", "IIG", "IGG", "INI", "ING")
+    },
+}
+AMSP = {
+    f"amsp {p}, {g}, {o}": {"kind": "amsp", "parameters": p, "gradients": g, "optimizer": o}
+    for p, g, o in (astuple(each) for each in every(4))
+    if o > 1
+}
+OFTEN = ["mics", "mics, kept, by two", "fsdp of two", "zero3", "paro NIG", "paro IIG", "paro ING"]
+"""One of each way; the others are in the grid, which is slow."""
+CASES: list[Case] = [(name, 4, 0.05) for name in OFTEN]
+CASES += [(name, parts, 0.0) for name in ("mics", "fsdp of two") for parts in (1, 4)]
+SENT = [astuple(each) for each in every(4) if each.optimizer > 1]
+GRID: list[Case] = [
+    (name, parts, clip) for name in (*AMSP, *STATES) for parts in (1, 4) for clip in (0.0, 0.05)
+]
+
+
+def build() -> tuple[TiedNet, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = TiedNet()
+    return model, optimizer_of(model)
+
+
+def batches(step: int) -> list[Tensor]:
+    return list(torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step)).chunk(SAMPLES))
+
+
+def settings(states: dict[str, Any]) -> dict[str, Any]:
+    return {"settings": {"sharding": {"states": states}}}
+
+
+def trained(name: str, parts: int, clip: float, *, says_last: bool = True) -> dict[str, Any]:
+    model, optimizer = build()
+    tuned = apply(model, optimizer, settings((STATES | AMSP)[name]), loss=loss, strict=False)
+    return on_this_rank(model, optimizer, tuned, batches, parts, clip, says_last) | {"audit": tuned.audit()}
+
+
+def plain(clip: float) -> dict[str, Any]:
+    return alone(*build(), batches, clip)
+
+
+def refused(states: dict[str, Any]) -> str:
+    model, optimizer = build()
+    before = [(id(p), type(m)) for m in model.modules() for p in m.parameters()]
+    try:
+        apply(model, optimizer, settings(states), loss=loss, strict=False)
+    except MemtuneError as error:
+        assert [(id(p), type(m)) for m in model.modules() for p in m.parameters()] == before
+        return str(error)
+    return "no error"
+
+
+class Warnings(logging.Handler):
+    """Return torch's warnings about tensors sharded over meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        logging.getLogger("torch.distributed.tensor").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def everything() -> dict[str, Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
+    warnings = Warnings()
+    return {
+        "trained": {case: trained(*case) for case in CASES},
+        "warnings": warnings.said,
+        "silent": {
+            name: trained(name, 4, 0.05, says_last=False) for name in ("mics", "paro IIG", "paro NIG")
+        },
+        "sent": {(each, parts): sent(settings(amsp(each)), parts) for each in SENT for parts in (1, 3)},
+        "refused": {each: refused({"kind": "mics", "group": each}) for each in (3, 8)}
+        | {"none": refused({"kind": "mics"})}
+        | {f"copy of {each}": refused({"kind": "fsdp", "reshard_after_forward": each}) for each in (3, 4, 8)},
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, 4, deadline_s=600)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: Case) -> None:
+    check([rank["trained"][case] for rank in ranks], plain(case[2]))
+
+
+def test_norms_and_gathers_over_several_dims_are_nothing_to_warn_of(ranks: list[Any]) -> None:
+    assert [rank["warnings"] for rank in ranks] == [[], [], [], []]
+
+
+def test_a_loop_that_does_not_say_which_micro_batch_is_last_trains_the_same(ranks: list[Any]) -> None:
+    for name in ranks[0]["silent"]:
+        check([rank["silent"][name] for rank in ranks], plain(0.05))
+
+
+def the_grid() -> dict[Case, Any]:
+    return {case: trained(*case) for case in GRID}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_five_steps_of_every_division_are_those_of_one_rank() -> None:
+    found = run_ranks(the_grid, 4, deadline_s=3500)
+    for case in GRID:
+        check([rank[case] for rank in found], plain(case[2]))
+
+
+def amsp(factors: tuple[int, int, int]) -> dict[str, Any]:
+    return {"kind": "amsp", **Factors(*factors).document()}
+
+
+def sent(config: dict[str, Any], parts: int) -> dict[str, int]:
+    """Bytes per step of three blocks whose rows four ranks divide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(EVEN, EVEN), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tuned = apply(model, optimizer, config, loss=lambda model, x: model(x).square().mean(), strict=False)
+    COUNTERS.take()
+    tuned.step([torch.ones(2, EVEN)] * parts)
+    return COUNTERS.take()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any], parts: int) -> None:
+    whole = 3 * 4 * (EVEN * EVEN + EVEN)
+    for factors in SENT:
+        wanted = traffic(Factors(*factors), Bytes(whole, whole, 0), Schedule(4, 2, parts))
+        for rank in ranks:
+            counted = rank["sent"][factors, parts]
+            flags = 6 * 4 * 8 * parts  # a number for each of six parameters, in few messages
+            assert wanted.intra_bytes <= counted.get("intra_link", 0) <= wanted.intra_bytes + flags, factors
+            assert wanted.inter_bytes <= counted.get("inter_link", 0) <= wanted.inter_bytes + flags, factors
+
+
+def rows(*shapes: tuple[int, int], over: int = 2) -> int:
+    """Bytes of one shard of these (rows, width), padded."""
+    return sum(4 * -(-n // over) * width for n, width in shapes)
+
+
+BLOCK, ROOT, FROZEN = ((7, 6), (7, 1), (6, 7), (6, 1)), ((11, 6), (1, 6)), ((6, 6), (6, 1))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_mics_sends_one_shard_between_nodes_once_a_step(ranks: list[Any], parts: int) -> None:
+    shard = 3 * rows(*BLOCK) + rows(*ROOT)
+    gathered = 2 * 3 * rows(*BLOCK) + rows(*ROOT) + rows(*FROZEN)
+    for rank in ranks:
+        counted = rank["trained"]["mics", parts, 0.0]["counted"]
+        assert counted["inter_link"] == STEPS * shard  # 2·(copies - 1)/copies of it
+        assert counted["intra_link"] == STEPS * parts * (gathered + shard)
+        often = rank["trained"]["fsdp of two", parts, 0.0]["counted"]
+        assert often["inter_link"] == parts * counted["inter_link"]
+        assert often["intra_link"] == counted["intra_link"]
+
+
+def test_groups_that_cannot_be_are_refused(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert all(
+            f"4 ranks cannot be put into equal groups of {group}" in rank["refused"][group]
+            for group in (3, 8)
+        )
+        assert "not told how many ranks" in rank["refused"]["none"]
+        copies = (rank["refused"][f"copy of {each}"] for each in (3, 4, 8))
+        assert all("is no proper divisor of the 4 ranks that share the model" in said for said in copies)

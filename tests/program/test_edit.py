@@ -1,0 +1,123 @@
+"""Edits of a Step: insertions land where they should, everything else keeps its place and its life."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.zoo_paths import ZOO
+
+from memtune.program.edit import Edit, accumulate_gradients
+from memtune.program.step import FOREVER, Phase, Resource, Step, Tier
+from memtune.testing.drift_check import plain_program
+
+
+def gpt() -> Step:
+    return plain_program(ZOO["gpt"]).step
+
+
+def i32(*values: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.asarray(values, np.int32)
+
+
+def test_nothing_changed_is_the_same_step() -> None:
+    step = gpt()
+    new = Edit(step).done()
+    new.validate()
+    before = step.values()
+    for name, value in new.values().items():
+        assert (
+            np.array_equal(value, before[name]) if isinstance(value, np.ndarray) else value == before[name]
+        ), name
+
+
+def test_insertions_come_before_and_after_their_anchors_in_the_order_of_the_calls() -> None:
+    edit = Edit(gpt())
+    edit.add_ops("b", before=i32(5), phase=Phase.FORWARD)
+    edit.add_ops("c", before=i32(5), phase=Phase.FORWARD)
+    edit.add_ops("d", after=i32(5), phase=Phase.FORWARD)
+    edit.add_ops("a", after=i32(4), phase=Phase.FORWARD)
+    new = edit.done()
+    new.validate()
+    names = [new.names[i] for i in new.ops.name]
+    assert names[5:8] == ["a", "b", "c"]
+    assert names[9] == "d"
+    assert names[8] == gpt().names[gpt().ops.name[5]]
+
+
+def test_a_new_storage_lives_from_its_op_to_its_last_use() -> None:
+    step = gpt()
+    edit = Edit(step)
+    op = edit.add_ops(
+        "make", before=i32(10), phase=Phase.FORWARD, resource=Resource.DEVICE_TO_HOST, traffic_bytes=1000
+    )
+    storage = edit.add_storages(np.asarray([1000]), producer=op)
+    edit.add_uses(i32(20), storage)
+    new = edit.done()
+    before = np.insert(
+        step.live_bytes(), 10, 0
+    )  # a new row at 10, where only what lives on both sides is there
+    delta = new.live_bytes() - before
+    assert delta[11:22].tolist() == [1000] * 11
+    assert int(new.storages.producer[-1]) == 10
+    assert int(new.freed_after[-1]) == 21  # op 20 moved up by one
+
+
+def test_holds_and_releases() -> None:
+    step = gpt()
+    short = int(
+        np.flatnonzero(
+            (step.storages.producer >= 0) & (step.freed_after < 10) & (step.storages.tier == Tier.DEVICE)
+        )[0]
+    )
+    edit = Edit(step)
+    edit.hold_through(i32(short), i32(30))
+    assert edit.done().freed_after[short] == 30
+    edit = Edit(step)
+    edit.let_go_before(i32(short), i32(30))
+    assert edit.done().freed_after[short] == 29
+    edit = Edit(step)
+    edit.hold_through(i32(0), i32(30))
+    assert edit.done().freed_after[0] == FOREVER  # a parameter
+
+
+def test_removed_ops_take_their_storages_with_them() -> None:
+    step = gpt()
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[-1] = True
+    edit = Edit(step)
+    op = edit.add_ops("make", before=i32(10), phase=Phase.FORWARD)
+    edit.add_storages(np.asarray([8]), producer=op)
+    edit.drop_ops(dropped)
+    new = edit.done()
+    new.validate()
+    assert new.ops.n == step.ops.n
+    assert new.storages.n == step.storages.n + 1 - int((step.storages.producer == step.ops.n - 1).sum())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=20))
+def test_insertions_anywhere_leave_the_old_ops_in_order(anchors: list[int]) -> None:
+    step = gpt()
+    edit = Edit(step)
+    for anchor in anchors:
+        edit.add_ops("memtune.test", before=i32(anchor), phase=Phase.FORWARD)
+    new = edit.done()
+    new.validate()
+    old = new.ops.name[[new.names[i] != "memtune.test" for i in new.ops.name]]
+    assert [new.names[i] for i in old] == [step.names[i] for i in step.ops.name]
+    assert new.peak_bytes() == step.peak_bytes()
+    assert np.array_equal(np.sort(new.storages.bytes), np.sort(step.storages.bytes))
+
+
+@pytest.mark.parametrize("model", ["gpt", "tied", "cnn_bn"])
+def test_later_micro_batches_add_to_the_gradients_that_are_there(model: str) -> None:
+    from memtune.autotune.record.recorder import start_session
+    from memtune.testing.drift_check import compare
+    from memtune.workload.workload import Workload
+
+    session = start_session(Workload.load(ZOO[model]), "fake")
+    session.warm_up(2)
+    real = session.trace(2, micro_batches=2, trace_last=True)
+    assert compare(accumulate_gradients(plain_program(ZOO[model]).step), real) == ""

@@ -1,0 +1,146 @@
+"""Steps that raise: a hook of the user's sees and leaves the same state as with the plain optimizer, or
+training stops.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import interrupted_loops
+from support.gloo import run_ranks
+from support.interrupted_loops import Net, assert_equal, batch, loss, made, plain, step, weights
+from torch.optim import Optimizer
+
+from memtune.api import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.offload.core.optimizer_param import OptimizerParameter
+
+pytestmark = pytest.mark.usefixtures("one_thread", "ssd")
+ROAM = {"settings": {"execution": {"order": {"kind": "roam"}}}}
+PACKS = {
+    "settings": {"offload": {"states": {"kind": "harmony"}}},
+    "plan": {"offload.states": {"forward": [[0, 2]], "backward": [[0, 2], [2, 4]], "swapped_bytes": 0}},
+}
+OTHERS: dict[str, dict[str, Any]] = {"roam": ROAM, "harmony": PACKS, "": {"settings": {}}}
+EARLY = ("roam", "harmony", "per_gradient", "lohan")
+"""Some of these are updated inside backward, under `Tuned.step`."""
+
+
+class Upset(Exception):
+    """Raised by the user's hook."""
+
+
+def _raises(optimizer: Optimizer, when: str) -> None:
+    """A hook that raises in the second step."""
+    steps = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            raise Upset
+
+    (optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook)(hook)
+
+
+def _started(name: str, when: str, *, first: bool) -> tuple[Net, Optimizer, Tuned]:
+    model, optimizer = interrupted_loops.build()
+    if first:
+        _raises(optimizer, when)
+    settings, plan = (interrupted_loops.ALL | interrupted_loops.AT_END).get(name, ({}, {}))
+    config = {"settings": {"offload": {"states": settings}}, "plan": {"offload.states": plan} if plan else {}}
+    tuned = apply(model, optimizer, OTHERS.get(name, config), loss=loss, strict=False)
+    if not first:
+        _raises(optimizer, when)
+    return model, optimizer, tuned
+
+
+def _trained(name: str, when: str, *, first: bool) -> dict[str, torch.Tensor]:
+    _, optimizer, tuned = _started(name, when, first=first)
+    for index in range(4):
+        try:
+            tuned.step([batch(index)])
+        except Upset:
+            optimizer.zero_grad()
+    found: dict[str, torch.Tensor] = tuned.state_dict()["model"]
+    return found
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["hook first", "apply first"])
+@pytest.mark.parametrize("name", ["roam", "harmony", "per_gradient", "ratio", "SSD alone"])
+def test_a_hook_after_the_step_that_raises_finds_all_updated(name: str, first: bool) -> None:
+    assert_equal(_trained(name, "after", first=first), plain(4))
+
+
+@pytest.mark.parametrize("name", ["harmony", "per_gradient", "ratio", "SSD alone"])
+def test_a_hook_before_the_step_that_raises_finds_nothing_updated_or_stops_training(name: str) -> None:
+    if name in EARLY:
+        with pytest.raises(ApplyError, match="MT368 A step was begun"):
+            _trained(name, "before", first=True)
+    else:
+        assert_equal(_trained(name, "before", first=True), _trained("", "before", first=True))
+
+
+def test_a_closure_is_refused_before_anything_is_updated() -> None:
+    """With `ratio` a part of the state stays on the device, and is updated first."""
+    model, optimizer, _ = made("ratio")
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+    before = weights(model)
+    with pytest.raises(ApplyError, match="MT318 The native update takes no closure"):
+        optimizer.step(lambda: 0.0)
+    assert_equal(weights(model), before)
+    optimizer.step()
+    assert_equal(weights(model), plain(2))
+
+
+@pytest.mark.parametrize("name", ["ratio", "native", "l2l", "SSD alone", "lohan"])
+def test_a_step_that_raised_in_the_middle_is_not_gone_on_with(name: str) -> None:
+    """State of a wrong size, put there by hand, which the update refuses when the others are done."""
+    model, optimizer, tuned = made(name)
+    step(model, optimizer, 0)
+    saved = copy.deepcopy(tuned.state_dict())
+    held = [
+        each
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if isinstance(each, OptimizerParameter)
+    ]
+    optimizer.state[held[-1]]["exp_avg"] = torch.zeros(3)
+    with pytest.raises((ValueError, RuntimeError), match=r"as many elements|must match the size"):
+        step(model, optimizer, 1)
+    for _ in range(2):
+        with pytest.raises(
+            ApplyError, match=r"MT368 optimizer.step\(\) raised in the middle(.|\n)*Tuned.load_state_dict"
+        ):
+            step(model, optimizer, 1)
+    tuned.load_state_dict(saved)
+    step(model, optimizer, 1)
+    assert_equal(weights(model), plain(2))
+
+
+# -- on gloo ranks -------------------------------------------------------------------------------------------
+
+
+def gathered(kind: str) -> bool:
+    """Return True if a hook that raises after a step, registered before `apply`, sees the rows that other
+    ranks have updated.
+    """
+    model, optimizer = interrupted_loops.build()
+    _raises(optimizer, "after")
+    config = {"settings": {"sharding": {"states": {"kind": kind}}}}
+    apply(model, optimizer, config, loss=loss, strict=False)
+    step(model, optimizer, 0)
+    with pytest.raises(Upset):
+        step(model, optimizer, 1)
+    found, wanted = weights(model), plain(2)
+    return all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+@pytest.mark.slow
+def test_a_hook_after_the_step_finds_the_weights_of_all_ranks() -> None:
+    assert run_ranks(gathered, 2, "zero1") == [True, True]

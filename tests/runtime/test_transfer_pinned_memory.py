@@ -1,0 +1,71 @@
+"""A system that locks no host memory: the GPU's copies go through pageable memory, and that is
+reported once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
+from memtune.runtime import transfer
+from memtune.runtime import transfer as page_locked
+
+
+@pytest.fixture(autouse=True)
+def refuses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Record requests; locked memory is refused as the driver does (without a GPU torch itself refuses, in
+    other words).
+    """
+    asked: list[bool] = []
+    real = torch.empty_strided
+
+    def empty_strided(*args: Any, pin_memory: bool = False, **rest: Any) -> Tensor:
+        asked.append(pin_memory)
+        if pin_memory:
+            raise torch.AcceleratorError(
+                "CUDA error: out of memory\nCUDA kernel errors might be reported later"
+            )
+        return real(*args, **rest)
+
+    monkeypatch.setattr(torch, "empty_strided", empty_strided)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(page_locked, "_reported", False)
+    return asked
+
+
+@pytest.mark.usefixtures("ssd")
+def test_what_comes_from_ssd_has_its_bytes_and_it_is_said_once(refuses: list[bool]) -> None:
+    values = torch.randn(7, 3).t()
+    ssd = torch.ops.memtune.to_ssd(values, "weights")
+    with pytest.warns(UserWarning, match=r"locks no more host memory .*\(CUDA error: out of memory\)"):
+        assert torch.equal(read(ssd), values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(read(ssd), values)
+    assert refuses.count(True) == 2  # it is asked for again: memory may have been given back
+
+
+def read(ssd: Tensor) -> Tensor:
+    host: Tensor = torch.ops.memtune.from_ssd(ssd)
+    transfer.finish(host)
+    return host
+
+
+def test_nobody_asks_for_what_no_gpu_uses(refuses: list[bool]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transfer.finish(transfer.to_host(torch.arange(3.0)))
+    assert refuses == [False]
+
+
+def test_without_a_gpu_torch_refuses_and_memory_is_made_all_the_same() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("torch may lock memory here")
+    with pytest.warns(UserWarning, match="locks no more host memory"):
+        made = page_locked.page_locked(lambda locked: torch.zeros(3, pin_memory=locked), wanted=True)
+    assert not made.any()

@@ -1,0 +1,44 @@
+"""Schedules of a whole step by what goes after forward: the cut in an order whose peak rises again towards
+its end.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from support.zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.program.step import Program, RankClass
+from memtune.search_spaces.recompute._schedule_planner.placement import place_of
+from memtune.search_spaces.recompute._schedule_planner.schedule_search import _LateSearch
+from memtune.technique import Target
+from memtune.testing.drift_check import recording_of
+
+
+@pytest.mark.parametrize("model", ["gpt", "hf_llama"])
+def test_meets_every_budget_that_letting_go_in_order_meets(model: str) -> None:
+    program, target = (
+        Program((RankClass(1, recording_of(ZOO[model]).at(4)),), 4),
+        Target(hardware.detect("cpu"), 1, None),
+    )
+    search = _LateSearch(place_of(program, target))
+    counts = range(len(search.order) + 1)
+    each = [
+        found
+        for found in (search.judged(frozenset(search.order[:count])) for count in counts)
+        if found is not None
+    ]
+    lowest = list(accumulate((found.peak_bytes for found in each), min))
+    assert (
+        lowest[-1] < each[-1].peak_bytes
+    )  # all gone is not the least: what runs again for the last ones is more
+    for found, least in zip(each, lowest, strict=True):
+        if found.peak_bytes == least:
+            met = search.within(least)
+            assert met is not None
+            assert met.peak_bytes <= least
+            assert (
+                met.seconds <= found.seconds * 1.15
+            )  # halving may go past one place where the peak is a little higher

@@ -1,0 +1,520 @@
+"""A run that is killed at any moment resumes from its last complete step, to the bit, or restarts if asked
+to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.gloo import run_ranks
+from support.models.routed_experts import STATES, routed
+from torch import nn
+
+import memtune
+from memtune.errors import EnvironmentFault
+from memtune.offload.near_storage import update_worker_client
+from memtune.ssd import offload_dir, ssd_tensors
+from memtune.ssd.last_step import Manifest, dead_runs
+from memtune.ssd.ssd_tensors import TENSORS
+
+FRESH = multiprocessing.get_context("forkserver")
+STEPS = 3
+OTHERS: dict[str, dict[str, Any]] = {
+    "ssd": {"parameters": "ssd", "read_ahead": 0},
+    "lohan": {"kind": "lohan", "bucket_mib": 0},
+    "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
+    "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
+    "experts": STATES,
+}
+PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
+
+
+def fresh(blocks: int = 1) -> nn.Module:
+    torch.manual_seed(1)
+    layers = [
+        nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 6))
+        for _ in range(blocks)
+    ]
+    return nn.Sequential(*layers, nn.Linear(6, 2))
+
+
+def model_for(resume: str) -> nn.Module:
+    if not resume.endswith(",experts"):
+        return fresh(2 if "," in resume else 1)
+    return routed()
+
+
+def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
+    """`resume`, and after a comma a key of `OTHERS`."""
+    resume, _, other = resume.partition(",")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume, **OTHERS.get(other, {})}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on
+        config = {"settings": settings, "plan": {"offload.states": PLANS[other]} if other in PLANS else {}}
+        return memtune.apply(model, optimizer, config, loss=lambda m, x: m(x).pow(2).mean())
+
+
+def train(directory: str, resume: str, kill_at: int, log: str) -> None:
+    """Train to step `STEPS`; the process kills itself at durable act number `kill_at`. The data is torch's
+    draw.
+    """
+    os.environ[offload_dir.VARIABLE] = directory
+    torch.set_num_threads(1)
+    if kill_at >= 0:
+        kill_at_durable_act(kill_at)
+    tuned = tuned_of(model_for(resume), resume)
+    with open(log, "a") as out:
+        print("start", tuned.resumed_steps, file=out, flush=True)
+        for step in range(tuned.resumed_steps, STEPS):
+            tuned.step([torch.randn(2 if resume.endswith(",experts") else 4, 6)])
+            print("done", step + 1, file=out, flush=True)
+        torch.save((tuned.state_dict(), torch.get_rng_state()), f"{log}.pt")
+    tuned.finish()
+    end_updaters()
+    # what the end of an interpreter does; processes forked from a server have none
+    ssd_tensors.folder().close()
+
+
+def end_updaters() -> None:
+    """As the end of an interpreter does."""
+    for link in list(update_worker_client._links.values()):
+        link.close()
+
+
+def kill_at_durable_act(number: int) -> None:
+    """Writes, flushes, renames, removals: before each of them is a moment at which what is on the drive
+    differs.
+    """
+    count = iter(range(10**6))
+
+    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
+        def one(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(*args, **kwargs)
+
+        return one
+
+    acts = [(os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (os, "rmdir")]
+    for where, name in [*acts, (ssd_tensors.Disk, "store"), (update_worker_client.UpdaterLink, "order")]:
+        setattr(where, name, counted(getattr(where, name)))
+
+
+def run(directory: Path, log: Path, kill_at: int = -1, resume: str = "last_step") -> int:
+    child = FRESH.Process(target=train, args=(str(directory), resume, kill_at, str(log)))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode
+
+
+def same(one: Path, other: Path) -> None:
+    got, wanted = (torch.load(f"{each}.pt") for each in (one, other))
+    assert torch.equal(got[1], wanted[1])
+    assert all(torch.equal(value, wanted[0]["model"][name]) for name, value in got[0]["model"].items())
+    for index, state in wanted[0]["optimizer"]["state"].items():
+        assert all(
+            torch.equal(
+                torch.as_tensor(state[name]), torch.as_tensor(got[0]["optimizer"]["state"][index][name])
+            )
+            for name in state
+        )
+
+
+def killed_and_resumed(tmp_path: Path, acts: range, again: int = -1, resume: str = "last_step") -> int:
+    """Kill at each of `acts`, resume (killed once more at act `again`), and compare. Returns at how many it
+    was killed.
+    """
+    plain = tmp_path / "plain"
+    assert run(tmp_path_of(tmp_path, "plain"), plain, resume=resume) == 0
+    kills = 0
+    for act in acts:
+        directory, log = tmp_path_of(tmp_path, f"{act}"), tmp_path / f"log{act}"
+        if run(directory, log, act, resume) == 0:
+            break
+        kills += 1
+        done = sum(line.startswith("done") for line in log.read_text().splitlines()) if log.exists() else 0
+        if again >= 0:
+            run(directory, tmp_path / f"again{act}", again, resume)
+        resumed = tmp_path / f"resumed{act}"
+        assert run(directory, resumed, resume=resume) == 0
+        start = int(resumed.read_text().split()[1])
+        if done < STEPS:  # else it was killed when nothing need be kept any more
+            assert start in (done, done + 1) or (again >= 0 and start > done), (act, start, done)
+        same(resumed, plain)
+        assert not list(directory.iterdir())  # `finish` takes away everything
+    return kills
+
+
+def tmp_path_of(tmp_path: Path, name: str) -> Path:
+    (tmp_path / f"dir-{name}").mkdir()
+    return tmp_path / f"dir-{name}"
+
+
+def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """At three of the acts of apply and three steps; at all of them in the slow tier."""
+    assert killed_and_resumed(tmp_path, range(20, 60, 14)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "acts", "least"), [("ssd", 140, 6), ("pages", 200, 5)])
+def test_killed_with_weights_that_come_and_go_it_goes_on_to_the_bit(
+    tmp_path: Path, kind: str, acts: int, least: int
+) -> None:
+    """Weights on SSD are made from the masters that were kept, pages of them on the host from the resumed
+    records.
+    """
+    assert killed_and_resumed(tmp_path, range(20, acts, 17), resume=f"last_step,{kind}") >= least
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("again", [-1, 60])
+def test_with_experts_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path, again: int) -> None:
+    assert killed_and_resumed(tmp_path, range(20, 300, 5), again, "last_step,experts") > 10
+
+
+def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Pieces that backward wrote are not those of the last complete step."""
+    assert killed_and_resumed(tmp_path, range(56, 57), resume="last_step,lohan") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_updated_inside_backward_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    assert killed_and_resumed(tmp_path, range(20, 200, 5), resume="last_step,lohan") > 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_killed_while_updaters_write_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """One manifest for all of them, and in each a slot that the step under way does not write."""
+    assert killed_and_resumed(tmp_path, range(84, 85), resume="last_step,updaters") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_with_updaters_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Orders to updaters are acts too; those of a dead trainer still end as it goes on."""
+    assert killed_and_resumed(tmp_path, range(22, 2000, 11), resume="last_step,updaters") > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("again", [-1, 20, 33])
+def test_killed_at_every_durable_act(tmp_path: Path, again: int) -> None:
+    assert killed_and_resumed(tmp_path, range(200), again) > 40
+
+
+def train_and_use_the_drive_for_more(directory: str) -> None:
+    """One step; then the process goes on without the model, writes other tensors, and ends abruptly."""
+    os.environ[offload_dir.VARIABLE] = directory
+    tuned = tuned_of(fresh(), "last_step")
+    tuned.step([torch.randn(4, 6)])
+    del tuned
+    gc.collect()
+    place, kept = ssd_tensors.current(), []
+    for index in range(100):
+        kept.append(place.tensor(f"other.{index}", torch.empty(1000)))
+        place.store(kept[-1], torch.randn(1000)).result()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_step_is_kept_when_its_process_goes_on_with_something_else(tmp_path: Path) -> None:
+    child = FRESH.Process(target=train_and_use_the_drive_for_more, args=(str(tmp_path),))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    log = tmp_path.with_name(f"{tmp_path.name}.log")
+    assert run(tmp_path, log) == 0
+    assert log.read_text().splitlines()[0] == "start 1"
+    assert not list(tmp_path.iterdir())
+
+
+def test_from_a_checkpoint_nothing_is_kept(tmp_path: Path) -> None:
+    directory, log = tmp_path_of(tmp_path, "d"), tmp_path / "log"
+    assert run(directory, log, kill_at=20, resume="checkpoint") != 0
+    assert run(directory, log, resume="checkpoint") == 0
+    assert [line for line in log.read_text().splitlines() if line.startswith("start")] == [
+        "start 0",
+        "start 0",
+    ]
+    assert not list(directory.iterdir())
+
+
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a run that was killed after its first step."""
+    directory = tmp_path_of(tmp_path, "kept")
+    assert run(directory, tmp_path / "log", kill_at=40) != 0
+    monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
+    (folder,) = directory.iterdir()
+    return folder
+
+
+def test_a_damaged_piece_is_an_error_and_the_model_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = kept(tmp_path, monkeypatch)
+    manifest = max(
+        (Manifest.read(each) for each in folder.glob("manifest-*")), key=lambda each: each.step if each else 0
+    )
+    assert manifest is not None
+    with open(folder / TENSORS, "r+b") as file:
+        file.seek(manifest.pieces[-1].offset)
+        (right,) = file.read(1)
+        file.seek(manifest.pieces[-1].offset)
+        file.write(bytes([right ^ 1]))
+    model = fresh()
+    with pytest.raises(EnvironmentFault, match=r"the optimizer state of 1\.bias") as caught:
+        tuned_of(model, "last_step")
+    assert caught.value.code == "MT363"
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), fresh().parameters(), strict=True)
+    )
+    assert folder.exists()  # it is the user's to decide what is done with the rest
+    assert [left.path for left in offload_dir.clean(folder.parent) if left.resumable] == [folder]
+
+
+def test_a_manifest_that_is_cut_off_or_changed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = kept(tmp_path, monkeypatch)
+    place = next(folder.glob("manifest-*"))
+    text = place.read_bytes()
+    assert Manifest.read(place) is not None
+    for wrong in (
+        b"",
+        text[:-1],
+        text[: len(text) // 2],
+        text[:50] + b"0" + text[51:],
+        b"\xff" * 300,
+        b"{}\n",
+    ):
+        if wrong != text:
+            place.write_bytes(wrong)
+            assert Manifest.read(place) is None
+
+
+def test_it_goes_on_from_whichever_directory_the_step_was_kept_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that was added since comes first in the list; one that is gone is no matter."""
+    folder = kept(tmp_path, monkeypatch)
+    roots = [tmp_path_of(tmp_path, "new"), tmp_path / "gone", folder.parent]
+    monkeypatch.setenv(offload_dir.VARIABLE, os.pathsep.join(map(str, roots)))
+    tuned = tuned_of(fresh(), "last_step")
+    assert tuned.resumed_steps == 1
+    tuned.step([torch.randn(4, 6)])
+    assert not folder.exists()  # the step after it is kept in the first one
+    tuned.finish()
+
+
+def test_a_step_that_cannot_be_kept_says_where_and_why(tmp_path: Path) -> None:
+    with pytest.raises(
+        EnvironmentFault, match="Step 3 cannot be kept for resuming: its folder was removed"
+    ) as caught:
+        Manifest("key" * 20, 3, [], []).write(tmp_path / "memtune-run-1-abc")
+    assert (caught.value.code, caught.value.evidence) == ("MT365", f"In {tmp_path}.")
+    assert "free space" not in caught.value.fix
+
+
+def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = kept(tmp_path, monkeypatch)
+    assert tuned_of(nn.Linear(3, 3), "last_step").resumed_steps == 0
+    assert folder.exists()
+
+
+@pytest.mark.slow
+def test_runs_that_crash_one_after_the_other_do_not_fill_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps what it went on from, until it has ended a step; none ends one."""
+    folder = kept(tmp_path, monkeypatch)
+    for n in range(3):
+        shutil.copytree(folder, folder.parent / f"memtune-run-{n}-same")
+    tuned = tuned_of(fresh(), "last_step")
+    assert tuned.resumed_steps > 0
+    assert len(list(folder.parent.iterdir())) == 2, "one of the four, and this process's own"
+
+
+def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -> None:
+    """Ranks begin together; each looks whether the folders of all are dead, and so holds their locks for a
+    moment.
+    """
+    folder = tmp_path / "memtune-run-1"
+    folder.mkdir()
+    with open(folder / "owner", "w") as owner:
+        Manifest("key" * 20, 3, [], []).write(folder)
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        assert [left.path for left in offload_dir.orphans(tmp_path)] == [folder]
+        threading.Timer(0.1, fcntl.flock, (owner, fcntl.LOCK_UN)).start()
+        (run,) = dead_runs([tmp_path], "key" * 20)
+        assert run.manifests[0].step == 3
+        assert dead_runs([tmp_path], "other" * 20) == []
+        run.release()
+        others = Manifest("other" * 20, 4, [], [])
+        others.write(folder)
+        with patch.object(offload_dir, "locked", side_effect=AssertionError("it is another rank's")):
+            assert dead_runs([tmp_path], "third" * 20) == []
+
+
+def train_on_rank(
+    directory: str, sharding: str, kill_at: int, kind: str = "zero_infinity"
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`.
+
+    All ranks have the same samples, but of a model with experts, of which ranks then use different ones.
+    """
+    os.environ[offload_dir.VARIABLE] = directory
+    if kill_at >= 0 and torch.distributed.get_rank() == 1:
+        kill_at_durable_act(kill_at)
+    has_experts = kind == "moesys"
+    model = model_for("last_step,experts") if has_experts else fresh(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    states: dict[str, Any] = {
+        "kind": kind,
+        "resume": "last_step",
+        **(OTHERS["experts"] if has_experts else {}),
+    }
+    settings = {"sharding": {"states": {"kind": sharding}}, "offload": {"states": states}}
+    if has_experts:
+        torch.manual_seed(torch.distributed.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on
+        tuned = memtune.apply(
+            model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False
+        )
+    began = tuned.resumed_steps
+    for _ in range(began, STEPS):
+        tuned.step([torch.randn(2 if has_experts else 4, 6)])
+    found = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
+    tuned.finish()
+    end_updaters()
+    # what the end of an interpreter does; processes forked from a server have none
+    ssd_tensors.folder().close()
+    return began, found
+
+
+@pytest.mark.slow
+def test_a_killed_rank_goes_on_with_the_others_and_with_new_updaters(tmp_path: Path) -> None:
+    a_killed_rank_goes_on(tmp_path, "zero1", 40, "smart_infinity")
+
+
+@pytest.mark.slow
+def test_without_an_updater_s_folder_nothing_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model stays as it was, and what a run of another model left is nobody's to remove."""
+    directory = tmp_path_of(tmp_path, "kept")
+    assert run(directory, tmp_path / "log", kill_at=84, resume="last_step,updaters") != 0
+    monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
+    trainer, *of_updaters = sorted(
+        directory.iterdir(), key=lambda path: not list(path.glob("manifest-*-[01]"))
+    )
+    assert len(of_updaters) == 2
+    of_updaters[1].rename(tmp_path / "elsewhere")
+    model = fresh(2)
+    with pytest.raises(EnvironmentFault, match="storage domain") as caught:
+        tuned_of(model, "last_step,updaters")
+    assert caught.value.code == "MT365"
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), fresh(2).parameters(), strict=True)
+    )
+    assert trainer.exists()
+    (tmp_path / "elsewhere").rename(of_updaters[1])
+    with patch.object(Manifest, "read", return_value=None):  # no manifest names them any more
+        assert tuned_of(fresh(2), "last_step,updaters").resumed_steps == 0
+    assert not any(each.exists() for each in of_updaters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", [63, 75])
+def test_a_killed_rank_that_updates_inside_backward_goes_on_with_the_others(tmp_path: Path, act: int) -> None:
+    a_killed_rank_goes_on(tmp_path, "fsdp", act, "lohan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("act", [91, 105, 118])
+def test_a_killed_rank_with_experts_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+    a_killed_rank_goes_on(tmp_path, sharding, act, "moesys")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2"])
+@pytest.mark.parametrize("act", [52, 63, 75])
+def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+    a_killed_rank_goes_on(tmp_path, sharding, act, "zero_infinity")
+
+
+def a_killed_rank_goes_on(tmp_path: Path, sharding: str, act: int, kind: str) -> None:
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    plain.mkdir()
+    killed.mkdir()
+    wanted = run_ranks(train_on_rank, 2, str(plain), sharding, -1, kind)
+    assert None in run_ranks(train_on_rank, 2, str(killed), sharding, act, kind, may_fail=True)
+    assert any(killed.iterdir())
+    resumed = run_ranks(train_on_rank, 2, str(killed), sharding, -1, kind)
+    starts = {began for began, _ in resumed}
+    assert len(starts) == 1
+    assert 0 < starts.pop() < STEPS
+    for (_, found), (_, own) in zip(resumed, wanted, strict=True):
+        assert all(torch.equal(value, own[name]) for name, value in found.items())
+    assert not list(killed.iterdir())
+
+
+def refused_on_one_rank(directory: str) -> tuple[str, bool, int]:
+    """Return the error if rank 1 cannot record the resumed step; whether the weights are as before; a sum."""
+    os.environ[offload_dir.VARIABLE] = directory
+    model = fresh(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    knobs = {"kind": "zero_infinity", "resume": "last_step"}
+    settings = {"sharding": {"states": {"kind": "zero1"}}, "offload": {"states": knobs}}
+    if torch.distributed.get_rank() == 1:
+        Manifest.write = full  # type: ignore[method-assign]
+    warnings.simplefilter("ignore")  # that it goes on
+    with pytest.raises((EnvironmentFault, OSError)) as caught:
+        memtune.apply(
+            model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False
+        )
+    same = all(map(torch.equal, model.parameters(), before))
+    ranks = torch.ones(1)
+    torch.distributed.all_reduce(ranks)  # the next collective is no other one's
+    ssd_tensors.folder().close()
+    return str(caught.value), same, int(ranks)
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_take_up_no_rank_does(tmp_path: Path) -> None:
+    """Each has its own weights as they were, without asking the others for theirs."""
+    assert None in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", 63, may_fail=True)
+    first, second = run_ranks(refused_on_one_rank, 2, str(tmp_path), deadline_s=60)
+    assert "Another rank cannot go on" in first[0]
+    assert "No space left" in second[0]
+    assert first[1:] == second[1:] == (True, 2)
+    starts = {
+        began for began, _ in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", -1)
+    }  # what was kept is there still
+    assert len(starts) == 1
+    assert starts.pop() > 0

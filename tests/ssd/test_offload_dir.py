@@ -1,0 +1,301 @@
+"""The directory for tensors on SSD: refusals, and that no file remains after a run, however it ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from memtune.errors import EnvironmentFault
+from memtune.ssd import offload_dir
+from memtune.ssd.offload_dir import VARIABLE, RunFolder, all_allowed, allowed, checked, clean, orphans
+
+
+def refusal(root: str | None = None) -> str:
+    with pytest.raises(EnvironmentFault) as caught:
+        checked(root)
+    assert caught.value.code == "MT361"
+    assert caught.value.fix
+    return caught.value.what
+
+
+def test_a_directory_must_be_given_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(offload_dir.VARIABLE, raising=False)
+    assert "No directory" in refusal()
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    assert checked() == tmp_path
+
+
+def test_what_is_no_usable_directory_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert "No such file" in refusal(str(tmp_path / "missing"))
+    assert "is a file" in refusal(str(tmp_path / "file"))
+    assert "symbolic link" in refusal(str(tmp_path / "link"))
+    assert "Everybody may write" in refusal(str(tmp_path / "open"))
+    monkeypatch.setattr(offload_dir, "file_system", lambda path: "nfs4")
+    assert "network mount (nfs4)" in refusal(str(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert "not writable" in refusal(str(tmp_path))
+
+
+def test_a_directory_in_memory_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload_dir, "file_system", lambda path: "tmpfs")
+    with pytest.warns(UserWarning, match=r"is in memory \(tmpfs\)"):
+        assert checked(str(tmp_path)) == tmp_path
+    with warnings.catch_warnings(action="error"):
+        assert checked(str(tmp_path)) == tmp_path, "once is enough, whoever asks"
+
+
+def test_links_above_the_directory_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "drive" / "mine").mkdir(parents=True)
+    (tmp_path / "scratch").symlink_to("drive")
+    assert checked(str(tmp_path / "scratch" / "mine")) == tmp_path / "scratch" / "mine"
+    (tmp_path / "circle").symlink_to("circle")
+    assert "cannot be used: Too many levels" in refusal(str(tmp_path / "circle" / "mine"))
+
+
+def test_in_a_trial_it_is_the_users_directory_that_is_named_and_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(offload_dir, "file_system", lambda path: "tmpfs")
+    lent = RunFolder(tmp_path)
+    own = RunFolder(checked(str(lent.path)))
+    assert not recwarn.list
+    assert [offload_dir.given(each) for each in (own.path, lent.path, tmp_path)] == [tmp_path] * 3
+    own.remove()
+    lent.remove()
+
+
+def test_what_training_can_go_on_from_is_kept_until_it_is_cleaned(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (run.path / f"{offload_dir.MANIFEST}0").touch()
+    run.close()
+    assert [left.resumable for left in orphans(tmp_path)] == [True]
+    RunFolder(tmp_path).close()
+    assert [left.path for left in clean(tmp_path)] == [run.path]
+    run = RunFolder(tmp_path)
+    (run.path / f"{offload_dir.MANIFEST}0").touch()
+    run.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def dead(root: Path, name: str) -> Path:
+    folder = root / f"memtune-run-999-{name}"
+    folder.mkdir()
+    (folder / "owner").touch()
+    (folder / f"{offload_dir.MANIFEST}0").touch()
+    return folder
+
+
+def test_what_a_run_has_locked_since_it_was_looked_at_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = dead(tmp_path, "a"), dead(tmp_path, "b")
+    held, remove = [], shutil.rmtree
+
+    def rmtree(path: Path, **more: bool) -> None:
+        held.append((offload_dir.locked(first), offload_dir.locked(second)))
+        remove(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert [left.path for left in clean(tmp_path)] == [first]
+    assert held[0][0] is None, "nobody gets the lock of what is being removed"
+    assert second.exists()
+    os.close(held[0][1] or -1)
+    assert [left.path for left in clean(tmp_path)] == [second]
+
+
+def test_what_keeps_something_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = dead(tmp_path, "a")
+    monkeypatch.setattr(
+        offload_dir, "orphans", lambda directory: iter([offload_dir.Left(folder, 0, resumable=False)])
+    )
+    assert clean(tmp_path, resumable=False) == []
+    assert folder.exists()
+
+
+def test_the_lock_of_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, flock = dead(tmp_path, "a"), fcntl.flock
+
+    def removed_before(lock: int, how: int) -> None:
+        (folder / "owner").unlink()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    assert offload_dir.locked(folder) is None
+
+
+def test_the_kernel_says_which_file_system_it_is() -> None:
+    assert offload_dir.file_system(Path("/proc")) == "proc"
+
+
+@pytest.mark.parametrize("name", ["\0", "a\0b", "x" * 5000, "\udcff"])
+def test_names_that_no_file_system_takes_are_refused(name: str) -> None:
+    assert "cannot be used" in refusal("/" + name)
+
+
+def test_a_folder_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert not list(orphans(tmp_path))  # its owner lives
+    run.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from memtune.ssd.offload_dir import RunFolder\n"
+        "run = RunFolder(Path(sys.argv[1])); (run.path / 'tensors').write_bytes(bytes(10000))\n"
+        "print('made', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "made\n"
+    assert not clean(tmp_path)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    (tmp_path / "memtune-run-link").symlink_to("/")
+    (child_of := next(tmp_path.glob(f"memtune-run-{child.pid}-*")) / "memtune-run-2").mkdir()
+    (child_of / "tensors").write_bytes(bytes(20000))
+    (left,) = clean(tmp_path)
+    assert left.n_bytes >= 30000
+    assert [each.name for each in tmp_path.iterdir()] == ["memtune-run-link"]
+
+
+def test_several_drives_are_a_list_of_which_one_drive_users_take_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for text, found in (("", ()), ("/one", ("/one",)), ("/one:/two:", ("/one", "/two"))):
+        monkeypatch.setenv(VARIABLE, text)
+        assert all_allowed() == found
+        assert allowed() == (found[0] if found else "")
+
+
+@pytest.mark.parametrize("with_owner", [True, False])
+def test_a_folder_whose_maker_was_killed_is_removed_but_not_while_one_may_be_making_it(
+    tmp_path: Path, with_owner: bool
+) -> None:
+    """Before it has its lock, which another rank that starts at that moment must not take."""
+    half = tmp_path / ".memtune-new-1"
+    half.mkdir(mode=0o700)
+    if with_owner:
+        (half / "owner").touch()
+    RunFolder(tmp_path).close()
+    assert not clean(tmp_path)
+    os.utime(half, (0, 0))
+    assert [each.path for each in clean(tmp_path)] == [half]
+
+
+def test_what_another_run_removes_meanwhile_hides_nothing_else(tmp_path: Path) -> None:
+    """Ranks begin together, and each removes what dead runs left; one that looks for a step to go on from
+    must see them all.
+    """
+    for name in "abc":
+        (tmp_path / f"memtune-run-{name}").mkdir()
+    found = orphans(tmp_path)
+    assert next(found).path.name == "memtune-run-a"
+    (tmp_path / "memtune-run-b").rmdir()
+    assert [each.path.name for each in found] == ["memtune-run-c"]
+
+
+def test_folders_of_a_dead_trial_go_with_all_that_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}:{tmp_path}")
+    made = offload_dir.folders_of_own()
+    inner = RunFolder(made[0].path)
+    (inner.path / "manifest-0").write_bytes(bytes(5000))
+    assert not list(orphans(tmp_path)), "its owner lives"
+    for each in made:
+        each.remove()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}:{tmp_path}/missing")
+    assert offload_dir.folders_of_own() == []
+    assert not list(tmp_path.iterdir())
+
+
+def run_child(code: str, cwd: Path) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel takes no byte of a file, as on a full drive."""
+    code = f"""
+import pathlib, resource
+from memtune.errors import EnvironmentFault
+from memtune.ssd.offload_dir import RunFolder
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    RunFolder(pathlib.Path({str(tmp_path)!r}))
+except EnvironmentFault as fault:
+    print(fault)
+"""
+    assert "Nothing can be made" in run_child(code, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_relative_directory_is_meant_from_where_the_run_began(tmp_path: Path) -> None:
+    """Its folder is removed at the end, wherever the process is then."""
+    (tmp_path / "drive").mkdir()
+    code = """
+import os
+from memtune.ssd.offload_dir import RunFolder, checked
+folder = RunFolder(checked("drive"))
+os.chdir("/")
+print(folder.path)
+"""
+    assert run_child(code, tmp_path).startswith(str(tmp_path / "drive"))
+    assert not list((tmp_path / "drive").iterdir())
+
+
+def test_a_network_mount_whose_server_is_gone_is_refused_without_asking_it(tmp_path: Path) -> None:
+    """A real mount in a namespace of its own without a server, so an access to the directory would wait
+    forever.
+    """
+    code = f"""
+import ctypes, os, sys
+from pathlib import Path
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x20000) or libc.mount(None, b"/", None, 0x44000, None):  # own mounts, none of them seen outside
+    sys.exit(print("not allowed"))
+where = Path({str(tmp_path)!r}) / "far away"
+where.mkdir()
+(where.parent / "home").symlink_to("far away")
+server = os.open("/dev/fuse", os.O_RDWR) if os.path.exists("/dev/fuse") else -1
+options = f"fd={{server}},rootmode=40000,user_id=0,group_id=0".encode()
+if libc.mount(b"server:/home", bytes(where), b"fuse.sshfs", 0, options):
+    sys.exit(print("not allowed"))
+from memtune.errors import EnvironmentFault
+from memtune.ssd.offload_dir import checked
+for each in (where, where.parent / "home"):
+    try:
+        checked(str(each / "offload"))
+    except EnvironmentFault as fault:
+        print(fault)
+"""  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    if done.stdout == "not allowed\n":
+        pytest.skip("mounting is not allowed here")
+    assert "far away/offload is on a network mount (fuse.sshfs)" in done.stdout
+    assert "home/offload is on a network mount (fuse.sshfs)" in done.stdout, (
+        "what a link leads to is not asked either"
+    )

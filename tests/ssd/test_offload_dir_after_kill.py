@@ -1,0 +1,184 @@
+"""Training with states on SSD is killed before each act that lasts; what it leaves is removed, the living are
+not touched.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.search.prepared_search import rewriter
+from support.zoo_paths import ZOO
+
+from memtune.api import apply
+from memtune.autotune.space.candidates import Candidate, Choice
+from memtune.errors import EnvironmentFault
+from memtune.offload.near_storage import update_worker_client
+from memtune.runtime.memory_tiers import HOST, tier
+from memtune.ssd import offload_dir, ssd_tensors
+from memtune.ssd.offload_dir import RunFolder
+from memtune.testing.training import SEED, build
+
+FRESH = multiprocessing.get_context("forkserver")
+STATES: dict[str, dict[str, Any]] = {
+    "smart_infinity": {},
+    "lohan": {},
+    "angel_ptm": {"optimizer": "ssd"},
+    "zero_infinity": {"parameters": "ssd", "gradients": "ssd"},
+    "moesys": {},
+}
+STEPS = 2
+
+
+def config(kind: str) -> dict[str, Any]:
+    """Settings and plan."""
+    settings = {"execution": {"micro_batch": 2}, "offload": {"states": {"kind": kind, **STATES[kind]}}}
+    with patch.dict(os.environ, {offload_dir.VARIABLE: "/nothing-is-written"}):
+        found = rewriter(_model(kind)).candidate(Choice.from_document(settings))
+    assert isinstance(found, Candidate), found
+    return {"settings": settings, "plan": {slot: plan.document() for slot, plan in found.plans.items()}}
+
+
+def _model(kind: str) -> str:
+    return "moe" if kind == "moesys" else "gpt"
+
+
+def train(directory: str, kind: str, config: dict[str, Any], kill_at: int, updater: bool, log: str) -> None:
+    """Two steps; before act `kill_at` this process is killed, or (`updater`) the first one that updates."""
+    os.environ[offload_dir.VARIABLE] = directory
+    torch.set_num_threads(1)
+    workload, model, optimizer = build(ZOO[_model(kind)])
+    kill_before_act(kill_at, updater)
+    losses: list[float] = []
+    with open(log, "w") as out:
+        try:
+            tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+            torch.manual_seed(SEED)
+            for _ in range(STEPS):
+                with tier(HOST):
+                    batches = [workload.make_batch(2)]
+                losses.append(float(tuned.step(batches)))
+            tuned.audit()
+        except EnvironmentFault as fault:
+            print(fault.code, fault.what, file=out)
+        else:
+            print("losses", *losses, file=out)
+    for link in list(update_worker_client._links.values()):
+        link.close()
+    if ssd_tensors.opened():
+        # as the end of an interpreter does; processes forked from a server have none
+        ssd_tensors.folder().close()
+
+
+def kill_before_act(number: int, updater: bool) -> None:
+    """Kill before each act that changes the drive's content, or tells an updater to."""
+    count = iter(range(10**6))
+
+    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
+        def one(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == number:
+                (link := next(iter(update_worker_client._links.values()), None)) if updater else None
+                os.kill(link.process.pid if updater and link is not None else os.getpid(), signal.SIGKILL)
+            return act(*args, **kwargs)
+
+        return one
+
+    acts = [
+        (os, "posix_fallocate"),
+        (os, "rename"),
+        (os, "open"),
+        (os, "fsync"),
+        (os, "fdatasync"),
+        (os, "replace"),
+    ]
+    more = [
+        (ssd_tensors.Disk, "store"),
+        (ssd_tensors.Disk, "load"),
+        (update_worker_client.UpdaterLink, "order"),
+    ]
+    for where, name in [*acts, (os, "unlink"), (os, "rmdir"), *more] if not updater else more[-1:]:
+        setattr(where, name, counted(getattr(where, name)))
+
+
+def run(
+    directory: Path, kind: str, made: dict[str, Any], log: Path, kill_at: int = -1, updater: bool = False
+) -> int:
+    child = FRESH.Process(target=train, args=(str(directory), kind, made, kill_at, updater, str(log)))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), child.exitcode
+    return child.exitcode
+
+
+def nothing_dead_is_left(directory: Path, living: Path) -> None:
+    """Updaters notice the end of their trainer, and go by themselves."""
+    stop_s = time.monotonic() + 30
+    while True:
+        for half_made in directory.glob(".memtune-new-*"):  # which is left alone at first
+            os.utime(half_made, (0, 0))
+        offload_dir.clean(directory)
+        if list(directory.iterdir()) == [living] or time.monotonic() > stop_s:
+            break
+        time.sleep(0.05)
+    assert list(directory.iterdir()) == [living]
+    assert (living / "tensors").read_bytes() == b"in use"
+
+
+def killed_before_acts(tmp_path: Path, kind: str, acts: range, *, updater: bool = False) -> int:
+    """Train and kill for each of `acts`; returns how many there are at most."""
+    directory, log, made = tmp_path / "drive", tmp_path / "log", config(kind)
+    directory.mkdir()
+    living = RunFolder(directory)
+    (living.path / "tensors").write_bytes(b"in use")
+    assert run(directory, kind, made, log) == 0
+    nothing_dead_is_left(directory, living.path)
+    plain, killed = log.read_text(), 0
+    assert plain.startswith("losses")
+    for act in acts:
+        log.unlink(missing_ok=True)
+        code = run(directory, kind, made, log, act, updater)
+        if code == 0 and log.read_text() == plain:
+            break
+        killed += 1
+        if updater:
+            assert code == 0
+            assert "MT380 The updater of storage domain 0" in log.read_text()
+            assert "has ended by SIGKILL" in log.read_text()
+        nothing_dead_is_left(directory, living.path)
+    assert run(directory, kind, made, log) == 0
+    assert log.read_text() == plain
+    nothing_dead_is_left(directory, living.path)
+    living.close()
+    return killed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_trainer_leaves_nothing_that_its_updaters_or_clean_do_not_remove(tmp_path: Path) -> None:
+    assert killed_before_acts(tmp_path, "smart_infinity", range(12, 13)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", STATES)
+def test_killed_before_any_act_nothing_dead_is_left_and_training_starts_afresh(
+    tmp_path: Path, kind: str
+) -> None:
+    """Every fifth act; the others are of the same sorts."""
+    assert (
+        killed_before_acts(tmp_path, kind, range(0, 3000, int(os.environ.get("MEMTUNE_EVERY_ACT", "5")))) > 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_killed_updater_is_named_whenever_it_is(tmp_path: Path) -> None:
+    assert killed_before_acts(tmp_path, "smart_infinity", range(1, 60, 3), updater=True) > 5

@@ -1,0 +1,108 @@
+"""Run a function on N gloo ranks, each in a process of its own, with a deadline: `run_ranks(function, 2,
+argument)`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# Processes are forked from one that has imported torch, which takes most of the time of a test otherwise. It
+# has run no op, so that it has no threads which a fork would lose.
+_FRESH = multiprocessing.get_context("forkserver")
+_FRESH.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "memtune.testing"]
+)
+
+
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *arguments: Any, deadline_s: float = 90, may_fail: bool = False
+) -> list[Any]:
+    """Results of `function(*arguments)`, one per rank; the function must be at the top of its file.
+
+    Args:
+        function: Runs with the default process group in place, on one thread.
+        ranks: Number of processes; 0 is one process without a group.
+        arguments: Anything that can be pickled.
+        deadline_s: Children that are not done by then are killed.
+        may_fail: A rank that fails ends neither the others nor the test; its result is None. Ranks do not
+            wait for one another at the end: one that a failure has reached must end for the others to see it.
+
+    Raises:
+        AssertionError: A rank failed or hung; with the end of what it printed.
+    """
+    file, name = function.__code__.co_filename, function.__name__
+    with tempfile.TemporaryDirectory() as folder:
+        children: list[BaseProcess] = [
+            _FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail))
+            for rank in range(max(ranks, 1))
+        ]
+        try:
+            for child in children:
+                child.start()
+            _wait(children, folder, time.monotonic() + deadline_s, may_fail)
+        finally:
+            for child in children:
+                if child.pid is not None:
+                    child.kill()
+                    child.join()
+        files = [Path(folder, f"result{rank}") for rank in range(max(ranks, 1))]
+        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+def _rank(
+    folder: str, rank: int, ranks: int, file: str, name: str, arguments: tuple[Any, ...], may_fail: bool
+) -> None:
+    log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if ranks:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+        )
+    result = getattr(_module(file), name)(*arguments)
+    Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+    if ranks and not may_fail:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _module(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location("gloo_test", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gloo_test"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _wait(children: list[BaseProcess], folder: str, until: float, may_fail: bool) -> None:
+    while any(child.exitcode is None for child in children):
+        failed = [rank for rank, child in enumerate(children) if child.exitcode]
+        assert time.monotonic() < until, f"ranks hang\n{_logs(folder, len(children))}"
+        assert may_fail or not failed, f"rank {failed[0]} failed\n{_logs(folder, len(children))}"
+        time.sleep(0.02)
+    codes = [child.exitcode for child in children]
+    assert may_fail or not any(codes), f"exit codes {codes}\n{_logs(folder, len(children))}"
+
+
+def _logs(folder: str, count: int) -> str:
+    return "\n".join(f"-- rank {r} --\n{_log(Path(folder, f'log{r}'))}" for r in range(count))
+
+
+def _log(path: Path) -> str:
+    return path.read_text(errors="replace")[-3000:] if path.exists() else ""

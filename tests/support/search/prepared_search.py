@@ -1,0 +1,134 @@
+"""Shared by tests of the search: real recordings of small models, made once, and a machine with known true
+rates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from support import zoo_paths
+
+from memtune import hardware
+from memtune.autotune.record.recorder import record
+from memtune.autotune.search import preparation
+from memtune.autotune.search.preparation import Setup
+from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.scoring import Scorer
+from memtune.autotune.space.search_options import SearchOptions, TargetOptions
+from memtune.executors.base import Trial, TrialResult
+from memtune.program.step import Recording
+from memtune.technique import Reason, Target
+from memtune.workload.workload import Workload
+
+GPT = str(zoo_paths.ZOO["gpt"])
+AXES = ("execution", "recompute", "offload")
+
+
+@cache
+def recording(name: str = "gpt") -> Recording:
+    return record(Workload.load(zoo_paths.ZOO[name]))
+
+
+def rewriter(
+    name: str = "gpt", *, ranks: int = 1, budget_bytes: int | None = None, gpu: str = "h100-80g"
+) -> Rewriter:
+    return Rewriter(recording(name), Target(hardware.find(gpu), ranks, budget_bytes))
+
+
+@cache
+def _prepared(
+    workload: str, ranks: int, goal: Any, axes: tuple[str, ...], global_batch: int | None, budget: int | None
+) -> Setup:
+    asked = TargetOptions(
+        workload=workload,
+        device="cpu",
+        ranks=ranks,
+        goal=goal,
+        axes=axes,
+        global_batch=global_batch,
+        budget_bytes=budget,
+    )
+    return preparation.prepare(asked)
+
+
+def prepared(options: TargetOptions, **_: object) -> Setup:
+    """`prepare`, once for each workload: the budget is put in afterwards, the rest is real."""
+    batch = options.goal == "batch"
+    made = _prepared(
+        options.workload,
+        options.ranks,
+        options.goal,
+        options.axes,
+        options.global_batch,
+        options.budget_bytes if batch else None,
+    )
+    scorer = Scorer(
+        _rewriter(
+            options.workload,
+            options.ranks,
+            options.goal,
+            options.axes,
+            options.global_batch,
+            options.budget_bytes,
+        )
+    )
+    return replace(made, budget_bytes=options.budget_bytes, scorer=scorer)
+
+
+@cache
+def _rewriter(
+    workload: str,
+    ranks: int,
+    goal: Any,
+    axes: tuple[str, ...],
+    global_batch: int | None,
+    budget_bytes: int | None,
+) -> Rewriter:
+    """Programs are cached over searches of the same model and budget."""
+    made = _prepared(workload, ranks, goal, axes, global_batch, budget_bytes if goal == "batch" else None)
+    return Rewriter(made.recording, replace(made.scorer.rewriter.target, budget_bytes=budget_bytes))
+
+
+def truth(
+    options: SearchOptions, *, peak: float = 0.05, step: float = 0.3, noise: float = 0.01
+) -> Callable[[Trial], TrialResult]:
+    """A machine that is off the simulator by up to `peak` and `step` for each setting, and by `noise` from
+    run to run.
+    """
+    made = prepared(options)
+
+    def run(trial: Trial) -> TrialResult:
+        choice = Choice.from_document(trial.config["settings"])
+        scored = made.scorer.score(choice)
+        if isinstance(scored, Reason):
+            return TrialResult(number=trial.number, status="unfit", reason=str(scored))
+        prediction = scored.prediction
+        peak_bytes = round(prediction.peak_allocated_bytes * (1 + peak * _unit(choice.summary, "peak")))
+        if trial.budget_bytes is not None and peak_bytes > trial.budget_bytes:
+            return TrialResult(number=trial.number, status="oom", reason="out of memory", wall_s=1.0)
+        step_s = prediction.step_s * (1 + step * _unit(choice.summary, "step"))
+        steps = [step_s * (1 + noise * _unit(f"{trial.number} {i}", "noise")) for i in range(trial.steps)]
+        middle = sorted(steps)[len(steps) // 2]
+        samples = prediction.samples_per_s * prediction.step_s
+        return TrialResult(
+            number=trial.number,
+            status="ok",
+            peak_allocated_bytes=peak_bytes,
+            peak_reserved_bytes=peak_bytes,
+            step_s=middle,
+            step_s_all=steps,
+            samples_per_s=samples / middle,
+            losses=[5.0 - 0.1 * i for i in range(trial.steps + 1)],
+            wall_s=1.0,
+        )
+
+    return run
+
+
+def _unit(text: str, salt: str) -> float:
+    """A number in [-1, 1] that depends on the text alone."""
+    return int(hashlib.sha256(f"{salt} {text}".encode()).hexdigest()[:8], 16) / 2**31 - 1

@@ -1,0 +1,41 @@
+"""`apply` refuses what it was not made for before it touches the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memtune import apply
+from memtune.config.tuned_config import MadeFor, TunedConfig, fingerprint
+from memtune.errors import ApplyError, ConfigError
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_config_with_blocks_of_another_model_is_refused(strict: bool) -> None:
+    model, optimizer = built()
+    blocks = ["h.{0..3}"] if strict else ["h.0", "h.1"]
+    with pytest.raises(ConfigError, match="another model") as caught:
+        apply(
+            model,
+            optimizer,
+            TunedConfig(made_for=MadeFor(model="sha256:0", parameters=7, blocks=blocks)),
+            strict=strict,
+        )
+    assert caught.value.code == "MT206"
+    assert "7 parameters" in caught.value.evidence
+    assert fingerprint(model) in caught.value.evidence
+    apply(model, optimizer, {"settings": {}})  # nothing was left behind
+
+
+def test_apply_twice_is_refused() -> None:
+    model, optimizer = built()
+    apply(model, optimizer, {"settings": {}})
+    with pytest.raises(ApplyError, match="tuned already") as caught:
+        apply(model, optimizer, {"settings": {}})
+    assert caught.value.code == "MT304"

@@ -1,0 +1,18 @@
+"""Bytes in text, as people read them."""
+
+from __future__ import annotations
+
+from memtune.units import bytes_in_words
+
+
+def test_counts_of_bytes_are_put_into_words_and_other_numbers_stay() -> None:
+    text = (
+        "aten::mm: it asks for 2097152 bytes, but 29360128 of the 31457280 bytes of device memory are live (4"
+        " now)"
+    )
+    found = "aten::mm: it asks for 2.00 MiB, but 28.0 MiB of the 30.0 MiB of device memory are live (4 now)"
+    assert bytes_in_words(text) == found
+    assert bytes_in_words("rank 12000 of 16384 said 7 bytes") == "rank 12000 of 16384 said 7 B"
+    found = bytes_in_words("(live now: device 565407960, host 1511424, ssd 0; peak device 566231040 bytes)")
+    assert found == "(live now: device 539 MiB, host 1.44 MiB, ssd 0; peak device 540 MiB)"
+    assert bytes_in_words("device 0, host 12") == "device 0, host 12"

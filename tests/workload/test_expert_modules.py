@@ -1,0 +1,68 @@
+"""Detection of experts, and their cache in host memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtune.workload.expert_modules import find_experts, moments_of, read_ahead, trace
+
+
+def test_experts_are_equal_modules_in_a_list_of_that_name_in_a_block() -> None:
+    parts = (
+        "norm.weight",
+        "mlp.experts.0.up.weight",
+        "mlp.experts.1.up.weight",
+        "heads.0.weight",
+        "heads.1.weight",
+    )
+    names = [f"layers.{block}.{part}" for block in range(2) for part in parts]
+    shapes, block_of = [(4, 2)] * len(names), [0] * 5 + [1] * 5
+    found = find_experts(names, shapes, block_of)
+    assert [(each.block, each.name, each.parameters) for each in found] == [
+        (0, "layers.0.mlp.experts.0", (1,)),
+        (0, "layers.0.mlp.experts.1", (2,)),
+        (1, "layers.1.mlp.experts.0", (6,)),
+        (1, "layers.1.mlp.experts.1", (7,)),
+    ]
+    assert not find_experts(names, shapes, [-1] * 10)
+    unlike = [(4, 2 + index) for index in range(len(names))]
+    assert not find_experts(names, unlike, block_of)
+    assert not find_experts(
+        ["experts.0.weight", "experts.weight"], [(2,), (2,)], [0, 0]
+    )  # one, and a fused tensor
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 3), st.integers(1, 3))
+def test_what_comes_has_gone_and_what_has_changed_is_written(
+    blocks: int, each: int, slots: int, ahead: int, on_device: int
+) -> None:
+    block_of = [block for block in range(blocks) for _ in range(each)]
+    total = len(block_of)
+    reads = {}
+    for rule in ("lfu", "lru", "belady"):
+        moved = trace(block_of, blocks, slots, rule, ahead, on_device)  # type: ignore[arg-type]
+        assert len(moved) == 2 * blocks + 1
+        reads[rule] = sum(len(moment.read) for moment in moved)
+        written = [expert for moment in moved for expert in moment.written]
+        if slots >= total:
+            assert reads[rule] == len(written) == 0
+        else:
+            assert reads[rule] > 0
+            assert max(written.count(expert) for expert in range(total)) <= 1  # each is updated once a step
+    if ahead == 0:
+        assert reads["belady"] <= min(reads["lru"], reads["lfu"])
+
+
+def test_moments_of_use() -> None:
+    assert moments_of(3, 1) == ((0, 5, 6), (1, 4, 5), (2, 4))
+    assert [len(each) for each in moments_of(3, 3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "slots", "found"), [(0, 9, []), (1, 9, [2]), (2, 9, [2, 4, 5]), (2, 4, [2, 4]), (2, 2, [])]
+)
+def test_read_ahead_leaves_what_the_moment_uses(ahead: int, slots: int, found: list[int]) -> None:
+    assert read_ahead(0, ahead, slots, [[0, 1], [2], [4, 5]], [[], [], []]) == found

@@ -1,0 +1,330 @@
+"""The user's `model.py`: what is accepted, and one clear message for each thing that is not."""
+
+import hashlib
+import sys
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from memtune.errors import WorkloadError
+from memtune.workload.workload import Workload, batch_size_of, shapes_of, split_batch, to_device
+
+ZOO = Path(__file__).parents[1] / "zoo"
+BAD = ZOO / "bad"
+
+GOOD = """
+import torch
+from torch import nn
+def model(): return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+def batch(size): return torch.randn(size, 8)
+def loss(model, batch): return model(batch).square().mean()
+"""
+
+
+def written(folder: Path, text: str, name: str = "model.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def message(function, *args) -> WorkloadError:
+    with pytest.raises(WorkloadError) as caught:
+        function(*args)
+    error = caught.value
+    assert error.code.startswith("MT1")
+    assert error.fix
+    assert error.exit_code == 2
+    assert "Traceback" not in str(error)
+    return error
+
+
+@pytest.mark.parametrize("path", sorted(ZOO.glob("*.py")), ids=lambda path: path.stem)
+def test_every_model_of_the_zoo_trains_and_has_blocks(path):
+    workload = Workload.load(path)
+    torch.manual_seed(0)
+    model = workload.build_model()
+    workload.check_batch()
+    assert sum(param.numel() for param in model.parameters()) <= 3_000_000
+    optimizer = workload.make_optimizer(model.parameters())
+    batch, losses = workload.make_batch(4), []
+    for _ in range(4):
+        loss = workload.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    names = workload.find_blocks(model)
+    assert len(names) >= 2
+    assert all(any(True for _ in model.get_submodule(name).parameters()) for name in names)
+
+
+# file, code, and words that the whole message must hold
+AT_LOAD = [
+    ("no_model", "MT101", ["no model()", "class Net", "train()", "def model()"]),
+    ("no_loss", "MT101", ["no loss()", "def loss(model, batch)"]),
+    ("model_is_instance", "MT101", ["a Linear, not a function", "def model()"]),
+    ("model_takes_arguments", "MT101", ["model()", "0 arguments", "'width'"]),
+    ("import_error", "MT102", ["line 3", "no_such_module_for_memtune", "install"]),
+    ("import_raises", "MT102", ["line 5", "KeyError", "learning_rate"]),
+    ("exits", "MT112", ["line 6", "exit status 3", "__main__"]),
+    ("global_batch_text", "MT121", ["'32'", "positive whole number"]),
+]
+
+
+@pytest.mark.parametrize(("stem", "code", "words"), AT_LOAD, ids=[case[0] for case in AT_LOAD])
+def test_a_file_that_cannot_be_used_says_why(stem, code, words):
+    error = message(Workload.load, BAD / f"{stem}.py")
+    assert error.code == code
+    assert [word for word in words if word not in str(error)] == []
+
+
+def model_of(workload):
+    return workload.build_model()
+
+
+def batch_of(workload):
+    return workload.check_batch()
+
+
+def loss_of(workload):
+    return workload.loss(workload.build_model(), workload.make_batch(2))
+
+
+def optimizer_of(workload):
+    return workload.make_optimizer(workload.build_model().parameters())
+
+
+def blocks_of(workload):
+    return workload.find_blocks(workload.build_model())
+
+
+AT_CALL = [
+    ("not_a_module", model_of, "MT115", ["a tuple of 2", "without the optimizer"]),
+    ("no_parameters", model_of, "MT115", ["nothing to train", "0 parameters"]),
+    ("all_frozen", model_of, "MT115", ["nothing to train", "2 parameters, all frozen", "requires_grad"]),
+    ("model_raises", model_of, "MT114", ["line 8", "TypeError", 'nn.Linear(8, "four")']),
+    ("batch_raises", batch_of, "MT116", ["batch(2)", "line 12", "IndexError"]),
+    ("batch_ignores_size", batch_of, "MT117", ["ignores its size", "(8, 8)"]),
+    ("batch_no_tensor", batch_of, "MT116", ["a list of 2", "no tensor"]),
+    ("shapes", loss_of, "MT118", ["line 17", "2x8 and 16x4", "model(inputs)", "(2, 8), (2, 4)"]),
+    ("loss_vector", loss_of, "MT119", ["shape (2,)", "loss.mean()"]),
+    ("loss_float", loss_of, "MT119", ["the float", ".item()"]),
+    ("loss_no_grad", loss_of, "MT119", ["without gradient", "no_grad"]),
+    ("optimizer_none", optimizer_of, "MT120", ["returned None", "Optimizer"]),
+    ("blocks_names", blocks_of, "MT122", ["item 1", "a Linear", "no submodule", "Submodules: 0, 1"]),
+]
+
+
+@pytest.mark.parametrize(("stem", "use", "code", "words"), AT_CALL, ids=[case[0] for case in AT_CALL])
+def test_a_function_that_returns_something_else_says_what(stem, use, code, words):
+    error = message(use, Workload.load(BAD / f"{stem}.py"))
+    assert error.code == code
+    assert [word for word in words if word not in str(error)] == []
+
+
+def test_a_syntax_error_shows_line_and_text(tmp_path):
+    error = message(Workload.load, written(tmp_path, "import torch\n\ndef model()\n    return 1\n"))
+    assert (error.code, "line 3" in error.what, error.evidence) == ("MT102", True, "line 3:  def model()")
+
+
+def test_missing_files_and_files_of_another_kind(tmp_path):
+    written(tmp_path, GOOD, "train.py")
+    assert "train.py" in message(Workload.load, tmp_path / "model.py").evidence
+    written(tmp_path, "x", "model.txt")
+    assert "'.txt' file" in message(Workload.load, tmp_path / "model.txt").what
+    assert "a directory" in message(Workload.load, tmp_path).what
+
+
+@pytest.mark.parametrize("value", ["0", "-4", "True", "8.0", "'8'"])
+def test_global_batch_must_be_a_positive_whole_number(tmp_path, value):
+    assert message(Workload.load, written(tmp_path, f"{GOOD}\nglobal_batch = {value}")).code == "MT121"
+
+
+def test_a_loss_of_whole_numbers_is_refused(tmp_path):
+    text = GOOD.replace("model(batch).square().mean()", "model(batch).sum().long()")
+    assert "torch.int64" in message(loss_of, Workload.load(written(tmp_path, text))).what
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    text = GOOD + "\ndef optimizer(params): return torch.optim.LBFGS(params)"
+    assert "LBFGS.step needs closure" in message(optimizer_of, Workload.load(written(tmp_path, text))).what
+
+
+def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
+    text = GOOD + "\ndef optimizer(params): return torch.optim.SGD([nn.Parameter(torch.ones(1))])"
+    assert "none of the parameters" in message(optimizer_of, Workload.load(written(tmp_path, text))).what
+
+
+@pytest.mark.parametrize(
+    "raised", ["torch.OutOfMemoryError('full')", "RuntimeError('CUDA out of memory: it is full')"]
+)
+def test_out_of_memory_in_the_users_code_is_not_the_users_fault(raised, tmp_path):
+    text = GOOD.replace("return model(batch)", f"raise {raised}; return model(batch)")
+    with pytest.raises(RuntimeError, match="full"):
+        loss_of(Workload.load(written(tmp_path, text)))
+
+
+def test_fields_identify_the_file(tmp_path):
+    path = written(tmp_path, f"{GOOD}\nglobal_batch = 32")
+    workload = Workload.load(path)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (workload.path, workload.name, workload.source_sha256, workload.global_batch) == (
+        path,
+        None,
+        sha256,
+        32,
+    )
+    assert workload.described() == {
+        "file": "model.py",
+        "name": None,
+        "source_sha256": sha256,
+        "global_batch": 32,
+    }
+    assert workload == Workload.load(path)
+
+
+IN_A_CLASS = """
+import torch
+from torch import nn
+class Task:
+    global_batch = 4
+    def __init__(self, width=8): self.width = width
+    def model(self): return nn.Linear(self.width, 4)
+    def batch(self, size): return torch.randn(size, self.width)
+    def loss(self, model, batch): return model(batch).square().mean()
+wide = Task(16)
+class Strict(Task):
+    def __init__(self, width): super().__init__(width)
+"""
+
+
+@pytest.mark.parametrize(("name", "width"), [("Task", 8), ("wide", 16)])
+def test_a_name_picks_a_class_or_an_instance(tmp_path, name, width):
+    workload = Workload.load(f"{written(tmp_path, IN_A_CLASS)}:{name}")
+    assert (workload.name, workload.global_batch) == (name, 4)
+    assert workload.build_model().weight.shape == (4, width)
+    assert workload.make_batch(3).shape == (3, width)
+    assert loss_of(workload).requires_grad
+
+
+def test_a_name_that_is_not_there_or_cannot_be_made(tmp_path):
+    path = written(tmp_path, IN_A_CLASS)
+    assert "class Task, wide, class Strict" in message(Workload.load, f"{path}:tsk").evidence
+    assert "constructor without arguments" in message(Workload.load, f"{path}:Strict").fix
+
+
+def test_the_file_may_import_its_neighbour_and_leaves_no_bytecode(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    written(tmp_path, "WIDTH = 8", "neighbour_of_model.py")
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass C:\n    a:"
+        " int = 1\n"
+    )
+    path = written(tmp_path, f"{text}import neighbour_of_model\nassert __name__ != '__main__'\n{GOOD}")
+    Workload.load(path)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["model.py", "neighbour_of_model.py"]
+
+
+def test_batch_is_real_and_on_the_cpu_whatever_mode_is_active():
+    workload = Workload.load(ZOO / "gpt.py")
+    with FakeTensorMode(), torch.device("meta"):
+        inputs, _ = workload.make_batch(2)
+        model = workload.build_model()
+    assert type(inputs) is torch.Tensor
+    assert inputs.device.type == "cpu"
+    assert all(param.device.type == "meta" for param in model.parameters())
+
+
+def test_the_default_optimizer_is_adamw_and_blocks_may_be_given(tmp_path):
+    workload = Workload.load(written(tmp_path, f"{GOOD}\ndef blocks(model): return [model[1], model[1]]"))
+    model = workload.build_model()
+    assert type(workload.make_optimizer(model.parameters())) is torch.optim.AdamW
+    assert workload.find_blocks(model) == ["1"]
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    note: str
+
+
+def encoding(size):
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"input_ids": torch.arange(size * 3).view(size, 3)})
+
+
+CONTAINERS = {
+    "tensor": lambda n: torch.arange(n * 2).view(n, 2),
+    "tuple": lambda n: (torch.arange(n), torch.randn(n, 3)),
+    "namedtuple": lambda n: Pair(torch.arange(n), torch.randn(n, 3)),
+    "dict": lambda n: {"a": torch.arange(n), "b": [torch.randn(n, 2), 7]},
+    "dataclass": lambda n: Sample(torch.arange(n), "kept"),
+    "encoding": encoding,
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_parts_put_together_again_are_the_batch(kind):
+    batch = CONTAINERS[kind](12)
+    parts = split_batch(batch, 3)
+    assert [type(part) for part in parts] == [type(batch)] * 3
+    assert all(shape[0] == 4 for part in parts for shape in shapes_of(part))
+    flat = [
+        torch.utils._pytree.tree_leaves(dict(part) if kind == "encoding" else getattr(part, "x", part))
+        for part in parts
+    ]
+    whole = torch.utils._pytree.tree_leaves(dict(batch) if kind == "encoding" else getattr(batch, "x", batch))
+    for index, leaf in enumerate(whole):
+        if isinstance(leaf, torch.Tensor):
+            assert torch.equal(torch.cat([leaves[index] for leaves in flat]), leaf)
+    moved = to_device(batch, "meta")
+    assert type(moved) is type(batch)
+    assert shapes_of(moved) == shapes_of(batch)
+
+
+@given(parts=st.integers(1, 8), each=st.integers(1, 5), extra=st.integers(1, 9))
+def test_every_sample_is_in_exactly_one_part(parts, each, extra):
+    size = parts * each
+    shared = torch.zeros(size + extra)
+    split = split_batch({"x": torch.arange(size), "y": torch.arange(size), "shared": shared}, parts)
+    assert torch.equal(torch.cat([part["x"] for part in split]), torch.arange(size))
+    assert all(part["shared"] is shared for part in split)
+
+
+def test_a_list_with_one_item_per_sample_is_cut_too():
+    images, targets = torch.randn(4, 3, 8, 8), [{"boxes": torch.randn(i + 5, 4)} for i in range(4)]
+    second = split_batch((images, targets), 2)[1]
+    assert [target["boxes"].shape[0] for target in second[1]] == [7, 8]
+
+
+def test_what_cannot_be_cut_says_why():
+    assert "do not divide a batch of 6" in split_batch(torch.zeros(6, 2), 4)
+    assert "no tensor" in split_batch(torch.zeros(16, 6), 2, size=6)  # time first, batch second
+    assert "no tensor" in split_batch({"a": 1}, 2)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert isinstance(split_batch(packed, 2), str)
+
+
+def test_the_batch_size_is_what_most_tensors_share():
+    assert (
+        batch_size_of(
+            {"mask": torch.zeros(9, 9), "x": torch.zeros(4, 3), "y": torch.zeros(4), "scale": torch.ones(())}
+        )
+        == 4
+    )
+    assert batch_size_of([1, "a"]) is None
