@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.abc
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -43,13 +43,11 @@ def read_exports(room: str) -> dict[str, str]:
     maps to itself.
     """
     spec = importlib.util.find_spec(room)
-    source = (
-        spec.loader.get_source(room)
-        if spec and isinstance(spec.loader, importlib.abc.InspectLoader)
-        else None
-    )
+    if spec is None or spec.origin is None:
+        raise ImportError(f"the room '{room}' has no source file")
+    source = Path(spec.origin).read_text(encoding="utf-8")  # the loader of an editable install gives no source
     homes: dict[str, str] = {}
-    for node in ast.parse(source or "").body:
+    for node in ast.parse(source).body:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             for each in node.body:
                 if isinstance(each, ast.ImportFrom) and each.module:
