@@ -98,13 +98,13 @@ def test_what_the_function_raises_is_raised_here(capfd: pytest.CaptureFixture[st
 
 DRIVER = """
 import os, sys, time
-from memtune.autotune.predict.parallel_map import SideBySide
+from memtune.autotune.predict.parallel_map import ParallelMap
 here = os.getpid()
 def work(item):
     if os.getpid() != here:
         open(sys.argv[1], "w").write(str(os.getpid()))
     time.sleep(600 if os.getpid() != here else 0.001)
-with SideBySide(work, lambda item: item, 2) as both:
+with ParallelMap(work, lambda item: item, 2) as both:
     both.over(range(1000))
 """
 
