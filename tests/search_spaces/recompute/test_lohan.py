@@ -133,8 +133,6 @@ class TestLohan(TechniqueSuite):
         assert step.peak_bytes() < before.peak_bytes()
         assert total(rewritten(ZOO["gpt"], Full(kind="full")), Resource.DEVICE_TO_HOST) == 0
 
-    # The bound fails by a tenth since steps have five tables; the cause is not known yet.
-    @pytest.mark.xfail(reason="host peak 288,448 bytes, bound 262,144")
     @pytest.mark.parametrize("host_bytes", [0, 100_000, 400_000])
     def test_what_the_host_has_no_room_for_is_written_to_ssd_and_read_once(self, host_bytes: int) -> None:
         """The mechanism: more is swapped than without, the host keeps what it has room for, and the rest
@@ -150,9 +148,9 @@ class TestLohan(TechniqueSuite):
         assert 0 <= kept <= host_bytes
         largest = int(step.ops.traffic_bytes[step.ops.resource == Resource.SSD_WRITE].max())
         batch = rewritten(ZOO["gpt"]).peak_bytes(Tier.HOST)
-        assert (
-            step.peak_bytes(Tier.HOST) - batch <= kept + (max(WRITES_IN_FLIGHT, spills.ahead) + 1) * largest
-        )
+        # At the end of forward writes may still be in flight while backward prefetches: a slow drive shows it.
+        in_flight = WRITES_IN_FLIGHT + spills.ahead + 1
+        assert step.peak_bytes(Tier.HOST) - batch <= kept + in_flight * largest
         capped = SMALL.model_copy(update={"host_bytes": host_bytes})
         if capped.fits(program, target_of()) is None:
             assert decisions["swapped_bytes"] >= swapped_by(capped, program)
