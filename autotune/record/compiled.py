@@ -23,7 +23,8 @@ from memtune.technique import Reason
 from memtune.workload import Workload
 
 _MOST_GRAPHS = 64
-"""Dynamo's cache limit per code object. Its default of 8 would fall back to eager after a few micro-batches.
+"""Dynamo's cache limit per code object. Its default of 8 would fall back to eager after a few
+micro-batches.
 """
 
 
@@ -31,12 +32,9 @@ class CompiledRecordings:
     """Recordings of a workload by compile setting, each made when first needed.
 
     Args:
-        workload: The user's model, batch, loss and optimizer.
-        sizes: Micro-batches that will be used.
-        between: As in `record`.
-        workspace: Table of CPU kernels' scratch.
-        target: Device on which the step is to run.
-        translate: Translates a recording to the target's kernels.
+        workload: The user's model, batch, loss and optimizer. sizes: Micro-batches that will be used.
+        between: As in `record`. workspace: Table of CPU kernels' scratch. target: Device on which the step is
+        to run. translate: Translates a recording to the target's kernels.
     """
 
     def __init__(

@@ -63,9 +63,9 @@ from memtune.parallel.sharding import meshes
 from memtune.program import Phase, Recording, Step
 from memtune.runtime import link_classes
 from memtune.technique import CutRecording, Reason
-from memtune.workload import Pair, Workload, find_pairs, share_of
+from memtune.workload import Pair, Workload, find_pairs, sharding_error
 
-_FIX = "another degree, or cut: mlp"
+_FIX = "another degree, or layers: mlp"
 
 
 class CutRecordings:
@@ -212,7 +212,7 @@ def chosen_pairs(step: Step, degree: int, what: str) -> tuple[Pair, ...] | Reaso
     shapes = [(p.name, p.shape) for p in step.parameters]
     pairs = find_pairs(shapes, step.blocks)
     if what == "all" and pairs.refused:
-        return Reason(pairs.refused[0], "cut: mlp leaves attention whole")
+        return Reason(pairs.refused[0], "layers: mlp leaves attention whole")
     chosen = tuple(pair for pair in pairs.found if what == "all" or not pair.attention)
     if not chosen:
         kind = (
@@ -222,7 +222,9 @@ def chosen_pairs(step: Step, degree: int, what: str) -> tuple[Pair, ...] | Reaso
         )
         return Reason(f"no {kind} were found in the blocks", "parallel: {kind: none}")
     by_module = {name.removesuffix(".weight"): shape for name, shape in shapes}
-    unequal = next((error_line for pair in chosen if (error_line := share_of(pair, by_module, degree))), None)
+    unequal = next(
+        (error_line for pair in chosen if (error_line := sharding_error(pair, by_module, degree))), None
+    )
     return chosen if unequal is None else Reason(unequal, _FIX)
 
 
@@ -392,8 +394,8 @@ def attention_refusal(seen: AttentionArguments, split: Split) -> Reason | None:
             "no block calls F.scaled_dot_product_attention: how positions meet is not known",
             "parallel: {kind: none}",
         )
-    if (split.zigzag or split.helpers) and not seen.causal:
-        return Reason("attention masks no later positions: contexts have equal work", "balance: none")
+    if (split.zigzag or split.work_sharing) and not seen.causal:
+        return Reason("attention masks no later positions: contexts have equal work", "load_balance: none")
     return None
 
 

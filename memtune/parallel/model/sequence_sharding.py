@@ -20,7 +20,7 @@ from memtune.errors import ApplyError
 from memtune.parallel.model.tensor_parallel import Average
 from memtune.parallel.sharding import units_of
 from memtune.runtime import Context
-from memtune.workload import Pair, whole_in_blocks
+from memtune.workload import Pair, unsharded_in_blocks
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def share_dropouts(model: nn.Module, blocks: Sequence[str], layout: SequenceLayo
 def summed_parameters(
     model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], fix: str = ""
 ) -> list[str]:
-    """Names of the trainable parameters of the blocks that are not cut: each rank has a part of their
-    gradients' sum.
+    """Return the names of the blocks' trainable parameters that are not sharded: each rank has a summand of
+    their gradients.
 
     Raises:
         ApplyError: The blocks are not one chain, or share a weight with the rest of the model.
@@ -161,7 +161,9 @@ def summed_parameters(
         (inside if name.startswith(prefixes) else outside).setdefault(id(parameter), name)
     for key in inside.keys() & outside.keys():
         raise not_divisible(f"{inside[key]} is {outside[key]} too, which sees all positions", fix)
-    return whole_in_blocks([name for name, p in model.named_parameters() if p.requires_grad], pairs, blocks)
+    return unsharded_in_blocks(
+        [name for name, p in model.named_parameters() if p.requires_grad], pairs, blocks
+    )
 
 
 def times(ranks: int) -> Callable[[Tensor], Tensor]:
@@ -198,7 +200,7 @@ def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> 
             context.undo.callback(parameter.register_hook(times(mesh.size())).remove)
     # Else what averages over all ranks averages over these as well.
     if context.placement.model_parallel_size > 1 or not context.placement.states_average_grads:
-        context.loop.sync = Average(context, mesh.get_group(), summed, beside=context.loop.sync).sync
+        context.loop.sync = Average(context, mesh.get_group(), summed, outer=context.loop.sync).sync
 
 
 class Scaled:
