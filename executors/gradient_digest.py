@@ -68,7 +68,7 @@ def gradients_of(
             gradient = held.grad
         if gradient is not None:
             if remote is not None:
-                gradient = remote.whole(name, gradient)
+                gradient = remote.full_value(name, gradient)
             yield (
                 name.removeprefix("module."),
                 gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient,

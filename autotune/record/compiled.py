@@ -55,10 +55,10 @@ class CompiledRecordings:
     def __call__(self, compiling: Compiling) -> Recording | Reason:
         """Return the recording under `compiling`, or why the model cannot be compiled so."""
         if compiling not in self._known:
-            self._known[compiling] = self._made(compiling)
+            self._known[compiling] = self._attempt(compiling)
         return self._known[compiling]
 
-    def _made(self, compiling: Compiling) -> Recording | Reason:
+    def _attempt(self, compiling: Compiling) -> Recording | Reason:
         try:
             with recording_graphs():
                 recording = self._record(compiling=compiling)

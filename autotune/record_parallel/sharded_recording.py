@@ -104,10 +104,10 @@ class CutRecordings:
         """Return the step of a rank whose layers `degree` of the `ranks` partition, or why they cannot."""
         key = degree, what, ranks
         if key not in self._known:
-            self._known[key] = self._made(*key)
+            self._known[key] = self._attempt(*key)
         return self._known[key]
 
-    def _made(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
+    def _attempt(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
         if dist.is_initialized():
             return Reason("this process trains with others already", "plan in a process of its own")
         if what in ROTATED:
@@ -321,13 +321,12 @@ def ops_in(recording: Recording, pair: Pair) -> list[Op]:
     return forward_ops(recording, np.asarray(inside, bool))
 
 
-# Recordings of a model whose positions are divided, with attention over heads and contexts.
 class _CopiedShares(SequenceLayout):
     """A layout whose shares are separate storages, to distinguish divided from undivided tensors."""
 
-    def seen(self, whole: Tensor, dim: int) -> Tensor:
-        """Return `own`."""
-        return self.own(whole, dim)
+    def shard_view(self, whole: Tensor, dim: int) -> Tensor:
+        """Return a copy, as `shard` does."""
+        return self.shard(whole, dim)
 
 
 @dataclass

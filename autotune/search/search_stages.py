@@ -160,8 +160,8 @@ class Stages:
                 )
                 self.driver.note(
                     f"the loss is {each.results[0].losses[step - 1]} from step {step} on with"
-                    f" {each.baseline}, which changes no numbers: check learning rate, data and precision before training"
-                    " with the result",
+                    f" {each.baseline}, which changes no numbers: check learning rate, data and precision"
+                    " before training with the result",
                     warning=True,
                 )
                 return

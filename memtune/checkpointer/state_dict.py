@@ -86,7 +86,7 @@ def full_state_dict(context: Context) -> dict[str, Any]:
         found = {}
         for index, each in enumerate(held):
             here = {what: whole(each.divided(value)) for what, value in plain["state"].get(index, {}).items()}
-            found[index] = remote.states(each.name, here)
+            found[index] = remote.optimizer_state(each.name, here)
         return {
             "model": model,
             "optimizer": {**plain, "state": {index: state for index, state in found.items() if state}},
@@ -103,7 +103,7 @@ def full_value(context: Context, name: str, value: Any) -> Any:
     owner.
     """
     remote, here = context.placement.remote_parameters, whole(value)
-    return here if remote is None else remote.whole(name, here)
+    return here if remote is None else remote.full_value(name, here)
 
 
 def whole(value: Any) -> Any:

@@ -104,7 +104,7 @@ def op_class(name: str) -> str:
     return _CLASSES[_class_index(name)][0]
 
 
-@functools.cache  # there are some hundreds of names
+@functools.cache  # at most some hundreds of names
 def _class_index(name: str) -> int:
     return next(i for i, (_, parts, _, _) in enumerate(_CLASSES) if any(part in name for part in parts))
 
@@ -165,7 +165,7 @@ def _casts_weights(step: Step) -> bool:
     casts = step.ops.name[step.uses.op] == step.names.index("aten._to_copy.default")
     is_weight = (step.parameter_of >= 0) | (
         step.storages.kind == Kind.COMMUNICATION
-    )  # there, or gathered or brought in for its use
+    )  # resident, or unsharded or reloaded for its use
     casts &= (is_weight & (step.storages.bytes > 0))[step.uses.storage] & (
         step.uses.mode == 0
     )  # frames have the bytes of pages

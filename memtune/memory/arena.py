@@ -63,7 +63,7 @@ def install(settings: ArenaSettings) -> None:
 
 
 def uninstall() -> None:
-    """Allocate storages with malloc again; those of the arena stay there until they are freed."""
+    """Allocate storages with malloc again; the arena keeps its storages until they are freed."""
     global _installed
     if _installed is not None:
         cpu_allocator.set_source(None, None)

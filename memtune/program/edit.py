@@ -282,11 +282,11 @@ class Edit:
         self.saves = replace(self.saves, **columns)
 
     def release_before(self, storages: I32, ops: I32) -> None:
-        """Python frees `storages[i]` just before op `ops[i]` runs; never earlier than it did."""
+        """Let Python free `storages[i]` just before op `ops[i]` runs; never earlier than it did."""
         self._releases.append((storages, ops))
 
     def hold_through(self, storages: I32, ops: I32) -> None:
-        """Python holds `storages[i]` at least until op `ops[i]`, an original or new one, has run."""
+        """Hold `storages[i]` by Python at least until op `ops[i]`, an original or new one, has run."""
         self._holds.append((storages, ops))
 
     def hold_to_the_end_of_backward(self, op: int) -> None:

@@ -165,7 +165,7 @@ class FsdpUnits:
     last_backward: I32
 
     def __len__(self) -> int:
-        """Number of units."""
+        """Return the number of units."""
         return len(self.first_forward)
 
 

@@ -359,7 +359,7 @@ class Step:
         )
 
     def live_bytes(self, tier: Tier = Tier.DEVICE) -> I64:
-        """(n,) bytes of `tier` that are live while each op runs."""
+        """Return (n,) the bytes of `tier` that are live while each op runs."""
         mine = self.storages.tier == tier
         start = np.maximum(self.storages.producer[mine], 0)
         stop = np.minimum(self.freed_after[mine], self.ops.n - 1)
@@ -369,7 +369,7 @@ class Step:
         return np.cumsum(delta[:-1])
 
     def peak_bytes(self, tier: Tier = Tier.DEVICE) -> int:
-        """Largest value of `live_bytes`, 0 for a step without ops."""
+        """Return the largest value of `live_bytes`, 0 for a step without ops."""
         return int(self.live_bytes(tier).max(initial=0))
 
     def saved_bytes(self, block: int | None = None) -> int:
@@ -388,7 +388,7 @@ class Step:
         )
 
     def saved_by_autograd(self) -> npt.NDArray[np.bool_]:
-        """(m,) True where autograd holds the storage for backward."""
+        """Return (m,) True for storages that autograd saves for backward."""
         saved = np.zeros(self.storages.n, bool)
         saved[self.saves.storage] = True
         return saved

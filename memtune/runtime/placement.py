@@ -20,15 +20,15 @@ class RemoteParameters(Protocol):
     def absent(self) -> Mapping[str, torch.Size]:
         """Full shapes of the parameters that are not on this rank."""
 
-    def answers(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Return True if this rank sends the value of `name` to the others."""
 
-    def whole(self, name: str, here: Any) -> Any:
+    def full_value(self, name: str, here: Any) -> Any:
         """Return the value of `name` from the rank that holds it; collective, in the same order on all
         ranks.
         """
 
-    def states(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer state of `name` from the rank that holds it; collective."""
 
 

@@ -85,11 +85,11 @@ class TechniqueSuite:
         mutation = pytest.mark.parametrize("mutation", shown, ids=str)
         drawn = pytest.mark.drawn
         for name, marks in {
-            "test_survives_yaml_and_json": (variant,),
+            "test_config_survives_yaml_and_json": (variant,),
             "test_plan_is_plain_data_and_stable": (model, variant, drawn(2)),
             "test_trains_as_the_plain_model": (model, variant, drawn(3)),
             "test_rewrite_equals_the_recording_of_apply": (model, variant, drawn(3)),
-            "test_failed_apply_leaves_everything_untouched": (variant, drawn(1)),
+            "test_failed_apply_leaves_no_trace": (variant, drawn(1)),
             "test_suite_fails_under": (mutation, drawn(3)),
         }.items():
             if name not in vars(cls):
@@ -108,7 +108,7 @@ class TechniqueSuite:
 
     # -- the catalogue ---------------------------------------------------------------------------------------
 
-    def test_kind_is_the_file_and_slot_the_folder(self) -> None:
+    def test_kind_and_slot_match_file_and_folder(self) -> None:
         """`find(slot, kind)` returns this class."""
         technique = self.default()
         assert technique.kind in kinds(self.technique.slot)
@@ -118,7 +118,7 @@ class TechniqueSuite:
         assert self.technique.source
         assert json.dumps(technique.record(target_of(technique)))
 
-    def test_survives_yaml_and_json(self, variant: Technique) -> None:
+    def test_config_survives_yaml_and_json(self, variant: Technique) -> None:
         """A config with the technique is equal after a round trip."""
         config = TunedConfig(settings=Settings.of(Execution(), {variant.slot: variant}))
         assert load_config(dump_yaml(config)) == config
@@ -143,11 +143,11 @@ class TechniqueSuite:
         self._skip_unless_it_fits(model, variant)
         self.check_drift(model, variant)
 
-    def test_failed_apply_leaves_everything_untouched(self, variant: Technique) -> None:
+    def test_failed_apply_leaves_no_trace(self, variant: Technique) -> None:
         """A failure anywhere in `apply` leaves model and optimizer unchanged."""
         self.check_untouched(self._quick()[0], variant)
 
-    def test_audit_tells_whether_it_is_in_effect(self) -> None:
+    def test_audit_finds_technique_not_in_effect(self) -> None:
         """The audit passes after a step; it fails if a parameter is in no group or `apply` is undone."""
         workload, model, optimizer = build(self._path(self._quick()[0]))
         tuned = apply(model, optimizer, self._config(self._quick()[0], self.default()), strict=False)

@@ -141,7 +141,8 @@ class FusedBackward:
         self._sentinel.note()
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # `changed` removes a placeholder, which the step must not see; a real gradient is checked after the step.
+        # `changed` removes a placeholder, which the step must not see; a real gradient is checked after the
+        # step.
         self._changed = self._sentinel.has_placeholder and self._sentinel.changed()
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -299,7 +299,7 @@ def _own_of(given: Tensor, length: int, name: str, layout: SequenceLayout) -> Te
             f"{name} is given a tensor of shape {tuple(given.shape)}, by pairs of positions (a mask?)", FIX
         )
     if not given.requires_grad:
-        return layout.seen(given, dims[0]) if dims else given
+        return layout.shard_view(given, dims[0]) if dims else given
     if dims != [1]:
         raise not_divisible(
             f"{name} is given a tensor of shape {tuple(given.shape)} that needs a gradient", FIX

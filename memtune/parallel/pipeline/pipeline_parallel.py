@@ -313,7 +313,7 @@ class Pipeline:
 
     def _share_norms(self, held: RemoteParameters) -> None:
         trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]
-        mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.answers(name)]
+        mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.owns(name)]
         norms = torch.zeros(2, len(trained), device=self._context.device)
         if mine:
             found = torch._foreach_norm([local(_grad(trained[i][1])) for i in mine])

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from memtune.activations.offload import SlotMoves, StageSpill
 from memtune.parallel.pipeline.stage_cuts_pattern import SHARED, Chain, batch_on_host, chain_of, uploads
-from memtune.parallel.pipeline.stage_view_pass import Divide, Own, Stage, own
+from memtune.parallel.pipeline.stage_view_pass import Divide, RankStep, Stage, rank_step
 from memtune.program import (
     APART,
     I32,
@@ -155,7 +155,7 @@ def _divided(
     given, returned = (parts.given(stage), parts.gradient[stage]) if stage else (-1, -1)
     passed, received = (parts.given(stage + 1), parts.gradient[stage + 1]) if stage < last else (-1, -1)
     here = Stage(stage, rows, made, parts.uploaded, given, passed, returned, received)
-    found: Own = own(step, here, parts.held_by(rank), divide, kept=kept)
+    found: RankStep = rank_step(step, here, parts.held_by(rank), divide, kept=kept)
     boundary = {how.starts[stage]: found.given}
     gradient = {stage: found.returned}
     if stage < last:

@@ -31,7 +31,7 @@ _GATHER = "memtune.all_gather_into_.default"
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class RankStep:
     """A rank's own step, sharded, with that step's storage numbers."""
 
     step: Step
@@ -66,7 +66,7 @@ class Stage:
     received: int
 
 
-def own(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> Own:
+def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> RankStep:
     """Return the step of one rank with `stage` and the parameters `held`, after `divide`; with `kept` units
     are gathered once.
     """
@@ -84,7 +84,7 @@ def own(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> 
         once = np.flatnonzero((marks == 0) & (after.ops.phase == Phase.FORWARD)).astype(np.int32)
     given, passed, returned, received, *uploaded = after.returned.tolist()
     clean = replace(after, returned=np.empty(0, np.int32)).with_ops(match=np.zeros_like(marks))
-    return Own(clean, of, given, passed, returned, received, np.array(uploaded, np.int32), once)
+    return RankStep(clean, of, given, passed, returned, received, np.array(uploaded, np.int32), once)
 
 
 def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:

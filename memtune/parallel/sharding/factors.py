@@ -111,7 +111,7 @@ class Traffic:
         return self.intra_bytes + self.inter_bytes
 
 
-def held(factors: Factors, whole: Bytes) -> Bytes:
+def held_bytes(factors: Factors, whole: Bytes) -> Bytes:
     """Return the bytes that a rank holds throughout the step, without temporarily gathered ones."""
     return Bytes(
         whole.parameters / factors.parameters,
@@ -306,7 +306,7 @@ def dominating(
 @lru_cache(maxsize=4096)
 def _costs(factors: Factors, whole: Bytes, schedule: Schedule) -> tuple[float, float, float]:
     sent = traffic(factors, whole, schedule)
-    return held(factors, whole).total, sent.intra_bytes, sent.inter_bytes
+    return held_bytes(factors, whole).total, sent.intra_bytes, sent.inter_bytes
 
 
 def cheapest(
@@ -323,9 +323,11 @@ def cheapest(
     Ties are resolved by the bytes held, then by how little is sharded. A larger limit only adds alternatives,
     so it never raises the time.
     """
-    fitting = (each for each in among or every(schedule.ranks) if held(each, whole).total <= limit_bytes)
+    fitting = (
+        each for each in among or every(schedule.ranks) if held_bytes(each, whole).total <= limit_bytes
+    )
     return min(
         fitting,
-        key=lambda each: (seconds(each, whole, schedule, hardware), held(each, whole).total, each),
+        key=lambda each: (seconds(each, whole, schedule, hardware), held_bytes(each, whole).total, each),
         default=None,
     )

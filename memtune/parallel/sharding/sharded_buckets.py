@@ -88,7 +88,7 @@ class Part:
             rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
         )
 
-    def own(self, message: Tensor) -> Tensor:
+    def own_rows(self, message: Tensor) -> Tensor:
         """Return this rank's rows in a message (or in its part of one) that holds one rank's rows of all
         inputs.
         """
@@ -237,7 +237,7 @@ class ShardedBuckets:
         earlier = [part for part in bucket.parts if part.sum is not None]
         if earlier:
             torch._foreach_add_(
-                [p.own(taken) for p in earlier], [local(p.sum) for p in earlier if p.sum is not None]
+                [p.own_rows(taken) for p in earlier], [local(p.sum) for p in earlier if p.sum is not None]
             )
         for part in earlier:
             # The sum's memory belongs to compute's stream, which must not reuse it while the link reads it.
@@ -253,11 +253,12 @@ class ShardedBuckets:
         earlier = [part for part in bucket.parts if part.sum is not None]
         if earlier:
             torch._foreach_add_(
-                [local(part.sum) for part in earlier if part.sum is not None], [p.own(taken) for p in earlier]
+                [local(part.sum) for part in earlier if part.sum is not None],
+                [p.own_rows(taken) for p in earlier],
             )
         for index, part in enumerate(bucket.parts):
             part.parameter.grad = (
-                part.sum if part.sum is not None else part.sharded(part.own(taken), self._mesh)
+                part.sum if part.sum is not None else part.sharded(part.own_rows(taken), self._mesh)
             )
             part.sum = None
             if not used[index]:
@@ -303,7 +304,9 @@ class ShardedBuckets:
         for bucket in reversed(self._buckets):
             messages = local(bucket.parts[0].parameter).new_empty(self._ranks, bucket.size)
             mine = messages[self._rank]
-            torch._foreach_copy_([p.own(mine) for p in bucket.parts], [local(p.shard) for p in bucket.parts])
+            torch._foreach_copy_(
+                [p.own_rows(mine) for p in bucket.parts], [local(p.shard) for p in bucket.parts]
+            )
             with self._on_link():
                 torch.ops.memtune.all_gather_into_(messages.view(-1), mine, self._group, self._ranks)
             if in_flight is not None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held
+from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held_bytes
 from memtune.program import Program, Step
 from memtune.search_spaces.sharding.states._nested import _NestedSharding, schedule_of, whole_bytes
 from memtune.technique import Exactness, Plan, Reason, Target
@@ -122,7 +122,7 @@ class Amsp(_NestedSharding):
 @lru_cache(maxsize=64)
 def _chosen(step: Step, schedule: Schedule, hardware: Hardware, budget_bytes: int | None) -> Factors:
     state_bytes = whole_bytes(step)
-    other_bytes = step.peak_bytes() - held(_NONE, state_bytes).total
+    other_bytes = step.peak_bytes() - held_bytes(_NONE, state_bytes).total
     limit = float("inf") if budget_bytes is None else budget_bytes - max(other_bytes, 0.0)
     # With one micro-batch a step there are no sums of gradients to shard by a factor of their own.
     among = [

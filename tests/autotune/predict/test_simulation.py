@@ -215,7 +215,7 @@ def test_simulate_accepts_step_without_ops() -> None:
 
 
 def test_simulate_names_malformed_column() -> None:
-    with pytest.raises(ValueError, match="use.*storage"):
+    with pytest.raises(ValueError, match=r"use.*storage"):
         simulate(program_of((1, training(uses_storage=[0, 0, 0, 9]))), CPU)
 
 

@@ -259,7 +259,7 @@ def test_replicas_with_unused_parameters_are_refused(name: str) -> None:
     mine, some = STORES[name][0], Ddp(find_unused_parameters=True)
     assert mine.fits(plain_program(CHAIN), replace(target_of(mine, REPLICAS), ranks=RANKS)) is None
     said = str(mine.fits(plain_program(CHAIN), replace(target_of(mine, some), ranks=RANKS)))
-    assert "every rank must have each of them" in said
+    assert "every rank must have all of them" in said
     assert "find_unused_parameters: false" in said
 
 

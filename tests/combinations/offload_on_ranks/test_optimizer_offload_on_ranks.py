@@ -276,7 +276,7 @@ def test_apply_refuses_by_name() -> None:
     late = BUCKETS.model_copy(update={"delayed": True})
     for sharding, technique, why in (
         (Mics(kind="mics", group=2), BUCKETS, "until backward has ended"),
-        (Ddp(kind="ddp", find_unused_parameters=True), BUCKETS, "every rank must have each of them"),
+        (Ddp(kind="ddp", find_unused_parameters=True), BUCKETS, "every rank must have all of them"),
         (Zero1(kind="zero1"), late, "copies of delayed weights would be stale"),
     ):
         said = run_ranks(

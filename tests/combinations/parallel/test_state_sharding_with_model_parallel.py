@@ -267,7 +267,7 @@ def test_edited_configs_are_refused() -> None:
             two,
             {"sharding": {"states": {"kind": "fsdp"}, "communication": by_node}},
         ),
-        "groups of 2 ranks, which share layers, are neither whole nodes of 3": (
+        "groups of 2 ranks, which share layers, are no whole nodes of 3": (
             two,
             {"sharding": {"states": {"kind": "fsdp"}, "communication": {**by_node, "ranks_per_node": 3}}},
         ),

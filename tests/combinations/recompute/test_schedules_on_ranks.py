@@ -477,7 +477,7 @@ def test_apply_refuses_what_fits_refuses() -> None:
         (settings_of(Fsdp(), Dtr(ratio=0.3)), {"recompute": {**decided, "blocks": decided["blocks"][1:]}})
     )
     for message in run_ranks(refused_when_applied, 2, str(path), asked):
-        assert ["parameters are divided" in each for each in message] == [True, True, False, False]
+        assert ["parameters sharded over ranks" in each for each in message] == [True, True, False, False]
         assert "the plan is for 3 blocks, the model has 4" in message[3]
         assert "dtr} does not work with find_unused_parameters: true" in message[2]
 

@@ -54,7 +54,7 @@ def helped(splits: list[Split]) -> list[Found]:
     try:
         for split in splits:
             grid = grid_of(split, "cpu", group, 1, rank)
-            *given, gradient = (grid.layout.own(each, 2) for each in made())
+            *given, gradient = (grid.layout.shard(each, 2) for each in made())
             given = [each.requires_grad_() for each in given]
             COUNTERS.take()
             scores[:] = [0.0, 0.0]
@@ -62,7 +62,7 @@ def helped(splits: list[Split]) -> list[Found]:
             out.backward(gradient)
             mine = [out.detach(), *(each.grad for each in given)]
             off = max(
-                float((one - grid.layout.own(all_, 2)).abs().max())
+                float((one - grid.layout.shard(all_, 2)).abs().max())
                 for one, all_ in zip(mine, whole, strict=True)
             )
             block = (LENGTH // split.contexts) ** 2

@@ -37,7 +37,7 @@ def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]
     for split in splits:
         grid, off = grid_of(split, "cpu", group, 1, rank), {}
         for causal, whole in wanted.items():
-            *given, gradient = (grid.layout.own(each, 2) for each in made())
+            *given, gradient = (grid.layout.shard(each, 2) for each in made())
             given = [each.requires_grad_() for each in given]
             COUNTERS.take()
             out = divided_attention(grid)(*given, is_causal=causal, enable_gqa=True)
@@ -45,7 +45,7 @@ def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]
             counted = COUNTERS.take()
             mine = [out.detach(), *(each.grad for each in given)]
             off[causal] = max(
-                float((one - grid.layout.own(all_, 2)).abs().max())
+                float((one - grid.layout.shard(all_, 2)).abs().max())
                 for one, all_ in zip(mine, whole, strict=True)
             )
         found.append((counted, off))

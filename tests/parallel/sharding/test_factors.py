@@ -19,7 +19,7 @@ from memtune.parallel.sharding.factors import (
     cheapest,
     dominating,
     every,
-    held,
+    held_bytes,
     seconds,
     traffic,
 )
@@ -62,7 +62,7 @@ def test_factors_held_bytes_of_zero_equal_paper() -> None:
         (1, n, n): 2 + 14 / n,
         (n, n, n): 16 / n,
     }.items():
-        assert held(Factors(*factors), WHOLE).total == pytest.approx(wanted)
+        assert held_bytes(Factors(*factors), WHOLE).total == pytest.approx(wanted)
 
 
 def test_factors_mics_sends_one_shard_between_groups_per_step() -> None:
@@ -127,7 +127,7 @@ def test_cheapest_equals_brute_force_and_never_slows_with_memory(
         times = [
             seconds(factors, WHOLE, schedule, HARDWARE)
             for factors in itertools.starmap(Factors, itertools.product(divisors, repeat=3))
-            if not factors.problem(ranks) and held(factors, WHOLE).total <= limit
+            if not factors.problem(ranks) and held_bytes(factors, WHOLE).total <= limit
         ]
         assert (found is None) == (not times)
         time = float("inf") if found is None else seconds(found, WHOLE, schedule, HARDWARE)
@@ -146,6 +146,6 @@ def test_dominating_returns_better_factors_or_none() -> None:
             ours, theirs = (traffic(each, WHOLE, schedule) for each in (factors, better))
             assert theirs.intra_bytes <= ours.intra_bytes
             assert theirs.inter_bytes <= ours.inter_bytes
-            assert held(better, WHOLE).total <= held(factors, WHOLE).total
+            assert held_bytes(better, WHOLE).total <= held_bytes(factors, WHOLE).total
     assert dominating(Factors(64, 64, 64), every(64), WHOLE, schedule) is None
     assert dominating(Factors(1, 1, 1), every(64), WHOLE, schedule) is not None

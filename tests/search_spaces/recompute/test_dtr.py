@@ -75,7 +75,7 @@ class TestDtr(TechniqueSuite):
             (Dtr(), "gpt", "no budget"),
             (Dtr(budget_bytes=10**9), "gpt", "fits into the budget as it is"),
             (Dtr(budget_bytes=10**9, ratio=0.5), "gpt", "both set the budget"),
-            (Dtr(ratio=0.5), "tied", "not made of"),
+            (Dtr(ratio=0.5), "tied", "do not set the peak"),
         ],
     )
     def test_refused_with_a_reason(self, technique: Dtr, model: str, why: str) -> None:

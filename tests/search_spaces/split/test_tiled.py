@@ -165,7 +165,7 @@ class TestTiled(TechniqueSuite):
             Tiled(chunks=1, mlp=2).fits(plain_program(LARGE), target_of())
         )
         assert "fewer than" in str(Tiled(chunks=1, mlp=1000).fits(program, target_of()))
-        assert "keeps what the parts" in str(Tiled(chunks=1, mlp=2).fits(program, target_of(Selective())))
+        assert "the outputs of the MLPs" in str(Tiled(chunks=1, mlp=2).fits(program, target_of(Selective())))
         assert Tiled(chunks=1, mlp=2).fits(program, target_of(Full())) is None
 
     def test_mlps_need_a_plan_for_this_model(self) -> None:

@@ -142,16 +142,16 @@ class ShardedSuite(TechniqueSuite):
         cls.test_suite_fails_under = test_suite_fails_under  # type: ignore[attr-defined]
         super().__init_subclass__(**kwargs)
         pytest.mark.slow(
-            cls.test_failed_apply_leaves_everything_untouched
+            cls.test_failed_apply_leaves_no_trace
         )  # briefly in memtune/runtime/test_sharding.py
         if not cls.briefly:
             pytest.mark.slow(cls.test_trains_as_the_plain_model)
             pytest.mark.slow(cls.test_rewrite_equals_the_recording_of_apply)
 
     @pytest.mark.slow
-    def test_audit_detects_missing_sharding(self) -> None:
+    def test_audit_finds_technique_not_in_effect(self) -> None:
         config = self._config(self._quick()[0], self.default())
-        assert not any(self._on_ranks("test_audit_detects_missing_sharding", config=config))
+        assert not any(self._on_ranks("test_audit_finds_technique_not_in_effect", config=config))
 
     def check_training(self, model: str, variant: Technique) -> None:
         found = self._on_ranks("check_training", model, variant, config=self._config(model, variant))

@@ -124,7 +124,7 @@ def test_fits_refuses_with_a_reason() -> None:
     )
     assert TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=2)) is None
     sharded = Target(hardware.detect("cpu"), 2, chosen={"sharding.states": Fsdp()})
-    assert "for replicas" in str(PAIR.fits(whole, sharded))
+    assert "it needs replicas" in str(PAIR.fits(whole, sharded))
     assert "the same blocks" in str(TensorMovement(group=4, stride=2).fits(program(ranks=4), chosen(PAIR, 4)))
     assert "4 blocks only" in str(TensorMovement(group=2, stride=5).fits(whole, chosen(PAIR, 2)))
     assert "4 blocks only" in str(TensorMovement(group=2, window=5).fits(whole, chosen(PAIR, 2)))
@@ -133,7 +133,7 @@ def test_fits_refuses_with_a_reason() -> None:
 def test_fits_refuses_one_rank_and_sharded_ranks() -> None:
     workload, model, optimizer = build(ZOO["gpt"])
     assert workload is not None
-    with pytest.raises(ApplyError, match="for replicas") as caught:
+    with pytest.raises(ApplyError, match="it needs replicas") as caught:
         apply(model, optimizer, {"settings": settings_of(PAIR)}, strict=False)
     assert caught.value.code == "MT364"
 

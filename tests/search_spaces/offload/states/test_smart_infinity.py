@@ -127,12 +127,12 @@ class TestSmartInfinity(TechniqueSuite):
         return True
 
     @pytest.mark.slow  # each apply starts two processes
-    def test_failed_apply_leaves_everything_untouched(self) -> None:
+    def test_failed_apply_leaves_no_trace(self) -> None:
         self.check_untouched("tied", SMALL)
 
     @pytest.mark.slow
-    def test_audit_detects_missing_sharding(self) -> None:
-        super().test_audit_detects_missing_sharding()
+    def test_audit_finds_technique_not_in_effect(self) -> None:
+        super().test_audit_finds_technique_not_in_effect()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)

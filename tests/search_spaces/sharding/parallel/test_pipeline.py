@@ -398,7 +398,7 @@ class TestPipeline(ShardedSuite):
     def check_drift(self, model: str, variant: Technique) -> None:
         assert_as_predicted(self._found(model, variant), self._candidate(model, variant))
 
-    def test_audit_detects_missing_sharding(self) -> None:
+    def test_audit_finds_technique_not_in_effect(self) -> None:
         (_, first), (_, last) = self._found("separate", Pipeline())
         assert first["audit"]["sharding.parallel"] == {
             "degree": 2,

@@ -13,7 +13,7 @@ from support.sharding_programs import program, target
 from support.suites.sharded_suite import ShardedSuite
 from support.zoo_paths import ZOO
 
-from memtune.parallel.sharding.factors import Factors, held, seconds
+from memtune.parallel.sharding.factors import Factors, held_bytes, seconds
 from memtune.program.step import Program
 from memtune.search_spaces.sharding.states._nested import schedule_of, whole_bytes
 from memtune.search_spaces.sharding.states.amsp import Amsp, AmspPlan
@@ -61,7 +61,7 @@ def test_plan_fits_the_budget_and_less_memory_never_saves_time() -> None:
     times = []
     for share in (1.1, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1):
         found = planned(int(other_bytes + share * whole.total), before)
-        assert held(found, whole).total <= share * whole.total
+        assert held_bytes(found, whole).total <= share * whole.total
         times.append(seconds(found, whole, schedule, where.hardware))
     assert times == sorted(times)
     assert times[0] < times[-1]

@@ -246,5 +246,5 @@ def test_block_schedule_with_tiles_is_refused() -> None:
     boundary = AttentionBoundary(kind="attention_boundary")
     assert "a schedule runs" in str(TILED.fits(plain_program(CHAIN), target_of(TILED, boundary)))
     workload, model, optimizer = build(CHAIN)
-    with pytest.raises(ApplyError, match="weights in tiles"):
+    with pytest.raises(ApplyError, match="products with tiled weights"):
         apply(model, optimizer, config_of(CHAIN, TILED, boundary), loss=workload.loss, strict=False)
