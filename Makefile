@@ -1,4 +1,4 @@
-# Every target sets up what it needs first. `make help` lists them.
+# Every target first sets up its requirements. `make help` lists them.
 #
 # PYTHON     the Python (>= 3.11) that makes the environment
 # VENV       where the environment is made
@@ -27,13 +27,13 @@ CHECKS ?=
 
 .PHONY: help setup demo test test-rates test-slow test-native lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-sharding bench-offload gpu-check clean
 
-help:  ## this list
+help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: $(READY)  ## make the environment: everything memtune, its extras and its tests need, at pinned versions
 
-# torch first and by its exact version: whatever serves that version (a prepared CPU build as well) is then taken, and
-# nothing installed later asks for another. With a torch of the outer Python the pins of the rest still hold.
+# torch first and by its exact version, so that any build of that version (also a prepared CPU build) is accepted and no later
+# package requests another. With a torch of the outer Python the other pins still apply.
 $(READY): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memtune needs Python 3.11 or later, this is " + sys.version.split()[0] + ". Fix: make setup PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
@@ -47,8 +47,8 @@ demo: setup  ## search a real model under a memory budget on this CPU, then trai
 	$(BIN)/memtune search examples/gpt.py --device cpu --workers 2 --max-memory $(BUDGET) --executor $(EXECUTOR) --out $(DEMO_OUT) --trials $(DEMO_TRIALS) --force $(DEMO_ARGS)
 	$(BIN)/memtune run $(DEMO_OUT) -- $(BIN)/python examples/train_gpt.py $(DEMO_OUT)
 
-# By file: what a module sets up once (a group of ranks, a recording) is then set up once. More than four workers gain
-# little: the searches among the tests start processes of their own.
+# By file, so that fixtures of a module (a group of ranks, a recording) are set up once. More than four workers gain little:
+# searches among the tests start processes of their own.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
 test: setup test-native  ## all tests but the slow ones and those that need a GPU
@@ -56,7 +56,7 @@ test: setup test-native  ## all tests but the slow ones and those that need a GP
 
 SPEEDS := 0.1 10
 
-test-rates: setup  ## the same on a CPU a tenth and ten times as fast: no assertion may depend on it
+test-rates: setup  ## all tests for a CPU a tenth and ten times as fast: no assertion may depend on its speed
 	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit; done
 
 test-slow: setup  ## the tests marked slow
@@ -67,7 +67,7 @@ test-native: setup  ## the C++ tests
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp
 	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir build/cpp --output-on-failure
 
-lint: setup  ## what CI checks besides the tests
+lint: setup  ## the checks of CI other than tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -88,7 +88,7 @@ bench-predict: setup  ## predicted against measured peaks on this CPU: 13 models
 
 BUDGETS := benchmarks/results/recompute-budget
 
-bench-recompute: setup  ## recompute techniques (dynamic ones where MEMTUNE_DTR_LOGS says the logs are): `planned` over a sweep of budgets beside the others, some plans trained for real
+bench-recompute: setup  ## recompute techniques (dynamic ones if MEMTUNE_DTR_LOGS names the logs' folder): `planned` against the others over a sweep of budgets, some plans trained for real
 	mkdir -p $(dir $(BUDGETS))
 	$(BIN)/python benchmarks/recompute_claims.py --json benchmarks/results/recompute-claims.json --markdown benchmarks/results/recompute-claims.md
 	$(BIN)/python benchmarks/planned_speed.py --json benchmarks/results/planned-speed.json
@@ -96,13 +96,13 @@ bench-recompute: setup  ## recompute techniques (dynamic ones where MEMTUNE_DTR_
 	$(BIN)/python benchmarks/recompute_dynamic.py --json benchmarks/results/recompute-dynamic.json --markdown benchmarks/results/recompute-dynamic.md
 	$(BIN)/python benchmarks/frozen_speed.py --json benchmarks/results/frozen-speed.json --markdown benchmarks/results/frozen-speed.md
 
-bench-plan: setup  ## whole answers of `memtune plan`, cold: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384 (about 3 minutes on 2 cores)
+bench-plan: setup  ## `memtune plan` in full, with cold caches: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384 (about 3 minutes on 2 cores)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/plan_speed.py --repeats 3 --json benchmarks/results/plan-speed.json
 
 LAYOUTS := benchmarks/results/layout
 
-bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC says where they are), of 100,000 buffers and of training steps
+bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC names their folder), of 100,000 buffers and of training steps
 	mkdir -p $(dir $(LAYOUTS))
 	$(BIN)/python benchmarks/layout.py --json $(LAYOUTS).json --markdown $(LAYOUTS).md
 	$(BIN)/python benchmarks/layout_traces.py --json $(LAYOUTS)-traces.json --markdown $(LAYOUTS)-traces.md --plot $(LAYOUTS)-gpt.svg
@@ -117,9 +117,9 @@ bench-sharding: setup  ## sharding on 2 and 4 gloo ranks (exactness, bytes, peak
 	mkdir -p $(dir $(SHARDING))
 	$(BIN)/python benchmarks/sharding.py --json $(SHARDING).json --markdown $(SHARDING).md
 
-# DeepSpeed is a peer of this benchmark alone: its CPU Adam is compiled at first use, for minutes, with this environment's ninja (a
-# build that was killed leaves a lock that the next one would wait for). Without it, or without fio (Debian's), the comparison is
-# skipped and the result says why.
+# Only this benchmark uses DeepSpeed: its CPU Adam is compiled at first use, for minutes, with this environment's ninja (a killed
+# build leaves a lock that the next one would wait for). Without it, or without fio (Debian's), the comparison is skipped and the
+# result gives the reason.
 bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpeed's and the memory's bandwidth (500M parameters: 12 GB of memory); SSD against fio; peaks, bytes and published ratios
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-build-isolation --no-deps deepspeed hjson py-cpuinfo einops msgpack
 	rm -f $(VENV)/torch_extensions/*/lock

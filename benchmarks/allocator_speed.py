@@ -1,9 +1,9 @@
 """Events per second of the caching allocator's model on one core.
 
-python benchmarks/allocator_speed.py [--json]
+    python benchmarks/allocator_speed.py [--json]
 
-`training` is a transformer's step as `event_stream` makes it: few sizes, many blocks alive. `random` draws
-every size anew, which keeps hundreds of different free blocks.
+`training` is a transformer's step from `event_stream`: few sizes, many live blocks. `random` draws each size
+at random, which keeps hundreds of different free blocks.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ OUTPUTS = tuple(n * 2**10 for n in (4, 32, 512, 8192, 8192, 8192, 24576, 32768))
 
 
 def training_step() -> Step:
-    """The synthetic step with a transformer's few sizes in place of random ones."""
+    """Return a synthetic step with a transformer's few tensor sizes instead of random ones."""
     step, rng = synthetic_step(), np.random.default_rng(0)
     there, m = step.storages.producer < 0, step.storages.n
     return step.with_storages(bytes=np.where(there, rng.choice(WEIGHTS, m), rng.choice(OUTPUTS, m)))
 
 
 def events_per_s(events: AllocatorEvents, settings: AllocatorSettings, seconds: float) -> float:
-    """How many events a second of this thread's own time, over about `seconds`: other processes do not
-    count.
-    """
+    """Return events per second of this thread's CPU time, measured over about `seconds`."""
     replay(events, settings, None)
     runs, start, wall = 0, time.thread_time(), time.monotonic()
     while time.monotonic() - wall < seconds:

@@ -1,9 +1,9 @@
-"""Where buffers with known lifetimes go in one piece of memory: dynamic storage allocation on a line and on a
-circle.
+"""Dynamic storage allocation: offsets for buffers with known lifetimes in one contiguous arena, on a line or
+on a circle.
 
-A step's allocations repeat, so a lifetime may begin in one step and end in the next: on a circle. Two tiers,
-native (`csrc/layout`): orders, first fit and local search for any number of buffers; an exact search for up
-to 8192.
+A step's allocations repeat, so a lifetime may begin in one step and end in the next: then time is a circle.
+Two native tiers (`csrc/layout`): orders, first fit and local search for any number of buffers; an exact
+search for up to 8192.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Buffers", "Layout", "fault", "lay_out"]
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """What is to be placed; one row a buffer, r of them. Each takes its size rounded up to its alignment."""
+    """Buffers to place, one row each, r of them; sizes are rounded up to the alignment."""
 
     start: I64  # (r,) alive from here on; any unit of time
     end: I64  # (r,) up to here, excluded; on a circle up to `start + period`, which wraps
@@ -33,55 +33,54 @@ class Buffers:
     def of(
         cls, rows: Iterable[tuple[int, int, int]], *, alignment_bytes: int = 1, period: int = 0
     ) -> Buffers:
-        """Buffers from (start, end, bytes), all aligned alike."""
+        """Return buffers from (start, end, bytes), all with one alignment."""
         table = np.array(list(rows), np.int64).reshape(-1, 3)
         start, end, size = (np.ascontiguousarray(column) for column in table.T)
         return cls(start, end, size, np.full(len(table), alignment_bytes, np.int64), period)
 
     def __len__(self) -> int:
-        """Number of buffers."""
+        """Return the number of buffers."""
         return len(self.start)
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Offsets for buffers, and how good they are."""
+    """Offsets for buffers, with bounds and costs of the search."""
 
     offset_bytes: I64  # (r,)
     height_bytes: int
     """End of the highest buffer."""
     lower_bound_bytes: int
-    """No layout is lower: the most bytes alive at once, or more where the exact tier has proven more."""
+    """No layout is lower: the largest number of live bytes, or more if the exact tier has proven more."""
     nodes: int
     """Placements that the exact tier tried."""
     heuristic_s: float
     exact_s: float
-    """Seconds on a core that each tier took."""
+    """CPU seconds of each tier."""
 
     @property
     def optimal(self) -> bool:
-        """Whether no layout can be lower."""
+        """True if no layout can be lower."""
         return self.height_bytes == self.lower_bound_bytes
 
 
 def lay_out(
     buffers: Buffers, *, goal_bytes: int = 0, heuristic_s: float = 1.0, exact_s: float = 0.0, seed: int = 0
 ) -> Layout:
-    """Offsets such that no two buffers share a byte at one moment, with a low height.
+    """Return offsets of low height such that no two live buffers overlap.
 
-    Ends early where the height is within the goal or proven optimal. Limits are seconds of this thread on a
-    core, so a busy machine does not change what is found by much; two runs under a limit may still differ.
+    Ends early if the height is within the goal or proven optimal. Limits are CPU seconds of this thread, so a
+    busy machine changes the result little; two runs under a limit may still differ.
 
     Args:
-        buffers: What to place.
-        goal_bytes: A height that is low enough, a capacity say; 0: as low as possible.
-        heuristic_s: How long the heuristic tier may take. One best fit over time is always made, and is
-            quick.
-        exact_s: How long the exact tier may go on from there; 0: not at all.
-        seed: Of the local search.
+        buffers: Buffers to place.
+        goal_bytes: A height that is low enough, such as a capacity; 0 asks for the lowest.
+        heuristic_s: Limit of the heuristic tier. One best fit over time always runs, and is quick.
+        exact_s: Limit of the exact tier, which starts from the heuristic result; 0 skips it.
+        seed: Seed of the local search.
 
     Raises:
-        ValueError: A row is no buffer: empty lifetime or size, or a lifetime longer than the period.
+        ValueError: A buffer is invalid: empty lifetime or size, or a lifetime longer than the period.
 
     Source: local search after Imanishi and Xu, ISMM 2024; exact tier after Moffitt, MiniMalloc, ASPLOS 2023.
     """
@@ -96,8 +95,8 @@ def lay_out(
 
 
 def fault(buffers: Buffers, layout: Layout) -> str:
-    """What is wrong with `layout` as one of `buffers`, empty if nothing is; shares no code with what makes
-    layouts.
+    """Return the first error of `layout` for `buffers`, '' if it is valid; shares no code with the
+    solvers.
     """
     columns = (buffers.start, buffers.end, buffers.size_bytes, buffers.alignment_bytes, buffers.period)
     return _native.layout_fault(*columns, layout.offset_bytes, layout.height_bytes)

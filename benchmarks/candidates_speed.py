@@ -1,13 +1,13 @@
-"""Candidates rewritten and scored per second: a 24-block GPT, recorded for real, on one core.
+"""Candidates rewritten and scored per second: a 24-block GPT, recorded on fake tensors, on one core.
 
     python benchmarks/candidates_speed.py [--json] [--layers 24] [--ranks 1] [--device cuda] [--without
-    planned,tsplit]
+        planned,tsplit]
 
-Of a space that a search does not score whole, the sample is scored that the search begins with; `--without`
-leaves kinds out, as those whose planners solve for every candidate. A candidate is one choice for every slot;
-candidates that become the same program (allocator knobs, a degree that is all ranks) share its simulation, so
-the table also counts distinct programs. Rates are of the CPU time of this process, which other work on the
-machine does not lengthen; `seconds` is the time on the clock.
+Of a space that a search samples, the search's first sample is scored; `--without` omits techniques, for
+instance those whose planners solve for every candidate. A candidate is one choice for every slot; candidates
+with equal programs (allocator knobs, a degree that is all ranks) share a simulation, so the table also counts
+distinct programs. Rates are per CPU second of this process, which other work on the machine does not change;
+`seconds` is wall time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def loss(model, batch):
 
 
 def measure(layers: int, ranks: int, device: str, without: frozenset[str]) -> dict[str, object]:
-    """Build the space of the GPT on `ranks` H100 (or CPU processes) and score what a search scores first,
-    each candidate once.
+    """Build the space of the GPT on `ranks` H100 (or CPU processes) and score a search's first candidates
+    once each.
     """
     from dataclasses import replace
 
@@ -126,7 +126,7 @@ def measure(layers: int, ranks: int, device: str, without: frozenset[str]) -> di
 
 
 def main() -> None:
-    """Print the table, or with --json the numbers."""
+    """Print the table, or the numbers with --json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--layers", type=int, default=24)

@@ -1,4 +1,4 @@
-"""How long Checkmate solves by the number of nodes, and what it finds.
+"""Seconds of Checkmate's integer program by number of nodes, and the cost it reaches.
 
 python benchmarks/checkmate_speed.py [--nodes 16 24 40] [--out FILE]
 """
@@ -18,7 +18,7 @@ from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import
     CheckmateSchedule,
     schedule_for,
 )
-from memtune.search_spaces.recompute._schedule_planner.placement import Place
+from memtune.search_spaces.recompute._schedule_planner.placement import Placement
 from memtune.workload.workload import Workload
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 def _solving(path: Path, nodes: int, share: float) -> dict[str, object]:
     step = record(Workload.load(path)).at(8)
     started = time.perf_counter()
-    found = schedule_for(Place(step, hardware.detect("cpu")), None, share, nodes, 0.0)
+    found = schedule_for(Placement(step, hardware.detect("cpu")), None, share, nodes, 0.0)
     solve_s = time.perf_counter() - started
     assert isinstance(found, CheckmateSchedule)
     return {
@@ -39,7 +39,7 @@ def _solving(path: Path, nodes: int, share: float) -> dict[str, object]:
         "plain_bytes": found.plain_bytes,
         "budget_bytes": found.budget_bytes,
         "peak_bytes": found.peak_bytes,
-        "again_s": found.again_s,
+        "recompute_s": found.recompute_s,
     }
 
 

@@ -1,12 +1,11 @@
-"""`make demo` several times over: whether it is right each time, how long it takes and what the search
-gained.
+"""Repeat `make demo`: correctness, duration and speed-up of each run.
 
     python benchmarks/demo.py [--runs 10] [--json FILE]
 
-Each run is `make demo` with a study of its own, on a machine that is otherwise idle. A run is right if the
-plain setting is out of memory, at least eight trials ran, the tuned setting fits the limit, nothing that was
-measured and fits is faster by more than the spread, the loss fell, and all of it took under five minutes.
-Ratios are of samples per second in the same run.
+Each run has a study of its own; the machine should be idle otherwise. A run is right if the plain setting is
+out of memory, at least eight trials ran, the tuned setting fits the limit, no measured setting that fits is
+faster by more than the spread, the loss fell, and it took under five minutes. Ratios are of samples per
+second in the same run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LIMIT_S, LEAST_TRIALS = 300.0, 8
 
 
 def one_run(place: Path) -> dict[str, Any]:
-    """Run `make demo` in `place`; what it did, and what was wrong."""
+    """Run `make demo` in `place`; return its row, with what was wrong."""
     words = [f"DEMO_OUT={place}/tuned.yaml", f"DEMO_ARGS=--study {place}/study"]
     start = time.monotonic()
     done = subprocess.run(["make", "-s", "demo", *words], cwd=ROOT, capture_output=True, text=True)
@@ -46,10 +45,10 @@ def one_run(place: Path) -> dict[str, Any]:
 
 
 def judged(events: list[dict[str, Any]], losses: list[float], wall_s: float) -> dict[str, Any]:
-    """One row of the result from the event log of one run."""
+    """Return the result row of one run from its event log."""
     budget = next(each["budget_bytes"] for each in events if each["event"] == "search_started")
     trials = [each for each in events if each["event"] == "trial_finished"]
-    guards = {each["name"]: each["summary"] for each in trials if each["role"] == "guard"}
+    baselines = {each["name"]: each["summary"] for each in trials if each["role"] == "baseline"}
     end = events[-1]
     won = next(each["summary"] for each in trials if each["number"] == end["best_number"])
     steps: dict[str, list[float]] = defaultdict(list)
@@ -76,7 +75,7 @@ def judged(events: list[dict[str, Any]], losses: list[float], wall_s: float) -> 
         "winner": won,
         "peak_of_limit": round(peak / budget, 3),
         "times_as_fast_as": {
-            name: round(median_s[of] / median_s[won], 3) for name, of in guards.items() if of in median_s
+            name: round(median_s[of] / median_s[won], 3) for name, of in baselines.items() if of in median_s
         },
         "times_as_fast_as_next": round(
             min(each for name, each in median_s.items() if name != won) / median_s[won], 3
@@ -87,7 +86,7 @@ def judged(events: list[dict[str, Any]], losses: list[float], wall_s: float) -> 
 
 
 def main() -> None:
-    """Command line."""
+    """Run, print and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,7 +107,7 @@ def main() -> None:
 
 
 def right(rows: list[dict[str, Any]]) -> str:
-    """How many of them were."""
+    """Return how many runs were right."""
     return f"{sum(not row['wrong'] for row in rows)} of {len(rows)}"
 
 

@@ -1,8 +1,7 @@
-"""The operator logs of the DTR artifact as traces, read by the artifact's own rules.
+"""Read the operator logs of the DTR artifact as traces, by the artifact's own rules.
 
-The logs are not part of memtune: `MEMTUNE_DTR_LOGS` says where they are. An in-place op is a copy followed by
-a write (the written tensor gets a storage of its own, as large as the whole one behind the argument); a view
-has no bytes of its own.
+The logs are not part of memtune: `MEMTUNE_DTR_LOGS` names their folder. An in-place op is a copy followed by
+a write (the written tensor gets a new storage, as large as the one behind the argument); a view has no bytes.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from memtune.activations.eviction.policy import Trace, TraceWriter
 
 VARIABLE = "MEMTUNE_DTR_LOGS"
 _EXPENSIVE = ("conv", "mm", "matmul", "linear", "lstm", "bilinear")
-"""Parts of the names of ops whose outputs are not cheap (Coop: convolutions, products and their gradients).
+"""Parts of the names of ops whose outputs are not cheap (Coop: convolutions, products and their
+gradients).
 """
 
 
 def folder() -> Path | None:
-    """Where the logs are, None if nobody says so."""
+    """Return the folder of the logs, None if `MEMTUNE_DTR_LOGS` is not set."""
     found = os.environ.get(VARIABLE)
     return Path(found) if found and Path(found).is_dir() else None
 
 
 def names() -> list[str]:
-    """Names of the logs that are there."""
+    """Return the names of the logs in the folder."""
     found = folder()
     return (
         [] if found is None else sorted(path.name.removesuffix(".log.gz") for path in found.glob("*.log.gz"))
@@ -39,7 +39,7 @@ def names() -> list[str]:
 
 @cache
 def load(name: str) -> Trace:
-    """The trace of one log; costs are nanoseconds."""
+    """Return the trace of one log; costs are nanoseconds."""
     found = folder()
     assert found is not None
     with gzip.open(found / f"{name}.log.gz", "rt") as lines:
@@ -47,14 +47,14 @@ def load(name: str) -> Trace:
 
 
 class _Reader:
-    """Follows the log's names to tensors."""
+    """Maps the log's names to tensors."""
 
     def __init__(self) -> None:
         self._tensor: dict[str, int] = {}
         self._trace = TraceWriter()
 
     def read(self, lines: Iterator[dict[str, Any]]) -> Trace:
-        """All of a log; what comes before START is not part of the program."""
+        """Read all lines; those before START are not part of the program."""
         for line in lines:
             if line.get("ANNOTATION") == "START":
                 break
@@ -63,7 +63,7 @@ class _Reader:
         return self._trace.done()
 
     def _annotate(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
-        """Where backward begins: of no effect."""
+        """Ignore the mark of where backward begins."""
 
     def _constant(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
         self._tensor[line["NAME"]] = self._trace.constant(int(next(lines)["MEMORY"]))

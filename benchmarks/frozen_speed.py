@@ -1,24 +1,22 @@
-"""What recompute decided op by op costs beside the plain model: online, frozen after warm-up, and as a
-schedule made before.
+"""Cost of recompute decided op by op, against the plain model: online, frozen after warm-up, and as a
+schedule planned before the run.
 
     python benchmarks/frozen_speed.py [--sizes 0.05,0.5,1] [--json FILE] [--markdown FILE]
 
 A GPT of six blocks (attention, layer norm, GELU, no dropout) is trained without an optimizer, in sizes at
-which the mean op of forward and backward takes about 0.05, 0.5 and 1 ms. The ways are timed in turn, round
-after round, in CPU seconds of this process, which other work on the machine does not lengthen; what is
-compared is the median of the ratios to the plain model of the same round. Views are no ops.
+which the mean op of forward and backward takes about 0.05, 0.5 and 1 ms. The modes are timed in rotation, in
+CPU seconds of this process, which other work on the machine does not change. Compared are medians of the
+ratios to the plain model of the same round. Views do not count as ops.
 
-- `mode`: a dispatch mode that does nothing, below which nothing in Python can get that must see ops as they
-  come.
-- `online, first run`: `dtr` decides while the model runs, and has nothing to evict; under a mode, as when ops
-  are new.
-- `online`: the same as in all later runs, without a mode.
-- `warmed up`: what `online` decided, frozen.
+- `mode`: a dispatch mode that does nothing; the least that any Python code pays to see every op.
+- `online, first run`: `dtr` decides while the model runs and has nothing to evict; under a mode, because ops
+are new.
+- `online`: the same in all later runs, without a mode.
+- `warmed up`: the decisions of `online`, frozen.
 - `frozen`: the plain order as a frozen schedule.
-- `warmed up, tight`: what `dtr` decided at 80 % of the bytes, frozen; its second runs of ops are part of its
-  time.
-- `online, tight`: the same decided while it runs; what it costs is taken beside `warmed up, tight`, which
-  runs the same ops.
+- `warmed up, tight`: the decisions of `dtr` at 80 % of the bytes, frozen; its time includes recomputed ops.
+- `online, tight`: the same decided while it runs; its cost is compared with `warmed up, tight`, which runs
+the same ops.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from memtune.activations.capture.region_capture import autocast_state, capture, 
 from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSettings
 from memtune.activations.eviction.op_metadata import Costs
 from memtune.activations.eviction.policy import DTR
-from memtune.activations.schedules.scheduled_region import FrozenRegion
+from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.program.op_schedule import plain_schedule
 
@@ -61,13 +59,13 @@ WAYS = (
     "warmed up, tight",
     "online, tight",
 )
-BESIDE = {"online, tight": "warmed up, tight"}
-"""What a way is compared with where it is not the plain model."""
+REFERENCE = {"online, tight": "warmed up, tight"}
+"""The mode with which a mode is compared, if not the plain model."""
 COSTS = Costs(1e11, 1e10, 5e-6)
 
 
 class Block(nn.Module):
-    """Attention and MLP, norms before them."""
+    """Attention and MLP, with a norm before each."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,7 +74,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, sequence, width)
-        """One block."""
+        """Run one block."""
         q, k, v = (
             part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1)
@@ -87,7 +85,7 @@ class Block(nn.Module):
 
 
 def gpt(width: int) -> nn.Module:
-    """Embedding, blocks, head; the same weights each time."""
+    """Return embedding, blocks and head, with the same weights each time."""
     torch.manual_seed(0)
     blocks = (Block(width) for _ in range(LAYERS))
     return nn.Sequential(
@@ -96,7 +94,7 @@ def gpt(width: int) -> nn.Module:
 
 
 class Nothing(TorchDispatchMode):
-    """Runs every op as it is; counts those that are no views."""
+    """Mode that runs every op unchanged and counts those that are no views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +111,7 @@ class Nothing(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Row:
-    """One way at one size."""
+    """One mode at one size."""
 
     size: str
     way: str
@@ -122,9 +120,9 @@ class Row:
     ratio: float
     """Median of step time over the plain step's in the same round."""
     us_per_op: float
-    """What it costs on top of `beside`, by op of the plain model."""
+    """Additional time over the mode's reference (`REFERENCE`), per op of the plain model."""
     replays: int
-    """Ops that run again in each step."""
+    """Number of ops recomputed in each step."""
 
 
 def _step(net: nn.Module, tokens: Tensor) -> Callable[[], None]:
@@ -136,7 +134,7 @@ def _step(net: nn.Module, tokens: Tensor) -> Callable[[], None]:
 
 
 def _online(
-    width: int, budget_bytes: int, freeze_after: int = 0, *, follow: bool = True
+    width: int, budget_bytes: int, freeze_after: int = 0, *, use_replayer: bool = True
 ) -> tuple[nn.Module, OnlineRegion]:
     net = gpt(width)
     settings = OnlineSettings(
@@ -144,7 +142,7 @@ def _online(
         budget_bytes,
         COSTS,
         freeze_after=freeze_after,
-        follow=follow,
+        use_replayer=use_replayer,
     )
     region = OnlineRegion(net, torch.optim.SGD(net.parameters()), settings, CPU)
     region.install()
@@ -152,19 +150,19 @@ def _online(
 
 
 def measured(size: str, rounds: int) -> list[Row]:
-    """All ways at one size, in turn."""
+    """Time all modes at one size, in rotation."""
     width, batch, sequence = SIZES[size]
     tokens = torch.randint(VOCAB, (batch, sequence))
     plain, frozen = gpt(width), gpt(width)
     free, region = _online(width, 1 << 40)
-    first, _ = _online(width, 1 << 40, follow=False)
+    first, _ = _online(width, 1 << 40, use_replayer=False)
     _step(free, tokens)()
     tight_bytes = region.runs.peak_bytes * 8 // 10
     tight, tight_region = _online(width, tight_bytes)
     warm, warm_region = _online(width, 1 << 40, 1)
     warm_tight, warm_tight_region = _online(width, tight_bytes, 1)
     tape = capture(frozen, frozen.forward, shapes_of(((tokens,), {})), autocast_state(), lambda i, out: True)
-    schedule = FrozenRegion(frozen, plain_schedule(tape.graph), CPU)
+    schedule = ScheduledRegion(frozen, plain_schedule(tape.graph), CPU)
     schedule.install()
     nothing = Nothing()
 
@@ -197,28 +195,28 @@ def measured(size: str, rounds: int) -> list[Row]:
             times[name].append(time.process_time() - started)
     assert schedule.runs.plain == 0
     for each in (region, tight_region):
-        assert each.runs.followed >= rounds, each.followers.why_not
+        assert each.runs.steps_without_mode >= rounds, each.replayer.why_not
     for each in (warm_region, warm_tight_region):
         assert each.frozen_steps >= rounds, each.why_online
     replays = tight_region.runs.replays // tight_region.runs.steps
     op_s = min(times["plain"]) / nothing.ops
     ratios = {name: median(a / b for a, b in zip(times[name], times["plain"], strict=True)) for name in WAYS}
-    costs = {name: 1e6 * op_s * (ratios[name] - ratios[BESIDE.get(name, "plain")]) for name in WAYS}
+    costs = {name: 1e6 * op_s * (ratios[name] - ratios[REFERENCE.get(name, "plain")]) for name in WAYS}
     again = {name: replays if name.endswith("tight") else 0 for name in WAYS}
     return [Row(size, name, nothing.ops, 1e6 * op_s, ratios[name], costs[name], again[name]) for name in WAYS]
 
 
 def markdown(command: str, found: dict[str, Any], rows: list[Row]) -> str:
-    """The page."""
+    """Return the page of results."""
     lines = [
-        "# What deciding op by op costs",
+        "# Cost of deciding op by op",
         "",
         f"`{command}` on {found['machine']['cpu']}, one thread, {found['rounds']} rounds, the ways in turn.",
         (
             "Ratios are medians of CPU time over the plain step's of the same round. `over` is what a way"
             " adds for each op of the"
         ),
-        "plain step; for `online, tight` beside `warmed up, tight`, which runs the same ops again.",
+        "plain step; for `online, tight` over `warmed up, tight`, which recomputes the same ops.",
         "",
         "| mean op | ops | way | ratio to plain | over, µs an op | over, part of a step | ops again |",
         "|---|---|---|---|---|---|---|",

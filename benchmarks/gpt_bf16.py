@@ -1,5 +1,5 @@
-"""examples/gpt.py with its weights in bf16, as large fine-tunes hold them; MEMTUNE_GPT_* settings are that
-file's.
+"""examples/gpt.py with bf16 weights, as large fine-tunes hold them; it reads the same MEMTUNE_GPT_*
+settings.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ batch: Callable[[int], Any] = _GPT["batch"]
 
 
 def model() -> nn.Module:
-    """The GPT, cast."""
+    """Return the GPT in bfloat16."""
     made: nn.Module = _GPT["model"]().to(torch.bfloat16)
     return made
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """That of the GPT."""
+    """Return the GPT's loss."""
     found: Tensor = _GPT["loss"](model, batch)
     return found

@@ -1,12 +1,12 @@
-"""Predicted against measured on this machine: searches examples/gpt.py under two budgets and writes every
+"""Predicted against measured on this machine: search examples/gpt.py under two budgets and write every
 trial's numbers.
 
     python benchmarks/gpu.py                      # CUDA: 1.3B parameters, under 24 GiB and under the whole
-    card python benchmarks/gpu.py --device cpu         # the same code path on CPU, with the tiny GPT
+        card
+    python benchmarks/gpu.py --device cpu         # the same code path on CPU, with the tiny GPT
 
 Results go to `benchmarks/results/<device name>/<budget>.json`: for every trial its settings, status,
-predicted and measured peak allocated, peak reserved and step time; with them the medians of the relative
-errors.
+predicted and measured peak allocated, peak reserved and step time; and the medians of the relative errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    """Run one search per budget; exit code of the worst."""
+    """Run one search per budget; return the worst exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,18 +50,16 @@ def main() -> int:
     return worst
 
 
-def measured_before(file: Path, rows: list[dict[str, Any]], asked: bool) -> list[dict[str, Any]]:
-    """`rows`, those that ran when `file` was written as they are in it; all anew unless that was
-    `asked` for.
-    """
-    if not asked or not file.exists():
+def measured_before(file: Path, rows: list[dict[str, Any]], resume: bool) -> list[dict[str, Any]]:
+    """Return `rows`; with `resume`, those that ran when `file` was written are taken from it."""
+    if not resume or not file.exists():
         return rows
     known = {row["case"]: row for row in json.loads(file.read_text())["cases"] if row.get("status") == "ok"}
     return [known.get(row["case"], row) for row in rows]
 
 
 def device_name(device: str) -> str:
-    """Name of the folder for what is measured on `device`."""
+    """Return the name of the results folder for `device`."""
     if device == "cpu":
         return "cpu"
     import torch
@@ -70,7 +68,7 @@ def device_name(device: str) -> str:
 
 
 def _searches(device: str) -> tuple[list[str], str]:
-    """Budgets and model size for `device`."""
+    """Return budgets and model size for `device`."""
     if device == "cpu":
         return ["40MiB"], "tiny"
     import torch
@@ -115,7 +113,7 @@ def _search(arguments: argparse.Namespace, budget: str, size: str) -> tuple[dict
 
 
 def _errors(trials: list[dict[str, Any]]) -> dict[str, float]:
-    """Median relative error (predicted / measured - 1) of each figure over the trials that ran."""
+    """Return the median relative error (predicted / measured - 1) of each figure over the trials that ran."""
     found: dict[str, float] = {}
     pairs = {
         "peak_allocated_bytes": "predicted_peak_bytes",

@@ -1,14 +1,13 @@
-"""Allocators under real training: what each reserves, what it costs, and whether the replay puts them in the
-right order.
+"""Allocators in real training: reserved bytes, cost, and whether the replay ranks them correctly.
 
     python benchmarks/gpu_allocator.py                # CUDA: the GPT of 350M parameters
     python benchmarks/gpu_allocator.py --device cpu   # the same code path on CPU, with the tiny GPT
 
-Every allocator trains the same steps in a process of its own: of equal batches, and of batches of several
-sizes in turn, plain, with recompute and with offload. Of each: peak reserved / peak allocated bytes, the
-median time of a step (the last half of them), the driver calls after ten steps, and the reserved bytes that
-the replay predicts. Bars: `planned_layout` reserves 1.02 of what is allocated and `gmlake` 1.10; both take
-1.02 of native's time and call the driver no more. At last, data is written through a stitched block and read
+Every allocator trains the same steps in its own process: with equal batches, and with batches of several
+sizes in rotation, plain, with recompute and with offload. Recorded are peak reserved / peak allocated bytes,
+the median step time (last half), the driver calls after ten steps, and the reserved bytes that the replay
+predicts. Bars: `planned_layout` reserves at most 1.02 of the allocated bytes and `gmlake` 1.10; both take at
+most 1.02 of native's time and driver calls. At the end, data is written through a stitched block and read
 back. Results go to `benchmarks/results/<device name>/allocators.json`.
 """
 
@@ -61,7 +60,7 @@ Row = dict[str, Any]
 
 
 def rows_of(device: str) -> list[Row]:
-    """All cases that `device` has."""
+    """Return all cases for `device`."""
     kinds = [kind for kind in KINDS if device == "cuda" or kind != "expandable_segments"]
     return [
         {
@@ -76,7 +75,7 @@ def rows_of(device: str) -> list[Row]:
 
 
 def replayed(rows: list[Row], device: str) -> None:
-    """Adds the reserved bytes that the allocator's replay says of each case of equal batches."""
+    """Add the reserved bytes predicted by the allocator's replay for each case of equal batches."""
     machine = hardware.detect(device)
     recording = translate(record(Workload.load(WORKLOAD), sizes={BATCH}), machine)
     rewriter = Rewriter(recording, Target(machine, 1, None))
@@ -90,7 +89,7 @@ def replayed(rows: list[Row], device: str) -> None:
 
 
 def in_a_process(arguments: list[str], env: dict[str, str]) -> Row:
-    """What this file says when it runs with `arguments`, in a fresh process."""
+    """Run this file with `arguments` in a fresh process; return its JSON output."""
     done = subprocess.run(
         [sys.executable, __file__, *arguments], env={**os.environ, **env}, capture_output=True, text=True
     )
@@ -100,7 +99,7 @@ def in_a_process(arguments: list[str], env: dict[str, str]) -> Row:
 
 
 def train(settings: dict[str, Any], sizes: list[int], steps: int, device: str) -> Row:
-    """Steps of these batch sizes in turn; peaks are those after the first ten, times those of the last
+    """Train with these batch sizes in rotation; return peaks after the first ten steps and times of the last
     half.
     """
     torch.manual_seed(0)
@@ -131,7 +130,7 @@ def train(settings: dict[str, Any], sizes: list[int], steps: int, device: str) -
 
 
 def read_back(device: str) -> Row:
-    """Every second of 32 blocks is freed, a stitched one takes their place and is written; all are read."""
+    """Free every second of 32 blocks, write a stitched block in their place, and read all back."""
     number = 0 if device == "cuda" else _native.ARENA_CPU
     if device == "cpu":
         arena.install(ArenaSettings(kind="gmlake"))
@@ -149,7 +148,7 @@ def read_back(device: str) -> Row:
 
 
 def rank_correlation(one: list[float], other: list[float]) -> float:
-    """Spearman's, with the mean rank for equals."""
+    """Return Spearman's rank correlation, with mean ranks for ties."""
 
     def ranks(values: list[float]) -> Any:
         array = np.array(values, float)
@@ -159,8 +158,8 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
 
 
 def judged(rows: list[Row], stitched: Row) -> dict[str, Any]:
-    """Each bar: what was found, and whether it holds. Figures of time and native's bytes mean something on a
-    GPU alone.
+    """Return each bar with its figure and whether it holds; times and native's bytes mean something on a GPU
+    only.
     """
     ran = [row for row in rows if row["status"] == "ok"]
     native_s = {(row["under"], row["sizes"]): row["step_s"] for row in ran if row["kind"] == "native"}
@@ -200,12 +199,12 @@ def judged(rows: list[Row], stitched: Row) -> dict[str, Any]:
 
 
 def written(file: Path, rows: list[Row], found: dict[str, Any]) -> None:
-    """The rows that ran so far, and what is judged of all."""
+    """Write the rows that ran so far, and the judgement of all."""
     file.write_text(json.dumps({"judged": found, "cases": rows}, indent=1) + "\n")
 
 
 def main() -> int:
-    """Replay all, train all, write; exit code 1 where something did not run or reads back wrong."""
+    """Replay, train and write; return exit code 1 if a case failed or read back wrong data."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,12 +3,11 @@ time.
 
     python benchmarks/gpu_cases.py                # CUDA: the GPT of 350M parameters
     python benchmarks/gpu_cases.py --device cpu   # the same code path on CPU, with the tiny GPT and no
-    allocator settings
+        allocator settings
 
-The cases were committed before the first measurement. Every prediction is made before any trial, from the
-tables and what `memtune doctor --calibrate` stored, so nothing is fitted to what is measured. Results go to
-`benchmarks/results/<device name>/cases.json`: a line per case, with the medians and the worst of the relative
-errors.
+The cases were committed before the first measurement. All predictions are made before any trial, from the
+tables and the rates stored by `memtune doctor --calibrate`, so nothing is fitted to the measurements. Results
+go to `benchmarks/results/<device name>/cases.json`: a line per case, with median and worst relative errors.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ Case = dict[str, Any]
 
 
 def cases() -> Iterator[Case]:
-    """Both types, three batches and four kinds of recompute; at the middle batch also with offload and the
-    other allocator.
+    """Return the cases: two dtypes, three batches and four kinds of recompute; at the middle batch also with
+    offload and another allocator.
     """
     for bf16, batch, recompute in itertools.product((0, 1), BATCHES, RECOMPUTE):
         extras: list[dict[str, Any]] = [{}, COPY_OUT, EXPANDABLE] if batch == BATCHES[1] else [{}]
@@ -62,7 +61,7 @@ def cases() -> Iterator[Case]:
 
 
 def predicted(wanted: list[Case], device: str) -> list[Case]:
-    """`wanted` with what the simulator says of each, or why it does not fit; one recording for each type."""
+    """Return `wanted` with the simulator's figures, or why a case does not fit; one recording per dtype."""
     machine, rows = hardware.detect(device), []
     for bf16, group in itertools.groupby(wanted, key=lambda case: case["bf16"]):
         os.environ["MEMTUNE_GPT_BF16"] = str(bf16)
@@ -87,7 +86,7 @@ def predicted(wanted: list[Case], device: str) -> list[Case]:
 
 
 def measured(row: Case, device: str) -> Case:
-    """`row` with what a trial in a fresh process says, which inherits the environment."""
+    """Return `row` with the figures of a trial in a fresh process, which inherits the environment."""
     if row["status"] != "predicted":
         return row
     os.environ["MEMTUNE_GPT_BF16"] = str(row["bf16"])
@@ -97,8 +96,8 @@ def measured(row: Case, device: str) -> Case:
 
 
 def errors(rows: list[Case]) -> dict[str, Any]:
-    """Median and worst relative error of each figure, and how many peaks lie above the interval that was
-    given.
+    """Return median and worst relative error of each figure, and how many peaks exceed the predicted
+    interval.
     """
     ran = [row for row in rows if row["status"] == "ok"]
     found: dict[str, Any] = {"cases": len(rows), "ran": len(ran)}
@@ -116,7 +115,7 @@ def errors(rows: list[Case]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Predict all, run all, write after every trial; exit code 1 if a trial failed."""
+    """Predict all, run all, write after every trial; return exit code 1 if a trial failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

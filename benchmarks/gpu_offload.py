@@ -1,19 +1,19 @@
-"""Offload on one GPU: copies against bare ones, hidden activations, a 7B fine-tune under 40 GiB, the largest
-model.
+"""Offload on one GPU: copies against bare ones, overlapped activation offload, a 7B fine-tune under 40 GiB,
+the largest model.
 
     python benchmarks/gpu_offload.py                       # CUDA: all four; 10 minutes and more
     python benchmarks/gpu_offload.py link hidden           # the short ones
-    python benchmarks/gpu_offload.py --resume fine-tune    # goes on with the families that have not run
+    python benchmarks/gpu_offload.py --resume fine-tune    # continue with the families that have not run
     python benchmarks/gpu_offload.py --device cpu          # the same code paths on CPU, with the tiny GPT
-    python benchmarks/gpu_offload.py --predict h200        # what is predicted of a GPU that is not here;
-    nothing runs
+    python benchmarks/gpu_offload.py --predict h200        # only predictions, for a GPU of the table
 
-Bars: copies have 0.90 of a bare pinned copy's rate. Offloaded activations cost 1.03 of a step at most while
-their bytes take the link no longer than forward computes. The fastest family has 1.3 of the tokens a second
-of DeepSpeed's ZeRO-Offload, where that is installed. The largest model has 0.90 of the parameters that card,
+Bars: copies reach 0.90 of a bare pinned copy's rate. Offloaded activations cost at most 1.03 of a step while
+their copies take no longer than forward computes. The fastest family has 1.3 times the tokens per second of
+DeepSpeed's ZeRO-Offload, where that is installed. The largest model has 0.90 of the parameters that card,
 host and SSD together hold at 16 bytes each: weight and gradient in bf16; weight and two moments in fp32.
-Predictions are made before each trial and written beside what it measures, in `benchmarks/results/<device
-name>/offload.json`. A budget is a cap on torch's allocator; the SSD is MEMTUNE_OFFLOAD_DIR's.
+Predictions are made before each trial and stored together with its measurements, in
+`benchmarks/results/<device name>/offload.json`. A budget is a cap on torch's allocator; the SSD is
+MEMTUNE_OFFLOAD_DIR's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ Row = dict[str, Any]
 
 
 def rates(device: torch.device, n_bytes: int) -> list[Row]:
-    """Both directions: memtune's copies against bare ones between the same page-locked and device memory."""
+    """Return the rates of both directions: memtune's copies against bare ones between the same pinned and
+    device memory.
+    """
     locked = device.type == "cuda"
     host = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=locked)
     there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
@@ -116,12 +118,12 @@ def _rate(copy: Callable[[], object], n_bytes: int, device: torch.device) -> flo
 
 @functools.lru_cache(maxsize=1)
 def _recording(micro_batch: int, machine: Hardware, sized: tuple[tuple[str, str], ...]) -> Recording:
-    """Of the model that `sized`, the environment, asks for."""
+    """Return the recording of the model that the environment `sized` selects."""
     return translate(record(Workload.load(WORKLOAD), sizes={micro_batch}, target=machine.device), machine)
 
 
 def predicted(settings: Row, machine: Hardware, budget_bytes: int | None) -> tuple[Row, TunedConfig | None]:
-    """What the simulator says of `settings`, and their config with its plans; or why they do not fit."""
+    """Return the simulator's figures of `settings` with their config and plans, or why they do not fit."""
     sized = tuple(
         sorted((name, value) for name, value in os.environ.items() if name.startswith("MEMTUNE_GPT_"))
     )
@@ -146,7 +148,7 @@ def predicted(settings: Row, machine: Hardware, budget_bytes: int | None) -> tup
 
 
 def tried(row: Row, config: TunedConfig, device: str, budget_bytes: int | None, steps: int) -> Row:
-    """`row` with what a trial of `config` in a fresh process says."""
+    """Return `row` with the figures of a trial of `config` in a fresh process."""
     result = run_trial(
         str(WORKLOAD),
         config,
@@ -163,19 +165,21 @@ def tried(row: Row, config: TunedConfig, device: str, budget_bytes: int | None, 
 
 
 def sequence(size: str) -> int:
-    """Tokens of a sample of examples/gpt.py."""
+    """Return the tokens per sample of examples/gpt.py."""
     return {"tiny": 64, "7b": 2048}[size]
 
 
 class Bench:
-    """The checks on one device; each yields its rows, and is told which have run before."""
+    """The checks on one device; each yields its rows and receives those that have run before."""
 
     def __init__(self, device: str, machine: Hardware, *, runs: bool) -> None:
         self.device, self.machine, self.runs = device, machine, runs
         self.tiny = device == "cpu"
 
     def sized(self, size: str, **more: object) -> str:
-        """Let examples/gpt.py be of `size`, here and in trials; the tiny one on CPU."""
+        """Set the environment so that examples/gpt.py has this size, here and in trials; the tiny one on
+        CPU.
+        """
         size = "tiny" if self.tiny else size
         os.environ |= {"MEMTUNE_GPT_SIZE": size, "MEMTUNE_GPT_BF16": "0"}
         os.environ |= {f"MEMTUNE_GPT_{name}": str(value) for name, value in more.items()}
@@ -184,7 +188,7 @@ class Bench:
     def one(
         self, case: str, slots: Row, micro_batch: int, budget_bytes: int | None = None, steps: int = 3
     ) -> Row:
-        """A prediction and, where this run is more than that, a trial."""
+        """Return a prediction and, unless this run only predicts, a trial."""
         settings = {"execution": {"micro_batch": micro_batch}, **slots}
         row, config = predicted(settings, self.machine, budget_bytes)
         row = {"case": case, "settings": settings, **row}
@@ -193,11 +197,11 @@ class Bench:
         )
 
     def link(self) -> list[Row]:
-        """Rates of copies; they have no prediction."""
+        """Yield rates of copies; they have no prediction."""
         return rates(torch.device(self.device), (16 << 20) if self.tiny else (512 << 20)) if self.runs else []
 
     def hidden(self) -> list[Row]:
-        """Steps with activations on the host by those without."""
+        """Yield step times with activations on the host over those without."""
         self.sized("7b", LAYERS=16)
         rows = [self.one("hidden plain", {}, 4, steps=8)]
         for ratio in RATIOS:
@@ -207,7 +211,7 @@ class Bench:
         return rows
 
     def fine_tune(self, known: frozenset[str]) -> list[Row]:
-        """Families under the cap, and DeepSpeed's ZeRO-Offload under the same."""
+        """Yield families of offload techniques under the cap, and DeepSpeed's ZeRO-Offload under the same."""
         size, rows = self.sized("7b"), []
         cap = (8 << 20) if self.tiny else CAP_GIB * GIB
         for name, slots in FAMILIES.items():
@@ -218,7 +222,7 @@ class Bench:
         return [*rows, *([deepspeed(cap, sequence(size))] if compared else [])]
 
     def largest(self, known: frozenset[str]) -> list[Row]:
-        """The deepest model that each way of offloading is predicted to train; the largest of them is
+        """Yield the deepest model that each technique is predicted to train; the largest of them is
         trained.
         """
         card = self.machine.usable_bytes(1) if not self.tiny else 64 << 20
@@ -241,7 +245,9 @@ class Bench:
         return [{**row, **held, "parameters": parameters, "share": parameters / limit, "bar": LARGEST_BAR}]
 
     def _deepest(self, slots: Row, card: int, host: int, ssd: int) -> int:
-        """Layers at most that fit by the prediction; 0: none do, or there is no SSD."""
+        """Return the largest number of layers that fits by the prediction; 0 if none does or there is no
+        SSD.
+        """
         low, high = 0, 9 if self.tiny else 257
         while high - low > 1:
             layers = (low + high) // 2
@@ -264,8 +270,8 @@ def _parameters() -> int:
 
 
 def deepspeed(cap_bytes: int, tokens: int) -> Row:
-    """DeepSpeed's ZeRO-Offload: the same model, cap and batch, in a process of its own; skipped where it is
-    not there.
+    """Run DeepSpeed's ZeRO-Offload in its own process: same model, cap and batch; skipped if not
+    installed.
     """
     row: Row = {"case": "fine-tune deepspeed", "tokens_a_sample": tokens}
     if importlib.util.find_spec("deepspeed") is None:
@@ -279,7 +285,7 @@ def deepspeed(cap_bytes: int, tokens: int) -> Row:
 
 
 def train_with_deepspeed(cap_bytes: int) -> Row:
-    """Steps of ZeRO stage 2 with its optimizer on the host, in bf16, blocks checkpointed."""
+    """Train with ZeRO stage 2, the optimizer on the host, in bf16, blocks checkpointed."""
     import deepspeed as peer
     from torch.utils.checkpoint import checkpoint
 
@@ -324,7 +330,7 @@ def train_with_deepspeed(cap_bytes: int) -> Row:
 
 
 def judged(rows: list[Row], machine: Hardware) -> Row:
-    """What is held against the bars; a check without measured rows says nothing."""
+    """Return the figures compared with the bars; a check without measured rows has none."""
     ran = {row["case"]: row for row in rows if row.get("status") == "ok"}
     found: Row = {
         f"{row['case']} ratio": row["ratio"] for row in ran.values() if row["case"].startswith("link")
@@ -361,7 +367,7 @@ def judged(rows: list[Row], machine: Hardware) -> Row:
 
 
 def main() -> int:
-    """Run the checks that are asked for and write after each; exit code 1 if a trial failed."""
+    """Run the requested checks and write after each; return exit code 1 if a trial failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

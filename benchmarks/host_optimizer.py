@@ -1,13 +1,13 @@
-"""The native host optimizer against torch's fused AdamW (and DeepSpeed's CPUAdam where installed), and the
-memory's bandwidth.
+"""The native host optimizer against torch's fused AdamW (and DeepSpeed's CPUAdam where installed), and
+against memory bandwidth.
 
-Every round times every contestant once, after an untimed call of the same one: what the one before left
-running on the cores (OpenMP's threads spin for a while) is over by then. Ratios are medians over rounds of
-the ratios within a round.
+Every round times every contestant once, after an untimed call of the same one, so that threads of the
+previous contestant (OpenMP's spin for a while) are idle. Ratios are medians over rounds of the ratios within
+a round.
 
-Weights, gradients and moments lie as each allocates them: those of the native update, and of the streams, in
-large pages, where the system gives them. Beside that stands the native update in the peers' memory, which
-compares the loops alone.
+Weights, gradients and moments are allocated as each contestant does it: the native update and the streams use
+large pages where the system provides them. A second native row runs in the peers' memory and compares the
+loops alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BYTES = {
 
 
 def _without_deepspeed() -> str:
-    """Why DeepSpeed is not compared, empty where it is: it compiles its Adam at first use."""
+    """Return why DeepSpeed is not compared, '' if it is; it compiles its Adam at first use."""
     if importlib.util.find_spec("deepspeed") is None:
         return "not installed: not compared"
     try:
@@ -64,8 +64,8 @@ WITHOUT_DEEPSPEED = _without_deepspeed()
 
 
 def contestants(numel: int) -> dict[str, Callable[[], None]]:
-    """One call each: an optimizer step, or a stream; the peers share memory, and the others do, so that more
-    parameters fit.
+    """Return one call per contestant, an optimizer step or a stream; peers share memory, and so do the
+    others, to fit more parameters.
     """
     torch.manual_seed(0)
     weight, gradient = torch.randn(numel), torch.randn(numel).mul_(0.01)
@@ -90,8 +90,8 @@ def contestants(numel: int) -> dict[str, Callable[[], None]]:
 def in_large_pages(
     weight: torch.Tensor, gradient: torch.Tensor, step: torch.Tensor
 ) -> dict[str, Callable[[], None]]:
-    """The native update of copies of these, for each format of gradients and moments, and the streams: memory
-    as memtune's is.
+    """Return native updates of copies of these tensors, for each format of gradients and moments, and the
+    streams, in memory allocated as memtune does.
     """
 
     def like(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -129,7 +129,7 @@ def native(
     moments: str = "float32",
     scales: list[Any] | None = None,
 ) -> Callable[[], None]:
-    """One native update."""
+    """Run one native update."""
     given = (
         "adamw",
         moments,
@@ -148,18 +148,18 @@ def native(
 
 
 def stepping(peer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A peer's step."""
+    """Return a call of a peer's step."""
     return lambda: void(peer.step())
 
 
 def void(value: object) -> None:
-    """Nothing, whatever it is given."""
+    """Ignore `value`."""
 
 
 def casting(
     peer: torch.optim.Optimizer, parameter: torch.nn.Parameter, narrow: torch.Tensor
 ) -> Callable[[], None]:
-    """A peer's step from a bfloat16 gradient to a bfloat16 weight, through buffers that are there already."""
+    """Return a peer's step from a bfloat16 gradient to a bfloat16 weight, through existing buffers."""
 
     def step() -> None:
         assert parameter.grad is not None
@@ -171,7 +171,7 @@ def casting(
 
 
 def measure(numel: int, rounds: int) -> dict[str, Any]:
-    """Seconds and bytes per second of every contestant, and the ratios that are claimed."""
+    """Return seconds and bytes per second of every contestant, and the ratios compared with aims."""
     calls = contestants(numel)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(rounds + 1):
@@ -193,7 +193,7 @@ def measure(numel: int, rounds: int) -> dict[str, Any]:
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians over rounds, with quartiles."""
+    """Return medians over rounds, with quartiles."""
 
     def of(slow: str, fast: str, bytes_ratio: float = 1.0) -> dict[str, float]:
         each = [bytes_ratio * one / other for one, other in zip(seconds[slow], seconds[fast], strict=True)]

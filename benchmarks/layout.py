@@ -1,9 +1,9 @@
 """Layouts of MiniMalloc's instances, of cut rectangles and of large synthetic steps: heights and seconds of
 both tiers.
 
-`MEMTUNE_MINIMALLOC` says where the instances are (github.com/google/minimalloc, benchmarks/challenging); they
-are not part of memtune. Run as `python benchmarks/layout.py --json out.json --markdown out.md`. Seconds are
-those of one thread on a core.
+`MEMTUNE_MINIMALLOC` names the folder of the instances (github.com/google/minimalloc, benchmarks/challenging);
+they are not part of memtune. Run as `python benchmarks/layout.py --json out.json --markdown out.md`. Seconds
+are CPU seconds of one thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGE = 100_000
 
 
 def instances(folder: str | None) -> dict[str, tuple[Buffers, int]]:
-    """Buffers and capacity of each instance `NAME.CAPACITY.csv` in the folder, by name."""
+    """Return buffers and capacity of each instance `NAME.CAPACITY.csv` in the folder, by name."""
     found = {}
     for path in sorted(Path(folder).glob("?.*.csv")) if folder else []:
         name, capacity, _ = path.name.split(".")
@@ -53,7 +53,7 @@ def instances(folder: str | None) -> dict[str, tuple[Buffers, int]]:
 
 
 def instance_row(name: str, buffers: Buffers, capacity: int) -> dict[str, Any]:
-    """Both tiers on one instance: the heuristic one alone, and the exact one from one best fit on."""
+    """Run both tiers on one instance: the heuristic tier alone, and the exact tier from one best fit."""
     packed = lay_out(buffers, goal_bytes=capacity, heuristic_s=HEURISTIC_S)
     exact = lay_out(buffers, goal_bytes=capacity, heuristic_s=0.0, exact_s=EXACT_S)
     assert not fault(buffers, packed)
@@ -73,7 +73,7 @@ def instance_row(name: str, buffers: Buffers, capacity: int) -> dict[str, Any]:
 
 
 def large_row(kind: str) -> dict[str, Any]:
-    """A hundred thousand buffers: nested lifetimes with short ones between, or lifetimes at random."""
+    """Run a hundred thousand buffers: nested lifetimes with short ones between, or random lifetimes."""
     rng = np.random.default_rng(0)
     if kind == "random lifetimes":
         start = rng.integers(0, LARGE, LARGE)
@@ -98,8 +98,8 @@ def large_row(kind: str) -> dict[str, Any]:
 
 
 def cut(seed: int, n: int, trimmed: float) -> tuple[Buffers, int]:
-    """A rectangle of a mebibyte cut into n buffers at random, so a layout within the capacity exists; some
-    are made smaller.
+    """Cut a rectangle of one mebibyte into n buffers at random, so that a layout within the capacity exists;
+    shrink some.
     """
     rng = np.random.default_rng(seed)
     unit, capacity = 1024, 1 << 20
@@ -129,7 +129,7 @@ def cut(seed: int, n: int, trimmed: float) -> tuple[Buffers, int]:
 
 
 def cut_row(seed: int, n: int, trimmed: float) -> dict[str, Any]:
-    """The exact tier on a rectangle that was cut."""
+    """Run the exact tier on a cut rectangle."""
     buffers, capacity = cut(seed, n, trimmed)
     exact = lay_out(buffers, goal_bytes=capacity, heuristic_s=0.0, exact_s=CUT_S)
     assert not fault(buffers, exact)
@@ -146,7 +146,7 @@ def cut_row(seed: int, n: int, trimmed: float) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The results as tables."""
+    """Return the results as tables."""
     lines = [
         "# Layouts",
         "",
@@ -204,7 +204,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--instances",

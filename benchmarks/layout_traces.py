@@ -1,14 +1,14 @@
-"""Training steps of real models: planned layouts against most live bytes, and against the caching allocator's
-model.
+"""Training steps of real models: planned layouts against the most live bytes and against the caching
+allocator's model.
 
     python benchmarks/layout_traces.py --json out.json --markdown out.md
     python benchmarks/layout_traces.py --write-traces benchmarks/traces   # the rows of MIXED named in
-    WRITTEN, as tables
+        WRITTEN, as CSV
 
 `steady`: a step that repeats, its buffers laid out on a circle. `varying`: steps of different micro-batches
-in turn, as batches of varying length make them, laid out on a line. `mixed`: the same under recompute,
-offload or sharding (two streams), with large batches. No GPU takes part: reserved bytes are those of
-memtune's allocator model, for gmlake and pools of its own allocator over books.
+alternate, as with batches of varying length, laid out on a line. `mixed`: the same under recompute, offload
+or sharding (two streams), with large batches. No GPU is involved: reserved bytes are those of memtune's
+allocator model; gmlake and pools use its own allocator in simulation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ HEADER = "id,lower,upper,size,stream"
 def steps_under(
     recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, batches: list[int]
 ) -> list[Step]:
-    """The recorded step at each of the batches under these techniques."""
+    """Return the recorded step at each of the batches under these techniques."""
     rewriter = Rewriter(recording, Target(hardware.find("h100-80g"), ranks=ranks))
     chosen = {slot: find(slot, knobs["kind"])(**knobs) for slot, knobs in techniques.items()}
     programs = [rewriter.program(Choice.of(Execution(micro_batch=batch), chosen)) for batch in batches]
@@ -84,7 +84,7 @@ def steps_under(
 
 
 def varying_events(steps: list[Step]) -> AllocatorEvents:
-    """These steps one after the other."""
+    """Return the events of these steps, one after the other."""
     parts, first, n_events, n_ops = [], [], 0, 0
     for number, step in enumerate(steps):
         events = event_stream(step, number + 1)
@@ -105,7 +105,7 @@ def varying_events(steps: list[Step]) -> AllocatorEvents:
 
 
 def lifetimes(events: AllocatorEvents) -> list[tuple[int, int, int]]:
-    """(allocation, free, bytes) in events; what is never freed ends with the trace."""
+    """Return (allocation, free, bytes) of events; a buffer that is never freed ends with the trace."""
     alive: dict[int, tuple[int, int]] = {}
     rows = []
     for at, (action, storage, n_bytes) in enumerate(
@@ -122,13 +122,13 @@ def lifetimes(events: AllocatorEvents) -> list[tuple[int, int, int]]:
 def mixed_events(
     recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, largest: int
 ) -> AllocatorEvents:
-    """Eight steps of a quarter of `largest` samples to all of them, under these techniques."""
+    """Return eight steps of a quarter of `largest` samples up to all of them, under these techniques."""
     batches = np.random.default_rng(SEED).integers(largest // 4, largest + 1, VARYING).tolist()
     return varying_events(steps_under(recording, techniques, ranks, batches))
 
 
 def write_trace(events: AllocatorEvents, path: Path) -> None:
-    """A row a buffer, as MiniMalloc's instances have them, and its stream; times count events."""
+    """Write a row per buffer in MiniMalloc's format, with its stream; times count events."""
     stream = {}
     for at, (action, one) in enumerate(zip(events.action, events.stream, strict=True)):
         if action == Action.ALLOC:
@@ -139,7 +139,7 @@ def write_trace(events: AllocatorEvents, path: Path) -> None:
 
 
 def read_trace(path: Path) -> tuple[AllocatorEvents, Buffers]:
-    """What `write_trace` wrote, as events in their order and as buffers to lay out."""
+    """Return a file of `write_trace` as events in order and as buffers to lay out."""
     rows = np.loadtxt(path, np.int64, delimiter=",", skiprows=1)
     last = int(rows[:, 2].max())
     moments = [(int(lower), Action.ALLOC, i) for i, lower, *_ in rows.tolist()]
@@ -155,7 +155,7 @@ def read_trace(path: Path) -> tuple[AllocatorEvents, Buffers]:
 
 
 def on_a_circle(events: AllocatorEvents) -> Buffers:
-    """The second of three equal steps: what it allocates, and what is always there."""
+    """Return the second of three equal steps: its allocations, and the bytes that are always live."""
     first, last = int(events.step[1]), int(events.step[2])
     period, rows = last - first, []
     for begin, end, size in lifetimes(events):
@@ -167,7 +167,7 @@ def on_a_circle(events: AllocatorEvents) -> Buffers:
 
 
 def row(name: str, kind: str, events: AllocatorEvents, buffers: Buffers) -> dict[str, Any]:
-    """One trace under the allocator's model and laid out."""
+    """Return one trace's figures under the allocator's model and laid out."""
     layout = lay_out(buffers, heuristic_s=LAYOUT_S)
     assert not fault(buffers, layout)
     made: dict[str, Any] = {"model": name, "steps": kind, "buffers": len(buffers)}
@@ -182,7 +182,7 @@ def row(name: str, kind: str, events: AllocatorEvents, buffers: Buffers) -> dict
 
 
 def plot(buffers: Buffers, path: Path) -> None:
-    """Draws a layout: time to the right (one circle), offset upwards, a rectangle a buffer."""
+    """Draw a layout: time to the right (one circle), offset upwards, a rectangle per buffer."""
     layout = lay_out(buffers, heuristic_s=LAYOUT_S)
     width, height, period = 1000, 500, buffers.period or int(buffers.end.max())
     lines = [
@@ -207,12 +207,12 @@ def plot(buffers: Buffers, path: Path) -> None:
 
 
 def recorded(name: str) -> Recording:
-    """A model on a modelled H100."""
+    """Return a model recorded for a modelled H100."""
     return translate(record(Workload.load(MODELS / f"{name}.py"), target="cuda"), hardware.find("h100-80g"))
 
 
 def write_traces(folder: Path) -> None:
-    """The rows of `WRITTEN`."""
+    """Write the rows of `WRITTEN`."""
     folder.mkdir(parents=True, exist_ok=True)
     for model, kind, techniques, ranks, largest in MIXED:
         if (model, kind) in WRITTEN:
@@ -221,7 +221,7 @@ def write_traces(folder: Path) -> None:
 
 
 def model_rows(name: str, plot_to: Path | None = None) -> list[dict[str, Any]]:
-    """All traces of a model on a modelled H100."""
+    """Return all traces of a model on a modelled H100."""
     recording = recorded(name)
     steady = event_stream(recording.at(BATCH), 3)
     batches = np.random.default_rng(SEED).integers(2, BATCH + 1, VARYING).tolist()
@@ -242,7 +242,7 @@ def model_rows(name: str, plot_to: Path | None = None) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
+    """Return the rows as a table."""
     lines = [
         "# Layouts of training steps (model only)",
         "",
@@ -299,7 +299,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--plot", type=Path, help="draw the layout of the first model's steady step (SVG)")

@@ -1,5 +1,5 @@
-"""What the sweep of offload techniques runs: each with the options that change what is where, and what papers
-say it moves.
+"""Cases of the offload sweep: each technique with options that change placement, and the bytes that its paper
+states.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ from dataclasses import dataclass
 from typing import Any
 
 Slots = dict[str, Any]
-"""`settings` of a config but for execution and sharding."""
+"""`settings` of a config without execution and sharding."""
 Links = dict[str, int]
 Formula = Callable[["Sizes"], Links]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a rank's weights, or of its rows of them, all of which are trained; and a step's schedule."""
+    """Bytes of a rank's trained weights (or its shards of them) and a step's schedule."""
 
     blocks: tuple[int, ...]
     outside: int
-    """Of what is in no block."""
+    """Bytes outside of all blocks."""
     smallest: int
-    """Of the smallest parameter, whose gradient waits on the device as a witness where the others leave as
-    they land.
+    """Bytes of the smallest parameter, whose gradient is the sentinel: it stays on the device when the others
+    are offloaded as soon as they are ready.
     """
     parts: int
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     batch: int
-    """Of one micro-batch, which goes up."""
+    """Bytes of one micro-batch, copied to the device."""
     moments: int
-    """Of the optimizer, each as large as the weights."""
+    """Number of the optimizer's moments, each as large as the weights."""
     boundary: int
-    """What a block starts from, of one micro-batch."""
+    """Bytes of a block's input, for one micro-batch."""
 
     @property
     def all(self) -> int:
-        """Of all weights, and of all gradients."""
+        """Bytes of all weights, and of all gradients."""
         return sum(self.blocks) + self.outside
 
 
@@ -48,15 +48,15 @@ class Case:
     option: str
     slots: Slots
     model: str = "gpt"
-    """Of the tests' zoo, or `chain`."""
+    """A model of the tests' zoo, or `chain`."""
     ranks: tuple[tuple[int, str], ...] = ((1, "none"), (2, "ddp"), (2, "fsdp"))
-    """Number of ranks, and what divides states among them."""
+    """Number of ranks, and the technique that shards or replicates states."""
     parts: int = 1
     share: float | None = None
-    """Of the plain peak, which plans may use; none: no budget."""
+    """Budget of plans as a share of the plain peak; None for no budget."""
     formula: Formula | None = None
-    """Published bytes on each link, a rank's and a step's; none where they are whatever a search over a
-    cache's moves finds.
+    """Published bytes on each link, per rank and step; None if the bytes follow from a search over a
+    cache.
     """
 
 
@@ -70,18 +70,18 @@ def _both(down: int, up: int, s: Sizes) -> Links:
 
 
 def _at_end(s: Sizes) -> Links:
-    """ZeRO-Offload, section 4: gradients down once, weights up once."""
+    """ZeRO-Offload, section 4: each gradient is offloaded once, each weight reloaded once."""
     return _both(s.all, s.all, s)
 
 
-def _as_they_land(s: Sizes) -> Links:
-    """The same, with gradients that leave in every micro-batch."""
+def _when_ready(s: Sizes) -> Links:
+    """As `_at_end`, with gradients offloaded in every micro-batch."""
     return _both(s.parts * (s.all - s.smallest) + s.smallest, s.all, s)
 
 
 def _window(width: int) -> Formula:
-    """Each pass brings all blocks up, but those of the window at the turn; gradients leave in every
-    micro-batch.
+    """Return the formula of a window: each pass reloads all blocks except those resident when the direction
+    changes; gradients are offloaded in every micro-batch.
     """
     return lambda s: _both(
         s.parts * sum(s.blocks) + s.outside,
@@ -91,19 +91,19 @@ def _window(width: int) -> Formula:
 
 
 def _ssd(link: Formula) -> Formula:
-    """Master weights and moments are read and written once in a step: with AdamW 12 bytes each
-    (ZeRO-Infinity, section 3).
+    """Add SSD traffic: master weights and moments are read and written once per step, with AdamW 12 bytes per
+    parameter (ZeRO-Infinity, section 3).
     """
     return lambda s: {**link(s), "ssd_read": (1 + s.moments) * s.all, "ssd_write": (1 + s.moments) * s.all}
 
 
 def _no_state(link: Formula) -> Formula:
-    """None of the optimizer's is on SSD."""
+    """Add no SSD traffic: no optimizer state is on SSD."""
     return lambda s: {**link(s), "ssd_read": 0, "ssd_write": 0}
 
 
 def _ssd_weights(gradients: bool, *, state: bool = True) -> Formula:
-    """Weights of blocks are read as often as a window brings them up and written once, gradients written once
+    """Add the SSD traffic of weights: read whenever a window reloads them and written once; gradients written
     and read once.
     """
 
@@ -127,7 +127,7 @@ def _updaters(s: Sizes) -> Links:
 
 
 def _packs(last: int) -> Formula:
-    """Harmony, section 3: 3|W| less the last pack's, whatever the number of micro-batches; each batch goes up
+    """Harmony, section 3: 3|W| less the last pack's, for any number of micro-batches; each batch is copied
     for both passes.
     """
     return lambda s: _both(
@@ -136,7 +136,7 @@ def _packs(last: int) -> Formula:
 
 
 def _stashed(last: int, packs: int) -> Formula:
-    """The same; what each pack starts from goes down once and comes up for its forward and its backward."""
+    """As `_packs`; each pack's input is offloaded once and reloaded for its forward and its backward."""
 
     def links(s: Sizes) -> Links:
         found, each = _packs(last)(s), s.parts * s.boundary
@@ -170,15 +170,15 @@ def _activations(technique: str, option: str, *, case: Mapping[str, Any] | None 
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [Case("none", "", {}), *_optimizers(), *_weights(), *_others()]
 
 
 def _optimizers() -> list[Case]:
-    """The optimizer's state alone leaves."""
+    """Return cases that offload only optimizer state."""
     native, narrow, in_parts = {"update": "native"}, {"model": "tobf16"}, {"parts": 3}
     return [
-        _states("optimizer_cpu", "own", _at_end),
+        _states("optimizer_cpu", "user", _at_end),
         _states("optimizer_cpu", "native", _at_end, **native),
         _states("optimizer_cpu", "native, 3 micro-batches", _at_end, case=in_parts, **native),
         _states("optimizer_cpu", "master", _at_end, case=narrow, update="master"),
@@ -188,7 +188,7 @@ def _optimizers() -> list[Case]:
         _states(
             "optimizer_cpu",
             "per_gradient",
-            _as_they_land,
+            _when_ready,
             case={"ranks": DIVIDED},
             trigger="per_gradient",
             **native,
@@ -196,7 +196,7 @@ def _optimizers() -> list[Case]:
         _states(
             "optimizer_cpu",
             "per_layer",
-            _as_they_land,
+            _when_ready,
             case={"ranks": DIVIDED},
             trigger="per_layer",
             **native,
@@ -204,7 +204,7 @@ def _optimizers() -> list[Case]:
         _states(
             "optimizer_cpu",
             "per_gradient, 3 micro-batches",
-            _as_they_land,
+            _when_ready,
             case={"ranks": DIVIDED, **in_parts},
             trigger="per_gradient",
             **native,
@@ -212,16 +212,16 @@ def _optimizers() -> list[Case]:
         _states(
             "optimizer_cpu",
             "per_layer, master",
-            _as_they_land,
+            _when_ready,
             case={"ranks": DIVIDED, **narrow},
             trigger="per_layer",
             update="master",
         ),
-        _states("zero_offload", "defaults", _as_they_land, case={"ranks": DIVIDED}),
+        _states("zero_offload", "defaults", _when_ready, case={"ranks": DIVIDED}),
         _states(
             "zero_offload",
             "buckets of 5 KiB",
-            _as_they_land,
+            _when_ready,
             case={"ranks": DIVIDED, **in_parts},
             bucket_mib=0.005,
         ),
@@ -229,7 +229,7 @@ def _optimizers() -> list[Case]:
         _states(
             "zero_offload",
             "delayed",
-            _as_they_land,
+            _when_ready,
             case={"ranks": ALONE},
             delayed=True,
             delay_after=0,
@@ -239,23 +239,25 @@ def _optimizers() -> list[Case]:
 
 
 def _weights() -> list[Case]:
-    """Weights leave too, or all of it goes to SSD."""
+    """Return cases that also offload weights, or put everything on SSD."""
     in_parts, chain = {"parts": 3}, {"model": "chain", "parts": 3, "ranks": ALONE}
     return [
         _states("l2l", "defaults", _window(1)),
         _states("l2l", "3 micro-batches", _window(1), case=in_parts),
-        _states("l2l", "together", _packs(1), case=chain, micro_batches="together"),
+        _states("l2l", "together", _packs(1), case=chain, order="layer_major"),
         _states(
             "l2l",
             "together, stash on the host",
             _stashed(1, 6),
             case=chain,
-            micro_batches="together",
+            order="layer_major",
             stash="host",
         ),
         _states("stronghold", "solved"),
         _states("stronghold", "window 2", _window(2), window=2),
-        _states("stronghold", "3 micro-batches, late", _window(2), case=in_parts, window=2, late=[0, 2]),
+        _states(
+            "stronghold", "3 micro-batches, deferred", _window(2), case=in_parts, window=2, deferred=[0, 2]
+        ),
         _states("stronghold", "at the end of the step", _window(2), window=2, trigger="end_of_step"),
         _states("patrickstar", "no budget"),
         _states("patrickstar", "0.8 of the plain peak", case={"share": 0.8}),
@@ -263,7 +265,7 @@ def _weights() -> list[Case]:
         _states("patrickstar", "all updated on the host", device_updates=False),
         _states("elixir", "no budget"),
         _states("elixir", "all updated on the host", device_updates=False),
-        _states("elixir", "0.8 of the plain peak, nothing ahead", case={"share": 0.8}, ahead=0),
+        _states("elixir", "0.8 of the plain peak, no prefetch", case={"share": 0.8}, prefetch=0),
         _states("angel_ptm", "pages of 10 KiB", page_mib=0.01),
         _states("angel_ptm", "0.9 of the plain peak", case={"ranks": ALONE, "share": 0.9}, page_mib=0.01),
         _states(
@@ -299,12 +301,12 @@ def _weights() -> list[Case]:
         _states("zero_infinity", "2 tiles", parameters="host", tiles=2),
         _states("zero_infinity", "2 tiles, all on SSD", parameters="ssd", gradients="ssd", tiles=2),
         _states("smart_infinity", "2 domains", _updaters),
-        _states("smart_infinity", "a tenth is sent", share=0.1),
-        _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
+        _states("smart_infinity", "a tenth is sent", topk_ratio=0.1),
+        _states("lohan", "defaults", _ssd(_when_ready), case={"ranks": DIVIDED}),
         _states(
             "lohan",
             "buckets of 5 KiB",
-            _ssd(_as_they_land),
+            _ssd(_when_ready),
             case={"ranks": DIVIDED, **in_parts},
             bucket_mib=0.005,
         ),
@@ -326,7 +328,7 @@ def _weights() -> list[Case]:
 
 
 def _others() -> list[Case]:
-    """Activations leave, alone or beside states."""
+    """Return cases that offload activations, alone or together with states."""
     return [
         _activations("copy_out", "all", min_bytes=0),
         _activations("copy_out", "half", min_bytes=0, ratio=0.5),

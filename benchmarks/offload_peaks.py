@@ -1,11 +1,11 @@
-"""Offload techniques for real beside what `rewrite` and `simulate` say: peaks of every tier and bytes on
-every link.
+"""Offload techniques in real training, compared with `rewrite` and `simulate`: peaks of every tier and bytes
+on every link.
 
     python benchmarks/offload_peaks.py [PATTERN] [--json FILE] [--markdown FILE]
 
-A row is a technique with an option, a model and a number of ranks; without a pattern, which is looked for in
-its name, all run. Others' results stay as the JSON file has them. Measured are four steps by the native
-ledger, after three that come first. Memory is page-locked beside a GPU alone, where all of the host tier is.
+A row is a technique with an option, a model and a number of ranks. PATTERN is a regular expression on its
+name; without it all rows run, and other rows stay as in the JSON file. The native ledger measures four steps
+after three warm-up steps. Memory is pinned only with a GPU; there the whole host tier is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def _ssd_bytes() -> Iterator[list[int]]:
-    """Live and most bytes of tensors on SSD, without what rounding up to blocks adds."""
+    """Track live and peak bytes of tensors on SSD, without the padding to blocks."""
     live, reserve, release = [0, 0], SsdFile.reserve, SsdFile.release
 
     def reserved(self: SsdFile, name: str, n_bytes: int) -> Extent:
@@ -91,7 +91,7 @@ def _ssd_bytes() -> Iterator[list[int]]:
 
 
 def on_rank(directory: str, asked: list[tuple[str, dict[str, Any], int]]) -> list[Row]:
-    """Peaks by tier and bytes by link of each measured step, of each path, config and number of
+    """Return peaks by tier and bytes by link of each measured step, for each path, config and number of
     micro-batches.
     """
     os.environ[offload_dir.VARIABLE] = directory
@@ -134,7 +134,7 @@ def _measured(path: Path, config: dict[str, Any], parts: int) -> Row:
 
 @functools.cache
 def _recording(model: str) -> Recording:
-    """With the scratch of this machine's kernels, on one thread."""
+    """Return the model's recording, with kernel scratch of this machine on one thread."""
     return record(Workload.load(MODELS[model]), sizes={2}, workspace=WorkspaceTable.cached(threads=1))
 
 
@@ -159,7 +159,7 @@ def _bytes_on_links(step: Step, parts: int) -> dict[str, int]:
 
 
 def _sizes(case: Case, ranks: int, states: str) -> Sizes:
-    """Of the same model and ranks without offload."""
+    """Return the sizes of the same model and ranks without offload."""
     found = _candidate(replace(case, slots={}, share=None), ranks, states)
     assert isinstance(found, Candidate), found
     step = found.program.step
@@ -198,7 +198,7 @@ def _name(case: Case, ranks: int, states: str) -> str:
 
 
 def rows(pattern: str) -> Iterator[list[Row]]:
-    """What is asked for, predicted and measured, some rows at a time."""
+    """Predict and measure the requested rows, in batches."""
     asked = [each for each in _asked() if re.search(pattern, _name(*each))]
     for count in sorted({ranks for _, ranks, _ in asked}):
         mine = [each for each in asked if each[1] == count]
@@ -253,8 +253,8 @@ def _config(made: Candidate) -> dict[str, Any]:
 
 
 def _compare(row: Row, runs: Iterable[Row]) -> None:
-    """Peaks of the fullest rank, of its step that is furthest from what is predicted; bytes of the rank that
-    moves most.
+    """Compare with the prediction: peaks of the fullest rank, at the step that differs most; bytes of the
+    rank that moves most.
     """
     runs = list(runs)
     row["measured"], row["off"] = {}, {}
@@ -278,22 +278,22 @@ def _compare(row: Row, runs: Iterable[Row]) -> None:
 
 
 def lines(found: Sequence[Row]) -> list[str]:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     ran = [row for row in found if "off" in row]
     beyond = [row for row in ran if not row["within"]]
     unequal = [row for row in ran if not row["bytes_equal"] or not row.get("formula_equal", True)]
     out = [
         "# Offload: peaks and bytes",
         "",
-        "Written by `make bench-offload`; the JSON file beside it has every number.",
+        "Written by `make bench-offload`; the JSON file of the same name has every number.",
         "",
         (
             f"{len(ran)} runs on CPU, {len(beyond)} with a peak beyond {WITHIN:.0%} on some tier,"
             f" {len(unequal)} with other bytes on a link than predicted or published. Peaks: measured over"
-            " predicted, less 1, of the step that is furthest off. On CPU no memory is page-locked; beside a"
-            " GPU all of the host's is. States of random numbers, which blocks and ops that draw some and"
-            " run again keep on the host, are counted: 5,056 bytes each. What no pass counts: that of a"
-            " block which draws nothing, while its forward runs, and those of the online runtime."
+            " predicted, less 1, of the step that is furthest off. On CPU no memory is pinned; with a GPU"
+            " all host memory is. Generator states, kept on the host by recomputed blocks and ops that draw"
+            " random numbers, are counted: 5,056 bytes each. Not counted by any pass: the state of a block"
+            " that draws nothing, while its forward runs, and those of the online runtime."
         ),
         "",
         (
@@ -324,7 +324,7 @@ def lines(found: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    """Run the rows that are asked for and write one JSON and one Markdown document."""
+    """Run the requested rows and write one JSON and one Markdown document."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,9 +3,9 @@ Mobius.
 
     python benchmarks/offload_published.py [lohan] [stronghold] [mobius] [--json FILE] [--markdown FILE]
 
-Constants are those of `published/`, written down before the first comparison; nothing is fitted. Both sides
-of a ratio are memtune's own techniques. Without names all papers are compared; others' rows stay as the JSON
-file has them. TMO and Smart-Infinity have scripts of their own (`orchestration.py`, `smart_infinity.py`).
+Constants are those of `published/`, recorded before the first comparison; nothing is fitted. Both sides of a
+ratio are memtune's own techniques. Without names all papers are compared; other papers' rows stay as in the
+JSON file. TMO and Smart-Infinity have separate scripts (`orchestration.py`, `smart_infinity.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FULL = {"recompute": {"kind": "full"}}
 
 
 def recording(shape: Shape, model: Path, sizes: Iterable[int]) -> Recording:
-    """A step of the GPT of this shape, as CUDA runs it once `translate` has seen it."""
+    """Return a step of the GPT of this shape, translated to CUDA."""
     asked = {
         "LAYERS": shape.layers,
         "DIM": shape.dim,
@@ -57,7 +57,7 @@ def recording(shape: Shape, model: Path, sizes: Iterable[int]) -> Recording:
 def predicted(
     recorded: Recording, hardware: Hardware, settings: dict[str, Any], *, ranks: int = 1
 ) -> Prediction:
-    """The step under `settings`, events and overlap included.
+    """Return the step under `settings`, with events and overlap.
 
     Raises:
         ValueError: They do not fit.
@@ -70,7 +70,7 @@ def predicted(
 
 
 def idle(prediction: Prediction) -> float:
-    """Part of the step in which the device computes nothing."""
+    """Return the share of the step in which the device computes nothing."""
     return 1 - prediction.busy_s["compute"] / prediction.step_s
 
 
@@ -86,11 +86,9 @@ def _states(kind: str, **knobs: Any) -> dict[str, Any]:
 
 
 def of_lohan() -> Iterator[Row]:
-    """A row per number of drives and micro-batch: ZeRO-Infinity with full recompute, updates in backward, and
-    swaps beside them.
-
-    The baseline's weights stay on the device, as LoHan's do here, or come and go from SSD with their
-    gradients, as the paper's.
+    """Return a row per number of drives and micro-batch: ZeRO-Infinity with full recompute, updates in
+    backward, and overlapped swaps. The baseline's weights are resident, as LoHan's are here, or read from SSD
+    with gradients written there, as in the paper.
     """
     recorded = recording(lohan.SHAPE, NARROW, lohan.MICRO_BATCHES)
     infinity, states = {"kind": "zero_infinity", "update": "master"}, _states("lohan", update="master")
@@ -129,7 +127,7 @@ BASELINES: dict[str, dict[str, Any]] = {
 
 
 def of_stronghold() -> Iterator[Row]:
-    """A row per micro-batch: its step, and each baseline's over it."""
+    """Return a row per micro-batch: its step time, and each baseline's over it."""
     recorded = recording(stronghold.SHAPE, WIDE, stronghold.MICRO_BATCHES)
     for size in stronghold.MICRO_BATCHES:
         fast = predicted(recorded, stronghold.HARDWARE, {**_execution(size), **FULL, **_states("stronghold")})
@@ -149,10 +147,8 @@ def of_stronghold() -> Iterator[Row]:
 
 
 def of_mobius() -> Iterator[Row]:
-    """A row per size and way to share roots: ZeRO-3 whose shards are on the hosts, and stages in turn.
-
-    The baseline fetches ahead, gathers, sends gradients down beside backward and updates after it, as
-    DeepSpeed's does.
+    """Return a row per size and root topology: ZeRO-3 with shards on the hosts, and multiplexed stages. The
+    baseline prefetches, gathers, offloads gradients during backward and updates after it, as DeepSpeed does.
     """
     ahead = _states("stronghold", window=2, trigger="end_of_step")
     for name, shape in mobius.SHAPES.items():
@@ -200,44 +196,44 @@ PAPERS: dict[str, tuple[Callable[[], Iterator[Row]], dict[str, str], dict[str, A
 """Rows, where constants come from, what is published."""
 WHY = {
     "lohan": (
-        "ZeRO-Infinity's idle share is the published one where a step computes little (batch 8: 48 to 73 %),"
-        " and falls with the batch: here its drives and its host are as fast as their data sheets say."
-        " Updates inside backward leave 2 to 8 % at batches of 16 and more with 12 drives. The ratio is up to"
-        " 1.88, where the paper has 2.32 over systems that may not reach what their hardware gives. Swaps"
-        " take up to 17 % off a step, and lengthen none: copies of one block run beside another's compute."
-        " What is left of the way is the baseline: where its update after backward weighs most, with few"
-        " drives and small batches, LoHan waits for the drives as well."
+        "ZeRO-Infinity's idle share equals the published one where a step computes little (batch 8: 48 to 73"
+        " %) and falls with the batch: drives and host here are as fast as their data sheets state. Updates "
+        "inside backward leave 2 to 8 % idle at batches of 16 and more with 12 drives. The ratio reaches "
+        "1.88; the paper's 2.32 is over systems that may not reach their hardware's rates. Swaps save up to "
+        "17 % of a step and lengthen none: copies of one block overlap another's compute. The remaining "
+        "difference is the baseline: where its update after backward weighs most, with few drives and small "
+        "batches, LoHan waits for the drives as well."
     ),
     "stronghold": (
-        "Over L2L 1.51 to 2.00 and over ZeRO-Offload 1.10 to 1.23, in or just below the published range; over"
-        " ZeRO-Infinity 2.9 to 5.5 and with parameters on SSD up to 7.7, above it at small batches: its"
-        " optimizer's state is on a drive here. A step is as long as its longest link until compute is (batch"
-        " 16: 4 % idle). Before gradients left a block at a time and updates ran beside backward the ratio"
-        " over L2L was 1.10 to 1.17. This host's updates fit beside backward, so none is left to the next"
-        " step's forward; with a host half as fast they are at batch 4, which takes a fifth off the step. Not"
-        " in memtune: several streams."
+        "Over L2L 1.51 to 2.00 and over ZeRO-Offload 1.10 to 1.23, in or just below the published range; "
+        "over ZeRO-Infinity 2.9 to 5.5, and with parameters on SSD up to 7.7, above it at small batches: its"
+        " optimizer state is on a drive here. A step is as long as its longest link until compute is longer "
+        "(batch 16: 4 % idle). Before gradients were offloaded block by block and updates overlapped "
+        "backward, the ratio over L2L was 1.10 to 1.17. This host's updates fit into backward, so none is "
+        "deferred to the next step's forward; with a host half as fast they are at batch 4, which saves a "
+        "fifth of the step. Not in memtune: several streams."
     ),
     "mobius": (
-        "3.9 and 4.3 where all four GPUs share a root, 2.9 and 3.4 where two do, for 3.8 to 5.1. Expected"
-        " were 4.6 and 4.9, 3.4 and 3.4; rows before had 2.2 to 2.8. What was missing: ZeRO-3's gathers go"
-        " through the host, over the root that its copies go over (its steps are 16 to 19 % longer by that);"
-        " what a Mobius stage starts from waited behind the next one's weights, which come in parts now;"
-        " gradients went down while nothing came up, now beside the next stage; updates that backward would"
-        " wait for go on beside the next forward. What is left is the host: two and two, Mobius is as long as"
-        " its updates, 1.7 of 2.2 s and 5.0 of 5.9 s, so a faster link does not help it as it does ZeRO-3."
-        " Its end waits for the first stage's update and that of the embedding and the head, by one rank with"
-        " a quarter of the host's rate, while the others have none: the simulator shares the host evenly"
-        " among ranks at all times. In 32 bits, which memtune's stages have, weights and gradients take twice"
-        " the paper's bytes on both sides."
+        "3.9 and 4.3 if all four GPUs share a root, 2.9 and 3.4 if two do; published are 3.8 to 5.1. "
+        "Expected were 4.6 and 4.9, 3.4 and 3.4; earlier rows had 2.2 to 2.8, for these reasons: ZeRO-3's "
+        "gathers were not modelled through the host, over the root that its copies use (its steps are 16 to "
+        "19 % longer with that); the input of a Mobius stage waited for the next stage's weights, which are "
+        "now loaded in parts; gradients were offloaded while nothing was loaded, and now overlap the next "
+        "stage; updates that backward would wait for now overlap the next forward. The host limits the rest:"
+        " with two and two GPUs, a Mobius step is as long as its updates, 1.7 of 2.2 s and 5.0 of 5.9 s, so "
+        "a faster link helps it less than ZeRO-3. Its end waits for the update of the first stage and of the"
+        " embedding and the head, by one rank with a quarter of the host's rate while the others are idle: "
+        "the simulator always divides the host evenly among ranks. In 32 bits, the dtype of memtune's "
+        "stages, weights and gradients take twice the paper's bytes on both sides."
     ),
 }
-"""What explains a ratio that is not the published one, written after the first comparison; no constant was
-changed since.
+"""Explanations of ratios that differ from the published ones, written after the first comparison; no constant
+was changed since.
 """
 
 
 def main() -> None:
-    """Compare the papers that are asked for, print and write the rows."""
+    """Compare the requested papers, print and write the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -38,9 +38,8 @@ MODELS = (
 def measured_s(
     workload: Workload, size: int, seconds: float, settings: dict[str, Any] | None = None
 ) -> float:
-    """Median of as many real steps as `seconds` holds, three at least, under `settings` where given.
-
-    With one thread it is of the time this process had.
+    """Return the median of as many real steps as fit in `seconds`, at least three, under `settings` if given.
+    With one thread it is CPU time.
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     model = workload.build_model().train()
@@ -58,8 +57,8 @@ def measured_s(
 
 
 def with_threads(machine: Hardware, threads: int) -> Hardware:
-    """`machine` as `threads` of its cores see it; what was measured is kept, which was with as many threads
-    as torch takes.
+    """Return `machine` limited to `threads` cores; its measured rates are unchanged, they were taken with
+    torch's thread count.
     """
     part = min(1.0, threads / machine.cores)
     rates = (
@@ -73,7 +72,9 @@ def with_threads(machine: Hardware, threads: int) -> Hardware:
 
 
 def row(path: Path, machine: Hardware, size: int, seconds: float) -> dict[str, Any]:
-    """One model: predicted, measured, and which classes of ops the prediction spends its time on."""
+    """Return one model's predicted and measured step time, and the op classes that the prediction consists
+    of.
+    """
     workload = Workload.load(path)
     step = record(workload).at(size)
     program = Program((RankClass(1, step),), micro_batch=size)

@@ -2,10 +2,10 @@
 
     python benchmarks/orchestration.py [--json FILE]
 
-Constants are those of `published/orchestration.py`, written down before the first comparison; nothing is
-fitted. Each row is a micro-batch and how many of them a step has; the ratio is step time with `mode: none`
-over that with the mode, at the same bytes on every link. `ratio_of_a_micro_batch` is the same of what one
-more micro-batch takes, so without the end of the step: gradients down, the host's update, weights up.
+Constants are those of `published/orchestration.py`, recorded before the first comparison; nothing is fitted.
+Each row is a micro-batch and a number of micro-batches per step; the ratio is step time with `mode: none`
+over that with the mode, at equal bytes on every link. `ratio_of_a_micro_batch` is the ratio of one more
+micro-batch's time, which excludes the end of the step: gradient offload, host update, weight reload.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from memtune.workload.workload import Workload
 MODEL = Path(__file__).parents[1] / "examples" / "gpt.py"
 
 WHY = (
-    "Whole steps are below the published mean, single micro-batches are not: one more micro-batch is up to"
-    " 1.41 (token) and 1.32 (disjoint) times as fast, which has the published 1.32 to 1.38 in between. The"
-    " rest of the step is memtune's own: the optimizer is on the host, so 1.3 s a step go into gradients"
-    " down, the update and weights up, as fast in all modes, where the paper's large-model support updates on"
-    " the GPU and swaps there as well. With 16 micro-batches that is a fifth of the step. No constant was"
-    " changed. What is still not the same: memtune swaps the weights of one block in four, up alone; the"
-    " paper's tensors include activations and go both ways. Where a micro-batch computes for longer than four"
-    " copies take, nothing is waited for and nothing can be won."
+    "Whole steps are below the published mean, single micro-batches are not: one more micro-batch is up to "
+    "1.41 (token) and 1.32 (disjoint) times as fast; the published 1.32 to 1.38 lie in between. The rest of "
+    "the step is memtune's own: the optimizer is on the host, so 1.3 s per step go into gradient offload, "
+    "update and weight reload, equally fast in all modes, while the paper's large-model support updates on "
+    "the GPU and swaps there as well. With 16 micro-batches that is a fifth of the step. No constant was "
+    "changed. A remaining difference: memtune swaps the weights of one block in four, in one direction; the "
+    "paper's tensors include activations and move both ways. Where a micro-batch computes for longer than "
+    "four copies take, nothing is exposed and no mode can gain."
 )
 """Written after the first comparison; nothing was changed since."""
 
 
 def predicted(mode: str, micro_batch: int, accumulate: int, rewriter: Rewriter) -> Prediction:
-    """The step of the four ranks.
+    """Return the step of the four ranks.
 
     Raises:
         ValueError: The technique does not fit.
@@ -61,7 +61,7 @@ def predicted(mode: str, micro_batch: int, accumulate: int, rewriter: Rewriter) 
 
 
 def rows() -> list[dict[str, Any]]:
-    """A row per micro-batch and number of them between two exchanges of gradients."""
+    """Return a row per micro-batch and number of micro-batches between gradient exchanges."""
     shape, found = paper.SHAPE, []
     sizes = {
         "LAYERS": shape.layers,
@@ -104,7 +104,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print the curve, or write it as JSON too."""
+    """Print the curve, and write it as JSON if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

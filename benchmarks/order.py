@@ -1,11 +1,11 @@
-"""Operator orders of whole training steps: peaks in program order and in the planner's, at batch 1, and
-seconds to plan.
+"""Operator orders of whole training steps: peaks in program order and in the planner's order, at batch 1, and
+planning seconds.
 
-Each workload of `--models` is recorded, forward, backward and optimizer, and all its ops may move as far as
-data and writes allow. Random ops and what runs on links keep their order. The peak of program order is
-counted by the same rule: a storage goes after its last use. That is a statement on the graph, not on what
-PyTorch can run: eager code runs in program order, and compiled graphs hold forward and backward of what they
-were made of, not the optimizer.
+Each workload of `--models` is recorded (forward, backward, optimizer), and all its ops may move as far as
+data dependences and writes allow. Random ops and ops on links keep their order. The peak of program order is
+counted by the same rule: a storage is freed after its last use. This is a statement about the graph, not
+about what PyTorch can run: eager code runs in program order, and compiled graphs hold forward and backward of
+their region, not the optimizer.
 
 Run as `python benchmarks/order.py --json out.json --markdown out.md`.
 """
@@ -32,8 +32,8 @@ _ZOO = Path(__file__).parents[1] / "tests" / "zoo"
 
 
 def ops_of(step: Step) -> Ops:
-    """The ops of `step` with the storages on the device; what outlives the step stays, writes keep their
-    order with all else.
+    """Return the ops of `step` with their device storages; storages that outlive the step stay, writes keep
+    their order.
     """
     device = step.storages.tier == Tier.DEVICE
     stays = step.storages.held_until == FOREVER
@@ -63,7 +63,7 @@ def ops_of(step: Step) -> Ops:
 
 
 def row(name: str, ops: Ops) -> dict[str, Any]:
-    """The planner on one graph."""
+    """Run the planner on one graph."""
     started = time.perf_counter()
     found = low_peak_order(ops)
     seconds = time.perf_counter() - started
@@ -78,7 +78,7 @@ def row(name: str, ops: Ops) -> dict[str, Any]:
 
 
 def synthetic(kind: str) -> Ops:
-    """Ten thousand ops: sizes and users at random, or updates of 1,250 layers after all of their
+    """Return ten thousand ops: random sizes and users, or updates of 1,250 layers after all of their
     gradients.
     """
     if kind == "random":
@@ -104,7 +104,7 @@ def synthetic(kind: str) -> Ops:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The results as a table."""
+    """Return the results as a table."""
     lines = [
         "# Operator orders",
         "",
@@ -130,7 +130,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--models", type=Path, default=_ZOO, help="folder with workload files; default: the zoo of the tests"

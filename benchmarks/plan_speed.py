@@ -1,13 +1,11 @@
-"""How long `memtune plan` takes, whole and in a fresh process: a 7B GPT on 64 GPUs and on one, a 405B-shaped
-one on 16,384.
+"""Seconds of `memtune plan` in a fresh process: a 7B GPT on 64 GPUs and on one, a 405B-shaped one on 16,384.
 
     python benchmarks/plan_speed.py [7b 7b-one-gpu 405b zoo] [--repeats 3] [--json FILE]
 
-Each plan is the command as a user types it, with its output thrown away. `wall_s` is the time on the clock,
-which other work on the machine lengthens (`load`: processes that wanted to run when it began); `cpu_s` is
-what it computed for, its child process included, and is what two versions of memtune are compared by. The
-best of the repeats counts. Nothing that was measured earlier is used: the cache directory is empty but for
-the native ledger, which is compiled once per machine.
+Each plan is the command as a user types it, its output discarded. `wall_s` is wall time, which other work on
+the machine lengthens (`load`: runnable processes at the start); `cpu_s` is CPU time including the child
+process, by which two versions of memtune are compared. The best of the repeats counts. Earlier measurements
+are not used: the cache directory is empty except for the native ledger, which is compiled once per machine.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Case(NamedTuple):
-    """One plan: the model's environment, the arguments of `memtune plan`, and within how long it must answer
-    on 2 cores.
-    """
+    """One plan: the model's environment, the arguments of `memtune plan`, and its time limit on 2 cores."""
 
     environment: dict[str, str]
     arguments: list[str]
@@ -68,7 +64,7 @@ CASES = {
 
 
 def timed(case: Case) -> dict[str, float]:
-    """One run of a plan in a process of its own, with an empty cache."""
+    """Run a plan once in its own process, with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         if cpu_allocator.available() is None:
             (Path(cache) / "native").symlink_to(cpu_allocator.cache_dir() / "native")
@@ -90,7 +86,7 @@ def timed(case: Case) -> dict[str, float]:
 
 
 def main() -> None:
-    """Time the cases that are asked for and print one table, or write one JSON document."""
+    """Time the requested cases; print one table, or write one JSON document."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
-"""How long `planned` decides, for 80 and 1000 blocks, and how far it is from the exact program, on models of
+"""Planning seconds of `planned` for 80 and 1000 blocks, and its gap to the exact program on models of
 `tests/zoo`.
 
     python benchmarks/planned_speed.py [--json FILE]
 
-A GPT of 80 blocks is recorded for real. `plan_s` is a whole plan of a fresh program (options of blocks
-rewritten and measured, all plans put in order, the best rewritten), `frontier_s` the planner alone, which
-puts the plans in order; for 1000 blocks it is given the recorded ones, one after the other as often as it
-takes. Seconds are CPU time of this process; where many share the machine's caches (`load`) it is some more.
-The exact program decides every tensor of every block by itself (HiGHS); where it finishes, `gap` is how much
-longer the plan's step is, as part of a step.
+A GPT of 80 blocks is recorded on fake tensors. `plan_s` is a full plan of a fresh program (options of blocks
+rewritten and measured, all plans ordered, the best rewritten); `frontier_s` is the planner alone, which
+orders the plans. For 1000 blocks it receives the recorded blocks, repeated. Seconds are CPU time of this
+process; it grows somewhat if many processes share the machine's caches (`load`). The exact program decides
+every tensor of every block separately (HiGHS); where it finishes, `gap` is the share by which the plan's step
+is longer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from memtune.program.step import Program, RankClass
 from memtune.search_spaces.recompute._block_planner import frontier as _frontier
 from memtune.search_spaces.recompute._block_planner.call_selection import block_graphs
 from memtune.search_spaces.recompute._block_planner.frontier import Problem, solve
-from memtune.search_spaces.recompute._block_planner.measured_options import LIMIT, levels, made_in
-from memtune.search_spaces.recompute._block_planner.tensor_options import Made, combinations
+from memtune.search_spaces.recompute._block_planner.measured_options import LIMIT, block_ops, levels
+from memtune.search_spaces.recompute._block_planner.tensor_options import BlockOp, combinations
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.technique import Target
 from memtune.workload.workload import Workload
@@ -57,40 +57,42 @@ REPEATS = 3
 
 
 def timed() -> list[dict[str, Any]]:
-    """Seconds of a plan for a GPT of 80 blocks, and of the planner alone for each number of blocks."""
+    """Return the seconds of a plan for a GPT of 80 blocks, and of the planner alone for each number of
+    blocks.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gpt.py"
         path.write_text(MODEL.replace("{layers}", str(RECORDED)))
         step = record(Workload.load(path), sizes={8}).at(8)
     program, target = Program((RankClass(1, step),), 8), Target(hardware.find("h100-80g"), 1, None)
-    plan_s = _cpu_s(lambda: Planned(share=0.5, host=False).plan(program, target), 1)
+    plan_s = _cpu_s(lambda: Planned(share=0.5, offload=False).plan(program, target), 1)
     found = levels(step, target.hardware, 1, False).problem()
     rows = []
     for blocks, limit_s in BLOCKS.items():
         problem = _repeated(found, blocks)
         row = {"blocks": blocks, "options": found.seconds.shape[1], "limit_s": limit_s}
         row |= {"plan_s": round(plan_s, 4), "ops": step.ops.n} if blocks == RECORDED else {}
-        rows.append(row | {"frontier_s": round(_cpu_s(partial(_solve_anew, problem), REPEATS), 4)})
+        rows.append(row | {"frontier_s": round(_cpu_s(partial(_solve_uncached, problem), REPEATS), 4)})
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
 def _repeated(problem: Problem, blocks: int) -> Problem:
-    """`problem` with so many blocks: its own again and again."""
+    """Return `problem` with that many blocks, by repeating its own."""
     which = np.arange(blocks) % len(problem.class_of)
     columns = (getattr(problem, name)[which] for name in ("held_bytes", "own_bytes", "seconds", "class_of"))
     return Problem(*columns, problem.after_bytes, problem.rest_bytes)
 
 
-def _solve_anew(problem: Problem) -> None:
-    """`solve` without the layers that it remembers of problems before."""
+def _solve_uncached(problem: Problem) -> None:
+    """Call `solve` without its cache of layers from earlier problems."""
     for function in (_frontier._after_the_last, _frontier._step_back, _frontier._different):
         function.cache_clear()
     solve(problem)
 
 
 def _cpu_s(work: Callable[[], object], repeats: int) -> float:
-    """CPU seconds of `work`, the least of so many runs."""
+    """Return the smallest CPU seconds of `work` over `repeats` runs."""
     least = math.inf
     for _ in range(repeats):
         began = time.process_time()
@@ -100,9 +102,11 @@ def _cpu_s(work: Callable[[], object], repeats: int) -> float:
 
 
 def exact(model: str, blocks: int) -> Iterator[dict[str, Any]]:
-    """The plan beside the exact program over so many blocks like the last of `model`, at several budgets."""
+    """Compare the plan with the exact program over `blocks` copies of the last block of `model`, at several
+    budgets.
+    """
     step, hw = record(Workload.load(ROOT / "tests" / "zoo" / f"{model}.py")).at(8), hardware.detect("cpu")
-    ops = _alone(made_in(step, block_graphs(step)[-1], op_costs(step, hw).op_s, None)[1:])
+    ops = _alone(block_ops(step, block_graphs(step)[-1], op_costs(step, hw).op_s, None)[1:])
     saved = sum(op.bytes for op in ops if op.saved)
     own = [saved + saved // 8 * (blocks - i) // 4 for i in range(blocks)]  # gradients appear on the way back
     found = combinations(ops, LIMIT)
@@ -127,16 +131,16 @@ def exact(model: str, blocks: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _alone(ops: tuple[Made, ...]) -> tuple[Made, ...]:
-    """Numbered from 0: what the block is called with stays in any case."""
+def _alone(ops: tuple[BlockOp, ...]) -> tuple[BlockOp, ...]:
+    """Return the ops numbered from 0; the block's inputs stay in any case."""
     return tuple(
-        Made(op.name, op.seconds, tuple(i - 1 for i in op.reads if i), op.bytes, op.saved, op.keepable)
+        BlockOp(op.name, op.seconds, tuple(i - 1 for i in op.reads if i), op.bytes, op.saved, op.keepable)
         for op in ops
     )
 
 
 def main() -> int:
-    """Time, compare, print and write; exit code 1 if a gap is more than half a percent."""
+    """Time, compare, print and write; return exit code 1 if a gap exceeds half a percent."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -4,10 +4,10 @@
     python benchmarks/predict.py [--models gpt,vit] [--json FILE] [--markdown FILE]
 
 Predicted: the workload is recorded on fake tensors, rewritten and simulated, with this machine's table of
-kernel workspaces, as `memtune plan --device cpu --config` does; `affine` is the same from micro-batches 2 and
-4 alone. Measured: the native ledger's peak over a real trial in a fresh process, as `memtune trial` reports
-it. Nothing is fitted to what was measured, so leaving a model out changes no other row. Beside them what
-other tools say (`predict_peers.py`).
+kernel workspaces, as in `memtune plan --device cpu --config`; `affine` is the same from micro-batches 2 and 4
+alone. Measured: the native ledger's peak in a real trial in a fresh process, as `memtune trial` reports it.
+Nothing is fitted to measurements, so removing a model changes no other row. The page also has the figures of
+other tools (`predict_peers.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from memtune.workload.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 THREADS = 1
-"""CPU threads of a trial, and those for which kernel workspaces are looked up."""
+"""CPU threads of a trial, and of the kernel workspaces in the table."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Row:
     offload: str
     batch: int
     status: str
-    """`ok`; `unfit` where a technique refuses; else what came of the trial."""
+    """`ok`; `unfit` if a technique refuses; otherwise the trial's status."""
     reason: str = ""
     measured_bytes: int | None = None
     predicted_bytes: int | None = None
@@ -72,12 +72,12 @@ class Row:
 
 
 def relative(predicted: int | None, measured: int | None) -> float | None:
-    """`predicted` / `measured` − 1, None without either."""
+    """Return `predicted` / `measured` − 1, None if either is missing."""
     return predicted / measured - 1 if predicted and measured else None
 
 
 def predict(model: Path, wanted: Iterable[Case]) -> tuple[list[Row], Recording]:
-    """Rows without measurement, one for each of `wanted`, all from one recording of `model`."""
+    """Return rows without measurement, one for each of `wanted`, all from one recording of `model`."""
     wanted, workload = list(wanted), Workload.load(model)
     table = WorkspaceTable.cached(threads=THREADS)
     recording = record(workload, sizes={each.batch for each in wanted}, workspace=table)
@@ -110,8 +110,8 @@ def predict(model: Path, wanted: Iterable[Case]) -> tuple[list[Row], Recording]:
 
 
 def run(wanted: Iterable[tuple[int, Case]], slots: int) -> Iterator[TrialResult]:
-    """A real trial of each case, by number, in a fresh process with `THREADS` threads; `slots` at a time, in
-    any order.
+    """Run a real trial of each case, by number, in a fresh process with `THREADS` threads; `slots` at a time,
+    in any order.
     """
     executor, running = LocalExecutor(slots), 0
     try:
@@ -131,7 +131,7 @@ def run(wanted: Iterable[tuple[int, Case]], slots: int) -> Iterator[TrialResult]
 
 
 def compare(model: Path, wanted: Iterable[Case], slots: int) -> tuple[list[Row], dict[str, Any]]:
-    """Predicted and measured rows of one model, and how it was recorded."""
+    """Return predicted and measured rows of one model, and its recording rung."""
     started, wanted = time.monotonic(), list(wanted)
     rows, recording = predict(model, wanted)
     fitting = [(number, case) for number, case in enumerate(wanted) if rows[number].status == "ok"]
@@ -146,7 +146,7 @@ def compare(model: Path, wanted: Iterable[Case], slots: int) -> tuple[list[Row],
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine of the measurements."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {
         "cpu": cpu_probe.cpu().title,
@@ -157,8 +157,8 @@ def machine() -> dict[str, Any]:
 
 
 def sources() -> str:
-    """Which version of memtune and its benchmarks the figures are of: a hash of all sources, the same
-    wherever they lie.
+    """Return the version of memtune and its benchmarks: a hash of all sources, independent of their
+    location.
     """
     folders, found = (
         ("autotune", "benchmarks", "csrc", "executors", "memtune", "search_spaces"),
@@ -173,9 +173,7 @@ def sources() -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """How far each tool is off: over all its cases, and over the plain ones, which every tool can be asked
-    for.
-    """
+    """Return errors of each tool: over all its cases, and over the plain cases, which every tool supports."""
     found: dict[str, Any] = {
         "cases": len(rows),
         "measured": sum(row.measured_bytes is not None for row in rows),
@@ -202,7 +200,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def speed() -> dict[str, Any]:
-    """What the benchmarks of the search's and the allocator's speed say, each in a process of its own."""
+    """Run the benchmarks of search and allocator speed, each in its own process."""
     found = {}
     for name, options in (("candidates_speed", []), ("allocator_speed", ["--seconds", "1"])):
         command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--json", *options]
@@ -211,7 +209,7 @@ def speed() -> dict[str, Any]:
 
 
 def document(rows: list[Row], models: dict[str, Any], speeds: dict[str, Any] | None) -> dict[str, Any]:
-    """Everything that is written."""
+    """Return the complete result document."""
     return {
         "schema": 1,
         "command": "make bench-predict",
@@ -227,15 +225,15 @@ def document(rows: list[Row], models: dict[str, Any], speeds: dict[str, Any] | N
 
 
 def dumped(found: dict[str, Any]) -> str:
-    """JSON with one line per row."""
+    """Return JSON with one line per row."""
     rows = ",\n".join("  " + json.dumps(row) for row in found["rows"])
     head = json.dumps({**found, "rows": []}, indent=1)
     return head.replace('"rows": []', f'"rows": [\n{rows}\n ]') + "\n"
 
 
 def main() -> int:
-    """Compare, print, write (after every model, so that an interrupted run leaves what it has); exit code 1
-    if a trial failed.
+    """Compare, print, and write after every model, so that an interrupted run keeps its rows; return exit
+    code 1 if a trial failed.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,7 +1,7 @@
 """The cases of `predict.py`: every model of `predict_models/` under every recompute, offload and batch.
 
-Committed before the first measurement; a model or setting is added here, never taken out because its error is
-large.
+Committed before the first measurement; models and settings are added here, never removed because their error
+is large.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Neither recompute nor offload."""
+        """True if neither recompute nor offload is set."""
         return self.recompute == self.offload == "none"
 
     def config(self) -> dict[str, Any]:
-        """The TunedConfig document that a prediction and a trial are both given."""
+        """Return the TunedConfig document of both prediction and trial."""
         execution = {"micro_batch": self.batch, "accumulate": 1}
         return {"settings": {"execution": execution, **RECOMPUTE[self.recompute], **OFFLOAD[self.offload]}}
 
 
 def cases(model: Path) -> Iterator[Case]:
-    """All cases of one model."""
+    """Return all cases of one model."""
     for recompute, offload, batch in itertools.product(RECOMPUTE, OFFLOAD, BATCHES):
         yield Case(model, recompute, offload, batch)

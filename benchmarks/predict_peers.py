@@ -1,11 +1,10 @@
-"""What other tools say of a case's peak, on this machine and without a GPU; what a tool cannot say is None.
+"""Predictions of a case's peak by other tools, on this machine and without a GPU; None where a tool has none.
 
-MemTracker (`torch.distributed._tools`) watches two steps on fake tensors. It knows recompute where torch's
-own `checkpoint_wrapper` does it (`full`, `every_nth`), and no offload. SACEstimator of the same package gives
-the memory and time of single ops, for choosing what to recompute, and no peak: it has no column.
-
-Accelerate's `estimate-memory` takes a model's bytes and the dtype, neither batch nor settings: float32
-weights, gradients and Adam's two moments, four times the model. Its own two functions are called.
+MemTracker (`torch.distributed._tools`) observes two steps on fake tensors. It supports recompute by torch's
+own `checkpoint_wrapper` (`full`, `every_nth`), and no offload. SACEstimator of the same package predicts
+memory and time of single ops, to choose what to recompute, but no peak: it has no column. Accelerate's
+`estimate-memory` takes a model's bytes and dtype, neither batch nor settings: float32 weights, gradients and
+Adam's two moments, four times the model. Its own two functions are called.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _EVERY = {"none": 0, "full": 1, "every_nth": 2}
 
 
 def mem_tracker(workload: Workload, case: Case) -> tuple[int | None, str]:
-    """Peak bytes that MemTracker sees in two steps, or None and why it raised; neither where torch has no
-    such setting.
+    """Return MemTracker's peak bytes of two steps, or None and the error; both None if torch has no such
+    setting.
     """
     if case.recompute not in _EVERY or case.offload != "none":
         return None, ""
@@ -60,7 +59,7 @@ def _wrap(model: nn.Module, blocks: list[str], every: int) -> None:
 
 
 def accelerate_bytes(workload: Workload) -> int | None:
-    """What `accelerate estimate-memory` prints as "Training using Adam" for float32; None without
+    """Return the "Training using Adam" figure of `accelerate estimate-memory` for float32; None without
     accelerate.
     """
     try:

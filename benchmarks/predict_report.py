@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     about, total = found["machine"], found["summary"]
     parts = [
         "# Predicted against measured peak memory, CPU",

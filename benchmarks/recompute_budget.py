@@ -1,19 +1,19 @@
-"""`planned` over a sweep of budgets, beside every other recompute technique and torch's own, on the models of
-`predict_models/`.
+"""`planned` over a sweep of budgets, compared with every other recompute technique and torch's own, on the
+models of `predict_models/`.
 
     python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE [--resume]]
-    [--markdown FILE] [--plot SVG]
+        [--markdown FILE] [--plot SVG]
 
-For each model the smallest peak that recomputation by blocks reaches and the plain peak are the ends of the
-sweep; a budget of 10 % lies a tenth of the way between them, and what a plan keeps spare on top. Every
-program is simulated op by op for this machine's CPU. At each budget stand `planned`, also `by_schedule`, and
-what takes a budget too: `checkmate`, `dtr`, `megtaichi`, `coop`. A second table puts `planned`, without moves
-to the host, beside each technique that has no budget, at exactly that technique's peak: memtune's own, and
-torch's checkpointing, auto-SAC and `memory_budget` as recorded (`recompute_peers.py`). Compiled graphs run
-single ops again wherever they like, so beside those stands `by_schedule`, which may too; they are counted
-apart: with dropout they are another program than the one that is planned for, since AOTAutograd's masks take
-a byte and eager ones on a CPU four. With `--measure`, so many plans of each model also train for real in a
-fresh process, and the native ledger's peak stands beside the planned one.
+The sweep of a model ends at the smallest peak that recompute by blocks reaches and at the plain peak; a
+budget of 10 % is a tenth of the way between them, plus a plan's headroom. Every program is simulated op by op
+for this machine's CPU. At each budget the table has `planned`, also `by_schedule`, and the techniques that
+take a budget: `checkmate`, `dtr`, `megtaichi`, `coop`. A second table compares each technique without a
+budget (memtune's own, and torch's checkpointing, auto-SAC and `memory_budget` as recorded by
+`recompute_peers.py`) with `planned`, without offload, at exactly that technique's peak. Compiled graphs may
+recompute single ops anywhere, so they are compared with `by_schedule`, which may too, and counted apart: with
+dropout their program differs from the planned one, since AOTAutograd's masks take one byte per element and
+eager masks on CPU four. With `--measure`, that many plans of each model also train for real in a fresh
+process, and the native ledger's peak is reported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ COMPILED = "torch memory_budget"
 
 @dataclass(frozen=True)
 class Row:
-    """One program: what it needs and takes beyond the plain one's."""
+    """One program: its peak, and its time beyond the plain step."""
 
     model: str
     technique: str
@@ -78,16 +78,16 @@ class Row:
     extra_s: float
     """Step time on top of the plain step's."""
     again_flops: float
-    """Of what runs a second time."""
+    """FLOPs of recomputed ops."""
     budget_share: float | None = None
     budget_bytes: int | None = None
-    beside: str = ""
+    peak_of: str = ""
     """The technique whose peak is the budget."""
     measured_bytes: int | None = None
 
 
 def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
-    """The rows of one model, and by row the config of those that a trial can run."""
+    """Return the rows of one model, and by row the config of those that a trial can run."""
     workload = Workload.load(model)
     recording = record(workload, sizes={BATCH}, workspace=WorkspaceTable.cached(threads=THREADS))
     program, target = (
@@ -101,13 +101,15 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         return rows, configs
     low, high = (planned(kind="planned", share=end).plan(program, target).peak_bytes for end in (0.0, 1.0))
     for share in SHARES:
-        budget = math.ceil((low + share * (high - low)) / (1 - planned(kind="planned").spare))
+        budget = math.ceil((low + share * (high - low)) / (1 - planned(kind="planned").headroom))
         technique = planned(kind="planned", budget_bytes=budget)
         plan = technique.plan(program, target)
         configs[len(rows)] = _config(technique, plan)
         rows.append(_at(_row(model, technique, plan, program, target, plain.step_s), share, budget))
         # The same bytes for all: without moves to the host, which the others lack, and with nothing spare.
-        by_schedule = planned(kind="planned", budget_bytes=budget, spare=0.0, host=False, by_schedule=True)
+        by_schedule = planned(
+            kind="planned", budget_bytes=budget, headroom=0.0, offload=False, by_schedule=True
+        )
         for rival in (
             by_schedule,
             *(find("recompute", kind)(kind=kind, budget_bytes=budget) for kind in BY_BUDGET),
@@ -134,14 +136,18 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         if found.peak_bytes < plain.peak_bytes:  # auto-SAC may save more than the plain model does
             op_by_op = found.technique.startswith(COMPILED)
             technique = planned(
-                kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False, by_schedule=op_by_op
+                kind="planned",
+                budget_bytes=found.peak_bytes,
+                headroom=0.0,
+                offload=False,
+                by_schedule=op_by_op,
             )
             plan = technique.plan(program, target)
             if plan.peak_bytes > found.peak_bytes:  # the partitioner of compiled graphs gets below blocks
                 rows.append(found)
                 continue
             mine = _row(model, technique, plan, program, target, plain.step_s)
-            rows += [found, replace(mine, budget_bytes=found.peak_bytes, beside=found.technique)]
+            rows += [found, replace(mine, budget_bytes=found.peak_bytes, peak_of=found.technique)]
     return rows, configs
 
 
@@ -153,7 +159,7 @@ def _row(
     model: Path, technique: Technique, plan: Plan, program: Program, target: Target, plain_s: float
 ) -> Row:
     after = technique.rewrite(program, plan, target)
-    hidden = ("kind", "budget_bytes", "spare", "host")
+    hidden = ("kind", "budget_bytes", "headroom", "offload")
     knobs = [
         f"{name}={value}"
         for name, value in technique.model_dump(exclude_defaults=True).items()
@@ -180,7 +186,7 @@ def _config(technique: Technique, plan: Plan) -> dict[str, Any]:
 
 
 def measured(model: Path, rows: list[Row], configs: dict[int, dict[str, Any]], count: int) -> list[Row]:
-    """`rows` with the native ledger's peak of real trials, of `count` plans from the smallest to the
+    """Return `rows` with the native ledger's peak of real trials, of `count` plans from the smallest to the
     largest.
     """
     numbers = sorted(configs)
@@ -212,14 +218,17 @@ def measured(model: Path, rows: list[Row], configs: dict[int, dict[str, Any]], c
 
 
 def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each other technique with the plan at its peak."""
+    """Yield each other technique with the plan at its peak."""
     for row in rows:
-        if row.beside:
-            yield next(peer for peer in rows if peer.model == row.model and peer.technique == row.beside), row
+        if row.peak_of:
+            yield (
+                next(peer for peer in rows if peer.model == row.model and peer.technique == row.peak_of),
+                row,
+            )
 
 
 def rivals(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each technique that takes a budget, with `planned(by_schedule)` at the same one."""
+    """Yield each technique that takes a budget, with `planned(by_schedule)` at the same budget."""
     for row in rows:
         if row.budget_share is not None and not row.technique.startswith("planned"):
             same = (row.model, row.budget_share, "planned(by_schedule)")
@@ -229,10 +238,10 @@ def rivals(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """How often a plan is over its budget, slower than another technique at its peak, or runs more FLOPs
-    again.
+    """Count plans over their budget, slower than another technique at its peak, or with more recomputed
+    FLOPs.
     """
-    both, beside = list(pairs(rows)), list(rivals(rows))
+    both, rivalling = list(pairs(rows)), list(rivals(rows))
     compiled = [pair for pair in both if pair[0].technique.startswith(COMPILED)]
     compared = [pair for pair in both if pair not in compiled]
     costly = [(peer, mine) for peer, mine in compared if peer.extra_s > 0]
@@ -259,9 +268,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "largest_share_of_their_extra_time": round(max(ratios), 4) if ratios else None,
         "compared_with_compiled": len(compiled),
         "slower_than_compiled": sum(mine.step_s > peer.step_s * (1 + 1e-9) for peer, mine in compiled),
-        "compared_by_budget": len(beside),
-        "slower_by_budget": sum(mine.step_s > other.step_s * (1 + 1e-9) for other, mine in beside),
-        "others_over_budget": sum(other.peak_bytes > (other.budget_bytes or 0) for other, _ in beside),
+        "compared_by_budget": len(rivalling),
+        "slower_by_budget": sum(mine.step_s > other.step_s * (1 + 1e-9) for other, mine in rivalling),
+        "others_over_budget": sum(other.peak_bytes > (other.budget_bytes or 0) for other, _ in rivalling),
         "budgets_met": len(within),
         "measured": len(trials),
         "measured_over_budget": sum(found > (budget or 0) for found, budget, _ in trials),
@@ -283,8 +292,8 @@ WRONG = (
 
 
 def main() -> int:
-    """Sweep, print, write after every model; exit code 1 if a plan is over its budget or slower than another
-    technique.
+    """Sweep, print and write after every model; return exit code 1 if a plan is over its budget or slower
+    than another technique.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -322,7 +331,7 @@ def main() -> int:
 
 
 def kept(file: Path | None) -> list[Row]:
-    """The rows in `file`, if they were made of the sources as they are."""
+    """Return the rows in `file` if they were made from the present sources."""
     if file is None or not file.exists():
         return []
     found = json.loads(file.read_text())
@@ -330,7 +339,7 @@ def kept(file: Path | None) -> list[Row]:
 
 
 def _write(rows: list[Row], asked: argparse.Namespace) -> None:
-    """All that is asked for, of the models that are done."""
+    """Write the requested files for the finished models."""
     found = {
         "schema": 2,
         "command": "make bench-recompute",

@@ -31,7 +31,7 @@ def markdown(
     shares: Sequence[float],
     svg: Path | None,
 ) -> str:
-    """The tables of the page; `rows` and `pairs` are those of `recompute_budget`."""
+    """Return the tables of the page from the rows and pairs of `recompute_budget`."""
     lines = [
         "# Recompute over a sweep of budgets",
         "",
@@ -45,8 +45,8 @@ def markdown(
             " Cells: extra step time;"
         ),
         (
-            "empty: no way within the budget. `planned` may move tensors to the host and keeps 1 % spare; the"
-            " others do neither."
+            "empty: no way within the budget. `planned` may move tensors to the host and keeps 1 % headroom;"
+            " the others do neither."
         ),
         "",
         *(f"- {name.replace('_', ' ')}: {value}" for name, value in found["summary"].items()),
@@ -108,8 +108,8 @@ def markdown(
 
 
 def plot(rows: Sequence[Any]) -> str:
-    """Step over plain step against peak over plain peak, a panel for each model, as SVG: lines by budget,
-    dots of torch's own.
+    """Return an SVG: step over plain step against peak over plain peak, one panel per model; lines by budget,
+    dots for torch's techniques.
     """
     models = [
         model

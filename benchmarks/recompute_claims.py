@@ -1,16 +1,16 @@
-"""What the papers say of recompute, held against ours: saved bytes, runs of attention, Checkmate's optimum
+"""Claims of papers on recompute, checked against memtune: saved bytes, runs of attention, Checkmate's optimum
 and rounding.
 
     python benchmarks/recompute_claims.py [--graphs 60] [--json FILE] [--markdown FILE]
 
 - Korthikanti et al. 2023, table 2 with t = 1: bytes that a block of a GPT saves, counted on a recorded step.
-- `attention_output`, `attention_boundary`: ops of attention's forward in one real training step on this CPU,
-  counted by a dispatch mode, beside the number of attentions in the model; `full` is there to show that the
-  count can tell.
-- `balanced` (Yuan): the part of a LLaMA block's saved bytes that is kept.
-- Checkmate: cost of the integer program and of its rounding over the optimum that exhaustive search finds, on
-  random graphs of at most eight nodes; the rounding also on chains, where the integer program itself proves
-  the optimum.
+- `attention_output`, `attention_boundary`: forward ops of attention in one real training step on this CPU,
+counted by a dispatch mode, and the number of attentions in the model; `full` shows that the count can detect
+a recompute.
+- `balanced` (Yuan): the kept share of a LLaMA block's saved bytes.
+- Checkmate: cost of the integer program and of its rounding over the optimum of an exhaustive search, on
+random graphs of at most eight nodes; the rounding also on chains, where the integer program itself proves the
+optimum.
 
 No figure depends on the machine.
 """
@@ -52,7 +52,7 @@ def _technique(kind: str, **knobs: Any) -> Technique:
 
 
 def saved_bytes() -> list[dict[str, Any]]:
-    """A block's saved bytes beside the paper's formula."""
+    """Return a block's saved bytes and the paper's formula."""
     path, unit = PAPERS / "korthikanti.py", SEQ * BATCH * DIM
     forms: tuple[tuple[str, tuple[Technique, ...], float], ...] = (
         ("none: sbh(34 + 5as/h)", (), 34 + 5 * HEADS * SEQ / DIM),
@@ -68,7 +68,7 @@ def saved_bytes() -> list[dict[str, Any]]:
 
 
 class _Attentions(TorchDispatchMode):
-    """Counts the forward ops of attention that run below it."""
+    """Mode that counts attention's forward ops."""
 
     count = 0
 
@@ -78,8 +78,8 @@ class _Attentions(TorchDispatchMode):
 
 
 def attentions(model: Path, *techniques: Technique) -> int:
-    """Runs of attention's forward in the second training step under `techniques`; the first captures what
-    there is.
+    """Return the runs of attention's forward in the second training step under `techniques`; the first step
+    captures.
     """
     workload, module, optimizer = build(model)
     apply(module, optimizer, config_of(model, *techniques), strict=False)
@@ -90,9 +90,7 @@ def attentions(model: Path, *techniques: Technique) -> int:
 
 
 def attention_runs() -> list[dict[str, Any]]:
-    """By model and technique: how often attention ran, where it would have run once, or why the technique is
-    refused.
-    """
+    """Return by model and technique the runs of attention's forward, or why the technique is refused."""
     found = []
     for model in MODELS:
         once = attentions(model)
@@ -114,7 +112,9 @@ def attention_runs() -> list[dict[str, Any]]:
 
 
 def balanced() -> list[float]:
-    """Part of each block's saved bytes that `balanced` keeps of a LLaMA in 7B's proportions."""
+    """Return the share of each block's saved bytes that `balanced` keeps, for a LLaMA in the proportions of
+    7B.
+    """
     path = PAPERS / "llama_7b_block.py"
     plain, mine = rewritten(path), rewritten(path, _technique("balanced"))
     return [
@@ -123,7 +123,7 @@ def balanced() -> list[float]:
 
 
 def checkmate(graphs: int) -> dict[str, Any]:
-    """Random graphs within a random budget, and chains."""
+    """Return figures for random graphs within a random budget, and for chains."""
     random, exact, rounding, none = np.random.default_rng(7), [], [], 0
     for _ in range(graphs):
         problem = _graph(random)
@@ -166,8 +166,8 @@ def _graph(random: np.random.Generator) -> Problem:
 
 
 def _chain(length: int, budget: int) -> Problem:
-    """Forward nodes of one byte in a row, and their backward, each of the gradient before and its forward's
-    input.
+    """Return forward nodes of one byte in a row and their backward; each backward node reads the previous
+    gradient and its forward's input.
     """
     forward = [(i - 1,) if i else () for i in range(length)]
     back = [
@@ -179,7 +179,7 @@ def _chain(length: int, budget: int) -> Problem:
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
-    """Claims that do not hold."""
+    """Return the claims that do not hold."""
     names = []
     names += ["saved bytes"] * any(
         abs(row["ours"] / row["paper"] - 1) > BYTES_ERROR for row in found["saved_bytes"]
@@ -194,7 +194,7 @@ def wrong(found: dict[str, Any]) -> list[str]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [
         "# Recompute: what the papers say",
         "",
@@ -227,7 +227,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Count, print, write; exit code 1 if a claim does not hold."""
+    """Count, print and write; return exit code 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -20,7 +20,7 @@ from memtune.activations.eviction.policy import COOP, DTR, MEGTAICHI, Policy, Re
 
 RATIOS = tuple(step / 10 for step in range(10, 0, -1))
 ARTIFACT = Policy()
-"""Dropped storages that came back stay in the pool, as in the artifact."""
+"""The artifact's policy: evicted storages that were recomputed remain in the pool."""
 HEURISTICS = {
     "e*": replace(ARTIFACT, neighbours="closure"),
     "classes": ARTIFACT,
@@ -47,7 +47,7 @@ _PERCENTS = (100, 95, 90, 85, 80, 75, 70, 65, *range(60, 4, -1))
 
 
 def curves(trace: Trace, base: Replay) -> dict[str, list[float | None]]:
-    """Slowdown by ratio for each heuristic on a counter of bytes, None where it fails."""
+    """Return the slowdown by ratio for each heuristic with a byte counter, None where it fails."""
     return {
         name: [_slowdown(_at(trace, policy, base, ratio)) for ratio in RATIOS]
         for name, policy in HEURISTICS.items()
@@ -55,8 +55,8 @@ def curves(trace: Trace, base: Replay) -> dict[str, list[float | None]]:
 
 
 def smallest(trace: Trace, policy: Policy, base: Replay) -> dict[str, Any]:
-    """The smallest budget above which all work, in hundredths of the plain peak, and the mean fragmentation
-    up to there.
+    """Return the smallest budget above which all budgets work, in hundredths of the plain peak, and the mean
+    fragmentation up to there.
     """
     lowest, shares, start = 100, list[float](), time.perf_counter()
     for percent in _PERCENTS:
@@ -85,7 +85,7 @@ def _slowdown(done: Replay) -> float | None:
 
 
 def main() -> None:
-    """Measure every log that is there."""
+    """Measure every log in the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)

@@ -1,19 +1,19 @@
-"""What torch itself does about activations, recorded as it runs: the rows that `recompute_budget.py` holds
-`planned` against.
+"""torch's own activation techniques, recorded as they run: the rows that `recompute_budget.py` compares with
+`planned`.
 
-torch's `checkpoint` is put around every block of the live model and a step is recorded on fake tensors, so
-that its peak and its second runs are its own and no pass of memtune's takes part.
+torch's `checkpoint` wraps every block of the live model, and a step is recorded on fake tensors, so peak and
+recompute are torch's own and no pass of memtune is involved.
 
 - `torch full`: `checkpoint(use_reentrant=False)`.
-- `torch selective`: with `create_selective_checkpoint_contexts`, outputs of matrix products, convolutions and
-  attention saved.
-- `torch auto-SAC`: the integer program of `torch.distributed._tools.sac_ilp` for one module: of a block's ops
-  save those whose second run takes longest, within a part of the bytes that all its ops make; random ops all
-  or none, in-place ops with what they write into. torch solves it with pulp over the roofline times of
-  `SACEstimator`; here scipy solves it over memtune's op times, since pulp is no dependency and the
-  estimator's times are those of GPUs. All blocks get the same part.
+- `torch selective`: with `create_selective_checkpoint_contexts`, saving outputs of matrix products,
+convolutions and attention.
+- `torch auto-SAC`: the integer program of `torch.distributed._tools.sac_ilp` for one module: save the block's
+ops whose recompute takes longest, within a share of the bytes that all its ops make; random ops all or none,
+in-place ops with their targets. torch solves it with pulp over the roofline times of `SACEstimator`; here
+scipy solves it over memtune's op times, since pulp is no dependency and the estimator's times are those of
+GPUs. All blocks get the same share.
 - `torch memory_budget`: the min-cut partitioner of AOTAutograd under `activation_memory_budget`, over
-  compiled blocks; recorded from its graphs as `aot_eager` runs them, op by op.
+compiled blocks; recorded from its graphs as `aot_eager` runs them, op by op.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Saves = Callable[[OpAddress], bool]
 def torch_steps(
     workload: Workload, rung: str, plain: Step, hardware: Hardware, batch: int
 ) -> Iterator[tuple[str, Step]]:
-    """The recorded step of each peer by name; `plain` is the step without any."""
+    """Return the recorded step of each peer by name; `plain` is the step without any."""
     recorded = partial(_recorded, workload, rung, batch)
     blocks = block_graphs(plain)
     yield "torch full", recorded([None] * len(blocks))
@@ -69,7 +69,9 @@ def torch_steps(
 
 
 def compiled_steps(workload: Workload, batch: int) -> Iterator[tuple[str, Step]]:
-    """The recorded step under each of the partitioner's budgets; none where the blocks cannot be compiled."""
+    """Return the recorded step under each of the partitioner's budgets; empty if the blocks cannot be
+    compiled.
+    """
     recordings = CompiledRecordings(workload, sizes={batch}, workspace=WorkspaceTable.cached(threads=1))
     for budget in BUDGETS:
         partitioning = MemoryBudget(budget=budget).partitioning()
@@ -97,8 +99,8 @@ def _recorded(workload: Workload, rung: str, batch: int, saves: list[Saves | Non
 
 
 def _contexts(saves: Saves) -> Any:
-    """Contexts of one run of a region: ops are told apart by name and by how many of that name came
-    before.
+    """Return the contexts of one run of a region; ops are identified by name and by the count of that name so
+    far.
     """
     seen: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
@@ -112,7 +114,7 @@ def _contexts(saves: Saves) -> Any:
 
 
 def auto_sac(step: Step, block: Block, op_s: Any, part: float) -> frozenset[OpAddress]:
-    """Calls of `block` whose outputs are saved, within `part` of the bytes that its ops make."""
+    """Return the calls of `block` whose outputs are saved, within `part` of the bytes that its ops make."""
     ops = np.asarray([op for op in block.ops if block.makes[op]], np.int32)
     call_of = {op: call for op, _, call in calls_of(step, np.asarray(block.ops, np.int32))}
     n_bytes = np.asarray([step.storages.bytes[block.makes[op]].sum() for op in ops], float)

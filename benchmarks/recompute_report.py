@@ -16,7 +16,7 @@ gets along with 11 % on the ResNet."""  # noqa: E501
 
 
 def markdown(ratios: Sequence[float], results: dict[str, Any], svg: str) -> str:
-    """The page."""
+    """Return the page."""
     lines = [
         "# Dynamic recompute on the DTR artifact's operator logs",
         "",
@@ -94,7 +94,7 @@ def _met(holds: bool) -> str:
 
 
 def plot(ratios: Sequence[float], results: dict[str, Any]) -> str:
-    """Slowdown against budget, one panel per log, as SVG."""
+    """Return an SVG of slowdown against budget, one panel per log."""
     width, height, top = 230, 190, 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * len(results) + 20}" height="{height + 60}"'

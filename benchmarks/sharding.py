@@ -1,10 +1,9 @@
-"""What the sharding axis is measured by: exactness, bytes, peaks, published ratios, and what is lost by
-quantising.
+"""Benchmarks of sharding: exactness, bytes, peaks, published ratios, and the loss due to quantization.
 
     python benchmarks/sharding.py [published …] [--only PATTERN] [--json FILE] [--markdown FILE]
 
-Without names all parts run; with names those alone, and the others' results stay as the JSON file has them.
-With a pattern, so do the rows of techniques that it is not found in.
+Without names all parts run; with names only those, and other parts' results stay as in the JSON file. With a
+pattern, rows of techniques that do not match stay too.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ PARTS: dict[str, tuple[str, Callable[[Wanted], Rows], Callable[[Rows], list[str]
     "quantised": ("Quantised training", ranks.quantised, ranks.quantised_lines),
     "published": ("The simulator against published ratios", published.all_compared, published.lines),
 }
-"""Name → heading, what finds the rows, what writes them down."""
+"""Name → heading, function that returns the rows, function that formats them."""
 
 
 def main() -> None:
-    """Run the parts that are asked for and write one JSON and one Markdown document."""
+    """Run the requested parts and write one JSON and one Markdown document."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +82,7 @@ def main() -> None:
     text = [
         "# Sharding",
         "",
-        "Written by `make bench-sharding`; the JSON file beside it has every number.",
+        "Written by `make bench-sharding`; the JSON file of the same name has every number.",
         "",
     ]
     for name in (each for each in PARTS if each in found):

@@ -1,8 +1,8 @@
-"""The simulator against published ratios of sharded training: one recording a shape, one rewritten program a
-setting.
+"""The simulator against published ratios of sharded training: one recording per shape, one rewritten program
+per setting.
 
-Hardware, shapes and settings are those of `published/`, written down before they were first compared; nothing
-is fitted.
+Hardware, shapes and settings are those of `published/`, recorded before the first comparison; nothing is
+fitted.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ WITHIN = 0.20
 """Of the published ratio."""
 WHY = {
     "MiCS": (
-        "What the baseline hides decides it. The simulated ZeRO-3 is memtune's: gathers run ahead on streams"
-        " of their own and cross nodes at the full 100 Gb/s, so links that are busy for 42 s cost 4 s. With"
-        " nothing hidden the same busy times give 2.38, within 20 %: the paper's baseline, DeepSpeed of 2022,"
-        " lies at that end, and the paper counts the waiting between streams that it removed from DeepSpeed"
-        " among its gains (fm). The rest is bandwidth, of which ZeRO-3's messages over 16 nodes got a part"
-        " only (fm). How badly another system overlaps is no constant of the hardware, and choosing it now"
-        " would be fitting."
+        "The overlap of the baseline decides the ratio. The simulated ZeRO-3 is memtune's: gathers are "
+        "prefetched on streams of their own and cross nodes at the full 100 Gb/s, so links that are busy for"
+        " 42 s cost 4 s. With no overlap the same busy times give 2.38, within 20 %: the paper's baseline, "
+        "DeepSpeed of 2022, lies at that end, and the paper counts the waiting between streams that it "
+        "removed from DeepSpeed among its gains (fm). The rest is bandwidth, of which ZeRO-3's messages over"
+        " 16 nodes got a part only (fm). How badly another system overlaps is no constant of the hardware, "
+        "and choosing it now would be fitting."
     ),
     "PaRO": (
-        "Inside the published range on the network that was written down first; on faster ones ZeRO-3's"
-        " gathers hide behind compute and the ratio goes to 1, so the range is met only where the paper's"
-        " nodes share about 100 to 200 Gb/s."
+        "Inside the published range on the network that was recorded first; on faster ones ZeRO-3's gathers "
+        "overlap compute and the ratio goes to 1, so the range is met only where the paper's nodes share "
+        "about 100 to 200 Gb/s."
     ),
     "AMSP": (
-        "As with MiCS, what the baseline hides decides it. On this network 4,096 tokens a GPU compute longer"
-        " than either baseline communicates; with all of that hidden nothing is left to win, with none of it"
-        " the ratios are 1.44 and 1.36, within 20 %. At 1,024 GPUs the published baselines lose more than"
-        " bandwidth and latency account for (contention, stragglers, collectives that their implementations"
-        " expose), which is not modelled. Below 1 is memtune's own: its boundary hops run after backward, not"
-        " beside it, which costs (1, 1, 8) 0.14 s here; without that it would be 1.01 and 1.10."
+        "As with MiCS, the overlap of the baseline decides the ratio. On this network 4,096 tokens per GPU "
+        "compute longer than either baseline communicates; with full overlap nothing is left to gain, with "
+        "none the ratios are 1.44 and 1.36, within 20 %. At 1,024 GPUs the published baselines lose more "
+        "than bandwidth and latency account for (contention, stragglers, collectives that their "
+        "implementations expose), which is not modelled. Ratios below 1 are memtune's own: its boundary hops"
+        " run after backward without overlap, which costs (1, 1, 8) 0.14 s here; with overlap it would be "
+        "1.01 and 1.10."
     ),
 }
-"""What explains a ratio that is not the published one, written after the first comparison; nothing was
+"""Explanations of ratios that differ from the published ones, written after the first comparison; nothing was
 changed since.
 """
 _recorded: dict[tuple[Shape, int], Recording] = {}
 
 
 def recording(shape: Shape, micro_batch: int) -> Recording:
-    """A step of the GPT of this shape; blocks that are equal are recorded a few times and repeated."""
+    """Return a step of the GPT of this shape; equal blocks are recorded a few times and repeated."""
     key = shape, micro_batch
     if key not in _recorded:
         sizes = {
@@ -78,7 +79,7 @@ def recording(shape: Shape, micro_batch: int) -> Recording:
 
 
 def predicted(claim: Claim, sharding: Sharding, hardware: Hardware) -> Prediction:
-    """The step of one rank of the claim under `sharding`, events and overlap included.
+    """Return the step of one rank of the claim under `sharding`, with events and overlap.
 
     Raises:
         ValueError: The techniques do not fit.
@@ -96,7 +97,7 @@ def predicted(claim: Claim, sharding: Sharding, hardware: Hardware) -> Predictio
 
 
 def ratio(claim: Claim, hardware: Hardware) -> tuple[float, Prediction, Prediction]:
-    """Throughput of the claim's faster setting over that of the other, and both predictions."""
+    """Return the throughput of the claim's faster setting over the other's, and both predictions."""
     fast, slow = predicted(claim, claim.fast, hardware), predicted(claim, claim.slow, hardware)
     return slow.step_s / fast.step_s, fast, slow
 
@@ -108,8 +109,8 @@ def _side(prediction: Prediction) -> dict[str, Any]:
 
 
 def compared(paper: Paper) -> list[dict[str, Any]]:
-    """A row per claim: our ratio beside the published one, what each side waits for, and the ratio on other
-    networks.
+    """Return a row per claim: our ratio and the published one, exposed times of each side, and the ratio on
+    other networks.
     """
     rows = []
     for claim in paper.claims:
@@ -138,12 +139,14 @@ def compared(paper: Paper) -> list[dict[str, Any]]:
 
 
 def all_compared(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """All claims of the papers that are wanted."""
+    """Return all claims of the requested papers."""
     return [row for paper in PAPERS if wanted(paper.name) for row in compared(paper)]
 
 
 def without_overlap(row: Mapping[str, Any]) -> float:
-    """The ratio if the slower side hid nothing of what its links do: the other end of what is possible."""
+    """Return the ratio if the slower side overlapped none of its communication: the other end of the possible
+    range.
+    """
     slow = row["slow"]
     hidden_s = sum(
         busy - slow["exposed_s"].get(name, 0.0)
@@ -158,7 +161,7 @@ def _with_network(hardware: Hardware, gbit_per_s: int) -> Hardware:
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     out = [
         (
             "A ring over several nodes is shown as `intra_link`, at the rate of its slowest link. (fm): from"

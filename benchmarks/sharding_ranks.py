@@ -1,7 +1,7 @@
 """Sharding on real gloo ranks of this machine: five steps against one rank, counted bytes, measured peaks,
-quantised training.
+quantized training.
 
-Each part starts its ranks once and runs all its cases on them; two neighbours are a node. The models and
+Each part starts its ranks once and runs all its cases on them; two neighbouring ranks form a node. Models and
 loops are those of the tests.
 """
 
@@ -48,7 +48,9 @@ Case = tuple[str, dict[str, Any], Factors]
 
 
 def cases(ranks: int) -> list[Case]:
-    """Name, `sharding` of a config and factors of every division of the model state over `ranks` ranks."""
+    """Return name, `sharding` of a config and factors of every division of the model state over `ranks`
+    ranks.
+    """
     over = {"N": 1, "I": NODE, "G": ranks}
     found: list[Case] = [
         ("ddp", {"kind": "ddp"}, Factors(1, 1, 1)),
@@ -103,7 +105,7 @@ def _rotations(*degrees: int) -> dict[str, dict[str, Any]]:
 
 
 def _divided_rotations() -> dict[str, dict[str, Any]]:
-    """Rings of two, and states divided between the rings."""
+    """Return rings of two ranks, with states sharded between the rings."""
     ring = {"kind": "rtp", "degree": 2, "in_place": False}
     return {
         f"rtp of 2, {kind}": {"parallel": ring, "states": {"kind": kind}}
@@ -112,7 +114,9 @@ def _divided_rotations() -> dict[str, dict[str, Any]]:
 
 
 def _config(sharding: dict[str, Any], layers: Callable[[int], list[str]]) -> dict[str, Any]:
-    """The config; `layers` are those whose weights can go round so many ranks, for the plan of `rtp`."""
+    """Return the config; `layers` are those whose weights can rotate over that many ranks, for the plan of
+    `rtp`.
+    """
     degree = sharding.get("parallel", {}).get("degree", 0)
     plan = {"sharding.parallel": {"degree": degree, "layers": layers(degree)}} if degree else {}
     return {"settings": {"sharding": sharding}, "plan": plan}
@@ -151,11 +155,11 @@ def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The largest difference from one rank after five steps, over the ranks, per technique, accumulation and
-    clipping.
+    """Return the largest difference from one rank after five steps, over all ranks, per technique,
+    accumulation and clipping.
 
     Args:
-        wanted: Of a technique's name; what is not wanted is not run. As of the other parts.
+        wanted: Predicate on a technique's name; others are not run. The other parts take it too.
     """
     rows = []
     for ranks in (2, 4):
@@ -174,7 +178,7 @@ def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 
 
 def exact_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """One line per technique and number of ranks: the worst over accumulation and clipping."""
+    """Format a line per technique and number of ranks: the worst over accumulation and clipping."""
     out = [
         (
             "Largest difference from one rank after 5 steps, over accumulation 1 and 4 and clipping off and"
@@ -196,8 +200,8 @@ def exact_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _formulas(parts: int) -> dict[str, tuple[float, float]]:
-    """Bytes inside a node and between two nodes of two, per step of `parts` micro-batches, of each way to
-    communicate.
+    """Return bytes inside a node and between two nodes of two ranks, per step of `parts` micro-batches, for
+    each way to communicate.
     """
     flat, inside, between = _WHOLE * 3 / 4, _WHOLE / 2, _WHOLE / 4
     by_node = (2 * parts * inside, parts * (2 * between + flat))
@@ -234,8 +238,8 @@ def _counted(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """Bytes that a rank receives in a step on each class of link beside the formula, four ranks on two
-    nodes.
+    """Return the bytes that a rank receives per step on each class of link, and the formula; four ranks on
+    two nodes.
     """
     found = cases(4)
     asked = {name: sharding for name, sharding, _ in found} | _communications(lossy=True) | _rotations(2, 4)
@@ -271,7 +275,7 @@ def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 
 
 def bytes_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """A line per technique and accumulation."""
+    """Format a line per technique and accumulation."""
     out = [
         (
             f"Per rank and step, four ranks on two nodes, a model of {_WHOLE:,} bytes; equal up to padding"
@@ -293,7 +297,7 @@ def bytes_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 # -- peaks ---------------------------------------------------------------------------------------------------
 
-BESIDE: dict[str, dict[str, Any]] = {
+OTHER_TECHNIQUES: dict[str, dict[str, Any]] = {
     "alone": {},
     "full": {"recompute": {"kind": "full"}},
     "selective": {"recompute": {"kind": "selective"}},
@@ -302,8 +306,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The native ledger's peak on four ranks beside that of the rewritten program, alone and with what else
-    changes peaks.
+    """Return the native ledger's peak on four ranks and that of the rewritten program, alone and combined
+    with techniques that change peaks.
     """
     plain = recording_of(ZOO["gpt"])
     cut = CutRecordings(Workload.load(ZOO["gpt"]), plain)
@@ -315,15 +319,26 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
     rows = []
     for parts in (1, 2) if asked else ():
         settings, plans, wanted = {}, {}, {}
-        for (name, sharding), (beside, more) in ((a, b) for a in asked.items() for b in BESIDE.items()):
+        for (name, sharding), (together_with, more) in (
+            (a, b) for a in asked.items() for b in OTHER_TECHNIQUES.items()
+        ):
             document = {"execution": {"micro_batch": 2, "accumulate": parts}, "sharding": sharding, **more}
             made = rewriter.candidate(Choice.from_document(document))
             if isinstance(made, Reason):
-                rows.append({"technique": name, "beside": beside, "accumulate": parts, "refused": str(made)})
+                rows.append(
+                    {
+                        "technique": name,
+                        "together_with": together_with,
+                        "accumulate": parts,
+                        "refused": str(made),
+                    }
+                )
                 continue
-            settings[name, beside] = {key: value for key, value in document.items() if key != "execution"}
-            plans[name, beside] = {slot: plan.document() for slot, plan in made.plans.items()}
-            wanted[name, beside] = made.program.step.peak_bytes()
+            settings[name, together_with] = {
+                key: value for key, value in document.items() if key != "execution"
+            }
+            plans[name, together_with] = {slot: plan.document() for slot, plan in made.plans.items()}
+            wanted[name, together_with] = made.program.step.peak_bytes()
         measured = run_ranks(peaks, 4, str(ZOO["gpt"]), settings, parts, plans, deadline_s=DEADLINE_S)
         for key, predicted in wanted.items():
             most = max(each for rank in measured for each in rank[key][1])
@@ -331,7 +346,7 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "technique": key[0],
-                    "beside": key[1],
+                    "together_with": key[1],
                     "accumulate": parts,
                     "measured": most,
                     "predicted": predicted,
@@ -343,7 +358,7 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
 
 
 def peak_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """A line per technique: how far the prediction is off, beside what else."""
+    """Format a line per technique: the relative error of the prediction, for each combination."""
     ran = [row for row in rows if "off" in row]
     out = [
         (
@@ -351,13 +366,13 @@ def peak_lines(rows: list[dict[str, Any]]) -> list[str]:
             f"{sum(not row['within'] for row in ran)} beyond {PEAK:.0%})."
         ),
         "",
-        "| technique | " + " | ".join(BESIDE) + " |",
-        "|---" * (1 + len(BESIDE)) + "|",
+        "| technique | " + " | ".join(OTHER_TECHNIQUES) + " |",
+        "|---" * (1 + len(OTHER_TECHNIQUES)) + "|",
     ]
     for name in dict.fromkeys(row["technique"] for row in rows):
         worst = [
-            [row["off"] for row in ran if (row["technique"], row["beside"]) == (name, beside)]
-            for beside in BESIDE
+            [row["off"] for row in ran if (row["technique"], row["together_with"]) == (name, together_with)]
+            for together_with in OTHER_TECHNIQUES
         ]
         cells = (f"{max(each, key=abs):+.3%}" if each else "refused" for each in worst)
         out.append(f"| {name} | {' | '.join(cells)} |")
@@ -369,14 +384,16 @@ def peak_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def quantised(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The loss of a small GPT after 200 steps on four ranks, exact and with all that ZeRO++ quantises."""
+    """Return the loss of a small GPT after 200 steps on four ranks, exact and with all of ZeRO++'s
+    quantization.
+    """
     found = run_ranks(converged, 4, str(ZOO["gpt"]), STEPS, deadline_s=DEADLINE_S)[0]
     off = found["lossy"] / found["exact"] - 1
     return [{"technique": "zeropp", "steps": STEPS, **found, "off": off, "within": abs(off) <= LOSS}]
 
 
 def quantised_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """The two losses."""
+    """Format the two losses."""
     return [
         f"{row['steps']} steps, hpZ, qwZ (8 bits) and qgZ (4 bits): mean loss {row['lossy']:.4f} against"
         f" {row['exact']:.4f} exact ({row['off']:+.2%}), from {row['exact first']:.4f} at first."

@@ -1,8 +1,8 @@
-"""Techniques that share a model's layers, on real gloo ranks: five steps against one rank, bytes beside the
+"""Techniques that split a model's layers over real gloo ranks: five steps against one rank, bytes against the
 formula, and peaks.
 
-The models and loops are those of the tests: blocks of which several ranks work on one micro-batch, or that
-are stages.
+Models and loops are those of the tests: blocks of which several ranks work on one micro-batch, or that are
+pipeline stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "search_spaces" / "
 
 import test_head_context as contexts
 import torch
-from sharding_ranks import BESIDE, PEAK
+from sharding_ranks import OTHER_TECHNIQUES, PEAK
 from support.gloo import run_ranks
 from support.ranks import model_parallel_runs
 from support.ranks import pipeline_runs as stages
@@ -37,7 +37,7 @@ Knobs = dict[str, Any]
 
 
 def techniques(ranks: int) -> dict[str, tuple[str, Knobs]]:
-    """By name: kind and knobs of what is run on so many ranks."""
+    """Return by name the kind and knobs of the techniques run on that many ranks."""
     found: dict[str, tuple[str, Knobs]] = {
         "tensor": ("tensor", {}),
         "sequence_parallel": ("sequence_parallel", {}),
@@ -50,7 +50,7 @@ def techniques(ranks: int) -> dict[str, tuple[str, Knobs]]:
         found |= {
             "head_context, both": ("head_context", {"head_degree": 2}),
             "head_context, double ring": ("head_context", {"inner_ring": 2}),
-            "head_context, helpers": ("head_context", {"balance": "helpers"}),
+            "head_context, work sharing": ("head_context", {"load_balance": "work_sharing"}),
         }
         two = {"schedule": "1f1b", "degree": stages.STAGES}
         found |= {
@@ -61,15 +61,15 @@ def techniques(ranks: int) -> dict[str, tuple[str, Knobs]]:
 
 def _document(kind: str, knobs: Knobs, ranks: int, parts: int) -> dict[str, Any]:
     if kind == "pipeline":
-        beside, own = _beside(knobs)
-        return stages.document(stages.CHAIN, ranks, beside, accumulate=parts, **own)
+        together_with, own = _split_pipeline_knobs(knobs)
+        return stages.document(stages.CHAIN, ranks, together_with, accumulate=parts, **own)
     return model_parallel_runs.config(kind, ranks, accumulate=parts, **knobs)
 
 
-def _beside(knobs: Knobs) -> tuple[dict[str, Any], Knobs]:
-    """What a pipeline has beside it, and its own knobs."""
+def _split_pipeline_knobs(knobs: Knobs) -> tuple[dict[str, Any], Knobs]:
+    """Return the slots used together with a pipeline, and the pipeline's own knobs."""
     own = {name: value for name, value in knobs.items() if name != "states"}
-    return (stages.beside(knobs["states"]) if "states" in knobs else {}), own
+    return (stages.other_slots(knobs["states"]) if "states" in knobs else {}), own
 
 
 def _trained(
@@ -85,7 +85,7 @@ def _all_trained(ranks: int, asked: list[tuple[str, str, int, bool, dict[str, An
 
 
 def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """As `sharding_ranks.exact`, of techniques that share layers."""
+    """As `sharding_ranks.exact`, for techniques that split layers."""
     rows = []
     for ranks in (2, 4):
         asked = [
@@ -130,7 +130,9 @@ def _off(runs: tuple[dict[str, Any], ...], wanted: dict[str, Any]) -> dict[str, 
 
 
 def _counted(asked: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, float]]:
-    """Bytes that this rank receives inside its node and between nodes; of a pipeline, that it sends."""
+    """Return the bytes that this rank receives inside its node and between nodes; for a pipeline, those it
+    sends.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     found: list[tuple[float, float]] = []
     for _, kind, document in asked:
@@ -146,7 +148,7 @@ def _counted(asked: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, 
 
 
 def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """As `sharding_ranks.bytes_sent`, a row per rank whose bytes are others: of `head_context` and of
+    """As `sharding_ranks.bytes_sent`, with a row per rank where bytes differ: `head_context` and
     pipelines.
     """
     rows: list[dict[str, Any]] = []
@@ -183,7 +185,10 @@ def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 
 
 # The models are small: what moves out has few bytes.
-_BESIDE = {**BESIDE, "copy_out": {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}}}
+_WITH_PIPELINE = {
+    **OTHER_TECHNIQUES,
+    "copy_out": {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}},
+}
 
 
 def _peaks(asked: list[tuple[str, dict[str, Any]]]) -> list[int]:
@@ -199,34 +204,36 @@ def _peaks(asked: list[tuple[str, dict[str, Any]]]) -> list[int]:
 
 
 def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """As `sharding_ranks.peak`, the highest of four ranks, one micro-batch of each."""
+    """As `sharding_ranks.peak`: the highest of four ranks, with one micro-batch each."""
     rows: list[dict[str, Any]] = []
     asked: list[tuple[str, dict[str, Any]]] = []
     predicted: list[tuple[str, str, int]] = []
     for name, (kind, knobs) in techniques(4).items():
-        for beside, more in _BESIDE.items() if wanted(name) else ():
-            states, own = _beside(knobs)
+        for together_with, more in _WITH_PIPELINE.items() if wanted(name) else ():
+            states, own = _split_pipeline_knobs(knobs)
             settings = {**model_parallel_runs.settings(kind, **own), **states, **more}
             rewriter = model_parallel_runs.rewriter(
                 stages.CHAIN if kind == "pipeline" else model_parallel_runs.SEPARATE, 4
             )
             made = rewriter.candidate(Choice.from_document(settings))
             if isinstance(made, Reason):
-                rows.append({"technique": name, "beside": beside, "accumulate": 1, "refused": str(made)})
+                rows.append(
+                    {"technique": name, "together_with": together_with, "accumulate": 1, "refused": str(made)}
+                )
                 continue
             plan = {slot: each.document() for slot, each in made.plans.items()}
             asked.append((kind, {"settings": settings, "plan": plan}))
             predicted.append(
-                (name, beside, simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes)
+                (name, together_with, simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes)
             )
     if not asked:
         return rows
     found = run_ranks(_peaks, 4, asked, deadline_s=DEADLINE_S)
-    for (name, beside, n_bytes), each in zip(predicted, zip(*found, strict=True), strict=True):
+    for (name, together_with, n_bytes), each in zip(predicted, zip(*found, strict=True), strict=True):
         off = max(each) / n_bytes - 1
         row = {
             "technique": name,
-            "beside": beside,
+            "together_with": together_with,
             "accumulate": 1,
             "measured": max(each),
             "predicted": n_bytes,
@@ -237,8 +244,8 @@ def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 
 
 def _stage_bytes(rank: int, parts: int, knobs: Knobs) -> tuple[float, float]:
-    """A block's output goes to the next stage and its gradient to the one before, for each micro-batch of all
-    four ranks.
+    """Return a stage's sent bytes: a block's output to the next stage and its gradient to the previous one,
+    for each micro-batch of all four ranks.
     """
     if "states" in knobs:
         inside, between = stages.link_bytes(knobs["states"], rank, parts)

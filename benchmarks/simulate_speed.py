@@ -41,8 +41,8 @@ NAMES = (
 
 
 def synthetic_step(seed: int = 0) -> Step:
-    """Forward and backward over `BLOCKS` blocks and an optimizer; every forward op's output is saved for its
-    mirror image.
+    """Return forward and backward over `BLOCKS` blocks and an optimizer; every forward op's output is saved
+    for its mirror image.
     """
     rng = np.random.default_rng(seed)
     body = BLOCKS * OPS_PER_BLOCK
@@ -115,7 +115,7 @@ def synthetic_step(seed: int = 0) -> Step:
 
 
 def candidates_per_s(program: Program, level: Level, seconds: float) -> float:
-    """How many calls of `simulate` a second, over about `seconds`."""
+    """Return calls of `simulate` per second, measured over about `seconds`."""
     hardware = find("h100-80g")
     simulate(program, hardware, level=level)
     count, start = 0, time.perf_counter()

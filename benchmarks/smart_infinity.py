@@ -2,9 +2,9 @@
 
     python benchmarks/smart_infinity.py [--json FILE]
 
-Constants are those of `published/smart_infinity.py`, written down before the first comparison; nothing is
-fitted. Both steps are memtune's own techniques, `zero_infinity` over one striped file and `smart_infinity`
-with an updater per drive.
+Constants are those of `published/smart_infinity.py`, recorded before the first comparison; nothing is fitted.
+Both steps are memtune's own techniques: `zero_infinity` over one striped file, and `smart_infinity` with an
+updater per drive.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from memtune.workload.workload import Workload
 MODEL = Path(__file__).parent / "published" / "gpt16.py"
 
 WHY = (
-    "Inside the published range with 6 drives, 2 % above it with 10. With one drive the paper is slightly"
-    " slower, since its FPGA updates more slowly than a server's processor, and here slightly faster: what is"
-    " modelled of an updater is the memory beside it. Gradients, which the paper's baseline writes to SSD as"
-    " well, stay in host memory here, in both."
+    "Inside the published range with 6 drives, 2 % above it with 10. With one drive the paper is slightly "
+    "slower, since its FPGA updates more slowly than a server's processor, and here slightly faster: the "
+    "model of an updater has only its own memory's rate. Gradients, which the paper's baseline writes to SSD"
+    " as well, stay in host memory here, in both."
 )
 """Written after the first comparison; nothing was changed since."""
 
 
 def predicted(recording: Recording, hardware: Hardware, states: dict[str, Any]) -> Prediction:
-    """The step with the optimizer's state on SSD.
+    """Return the step with the optimizer's state on SSD.
 
     Raises:
         ValueError: The technique does not fit.
@@ -58,7 +58,7 @@ def predicted(recording: Recording, hardware: Hardware, states: dict[str, Any]) 
 
 
 def rows() -> list[dict[str, Any]]:
-    """A row per number of drives."""
+    """Return a row per number of drives."""
     shape, found = paper.SHAPE, []
     sizes = {
         "LAYERS": shape.layers,
@@ -87,7 +87,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print the curve, or write it as JSON too."""
+    """Print the curve, and write it as JSON if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

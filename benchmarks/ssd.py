@@ -1,16 +1,16 @@
-"""The SSD engine against `fio`: file, block size, depth, direct I/O and size of pages alike; and what
-checksums cost.
+"""The SSD engine against `fio` with equal file, block size, depth, direct I/O and page size; and the cost of
+checksums.
 
-Every round times every contestant once, in an order of its own: reading and writing with and without
-checksums, and fio's read and write of the file that the engine has laid out. Ratios are medians over rounds
-of the ratios within a round.
+Every round times every contestant once, in random order: reading and writing with and without checksums, and
+fio's read and write of the file that the engine has laid out. Ratios are medians over rounds of the ratios
+within a round.
 
-The engine's buffers are on huge pages. fio's own are on pages of 4 KiB: each of its reads of 1 MiB asks the
-drive for up to 256 pieces of memory, where the engine's asks for one, which alone can halve the rate of a
-virtual drive. What is compared is fio on huge pages; its rate without is beside it.
+The engine's buffers are on huge pages. fio's default buffers are on pages of 4 KiB: each of its reads of 1
+MiB names up to 256 pieces of memory, the engine's names one, which alone can halve the rate of a virtual
+drive. The comparison is with fio on huge pages; its rate without them is reported too.
 
 fio is Debian's (`apt-get install fio`); without it the comparison is skipped with the reason, and checksums
-are still priced.
+are still measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FIO_MISSING = "fio is not installed (Debian: apt-get install fio): not compared"
 def ours(
     folder: Path, n_bytes: int, depth: int, block_bytes: int, checksums: bool
 ) -> tuple[Disk, Extent, torch.Tensor]:
-    """A file with one tensor, written once."""
+    """Return an engine file with one tensor, written once."""
     disk = Disk(folder / f"tensors-{checksums}", depth=depth, block_bytes=block_bytes, checksums=checksums)
     memory = torch.randint(-(2**31), 2**31 - 1, (n_bytes // 4,), dtype=torch.int32)
     extent = disk.reserve("bench", n_bytes)
@@ -59,7 +59,7 @@ def ours(
 def fio(
     mode: str, disk: Disk, extent: Extent, depth: int, block_bytes: int, environment: dict[str, str]
 ) -> float:
-    """Seconds that fio takes to read or write `extent` of the engine's file once, through io_uring with
+    """Return the seconds fio takes to read or write `extent` of the engine's file once, through io_uring with
     registered buffers.
     """
     command = [
@@ -89,7 +89,7 @@ def fio(
 
 
 def contestants(folder: Path, n_bytes: int, depth: int, block_bytes: int) -> dict[str, Callable[[], float]]:
-    """Seconds of one run each."""
+    """Return one call per contestant that returns its seconds."""
 
     def timed(begin: Callable[[], Any]) -> Callable[[], float]:
         def run() -> float:
@@ -114,14 +114,13 @@ def contestants(folder: Path, n_bytes: int, depth: int, block_bytes: int) -> dic
 
 
 def measure(folder: Path, n_bytes: int, depth: int, block_bytes: int, rounds: int) -> dict[str, Any]:
-    """Medians of every contestant, and the ratios that are claimed."""
+    """Return medians of every contestant, and the ratios compared with aims."""
     calls = contestants(folder, n_bytes, depth, block_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
     for round_ in range(rounds + 1):
-        for name in order.sample(
-            sorted(calls), len(calls)
-        ):  # whoever comes first after a process has started pays for it
+        # In random order: the first contestant after a process has started is slower.
+        for name in order.sample(sorted(calls), len(calls)):
             taken = calls[name]()
             if round_:
                 seconds[name].append(taken)
@@ -153,12 +152,12 @@ def measure(folder: Path, n_bytes: int, depth: int, block_bytes: int, rounds: in
 
 
 def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    """Median over rounds, with quartiles."""
+    """Return the median over rounds, with quartiles."""
     return quartiles([one / other for one, other in zip(theirs, ours, strict=True)])
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
-    """Median and the quartiles around it."""
+    """Return the median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {"median": middle, "low": low, "high": high}
 

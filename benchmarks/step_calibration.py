@@ -1,12 +1,12 @@
-"""How much better step times are predicted once trials have taught op times: ratios, in CPU time of one
+"""Errors of predicted step times before and after trials have calibrated op times: ratios, in CPU time of one
 thread.
 
     python benchmarks/step_calibration.py [--seconds 1] [--json FILE] [--markdown FILE]
 
-Each model takes one plain step with a clock around every op, as a search's first guard does. Predictions of
-each model, plain and with every block recomputed, are then made from this machine's rates alone, with what
-the *other* models taught (a later run), and with what this model's plain step taught (the same search), and
-held against real steps. The plain step under `same` is in-sample.
+Each model runs one plain step with a timer around every op, as a search's first baseline does. Each model,
+plain and with every block recomputed, is then predicted from this machine's rates alone, with the op times of
+the *other* models (a later run), and with those of its own plain step (the same search), and compared with
+real steps. The plain step under `same` is in-sample.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HOW = ("rates", "others", "same")
 
 
 def clocked(workload: Workload, size: int, step_s: float) -> list[OpTime]:
-    """What one plain step at micro-batch `size` tells of its ops."""
+    """Return the op times that one plain step at micro-batch `size` yields."""
     model = workload.build_model().train()
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     batch, on = workload.make_batch(size), torch.device("cpu")
@@ -49,7 +49,7 @@ def clocked(workload: Workload, size: int, step_s: float) -> list[OpTime]:
 
 
 def steps(path: Path, machine: Hardware, size: int, seconds: float) -> dict[str, Any]:
-    """Programs and measured steps of one model by setting, and what its plain step taught."""
+    """Return programs and measured steps of one model by setting, and the op times of its plain step."""
     workload = Workload.load(path)
     rewriter = Rewriter(record(workload), Target(machine, 1, None))
     found: dict[str, tuple[Program, float]] = {}
@@ -62,7 +62,7 @@ def steps(path: Path, machine: Hardware, size: int, seconds: float) -> dict[str,
 
 
 def rows(models: list[dict[str, Any]], machine: Hardware) -> list[dict[str, Any]]:
-    """Predicted over measured seconds by model, setting and what was known."""
+    """Return predicted over measured seconds by model, setting and calibration."""
     found = []
     for each in models:
         others = [row for other in models if other is not each for row in other["op_times"]]
@@ -77,7 +77,7 @@ def rows(models: list[dict[str, Any]], machine: Hardware) -> list[dict[str, Any]
 
 
 def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median and worst factor between predicted and measured, by setting and what was known."""
+    """Return median and worst factor between predicted and measured, by setting and calibration."""
     lines = []
     for name in SETTINGS:
         for how in HOW:
@@ -94,7 +94,7 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The result as text."""
+    """Return the result as text."""
     out = [
         "# Step times before and after trials taught op times",
         "",
@@ -126,7 +126,7 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, predict, write."""
+    """Measure, predict and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

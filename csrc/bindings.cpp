@@ -1,4 +1,4 @@
-// The one Python module of memtune's native code. Every folder of csrc adds its own functions through a bind_<folder>().
+// The Python module of memtune's native code. Each folder of csrc adds its functions by bind_<folder>().
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -21,7 +21,7 @@ namespace nb = nanobind;
 NB_MODULE(_native, m) {
   m.doc() = "memtune's native code: free of torch's ABI, over plain arrays of bytes and seconds.";
   m.def("version", [] { return std::string(MEMTUNE_VERSION); },
-        "Version of memtune this module was built from; another one than the package's means: build again.");
+        "Version of memtune that this module was built from; if it is not the package's, rebuild.");
   bind_edit(m);
   bind_io(m);
   bind_layout(m);

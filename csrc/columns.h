@@ -1,4 +1,4 @@
-// Columns that cross between Python and C++: numpy arrays of one dimension, looked at in place or handed over.
+// One-dimensional numpy arrays that pass between Python and C++, without a copy.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -14,13 +14,13 @@ using Column = nanobind::ndarray<const T, nanobind::ndim<1>, nanobind::c_contig,
 template <typename T>
 using Made = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>;
 
-// Valid as long as the column.
+// A view, valid as long as the column.
 template <typename T>
 std::span<const T> span(const Column<T>& column) {
   return {column.data(), column.size()};
 }
 
-// Hands `values` over to an array that frees them.
+// Moves `values` into a numpy array that owns them.
 template <typename T>
 Made<T> array(std::vector<T>&& values) {
   auto* owned = new std::vector<T>(std::move(values));

@@ -1,4 +1,4 @@
-// Memory in large pages: fewer faults when it is first written, fewer walks of the page table when it is streamed.
+// Huge pages: fewer faults on first writes, and fewer page table walks when memory is streamed.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,8 +10,8 @@ namespace memtune {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-// Wishes for them in the whole large pages within `bytes` at `memory`, so nothing beside it is backed that would not be. False:
-// the system has none, or there is no whole one.
+// Advises huge pages for those that lie completely within `bytes` at `memory`, so that no memory around it becomes resident. Returns
+// false if the system has none or no huge page fits.
 inline bool wish_huge_pages(void* memory, std::size_t bytes) {
 #ifdef MADV_HUGEPAGE
   const auto from = reinterpret_cast<std::uintptr_t>(memory);

@@ -1,4 +1,4 @@
-// Rows of a table whose numbers stay: a row that is given up is the next one to be used again.
+// A table with stable row numbers; the row that was freed last is reused first.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ class Rows {
     return number;
   }
 
-  // What it held stays readable until the row is used again.
+  // The row's contents are readable until it is reused.
   void give_up(std::int32_t number) { unused_.push_back(number); }
 
   Row& operator[](std::int32_t number) { return rows_[number]; }

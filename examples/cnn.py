@@ -1,10 +1,10 @@
-"""A ResNet with BatchNorm on images it draws itself: coloured stripes, to be sorted by their direction.
+"""A ResNet with BatchNorm on generated images: coloured stripes, classified by direction.
 
     memtune search examples/cnn.py --gpus 1
 
 Environment variables: MEMTUNE_CNN_WIDTH (channels of the first stage), MEMTUNE_CNN_DEPTH (residual blocks per
 stage), MEMTUNE_CNN_IMAGE (pixels), MEMTUNE_CNN_BATCH (samples per optimizer step over all ranks). BatchNorm
-mixes the samples of a micro-batch, so memtune keeps the micro-batch as it is here, and says so.
+mixes the samples of a micro-batch, so memtune does not change the micro-batch, and reports that.
 
 Shapes: B samples, C channels, S pixels.
 """
@@ -26,7 +26,7 @@ global_batch = _setting("BATCH", 32)
 
 
 class Residual(nn.Module):
-    """Two 3×3 convolutions beside a shortcut; the shortcut is a 1×1 convolution where the shape changes."""
+    """Two 3×3 convolutions and a shortcut, which is a 1×1 convolution if the shape changes."""
 
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Residual(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, S, S)
-        """One residual block."""
+        """Return the block's output."""
         y = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
@@ -63,17 +63,17 @@ class ResNet(nn.Module):
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(n_in, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:  # (B, 3, S, S) → (B, CLASSES)
-        """Logits of the direction."""
+        """Return logits of the direction."""
         return self.head(self.stages(self.stem(images)).mean(dim=(2, 3)))
 
 
 def model() -> nn.Module:
-    """The ResNet, with weights drawn from torch's generator."""
+    """Return the ResNet, with weights drawn from torch's generator."""
     return ResNet()
 
 
 def batch(size: int) -> dict[str, Tensor]:
-    """`size` images of noisy stripes in random colours, and the index of their direction."""
+    """Return `size` images of noisy stripes in random colours, and the index of their direction."""
     labels = torch.randint(CLASSES, (size,))
     angle = (labels * math.pi / CLASSES).view(size, 1, 1)
     rows, columns = torch.meshgrid(torch.arange(IMAGE), torch.arange(IMAGE), indexing="ij")
@@ -84,10 +84,10 @@ def batch(size: int) -> dict[str, Tensor]:
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy per image."""
+    """Return the mean cross-entropy per image."""
     return F.cross_entropy(model(batch["images"]), batch["labels"])
 
 
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4)

@@ -1,13 +1,13 @@
-"""A GPT on real text: pre-LN blocks, learned positions, causal attention, GELU; about 30M parameters as it
-stands.
+"""A GPT on real text: pre-LN blocks, learned positions, causal attention, GELU; about 30M parameters by
+default.
 
     memtune search examples/gpt.py --gpus 8
     MEMTUNE_GPT_SIZE=1.3b memtune plan examples/gpt.py --gpus 8 --gpu-type h100-80g
 
-The text is the source of Python's own standard library, byte by byte, so there is nothing to download.
-Everything can be changed by environment variables: MEMTUNE_GPT_SIZE (tiny, 30m, 124m, 350m, 1.3b, 7b), then
-one by one MEMTUNE_GPT_LAYERS, _DIM, _HEADS, _SEQ, _VOCAB, _DROPOUT, _TIED (0 or 1), _BF16 (1: forward under
-autocast) and _BATCH (samples per optimizer step over all ranks).
+The text is the source of Python's standard library, byte by byte, so there is nothing to download.
+Environment variables change the model: MEMTUNE_GPT_SIZE (tiny, 30m, 124m, 350m, 1.3b, 7b), then individually
+MEMTUNE_GPT_LAYERS, _DIM, _HEADS, _SEQ, _VOCAB, _DROPOUT, _TIED (0 or 1), _BF16 (1: forward under autocast)
+and _BATCH (samples per optimizer step over all ranks).
 
 Shapes: B samples, T tokens, D dim, H heads, V vocabulary.
 """
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
-        """Mixes each position with those before it."""
+        """Mix each position with earlier ones."""
         q, k, v = (
             part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
         )  # (B, H, T, D/H)
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a GELU MLP, each on a normalised copy and added back."""
+    """Attention, then a GELU MLP, each with a layer norm before it and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
-        """One transformer layer."""
+        """Run one transformer layer."""
         x = x + self.drop(self.attn(self.ln_1(x)))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
@@ -111,7 +111,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) → (B, T, V)
-        """Logits of the next token at each position."""
+        """Return logits of the next token at each position."""
         x = self.drop(self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.h:
             x = block(x)
@@ -120,8 +120,8 @@ class GPT(nn.Module):
 
 @functools.cache
 def text() -> Tensor:
-    """The larger modules of the standard library as one row of bytes (about 3 MB); their few non-ASCII
-    letters are left out.
+    """Return the larger modules of the standard library as one row of bytes (about 3 MB), without their few
+    non-ASCII letters.
     """
     library = Path(os.__file__).parent
     parts = [path.read_bytes() for path in sorted(library.glob("*.py")) if path.stat().st_size > 30_000]
@@ -131,26 +131,26 @@ def text() -> Tensor:
 
 
 def model() -> nn.Module:
-    """The GPT, with weights drawn from torch's generator."""
+    """Return the GPT, with weights drawn from torch's generator."""
     return GPT()
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """`size` pieces of the text, and the same pieces one byte further on."""
+    """Return `size` pieces of the text, and the same pieces shifted by one byte."""
     starts = torch.randint(len(text()) - SEQ, (size, 1))
     pieces = text()[starts + torch.arange(SEQ + 1)].long() % VOCAB
     return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy per byte, in nats."""
+    """Return the mean cross-entropy per byte, in nats."""
     inputs, targets = batch
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=BF16):
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
-    """AdamW as GPTs are trained; matrices decay, vectors do not."""
+    """Return AdamW with weight decay for matrices, none for vectors."""
     matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95))

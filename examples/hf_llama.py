@@ -27,14 +27,14 @@ global_batch = _setting("BATCH", 8)
 
 @functools.cache
 def text() -> Tensor:
-    """The bytes of the larger modules of the standard library as one row of tokens (about 3 MB)."""
+    """Return the bytes of the larger modules of the standard library as one row of tokens (about 3 MB)."""
     library = Path(os.__file__).parent
     parts = [path.read_bytes() for path in sorted(library.glob("*.py")) if path.stat().st_size > 30_000]
     return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
 
 
 def model() -> nn.Module:
-    """The Llama, with weights drawn from torch's generator."""
+    """Return the Llama, with weights drawn from torch's generator."""
     dim = _setting("DIM", 256)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -50,14 +50,14 @@ def model() -> nn.Module:
 
 
 def batch(size: int) -> dict[str, Tensor]:
-    """`size` pieces of the text; the model itself shifts the labels by one."""
+    """Return `size` pieces of the text; the model itself shifts the labels by one."""
     starts = torch.randint(len(text()) - SEQ, (size, 1))
     tokens = text()[starts + torch.arange(SEQ)].long() % VOCAB
     return {"input_ids": tokens, "labels": tokens}
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy per byte, as the model computes it."""
+    """Return the mean cross-entropy per byte, as the model computes it."""
     outputs = model(**batch)
     value: Tensor = outputs.loss
     return value

@@ -1,17 +1,17 @@
-"""Train examples/gpt.py on real text with the config that a search found.
+"""Train examples/gpt.py on real text with the config found by a search.
 
     memtune search examples/gpt.py --device cpu --workers 2 --max-memory 540MiB
     memtune run tuned.yaml -- python examples/train_gpt.py tuned.yaml
 
-The one line that matters is `memtune.apply`; the rest is a plain training loop. A config made for several
-ranks starts that many processes through torchrun when the script was started as one.
+The only line for memtune is `memtune.apply`; the rest is a plain training loop. If the config is for several
+ranks and the script runs as one process, it starts that many through torchrun.
 """
 
 import argparse
 import os
 import sys
 
-import gpt  # examples/gpt.py, beside this file
+import gpt  # examples/gpt.py, in the same folder
 import torch
 import torch.distributed as dist
 
@@ -19,7 +19,7 @@ import memtune
 
 
 def main() -> None:
-    """Parse, start the ranks the config was made for, train."""
+    """Parse arguments, start the config's ranks, train."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def train(config: "memtune.TunedConfig", steps: int) -> None:
-    """A plain loop: warm the learning rate up, step, print the loss."""
+    """Run a plain training loop: warm up the learning rate, step, print the loss."""
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if torch.cuda.is_available()

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any, Final
 
-from memtune.executors import supervisor as shim
+from memtune.executors import supervisor
 
 MARKER: Final = "MEMTUNE_FORK_SERVER"
 OF_ONE_RANK: Final = frozenset(
@@ -76,7 +76,7 @@ class ForkedSupervisor:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(None if timeout_s is None else timeout_s * 1000):
-            raise subprocess.TimeoutExpired("shim", timeout_s or 0.0)
+            raise subprocess.TimeoutExpired("supervisor", timeout_s or 0.0)
         os.close(self._pidfd)
         self._pidfd = -1
         self._end_strays()
@@ -90,11 +90,13 @@ class ForkedSupervisor:
         """Kill its leftovers (rule 3)."""
         stop_s = time.monotonic() + END_S
         while time.monotonic() < stop_s:
-            below = shim.descendants(self._server)
-            strays = [pid for pid in shim.marked(self._marker) if pid not in below and pid != self._server]
+            below = supervisor.descendants(self._server)
+            strays = [
+                pid for pid in supervisor.marked(self._marker) if pid not in below and pid != self._server
+            ]
             if not strays:
                 return
-            shim.send(strays, signal.SIGKILL)
+            supervisor.send(strays, signal.SIGKILL)
             time.sleep(0.02)
 
 
@@ -127,7 +129,7 @@ class ForkServer:
         """Return the server's pid, None if none runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def shim(self, command: Sequence[str], env: Mapping[str, str]) -> ForkedSupervisor | None:
+    def fork_supervisor(self, command: Sequence[str], env: Mapping[str, str]) -> ForkedSupervisor | None:
         """Return a supervisor whose ranks are forked; None if ranks must be executed (rules 1 and 4).
 
         Args:
@@ -235,7 +237,7 @@ def serve(requests: socket.socket) -> None:
             os.close(end)
         pidfd = os.pidfd_open(pid)
         with contextlib.suppress(ConnectionError):
-            socket.send_fds(requests, [b"shim"], [pidfd])
+            socket.send_fds(requests, [b"supervisor"], [pidfd])
         os.close(pidfd)
 
 
@@ -247,14 +249,14 @@ def _run_supervisor(folder: str, stdin: int, stdout: int) -> None:
         os.dup2(stdout, 1)
         os.closerange(3, _open_files())
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        shim.main(run_here)
+        supervisor.main(run_here)
     finally:
         os._exit(0)
 
 
 def run_here(spec: dict[str, Any], report_end: int) -> None:
     """Run in this process the program that a rank would execute; does not return."""
-    env = {**spec["env"], MARKER: os.environ[MARKER], shim.REPORT_FD: str(report_end)}
+    env = {**spec["env"], MARKER: os.environ[MARKER], supervisor.REPORT_FD: str(report_end)}
     os.environ.clear()
     os.environ.update(env)
     signal.set_wakeup_fd(-1)
@@ -262,10 +264,9 @@ def run_here(spec: dict[str, Any], report_end: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # as Python has them when it starts
     os.closerange(3, report_end)
     os.closerange(report_end + 1, _open_files())
+    # As in a fresh process; Python's own generator is reseeded by os.fork.
     if "numpy" in sys.modules:
-        sys.modules[
-            "numpy"
-        ].random.seed()  # as a process of its own would have; Python's own generator sees to itself
+        sys.modules["numpy"].random.seed()
     module = module_of(spec["argv"])
     assert module is not None
     sys.argv = [module]
@@ -299,7 +300,7 @@ def main() -> None:
     _, descriptor, preload = sys.argv
     requests = socket.socket(fileno=int(descriptor))
     requests.set_inheritable(False)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # shims are nobody's to wait for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors: no process waits for them
     importlib.import_module(preload)
     if "torch" in sys.modules:  # the first optimizer imports a third of torch
         torch = sys.modules["torch"]

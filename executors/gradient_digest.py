@@ -52,21 +52,23 @@ def gradients_of(
     remote: RemoteParameters | None = None,
     optimizer_params: Mapping[nn.Parameter, nn.Parameter] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every gradient of `model` with the parameter's name, whole tensors; all ranks call it.
+    """Yield name and full gradient of every parameter of `model`; all ranks must call it.
 
     Args:
-        model: The trained one.
+        model: The trained model.
         remote: Parameters that this rank does not hold, under a pipeline.
-        optimizer_params: What the optimizer holds in place of a parameter, and its gradient where that has
-            left the device.
+        optimizer_params: The optimizer's parameter for each of the model's that it replaces; it has the
+            gradient if that was offloaded.
     """
     for name, parameter in model.named_parameters():
         gradient, held = parameter.grad, (optimizer_params or {}).get(parameter)
-        if gradient is None and held is not None and held.shape == parameter.shape:  # no shard, no flat range
+        if (
+            gradient is None and held is not None and held.shape == parameter.shape
+        ):  # neither a shard nor a flat buffer
             gradient = held.grad
         if gradient is not None:
             if remote is not None:
-                gradient = remote.whole(name, gradient)
+                gradient = remote.full_value(name, gradient)
             yield (
                 name.removeprefix("module."),
                 gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient,

@@ -45,7 +45,8 @@ class RankRecord(BaseModel):
     audit: dict[str, Any] = {}
     link_bytes: dict[str, int] = {}
     samples_per_step: int | None = None
-    """Samples of one optimizer step over all ranks, for the throughput; the trial's `global_batch` when None.
+    """Samples of one optimizer step over all ranks, for the throughput; the trial's `global_batch` when
+    None.
     """
 
 
@@ -97,10 +98,10 @@ def failure_of_record(rank: int, record: RankRecord) -> Failure | None:
 def failure_of_end(ended: RankExit) -> Failure:
     """Return the failure of a rank that ended without a result."""
     if ended.code >= 0:
-        said = last_line(ended.tail) or "nothing was printed"
+        last = last_line(ended.tail) or "nothing was printed"
         if ended.code == 0:
-            said = f"does model.py end the process? Last line: {said}"
-        return Failure(ended.rank, "crash", f"ended with exit code {ended.code} before its result: {said}")
+            last = f"does model.py end the process? Last line: {last}"
+        return Failure(ended.rank, "crash", f"ended with exit code {ended.code} before its result: {last}")
     number = -ended.code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if ended.host_oom:

@@ -90,8 +90,8 @@ class Ranks(Protocol):
 @dataclass
 class _Rank:
     heard_s: float
-    said: int = 0
-    said_at: float = 0.0
+    n_lines: int = 0
+    last_line_at: float = 0.0
     stage: str = "starting"
     step_heard_s: float | None = None
     record: RankRecord | None = None
@@ -109,9 +109,9 @@ class _Rank:
         Least progress, not waiting for others, earliest last line.
         """
         return (
-            self.said,
+            self.n_lines,
             "torch/distributed/" in self.tail.rpartition("Fatal Python error: Aborted")[2],
-            self.said_at,
+            self.last_line_at,
         )
 
 
@@ -161,12 +161,12 @@ class TrialMonitor:
             self.failures.append(failure)
         self.failed_s = self.failed_s or now_s
 
-    def _hear(self, said: Line, now_s: float) -> Progress | None:
-        state, line = self.ranks[said.rank], said.line
-        state.heard_s, state.said_at, state.said = now_s, said.at, state.said + 1
+    def _hear(self, report: Line, now_s: float) -> Progress | None:
+        state, line = self.ranks[report.rank], report.line
+        state.heard_s, state.last_line_at, state.n_lines = now_s, report.at, state.n_lines + 1
         if "result" in line and state.record is None:
-            record = read_record(said.rank, line["result"])
-            failure = record if isinstance(record, Failure) else failure_of_record(said.rank, record)
+            record = read_record(report.rank, line["result"])
+            failure = record if isinstance(record, Failure) else failure_of_record(report.rank, record)
             state.record = RankRecord(status="crash") if isinstance(record, Failure) else record
             if failure:
                 self._fail(failure, now_s)
@@ -178,7 +178,7 @@ class TrialMonitor:
                 self.longest_step_s = max(self.longest_step_s, now_s - (state.step_heard_s or now_s))
                 state.step_heard_s = now_s
             device_bytes = line.get("device_bytes")
-            if said.rank == 0:
+            if report.rank == 0:
                 size = device_bytes if isinstance(device_bytes, int) else None
                 return Progress(number=self.trial.number, stage=stage, device_bytes=size)
         return None

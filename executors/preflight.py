@@ -107,7 +107,7 @@ class Probing:
             raise _no_answer(self.path, status, self.deadline_s, _text(self.output), _text(self.trace))
         if "error" in answer:
             fields = answer["error"]
-            if fields["code"] == "MT112":  # it ended by itself: what it said last is the reason
+            if fields["code"] == "MT112":  # it ended by itself: its last line is the reason
                 fields["evidence"] = "   ".join(
                     part for part in (fields["evidence"], _last_line(_text(self.output))) if part
                 )

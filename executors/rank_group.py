@@ -119,7 +119,7 @@ class LocalRanks:
                 rank_env(trial, place, index, self.scratch, self.marker, drives)
                 for index in range(len(place.ranks))
             ]
-            forked = server.shim(command, envs[0]) if server is not None else None
+            forked = server.fork_supervisor(command, envs[0]) if server is not None else None
             self.process = forked or start_supervisor()
         except OSError as error:
             self._clear_drives()
@@ -157,31 +157,28 @@ class LocalRanks:
         found = [event for line in lines if (event := self._event(json.loads(line)))]
         if not data:
             self._read_all = True
-            found += [
-                RankLost(rank, "was lost: the process that watches over it is gone")
-                for rank in sorted(self.pending)
-            ]
+            found += [RankLost(rank, "was lost: its supervisor has ended") for rank in sorted(self.pending)]
         return found
 
-    def _event(self, told: dict[str, Any]) -> Event | None:
-        if "leftovers" in told:
-            return Leftovers(tuple(told["leftovers"]))
-        rank = told["rank"]
-        if "exit" in told:
+    def _event(self, report: dict[str, Any]) -> Event | None:
+        if "leftovers" in report:
+            return Leftovers(tuple(report["leftovers"]))
+        rank = report["rank"]
+        if "exit" in report:
             self.pending.discard(rank)
-            return RankExit(rank, told["exit"], told["tail"], told["host_oom"])
+            return RankExit(rank, report["exit"], report["tail"], report["host_oom"])
         try:
-            line = json.loads(told["line"])
+            line = json.loads(report["line"])
         except ValueError:
-            return None  # a stray print into the descriptor
-        return Line(rank, line, told["at"]) if isinstance(line, dict) else None
+            return None  # user code printed into the descriptor
+        return Line(rank, line, report["at"]) if isinstance(line, dict) else None
 
     def stop(self, *, dump: bool, grace_s: float) -> None:
         """Ask all processes to end, dumping stacks first if `dump`; they are killed after the grace."""
         self._order({"dump": dump, "grace_s": grace_s})
 
     def _order(self, order: dict[str, Any]) -> None:
-        # A shim that is gone is noticed by the end of its events.
+        # If the supervisor has ended, its closed pipe reports that.
         with contextlib.suppress(BrokenPipeError, ValueError):
             stream = _pipe(self.process.stdin)
             stream.write(json.dumps(order).encode() + b"\n")
@@ -229,7 +226,7 @@ def end_supervisor(process: subprocess.Popen[bytes] | ForkedSupervisor) -> None:
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
     if stream is None:
-        raise ValueError("the shim was started without pipes")
+        raise ValueError("the supervisor was started without pipes")
     return stream
 
 

@@ -155,7 +155,7 @@ def execute(spec: dict[str, Any], report_end: int) -> None:
     os.execvpe(spec["argv"][0], spec["argv"], {**spec["env"], REPORT_FD: str(report_end)})
 
 
-def spawn(spec: dict[str, Any], shim: int, start: Start) -> tuple[int, Rank]:
+def spawn(spec: dict[str, Any], supervisor: int, start: Start) -> tuple[int, Rank]:
     """`start` one rank in its own session; reports go to the descriptor in MEMTUNE_REPORT_FD."""
     reports, report_end = os.pipe()
     os.set_blocking(reports, False)
@@ -168,7 +168,7 @@ def spawn(spec: dict[str, Any], shim: int, start: Start) -> tuple[int, Rank]:
     try:
         os.setsid()
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Rule 4
-        if os.getppid() != shim:
+        if os.getppid() != supervisor:
             os._exit(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)

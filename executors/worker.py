@@ -321,10 +321,10 @@ def main() -> int:
         result = run(rank)
     except torch.OutOfMemoryError as error:
         result = {"status": "oom", "reason": bytes_in_words(str(error).split("\n")[0])}
-    except MemtuneError as error:  # says what, why and how to go on; a traceback helps nobody
+    except MemtuneError as error:  # its message has problem, evidence and fix: no traceback
         print(error, file=sys.stderr)
-        # A technique saw on the live model what the recording does not show, or there is no room on the host
-        # or on SSD.
+        # `unfit`: a technique refused the live model for a reason that the recording does not show, or host
+        # memory or SSD space is too small.
         refused = isinstance(error, ApplyError) or error.code in CAPACITY_ERRORS
         fault = {} if refused else {"exit_code": error.exit_code}
         result = {

@@ -1,8 +1,7 @@
-"""memtune: finds how to train a PyTorch model fast inside the memory of its GPU, and applies it with one
-line.
+"""memtune: find how to train a PyTorch model fast inside the memory of its GPU, and apply it with one line.
 
-The names below are loaded at first use, so that `import memtune` costs milliseconds, touches no device, and a
-training image needs nothing of what only the search uses.
+The names below load at first use: `import memtune` takes milliseconds and touches no device, and training
+needs none of the packages that only the search uses.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _HOME = {
 }
 
 
-# torch takes another CUDA allocator only before CUDA starts: not before this import, and not much later.
+# torch accepts another CUDA allocator only until CUDA starts, so this cannot wait for `apply`.
 if "MEMTUNE_ALLOCATOR" in os.environ:
     importlib.import_module("memtune.memory.cuda_arena").install_from_environment()
 
@@ -61,10 +60,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module 'memtune' has no attribute {name!r}; it has {', '.join(__all__)}")
-    globals()[name] = value
+    globals()[name] = value  # later uses find the name without this function
     return value
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, loaded or not."""
     return sorted(__all__)

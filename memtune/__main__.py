@@ -1,4 +1,4 @@
-"""`python -m memtune` is the command `memtune`."""
+"""Make `python -m memtune` the command `memtune`."""
 
 from memtune.cli import main
 

@@ -32,7 +32,7 @@ def open_door(room: str) -> Callable[[str], Any]:
             raise AttributeError(f"module '{room}' exports no '{name}'")
         home = importlib.import_module(homes[name])
         value = home if homes[name] == f"{room}.{name}" else getattr(home, name)
-        setattr(importlib.import_module(room), name, value)  # the next use does not come here
+        setattr(importlib.import_module(room), name, value)  # later uses find the name without this function
         return value
 
     return __getattr__
@@ -45,7 +45,8 @@ def read_exports(room: str) -> dict[str, str]:
     spec = importlib.util.find_spec(room)
     if spec is None or spec.origin is None:
         raise ImportError(f"the room '{room}' has no source file")
-    source = Path(spec.origin).read_text(encoding="utf-8")  # the loader of an editable install gives no source
+    # Not `spec.loader.get_source`: the loader of an editable install returns no source.
+    source = Path(spec.origin).read_text(encoding="utf-8")
     homes: dict[str, str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":

@@ -1,6 +1,4 @@
-"""Optional packages: imported at first use, and named with the command that installs them when they are
-missing.
-"""
+"""Import of optional packages at first use, with an error that names the command which installs them."""
 
 from __future__ import annotations
 
@@ -11,19 +9,20 @@ from memtune.errors import EnvironmentFault
 
 
 def require(module: str, *, extra: str = "") -> ModuleType:
-    """The imported `module`, for code that only some users need.
+    """Import and return `module`, which only some users need.
 
     Args:
         module: Dotted name of the module, such as `ray`.
-        extra: memtune's extra that installs it; empty for what a plain `pip install memtune` brings.
+        extra: memtune's extra that installs it; empty for a dependency of plain `pip install memtune`.
 
     Raises:
-        EnvironmentFault: It is not installed, or its own import fails.
+        EnvironmentFault: The package is not installed, or its own import fails.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
+        # A package can be installed and still fail to import, because a dependency of its own is missing.
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         target = f"'memtune[{extra}]'" if extra else "memtune"
         raise EnvironmentFault(

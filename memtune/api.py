@@ -1,4 +1,6 @@
-"""`apply`: the visible order of the axes, and the handle it returns."""
+"""`apply`, which puts a config into effect on a live model axis by axis, and the handle `Tuned` it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ from memtune.parallel.ranks import (
 )
 from memtune.parallel.sharding import rebind
 from memtune.runtime import Context, LossFunction, Snapshot, prepare_model
-from memtune.search_spaces._support import is_null, refusal
+from memtune.search_spaces import is_null
+from memtune.search_spaces._support import refusal
 from memtune.technique import Facts, Technique
 from memtune.workload import expand, find_blocks
 
@@ -51,7 +54,7 @@ _MARK = "_memtune_tuned"
 
 
 class Tuned:
-    """A model and its optimizer as a config says; unpacks to `model, optimizer`.
+    """A model and its optimizer with a config in effect; unpacks to `model, optimizer`.
 
     Attributes:
         model: The module to call in training; the user's own module, or DDP's wrapper around it.
@@ -65,51 +68,51 @@ class Tuned:
         self.optimizer, self.config = context.optimizer, config
 
     def __iter__(self) -> Iterator[Any]:
-        """`model, optimizer = memtune.apply(...)`."""
+        """Yield the model and the optimizer, for `model, optimizer = memtune.apply(...)`."""
         return iter((self.model, self.optimizer))
 
     def step(self, batches: Iterable[Any]) -> Tensor:
-        """One optimizer step over the micro-batches of this rank; returns their mean loss, detached.
+        """Run one optimizer step over this rank's micro-batches; return their mean loss, detached.
 
         Args:
-            batches: Micro-batches of one size, on any device; each is moved when its turn comes.
+            batches: Micro-batches of one size, on any device; each is moved to the model's device before its
+                forward.
 
         Raises:
             ApplyError: No `loss` was given to `apply` and the model does not return one.
             RankFailed: Another rank ended in the middle of a collective.
         """
-        context, loss = self._context, self._loss or _models_own_loss
+        context, loss = self._context, self._loss or _loss_of_output
         with share_first_failure():
             return context.loop.step(self.model, self.optimizer, loss, batches, context.device)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Return the context for forward and backward of a micro-batch in the user's own loop; `step` enters
-        it itself.
+        """Return the context for forward and backward of one micro-batch in the user's own loop; `step`
+        enters it itself.
 
-        Gradients are reduced over ranks, and parameters updated inside backward, in the last micro-batch of a
-        step alone. Without it nothing is updated before `optimizer.step()`, and what early updates would save
-        is not saved.
+        Only the last micro-batch of a step reduces gradients over ranks and updates parameters inside
+        backward. Without this context every update waits for `optimizer.step()`, so early updates save no
+        memory.
 
         Args:
             last: Whether `optimizer.step()` comes next.
 
         Raises:
-            ApplyError: Ranks of this config rotate micro-batches, or blocks run all of them, which only
-                `step` can do.
+            ApplyError: The config rotates micro-batches over ranks or runs layer-major; both need `step`.
         """
         loop = self._context.loop
         if loop.rotation is not None:
             raise ApplyError(
-                "the ranks of this config take turns with micro-batches.",
-                evidence="Only Tuned.step hands them round.",
+                "the ranks of this config rotate micro-batches.",
+                evidence="Only Tuned.step distributes them.",
                 fix="tuned.step(batches)",
                 code="MT311",
             )
         if loop.order is not None:
             raise ApplyError(
-                "this config runs each block over all micro-batches before the next one.",
-                evidence="Only Tuned.step has them all.",
+                "this config is layer-major: it runs each block over all micro-batches before the next one.",
+                evidence="Only Tuned.step has all micro-batches.",
                 fix="tuned.step(batches)",
                 code="MT311",
             )
@@ -118,45 +121,46 @@ class Tuned:
 
     @property
     def resumed_steps(self) -> int:
-        """Optimizer steps that an earlier run did and this one goes on from (`resume: last_step`); 0: a fresh
-        start.
+        """Number of optimizer steps of the earlier run that this one resumes (`resume: last_step`); 0 for a
+        fresh start.
 
-        Weights, optimizer state, buffers and torch's random numbers are those after that step; schedulers and
-        the position in the data are the training script's to set.
+        Weights, optimizer state, buffers and torch's random number generators are restored. The training
+        script restores its schedulers and its position in the data.
         """
         return self._context.loop.resumed_steps
 
     def finish(self) -> None:
-        """Training is over: updates under way end, what was kept for resuming is removed. Do not train on
+        """End the training: wait for running updates and remove the files kept for resuming. Do not train
         afterwards.
         """
         self._context.events.finished.emit()
 
     def audit(self) -> dict[str, Any]:
-        """Facts that prove the config is in effect, by axis.
+        """Return facts that prove the config is in effect, by axis.
 
         Raises:
-            ApplyError: Something the config asks for did not happen: what, and where.
+            ApplyError: Something the config asks for is not in effect; the message names it.
         """
         return audit(self._context)
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"model": ..., "optimizer": ...}` with the keys, shapes and values of the plain model's, whole on
+        """Return `{"model": ..., "optimizer": ...}` with the plain model's keys and shapes, unsharded on
         every rank.
         """
         return full_state_dict(self._context)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave under any config, or `{"model": model.state_dict(), "optimizer": ...}`
-        of a plain run.
+        """Load what `state_dict` returned under any config, or `{"model": model.state_dict(), "optimizer":
+        ...}` of a plain run.
 
         Raises:
-            ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+            ApplyError: It belongs to another model or optimizer; the message has the differences. Nothing has
+                been changed.
         """
         load_full_state_dict(self._context, state_dict)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write a checkpoint that loads under any other config and without memtune; all ranks call it.
+        """Write a checkpoint that loads under any other config and without memtune. All ranks must call it.
 
         Each rank writes its own part, in the format of `torch.distributed.checkpoint` and with the keys of
         torch's `get_state_dict(model, optimizer)` of the plain model.
@@ -169,23 +173,24 @@ class Tuned:
         distributed.save(self._context, folder)
 
     def load(self, folder: str | PathLike[str]) -> None:
-        """Read a checkpoint that was saved under any config, or without memtune; all ranks call it, each
+        """Read a checkpoint that was saved under any config or without memtune. All ranks must call it; each
         reads its own part.
 
         Raises:
-            ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+            ApplyError: It belongs to another model or optimizer; the message has the differences. Nothing has
+                been changed.
             EnvironmentFault: There is none, or a rank could not read it; the same on all ranks.
         """
         distributed.load(self._context, folder)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the state that `save` writes, for other writers (`torch.distributed.checkpoint.async_save`);
-        tensors are the live ones.
+        """Return the live tensors that `save` writes, for other writers such as
+        `torch.distributed.checkpoint.async_save`.
         """
         return distributed.sharded_state_dict(self._context)
 
     def export(self, file: str | PathLike[str]) -> None:
-        """Write the full weights in the safetensors format, under their plain names; all ranks call it, rank
+        """Write the full weights under their plain names in safetensors format. All ranks must call it; rank
         0 writes.
 
         Raises:
@@ -204,22 +209,21 @@ def apply(
 ) -> Tuned:
     """Change `model` and `optimizer` in place so that they train as `config` says.
 
-    All or nothing: on any error both are as they were.
+    On any error both are restored to their state before the call.
 
     Args:
-        model: The model on its device, before any wrapper; or `memtune.deferred(build)`, which is made now,
-            shard by shard where its parameters are divided.
+        model: The model on its device, before any wrapper; or `memtune.deferred(build)`, which is initialized
+            now, shard by shard if its parameters are sharded.
         optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working.
         config: A TunedConfig, the path of one, or a mapping with `settings`.
         loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
         strict: Refuse a config that was made for another model or number of ranks, has a plan that was made
-            with another release of torch or for another device, or keeps more in host memory than there is.
+            with another release of torch or for another device, or needs more host memory than there is.
 
     Raises:
         ConfigError: The config is malformed, or was made for another model or machine.
-        ApplyError: It cannot be put into effect here; the message says why and what to do.
-        EnvironmentFault: The host, or the directory for tensors on SSD, has too little room for it; with the
-            numbers.
+        ApplyError: The config cannot be put into effect here; the message names the reason and a fix.
+        EnvironmentFault: Host memory or the offload directory is too small; the message has the numbers.
     """
     with share_first_failure():
         return _applied(
@@ -239,7 +243,7 @@ def _applied(
     if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
         require_plain(model)
     require_untouched(model)
-    _join_ranks(model)
+    _join_ranks(model)  # before anything below asks for the rank or the number of ranks
     blocks = (
         expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
     )
@@ -253,7 +257,7 @@ def _applied(
     snapshot = Snapshot(model, optimizer)
     try:
         if has_real_peers(model):
-            require_same_config(_what_all_must_say(config, model), context.device)
+            require_same_config(_agreement_text(config, model), context.device)
         if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
             _require_host_memory(context, config)
         _apply_axes(context, config)
@@ -262,7 +266,7 @@ def _applied(
         context.undo.close()
         snapshot.restore()
         raise
-    context.undo.pop_all()  # nothing is taken back any more
+    context.undo.pop_all()  # success: drop the callbacks that would undo `apply`
     tuned = Tuned(context, config, loss)
     vars(model)[_MARK] = True
     return tuned
@@ -282,9 +286,7 @@ def _states_divide_parameters(config: TunedConfig, ranks: int) -> bool:
 
 
 def _hardware(config: TunedConfig, device: torch.device) -> str:
-    """Name of the machine; that of a CPU is not told apart, and is not looked for where nothing is compared
-    with it.
-    """
+    """Return the name of the GPU; for a CPU, or if nothing is compared with it, the name in the config."""
     if config.made_for is None or device.type != "cuda":
         return config.made_for.hardware if config.made_for else ""
     from memtune.hardware import gpu_name
@@ -293,10 +295,11 @@ def _hardware(config: TunedConfig, device: torch.device) -> str:
 
 
 def _require_host_memory(context: Context, config: TunedConfig) -> None:
-    """Of what the search predicted for a rank and what the state takes at least, the larger one has room on
+    """Require host memory for the larger of the predicted peak and the least size of the optimizer state, on
     every host.
 
-    What is in host memory already and makes room is not counted: on CPU that is what is on the device.
+    Memory already on the host that is freed by `apply` is not counted. On CPU that includes the "device"
+    copies.
     """
     placement = context.placement
     technique, states = (config.settings.technique(f"{axis}.states") for axis in ("offload", "sharding"))
@@ -323,7 +326,7 @@ def _require_host_memory(context: Context, config: TunedConfig) -> None:
         host_capacity.require(context, total, what, gather_descriptions)
 
 
-def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:
+def _agreement_text(config: TunedConfig, model: nn.Module) -> str:
     settings = [
         f"{name}: {json.dumps(value, sort_keys=True)}"
         for name, value in sorted(config.settings.dump().items())
@@ -333,10 +336,11 @@ def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:
 
 
 def _require_fitting(context: Context, config: TunedConfig) -> None:
-    """Refuse what the search refuses whatever the program: a config may say it all the same.
+    """Refuse, whatever the program, combinations that the search refuses as well; an edited config may
+    contain them.
 
     Raises:
-        ApplyError: A technique does not work with the others, with torch.compile or without blocks, and why.
+        ApplyError: A technique does not work with the others, with torch.compile or without blocks.
     """
     execution = config.settings.execution
     facts = Facts(
@@ -356,28 +360,32 @@ def _require_fitting(context: Context, config: TunedConfig) -> None:
 
 
 def _apply_axes(context: Context, config: TunedConfig) -> None:
-    """From the inside out: what is applied later sees, and moves or shards, what was applied before."""
+    """Apply all techniques from the inside out: a later axis sees, and moves or shards, the result of earlier
+    ones.
+    """
     _require_fitting(context, config)
+    # A deferred model gets its values as late as its sharding allows: here if no axis shards parameters,
+    # after model parallelism if only that does, and inside `sharding.states` otherwise.
     if not begins_with_shards(config, context.placement.world_size):
         fill(context.model, context.optimizer, rebind)
     _execution(context, config)
     context.placement.offload = config.settings.technique("offload.states").effects
-    _one(context, config, "sharding.parallel")
+    _apply_slot(context, config, "sharding.parallel")
     if not _states_divide_parameters(config, context.placement.world_size):
         fill(context.model, context.optimizer, rebind)
-    _one(context, config, "split")
-    _one(context, config, "recompute")
-    _one(context, config, "offload.activations")
-    _blocks_are_called_from_eager_code(context)
+    _apply_slot(context, config, "split")
+    _apply_slot(context, config, "recompute")
+    _apply_slot(context, config, "offload.activations")
+    _require_eager_blocks(context)
     context.activations.install()
-    _one(context, config, "sharding.states")
+    _apply_slot(context, config, "sharding.states")
     context.events.states_sharded.emit()
-    _one(context, config, "sharding.communication")
-    _one(context, config, "offload.states")
-    _one(context, config, "execution.order")
+    _apply_slot(context, config, "sharding.communication")
+    _apply_slot(context, config, "offload.states")
+    _apply_slot(context, config, "execution.order")
     if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
         unscale_everywhere(context)
-    _one(context, config, "allocator")
+    _apply_slot(context, config, "allocator")
 
 
 def _execution(context: Context, config: TunedConfig) -> None:
@@ -386,7 +394,7 @@ def _execution(context: Context, config: TunedConfig) -> None:
         context.loop.compiled = compile_regions(context, execution.compile, execution.compile_backend)
 
 
-def _blocks_are_called_from_eager_code(context: Context) -> None:
+def _require_eager_blocks(context: Context) -> None:
     whole = context.loop.compiled is not None and context.loop.compiled.is_whole
     if whole and any(region.recompute or region.move for region in context.activations.regions):
         raise ApplyError(
@@ -397,12 +405,12 @@ def _blocks_are_called_from_eager_code(context: Context) -> None:
         )
 
 
-def _one(context: Context, config: TunedConfig, slot: str) -> None:
+def _apply_slot(context: Context, config: TunedConfig, slot: str) -> None:
     technique: Technique = config.settings.technique(slot)
     technique.apply(context, technique.plan_in(config.plan))
 
 
-def _models_own_loss(model: nn.Module, batch: Any) -> Tensor:
+def _loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     out = (
         model(**batch)
         if isinstance(batch, Mapping)
@@ -426,7 +434,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _join_ranks(model: nn.Module) -> None:
-    """Under torchrun the process group is started if the script has not done so yet."""
+    """Start the process group under torchrun unless the training script has done so."""
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if _device_of(model).type == "cuda" else "gloo")
     if dist.is_available() and dist.is_initialized():

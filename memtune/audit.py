@@ -1,5 +1,5 @@
-"""Proof that a config is in effect: every trainable parameter is updated, every claimed block is wrapped,
-bytes did move.
+"""Audit: proof that every trainable parameter is updated, every claimed block is wrapped and bytes did
+move.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from memtune.runtime import Context
 
 
 def audit(context: Context) -> dict[str, Any]:
-    """Facts by axis.
+    """Return facts by axis.
 
     Raises:
         ApplyError: A trainable parameter is in no parameter group, a claimed block is not wrapped, or a
             technique's own check failed.
     """
     facts: dict[str, Any] = {
-        "parameters": _parameters_are_updated(context),
+        "parameters": _check_parameters(context),
         "activations": _activations(context),
     }
     for slot, check in context.checks.items():
@@ -26,8 +26,10 @@ def audit(context: Context) -> dict[str, Any]:
     return facts
 
 
-def _parameters_are_updated(context: Context) -> int:
-    """Number of trainable parameters, all of which the optimizer holds (or holds a host copy of)."""
+def _check_parameters(context: Context) -> int:
+    """Return the number of trainable parameters, all of which the optimizer holds, or holds a host
+    copy of.
+    """
     held = {id(p) for group in context.optimizer.param_groups for p in group["params"]}
     held |= {id(device) for device in context.placement.optimizer_params}
     lost = [name for name, p in context.model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -47,8 +49,10 @@ def _activations(context: Context) -> dict[str, Any]:
     for region in claimed:
         if "forward" not in vars(region.module):
             raise ApplyError(
-                f"{region.name} should be recomputed or moved, but its forward is not wrapped.", code="MT313"
+                f"{region.name} should be recomputed or offloaded, but its forward is not wrapped.",
+                code="MT313",
             )
+    # Counted only after a forward: right after `apply` no block has run, which is no finding.
     recompute = {region.name for region in claimed if region.recompute}
     ran = table.traffic.forwards
     idle = sorted(recompute & ran - table.traffic.recomputed_regions)

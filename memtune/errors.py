@@ -1,8 +1,8 @@
-"""Every error a user can meet: what happened, the evidence, and what to do next.
+"""Errors for users: what happened, the evidence, and what to do next.
 
-An error carries a stable code (`MT101`) and the process exit code that `memtune --help` documents:
-0 done · 1 nothing feasible · 2 usage, config or `model.py` · 3 environment or storage · 4 bug in memtune ·
-130 interrupted.
+An error carries a stable code (`MT101`) and the exit code of the process that `memtune --help` documents: 0
+done · 1 nothing feasible · 2 usage, config or `model.py` · 3 environment or storage · 4 bug in memtune · 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import traceback
 
 
 class MemtuneError(Exception):
-    """Root of all errors memtune raises on purpose.
+    """Root of all errors that memtune raises on purpose.
 
     Args:
-        what: One sentence: what is wrong, with the value that is wrong.
+        what: One sentence that states the problem, with the offending value.
         evidence: The observation (a line of code, a number, a list of names); may be empty.
-        fix: The next action, as something that can be typed or edited.
+        fix: The next action, as a command to type or a line to edit.
         code: Stable identifier, `MT` and three digits.
     """
 
@@ -27,7 +27,7 @@ class MemtuneError(Exception):
         self.what, self.evidence, self.fix, self.code = what, evidence, fix, code
 
     def __str__(self) -> str:
-        """The whole message as printed: code and what, then evidence, then the fix."""
+        """Return the whole message as printed: code and what, then evidence, then the fix."""
         lines = [f"{self.code} {self.what}".strip()]
         if self.evidence:
             lines.append(f"      {self.evidence}")
@@ -37,38 +37,39 @@ class MemtuneError(Exception):
 
 
 class NothingFits(MemtuneError):
-    """The search ended and no setting fits the budget (exit code 1)."""
+    """Error when the search ends and no setting fits the budget (exit code 1)."""
 
     exit_code = 1
 
 
 class UsageError(MemtuneError):
-    """A command line, a config or a `model.py` that cannot be used (exit code 2)."""
+    """Error in a command line, a config or a `model.py` (exit code 2)."""
 
     exit_code = 2
 
 
 class WorkloadError(UsageError):
-    """`model.py` does not hold what memtune needs (exit code 2)."""
+    """Error when `model.py` lacks something that memtune needs (exit code 2)."""
 
 
 class ConfigError(UsageError):
-    """A config file that is malformed, of a newer schema, or made for another model (exit code 2)."""
+    """Error in a config file: malformed, of a newer schema, or made for another model (exit code 2)."""
 
 
 class EnvironmentFault(MemtuneError):
-    """The machine, its storage or its cluster does not allow the run (exit code 3)."""
+    """Error when the machine, its storage or its cluster does not allow the run (exit code 3)."""
 
     exit_code = 3
 
 
 class ApplyError(UsageError):
-    """`memtune.apply` could not do what the config says; the model is as it was (exit code 2)."""
+    """Error when `memtune.apply` cannot do what the config says; the model is unchanged (exit code 2)."""
 
 
 def raised_at(error: BaseException) -> str:
-    """Module and line of memtune's that raised `error`, empty where none did: a rule has one place, whatever
-    it names.
+    """Return module and line of memtune that raised `error`, or an empty text if memtune did not raise it.
+
+    Errors with the same origin come from the same rule, whichever names their texts contain.
     """
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -78,15 +79,15 @@ def raised_at(error: BaseException) -> str:
     return found
 
 
-# Whether an error says that the device had no memory left, whoever raised it.
 _MESSAGES_BY_SOURCE = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""Beginnings of messages of plain RuntimeErrors from other sources than torch's allocator: memtune's
-allocator, which knows nothing of torch and cannot raise its class; the driver, of a kernel or a context that
-finds no memory outside of the allocator; cuBLAS.
+"""Beginnings of out-of-memory messages that arrive as plain RuntimeErrors instead of torch's own class.
+
+They come from memtune's allocator, which cannot raise a torch class; from the driver, for a kernel or context
+that finds no memory outside of the allocator; and from cuBLAS.
 """
 
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds: parsed from what people type, printed as what people read. Inside memtune only bytes and
+"""Bytes and seconds, parsed from what users type and printed for people; inside memtune only bytes and
 seconds exist.
 """
 
@@ -36,25 +36,31 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) ->
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in units:
         raise UsageError(
-            f"'{text}' is not a quantity I can read.", fix=f"write it like {example}", code="MT203"
+            f"'{text}' is not a quantity with a known unit.", fix=f"write it like {example}", code="MT203"
         )
     return float(match[1]) * units[match[2].lower()]
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from text like `24GiB`, `600MiB`, `1.5g` (binary) or `80GB` (decimal); raises UsageError
-    otherwise.
+    """Return bytes of a text like `24GiB`, `600MiB`, `1.5g` (binary) or `80GB` (decimal).
+
+    Raises:
+        UsageError: The text is none.
     """
     return int(_parse(text, _BYTE_UNITS, "24GiB or 600MiB"))
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from text like `90`, `30s`, `15m`, `1.5h`; raises UsageError otherwise."""
+    """Return seconds of a text like `90`, `30s`, `15m`, `1.5h`.
+
+    Raises:
+        UsageError: The text is none.
+    """
     return _parse(text, _SECOND_UNITS, "30m or 1.5h")
 
 
 def format_bytes(n_bytes: float) -> str:
-    """`n_bytes` with three significant digits in the largest binary unit that leaves at least one: `1.50
+    """Return `n_bytes` with three significant digits in the largest binary unit that is not larger: `1.50
     GiB`.
     """
     sign, size = ("-" if n_bytes < 0 else ""), abs(float(n_bytes))
@@ -68,14 +74,14 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def bytes_in_words(text: str) -> str:
-    """`text` with its numbers of bytes as `format_bytes` has them: `2097152 bytes`, `100 of the 200 bytes`,
-    `device 565407,`.
+    """Return `text` with its numbers of bytes formatted by `format_bytes`: `2097152 bytes`, `100 of the 200
+    bytes`, `device 565407,`.
     """
     return _COUNTED.sub(lambda found: format_bytes(int(found[1] or found[2] or found[3])), text)
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as people read it: `412 ms`, `3.20 s`, `4:07`, `1:02:09`."""
+    """Return `seconds` in a form for people: `412 ms`, `3.20 s`, `4:07`, `1:02:09`."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:

@@ -2,7 +2,7 @@
 `recompute/full.py`.
 
 A slot is a folder (`sharding.states` is `sharding/states/`), a kind is the stem of a file in it that does not
-start with an underscore. Nothing else has to be told about a new technique.
+start with an underscore. A new technique needs no registration elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
+from typing import Protocol
 
 from memtune.errors import ConfigError
 from memtune.technique import Technique
@@ -39,19 +41,19 @@ PASS_ORDER = (
     "execution.order",
     "allocator",
 )
-"""The slots in the order of the passes, from the inside out; execution comes before them all.
+"""The slots in the order of their passes, from the inside out; execution comes before all of them.
 
-A sharding pass must see every use of a weight, the recomputed ones too, and offloading moves what sharding
-left.
+A sharding pass must see every use of a weight, the recomputed ones included, and offload moves the shards.
 """
 
 NULL_KINDS = {slot: {"allocator": "native", "execution.order": "program"}.get(slot, "none") for slot in SLOTS}
-"""The technique that stands for "nothing" in each slot."""
+"""Kind of the technique that does nothing, by slot."""
 
 
 @cache
 def kinds(slot: str) -> tuple[str, ...]:
-    """Names of the techniques of `slot`, the null one first; reads the folder, imports none of them.
+    """Return the names of the techniques of `slot`, the null one first; reads the folder without importing
+    them.
 
     Raises:
         ConfigError: There is no such slot.
@@ -71,7 +73,7 @@ def kinds(slot: str) -> tuple[str, ...]:
 
 @cache
 def find(slot: str, kind: str) -> type[Technique]:
-    """The technique class in `search_spaces/<slot>/<kind>.py`; imports that file alone.
+    """Return the technique class in `search_spaces/<slot>/<kind>.py`; imports that file only.
 
     Raises:
         ConfigError: There is no such slot, or no such technique in it.
@@ -95,18 +97,37 @@ def find(slot: str, kind: str) -> type[Technique]:
 
 @cache
 def null(slot: str) -> Technique:
-    """The technique that does nothing in `slot`: what a config means by leaving the slot out."""
+    """Return the technique of `slot` that does nothing, used by a config that omits the slot."""
     kind = NULL_KINDS.get(slot) or kinds(slot)[0]
     return find(slot, kind)(kind=kind)
 
 
+class HasChosen(Protocol):
+    """A `Target`, a `Facts` or a `Context`."""
+
+    @property
+    def chosen(self) -> Mapping[str, Technique]:
+        """Techniques by slot."""
+
+
+def active(config: HasChosen, slot: str) -> Technique | None:
+    """Return the technique chosen in `slot`, None for the null technique."""
+    found = config.chosen.get(slot)
+    return None if found is None or is_null(found) else found
+
+
+def is_null(technique: Technique) -> bool:
+    """Return True for the technique of a slot that does nothing."""
+    return technique.kind == NULL_KINDS[technique.slot]
+
+
 def all_techniques() -> tuple[type[Technique], ...]:
-    """Every technique there is, slot by slot, the null one first; imports them all."""
+    """Return every technique, slot by slot, the null one first; imports all of them."""
     return tuple(find(slot, kind) for slot in SLOTS for kind in kinds(slot))
 
 
 def did_you_mean(word: str, known: tuple[str, ...] | list[str]) -> str:
-    """` Did you mean 'full'?` when something known is close to `word`, else nothing."""
+    """Return ` Did you mean 'full'?` if a known word is close to `word`, else an empty string."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
 

@@ -1,5 +1,5 @@
-"""Types of plans' fields: calls of ops and schedules, read from the plain data of a config and written back
-to it.
+"""Types of plan fields: calls of ops and schedules, parsed from and serialized to the plain data of
+a config.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _read(kind: type[Any], parse: Callable[[Any], Any]) -> PlainValidator:
 CallsField = Annotated[
     OpAddresses, _read(OpAddresses, OpAddresses.from_plain), PlainSerializer(OpAddresses.to_plain)
 ]
-"""The calls of a region that do not run again; `{kept: {<op>: [<which>, …]}, left_out: {…}}`."""
+"""Calls of a region that do not run again: `{kept: {<op>: [<which>, …]}, skipped: {…}}`."""
 
 CallSetField = Annotated[frozenset[OpAddress], _read(frozenset, from_names), PlainSerializer(by_name)]
-"""Calls of ops; `{<op>: [<which>, …]}`."""
+"""Calls of ops: `{<op>: [<which>, …]}`."""
 
 ScheduleField = Annotated[Schedule, _read(Schedule, Schedule.from_plain), PlainSerializer(Schedule.to_plain)]
 """A schedule, as `Schedule.to_plain` writes it."""
@@ -43,6 +43,6 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 def require_entries(name: str, entries: Sequence[object], blocks: Sequence[int]) -> None:
-    """Raise ValueError where `blocks` names entries that the field `name` does not have."""
+    """Raise ValueError if `blocks` names entries that the field `name` does not have."""
     if max(blocks, default=-1) >= len(entries):
         raise ValueError(f"blocks names entry {max(blocks)} of {name}, which has {len(entries)}")

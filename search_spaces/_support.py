@@ -1,8 +1,8 @@
-"""Which techniques work together: rules on their effects, one table of pairs, and the matrix of both.
+"""Compatibility of techniques: rules on their effects, a table of pairs, and the matrix of both.
 
-`fits` asks `conflict` about the techniques in other slots, at the point where the answer matters; `apply`
-asks `refusal` about a whole config; `memtune techniques --matrix` prints `matrix`. Refusals that depend on
-the program, on a plan or on the number of ranks are in `fits`.
+`fits` calls `conflict` for the techniques in other slots; `apply` calls `refusal` for a whole config;
+`memtune techniques --matrix` prints `matrix`. Refusals that depend on the program, on a plan or on the number
+of ranks are in `fits`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from memtune.effects import Effects
 from memtune.errors import ApplyError
-from memtune.search_spaces import NULL_KINDS, PASS_ORDER, SLOTS, all_techniques, null
+from memtune.search_spaces import PASS_ORDER, SLOTS, active, all_techniques, is_null, null
 from memtune.technique import CompileScope, Facts, Reason, Technique
 
 
 class Config(Protocol):
-    """What a `Target` and `Facts` both say of a config."""
+    """Fields of a config that `Target` and `Facts` share."""
 
     @property
     def chosen(self) -> Mapping[str, Technique]:
@@ -28,32 +28,21 @@ class Config(Protocol):
 
     @property
     def ranks(self) -> int:
-        """Ranks that train together."""
+        """Number of ranks that train together."""
 
     @property
     def compiled(self) -> CompileScope:
-        """What runs through torch.compile."""
-
-
-def active(config: Config, slot: str) -> Technique | None:
-    """Return the technique that is chosen in `slot`, None for the null technique."""
-    found = config.chosen.get(slot)
-    return None if found is None or is_null(found) else found
-
-
-def is_null(technique: Technique) -> bool:
-    """Whether `technique` is the one of its slot that does nothing."""
-    return technique.kind == NULL_KINDS[technique.slot]
+        """The part of the model that runs through torch.compile."""
 
 
 def is_gathered(config: Config) -> bool:
-    """Whether parameters are sharded over ranks and all-gathered for the calls of their block only."""
+    """Return True if parameters are sharded over ranks and unsharded for the calls of their block only."""
     states = config.chosen.get("sharding.states")
     if states is None or config.ranks == 1:
         return False
     try:
         return states.divides_parameters(config.ranks, states.plan_in({}))
-    except ApplyError:  # the technique's own plan has the degree, and is made later
+    except ApplyError:  # the degree is part of the technique's own plan, which does not exist yet
         return True
 
 
@@ -66,7 +55,7 @@ def follows_calls(config: Config) -> Technique | None:
 
 
 def needs_calls_of_blocks(config: Config) -> bool:
-    """Whether parameters, gradients or activations are moved by hooks on the calls of blocks.
+    """Return True if hooks on the calls of blocks move parameters, gradients or activations.
 
     A schedule of the whole model makes no such calls, so each block has a schedule of its own.
     """
@@ -86,7 +75,7 @@ def _on_ranks(config: Config) -> bool:
 
 
 def _of_the_model(config: Config) -> bool:
-    """One schedule runs the whole model."""
+    """Return True if one schedule runs the whole model."""
     return not needs_calls_of_blocks(config)
 
 
@@ -100,36 +89,36 @@ def _eager(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Effects of two techniques that exclude each other; `{slot}` and `{kind}` in a text are those of the
-    second one.
+    """Effects of two techniques that exclude each other; `{slot}` and `{kind}` in a text are the second
+    one's.
     """
 
     slot: str
-    """Of the technique that refuses."""
+    """Slot of the technique that refuses."""
     when: Callable[[Effects], bool]
-    """Its effects."""
+    """Condition on its effects."""
     other: str
     """Slot of the technique that is refused."""
     refuses: Callable[[Effects], bool]
-    """Its effects."""
+    """Condition on the refused technique's effects."""
     text: str
     fix: str
     only: Callable[[Config], bool] = _always
-    """Whether it holds in a config."""
+    """Condition on the config."""
     needs: bool = False
-    """It requires a technique in the slot, so that the null technique is refused as well."""
+    """It requires a technique in the slot, so the null technique is refused as well."""
     code: str = "MT315"
-    """Of the error of `apply`; empty where it is about making a plan, which `apply` does not do."""
+    """Error code of `apply`; empty for rules about making a plan, which `apply` does not do."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two techniques that exclude each other although no rule on their effects says so."""
+    """Two techniques that exclude each other although no rule on their effects does."""
 
     one: tuple[str, str]
     """Slot and kind of the technique that refuses."""
     other: tuple[str, str]
-    """Of the one that is refused; any kind but the null one where it is `*`."""
+    """Slot and kind of the technique that is refused; `*` is any kind but the null one."""
     text: str
     fix: str
     where: Mapping[str, Any] = field(default_factory=dict)
@@ -141,19 +130,21 @@ def _any(effects: Effects) -> bool:
 
 
 def _offloads_blocks(effects: Effects) -> bool:
-    """Parameters of blocks or experts are reloaded for the calls of these, and their gradients are averaged
-    one by one.
+    """Return True if parameters of blocks or experts are reloaded for their calls, and their gradients
+    averaged one by one.
     """
     return effects.averages in ("blocks", "experts")
 
 
 def _not_sharded_alike(effects: Effects) -> bool:
-    """Weights are neither whole on each rank nor gathered unit by unit with gradients final in backward."""
+    """Return True unless weights are whole on each rank, or unsharded unit by unit with gradients final in
+    backward.
+    """
     return effects.shards not in ("replicas", "parameters") or effects.reduces != "ready"
 
 
 def _for_all_blocks(effects: Effects) -> bool:
-    """Its decisions on activations hold for a rank that has all blocks."""
+    """Return True if its decisions on activations hold only for a rank that has all blocks."""
     return effects.activations not in ("uniform", "stage")
 
 
@@ -238,7 +229,7 @@ RULES = (
         lambda e: e.calls == "schedule",
         "offload.states",
         lambda e: e.moves == "tile",
-        "a schedule runs a block's ops, and products with weights in tiles are others",
+        "a schedule runs a block's recorded ops, and products with tiled weights are other ops",
         "tiles: 1",
     ),
     Rule(
@@ -254,7 +245,7 @@ RULES = (
         lambda e: e.moves == "expert",
         "recompute",
         lambda e: e.calls == "schedule",
-        "a schedule takes the place of the experts' calls",
+        "a schedule replaces the experts' calls",
         "recompute: {{kind: full}}",
         only=_not_gathered,
         code="MT364",
@@ -264,7 +255,7 @@ RULES = (
         _any,
         "recompute",
         lambda e: e.calls == "schedule",
-        "a schedule puts gradients in place itself",
+        "a schedule accumulates gradients itself",
         "recompute: {{kind: full}}",
         only=_eager,
     ),
@@ -274,7 +265,7 @@ RULES = (
         lambda e: e.layer_major,
         "recompute",
         lambda e: e.activations in ("tensor", "graph"),
-        "what moves activations does not hold for packs, which run one after the other",
+        "plans of activations do not hold for packs, which run one after the other",
         "recompute: {{kind: full}}, selective or every_nth",
     ),
     Rule(
@@ -282,7 +273,7 @@ RULES = (
         lambda e: e.layer_major,
         "offload.activations",
         _any,
-        "what a pack saves is used at once",
+        "a pack's activations are used at once",
         "{slot}: {{kind: none}}",
     ),
     Rule(
@@ -290,7 +281,7 @@ RULES = (
         lambda e: e.layer_major,
         "split",
         _any,
-        "the model's own code runs once more up to the first block",
+        "the model's own code runs a second time up to the first block",
         "{slot}: {{kind: none}}",
     ),
     *(
@@ -311,7 +302,7 @@ RULES = (
         _offloads_blocks,
         "sharding.parallel",
         _any,
-        "blocks that come and go are whole on each rank",
+        "offloaded blocks must be whole on each rank",
         "sharding: {{parallel: {{kind: none}}}}",
         only=_on_ranks,
         code="MT364",
@@ -321,7 +312,7 @@ RULES = (
         _offloads_blocks,
         "sharding.states",
         _not_sharded_alike,
-        "blocks that come and go on several ranks are whole on each, or gathered from all",
+        "offloaded blocks on several ranks must be whole on each, or gathered from all",
         "sharding: {{states: {{kind: ddp}}}} or fsdp",
         only=_on_ranks,
         needs=True,
@@ -332,7 +323,8 @@ RULES = (
         lambda e: e.averages == "blocks",
         "sharding.states",
         lambda e: e.finds_unused,
-        "ranks average gradients of blocks one by one as they land, so every rank must have each of them",
+        "ranks average gradients of blocks one by one when they are ready, so every rank must have all of"
+        " them",
         "find_unused_parameters: false",
         only=_on_ranks,
     ),
@@ -341,7 +333,7 @@ RULES = (
         _offloads_blocks,
         "sharding.communication",
         _any,
-        "blocks whose rows come and go are gathered by one message, not as {kind} does",
+        "sharded blocks that are offloaded are all-gathered in one message, not as {kind} does",
         "plain",
         only=_on_ranks,
         code="MT364",
@@ -351,7 +343,7 @@ RULES = (
         lambda e: e.calls == "block_hooks" and e.averages == "none",
         "sharding.states",
         lambda e: e.shards != "replicas",
-        "it is for replicas: sharded weights come and go by themselves",
+        "it needs replicas: sharded weights are unsharded and resharded by hooks of their own",
         "sharding: {{states: {{kind: ddp}}}}",
         needs=True,
         code="MT364",
@@ -362,7 +354,7 @@ RULES = (
         lambda e: e.calls == "grad_hooks",
         "sharding.parallel",
         _any,
-        "gradients that go down as they land are not for {kind}",
+        "gradients that are offloaded when they are ready do not work with {kind}",
         _OTHER_UPDATE,
         only=_on_ranks,
     ),
@@ -381,7 +373,7 @@ RULES = (
         lambda e: e.calls == "grad_hooks",
         "sharding.states",
         lambda e: e.finds_unused,
-        "ranks average gradients one by one as they land, so every rank must have each of them",
+        "ranks average gradients one by one when they are ready, so every rank must have all of them",
         "find_unused_parameters: false",
         only=_on_ranks,
     ),
@@ -417,21 +409,21 @@ PAIRS = (
     Pair(
         ("recompute", "lohan"),
         ("offload.activations", "*"),
-        "another technique moves what is swapped",
+        "another technique moves the tensors to swap",
         "offload.activations: {kind: none}",
     ),
     Pair(
         ("recompute", "planned"),
         ("offload.activations", "*"),
-        "another technique moves what the plan may move itself",
-        "recompute: {kind: planned, host: false}, or offload.activations: {kind: none}",
-        where={"host": True},
+        "another technique moves tensors that the plan may move itself",
+        "recompute: {kind: planned, offload: false}, or offload.activations: {kind: none}",
+        where={"offload": True},
     ),
     *(
         Pair(
             ("offload.states", "zero_offload"),
             (slot, kind),
-            f"{kind} plans for the same budget, and what it leaves is not known before",
+            f"{kind} plans for the same budget, and its result is not known beforehand",
             "ratio: 1.0",
             where={"ratio": None},
         )
@@ -446,8 +438,8 @@ PAIRS = (
 
 
 def conflict(technique: Technique, config: Config, *slots: str) -> Reason | None:
-    """Return why `technique` does not work with the techniques in `slots`, the first reason in their
-    order.
+    """Return the first reason why `technique` does not work with the techniques in `slots`, in
+    their order.
     """
     for slot in slots:
         other = config.chosen.get(slot) or null(slot)
@@ -458,14 +450,17 @@ def conflict(technique: Technique, config: Config, *slots: str) -> Reason | None
 
 
 def effects_conflict(slot: str, effects: Effects, config: Config, *slots: str) -> Reason | None:
-    """As `conflict` for any technique of `slot` with these effects, by the rules alone."""
+    """Return a reason as `conflict` does, for any technique of `slot` with these effects, by the
+    rules alone.
+    """
     found = (_by_rule(slot, effects, config.chosen.get(each) or null(each), config) for each in slots)
     return next((reason for reason in found if reason is not None), None)
 
 
 def refusal(facts: Facts) -> tuple[Technique, Reason] | None:
-    """Return the first chosen technique that refuses a whole config by its effects, a rule or itself, and
-    why; for `apply`.
+    """Return the first technique that refuses a whole config, and why; for `apply`.
+
+    A technique refuses by its effects, by a rule, or by its own `refuses`.
     """
     for technique in (technique for slot in PASS_ORDER if (technique := active(facts, slot)) is not None):
         for reason in _refusals(technique, facts):
@@ -486,7 +481,7 @@ def _refusals(technique: Technique, facts: Facts) -> Iterator[Reason | None]:
 
 
 def excludes(one: Technique, other: Technique, ranks: int) -> Reason | None:
-    """Return why `one` refuses `other`, with nothing else chosen; `other` may refuse `one` all the same."""
+    """Return why `one` refuses `other`, with nothing else chosen; `other` may refuse `one` as well."""
     facts = Facts({one.slot: one, other.slot: other}, ranks, False, "inductor", 0)
     return conflict(one, facts, other.slot)
 
@@ -498,11 +493,11 @@ def catalogue() -> tuple[Technique, ...]:
 
 
 def matrix(techniques: Iterable[Technique]) -> dict[tuple[Technique, Technique], Reason | None]:
-    """Return for each two of `techniques` in different slots, in both orders, why they do not work together
-    on several ranks.
+    """Return, for each two of `techniques` in different slots and in both orders, why they do not work
+    together on several ranks.
 
-    None: neither refuses the other one, whatever the program; `fits` may still refuse one of them for the
-    program at hand.
+    None: neither refuses the other for every program; `fits` may still refuse one of them for a given
+    program.
     """
     pairs = [(one, other) for one, other in permutations(techniques, 2) if one.slot != other.slot]
     return {(one, other): excludes(one, other, 2) or excludes(other, one, 2) for one, other in pairs}
@@ -511,7 +506,7 @@ def matrix(techniques: Iterable[Technique]) -> dict[tuple[Technique, Technique],
 def _by_rule(
     slot: str, effects: Effects, other: Technique, config: Config, *, live: bool = False
 ) -> Reason | None:
-    """The first rule that holds; `live`: of those that `apply` asks about."""
+    """Return the reason of the first rule that holds; `live`: only of rules that `apply` checks."""
     acts = not is_null(other)
     for rule in _rules(slot, other.slot):
         if not (acts or rule.needs) or (live and not rule.code):

@@ -1,4 +1,4 @@
-"""Shared by all tests: an environment, a home directory and a CPU of their own, no network, plain terminal
+"""Shared fixtures: an environment, a home directory and a CPU for tests alone, no network, plain terminal
 output.
 """
 
@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Variables of the user's shell that memtune, its examples, torch, Ray or rich would follow, by how they
-# begin.
+# Prefixes of the user's shell variables that memtune, its examples, torch, Ray or rich would read.
 _FOLLOWED = (
     *("MEMTUNE_CACHE", "MEMTUNE_OFFLOAD_DIR", "MEMTUNE_ALLOCATOR", "MEMTUNE_SEARCH_OWN_ALLOCATORS"),
     *("MEMTUNE_GPT_", "MEMTUNE_CNN_", "MEMTUNE_LLAMA_"),
@@ -28,8 +27,8 @@ _FOLLOWED = (
 for _name in [each for each in os.environ if each.startswith(_FOLLOWED)]:
     del os.environ[_name]
 
-# Before anything imports torch or a hub client; child processes inherit it. What earlier searches taught
-# stays out of tests.
+# Before anything imports torch or a hub client; child processes inherit it. Tests do not use results of
+# earlier searches.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -70,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def fixed_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU of `fixed_cpu.py` at any MEMTUNE_TEST_SPEED, for what is planned in this process."""
+    """The CPU of `fixed_cpu.py` at any MEMTUNE_TEST_SPEED, for plans made in this process."""
     from fixed_cpu import RATES
 
     from memtune.hardware import cpu_probe
@@ -80,7 +79,7 @@ def fixed_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where a test marked gpu runs: `cuda`, or what MEMTUNE_DEVICE says (`make gpu-check DEVICE=cpu` says
+    """Device of a test marked gpu: `cuda`, or the value of MEMTUNE_DEVICE (`make gpu-check DEVICE=cpu` sets
     cpu).
     """
     import torch
@@ -93,7 +92,7 @@ def device() -> str:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small tensors on a shared machine: a second thread mostly waits."""
+    """Run with one thread: for small tensors on a shared machine a second thread mostly waits."""
     from memtune.hardware.cpu_cores import cpu_threads
 
     with cpu_threads(1):
@@ -102,7 +101,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where tensors on SSD go; nothing may be left there when the test's models are gone."""
+    """Directory for tensors on SSD; it must be empty when the test's models are gone."""
     from memtune.ssd import offload_dir, ssd_tensors
 
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
@@ -113,9 +112,10 @@ def ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_stays_is_not_searched_again() -> Iterator[None]:
-    """Recordings and programs that a module leaves behind are millions of objects; each collection after it
-    would visit them.
+def _freeze_live_objects() -> Iterator[None]:
+    """Freeze the objects that a module leaves, so that later garbage collections do not traverse them.
+
+    Recordings and programs are millions of objects.
     """
     yield
     gc.collect()

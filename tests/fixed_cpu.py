@@ -1,9 +1,9 @@
-"""The CPU that tests plan for: constants in place of the rates of the machine at hand.
+"""The CPU that tests plan for: constants instead of the rates of the current machine.
 
-Measured rates differ by a factor of twenty between machines, and with what else runs on one. So `conftest.py`
-saves these rates as if they had been measured, multiplied by MEMTUNE_TEST_SPEED. A test whose assertion needs
-the ratio of this CPU's rates to those of links, drives or overheads takes `CPU`, or the fixture `fixed_cpu`:
-MEMTUNE_TEST_SPEED changes neither.
+Measured rates differ by a factor of twenty between machines, and with the load of one. So `conftest.py` saves
+these rates as if they had been measured, multiplied by MEMTUNE_TEST_SPEED. A test whose assertion needs the
+ratio of this CPU's rates to those of links, drives or overheads takes `CPU`, or the fixture `fixed_cpu`,
+which MEMTUNE_TEST_SPEED does not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ CPU: Final = of_cpu(RATES)
 
 
 def rates(speed: str) -> CpuRates:
-    """`RATES` times `speed`: one factor for all, or `10,0.1,1` for products, memory and dispatch of ops."""
+    """Return `RATES` times `speed`: one factor for all, or `10,0.1,1` for products, memory and dispatch of
+    ops.
+    """
     factors = [float(each) for each in speed.split(",")]
     products, memory, dispatch = factors * 3 if len(factors) == 1 else factors
     return replace(

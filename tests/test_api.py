@@ -1,4 +1,4 @@
-"""`apply` refuses what it was not made for before it touches the model."""
+"""`apply` refuses a config or model that it was not made for before it changes the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_config_with_blocks_of_another_model_is_refused(strict: bool) -> None:
+def test_apply_refuses_blocks_of_another_model(strict: bool) -> None:
     model, optimizer = built()
     blocks = ["h.{0..3}"] if strict else ["h.0", "h.1"]
     with pytest.raises(ConfigError, match="another model") as caught:
@@ -33,7 +33,7 @@ def test_a_config_with_blocks_of_another_model_is_refused(strict: bool) -> None:
     apply(model, optimizer, {"settings": {}})  # nothing was left behind
 
 
-def test_apply_twice_is_refused() -> None:
+def test_second_apply_raises() -> None:
     model, optimizer = built()
     apply(model, optimizer, {"settings": {}})
     with pytest.raises(ApplyError, match="tuned already") as caught:

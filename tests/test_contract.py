@@ -171,7 +171,7 @@ def test_imports_run_one_way_between_rooms() -> None:
 
 
 def test_other_rooms_import_from_the_door() -> None:
-    """Files of one room name each other; everyone else names the room, and only what it exports."""
+    """Files of one room import each other; all other files import from the room, and only its exports."""
     around = []
     for each in INSIDE:
         target = target_of(each)
@@ -308,7 +308,7 @@ def test_each_large_package_has_its_home(package: str, homes: tuple[str, ...]) -
     assert not strays, "\n".join(strays)
 
 
-def test_an_error_code_means_one_exit_code():
+def test_error_code_has_one_exit_code():
     """A script that sees MT301 must not have to guess whether nothing fits or a package is missing."""
     exits: dict[str, dict[int, str]] = {}
     for name, tree in TREES.items():

@@ -1,5 +1,5 @@
-"""The tables of techniques in README and docs/compile.md name what is registered, and say of each what it
-says of itself.
+"""The tables of techniques in README and docs/compile.md name the registered techniques with their own
+facts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from memtune.search_spaces import NULL_KINDS, SLOTS, find, kinds
 ROOT = Path(__file__).parents[1]
 KINDS = {slot: set(kinds(slot)) for slot in SLOTS}
 BACKENDS = {"aot_eager"}
-"""What else stands in the table as if it were a kind."""
+"""Other entries of the table that look like kinds."""
 
 
 def rows(document: str) -> list[tuple[str, str]]:
-    """First and second cell of every row of every table."""
+    """Return first and second cell of every row of every table."""
     lines = (ROOT / document).read_text().splitlines()
     return [
         (cells[0].strip(), cells[1].strip()) for line in lines if len(cells := line.strip("|").split("|")) > 1
@@ -27,14 +27,14 @@ def quoted(text: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", text))
 
 
-def test_the_readme_names_every_technique_and_no_other() -> None:
+def test_readme_names_exactly_the_techniques() -> None:
     table = dict(rows("README.md"))
     assert {slot: KINDS[slot] - quoted(table[slot]) for slot in SLOTS} == {slot: set() for slot in SLOTS}
     known = set().union(*KINDS.values()) | BACKENDS
     assert {slot: quoted(table[slot]) - known for slot in SLOTS} == {slot: set() for slot in SLOTS}
 
 
-def test_what_works_with_compile_is_what_techniques_say() -> None:
+def test_compile_table_equals_the_techniques_effects() -> None:
     eager = {
         (slot, kind): bool(find(slot, kind)(kind=kind).effects.eager_only)
         for slot in SLOTS

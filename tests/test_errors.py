@@ -1,4 +1,4 @@
-"""Where an error was raised."""
+"""Origin of an error."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def place_of(document: object) -> str:
     return raised_at(caught.value)
 
 
-def test_one_rule_has_one_place_whatever_its_message_names() -> None:
+def test_raised_at_is_equal_for_one_rule() -> None:
     first, second = place_of({"memtune": 98}), place_of({"memtune": 99})
     assert first == second
     assert first.startswith("memtune.config.tuned_config:")
     assert place_of({"memtune": 1, "setings": {}}) != first
 
 
-def test_what_others_raise_has_none() -> None:
+def test_raised_at_is_empty_for_other_errors() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         1 / 0  # noqa: B018
     assert raised_at(caught.value) == ""

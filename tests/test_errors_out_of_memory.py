@@ -1,4 +1,4 @@
-"""Every error that says the device is full is known for one, whoever raised it; no other is."""
+"""Every out-of-memory error of the device is recognized, whatever its source; no other error is."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from memtune.errors import is_out_of_memory
     ],
     ids=["torch", "memtune", "driver", "cublas"],
 )
-def test_out_of_memory(error: Exception) -> None:
+def test_is_out_of_memory_recognizes_each_source(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes differ"), ValueError("CUDA out of memory"), MemoryError()]
 )
-def test_anything_else(error: Exception) -> None:
+def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)

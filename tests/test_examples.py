@@ -1,4 +1,4 @@
-"""The examples are workloads that learn, import no memtune, and are the size they say."""
+"""Examples are workloads that learn, import no memtune, and have their documented size."""
 
 import ast
 from pathlib import Path
@@ -34,7 +34,7 @@ def trained(workload: Workload, steps: int, size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stem", SMALLER)
-def test_an_example_learns_and_repeats_under_a_seed(stem, monkeypatch):
+def test_example_learns_and_repeats_under_a_seed(stem, monkeypatch):
     for name, value in SMALLER[stem].items():
         monkeypatch.setenv(name, value)
     workload = Workload.load(EXAMPLES / f"{stem}.py")
@@ -47,7 +47,7 @@ def test_an_example_learns_and_repeats_under_a_seed(stem, monkeypatch):
 @pytest.mark.parametrize(
     ("stem", "millions", "blocks"), [("gpt", (27, 33), 36), ("cnn", (0.5, 1), 6), ("hf_llama", (4, 8), 8)]
 )
-def test_an_example_has_the_size_it_says(stem, millions, blocks):
+def test_example_has_its_documented_size(stem, millions, blocks):
     workload = Workload.load(EXAMPLES / f"{stem}.py")
     with torch.device("meta"):
         model = workload.build_model()
@@ -61,14 +61,14 @@ def test_an_example_has_the_size_it_says(stem, millions, blocks):
 @pytest.mark.parametrize(
     ("size", "billions"), [("tiny", 0.00022), ("124m", 0.124), ("350m", 0.35), ("1.3b", 1.3), ("7b", 6.7)]
 )
-def test_gpt_sizes_are_what_their_names_say(size, billions, monkeypatch):
+def test_gpt_sizes_match_their_names(size, billions, monkeypatch):
     monkeypatch.setenv("MEMTUNE_GPT_SIZE", size)
     with torch.device("meta"):
         model = Workload.load(EXAMPLES / "gpt.py").build_model()
     assert sum(param.numel() for param in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.1)
 
 
-def test_each_gpt_setting_counts(monkeypatch):
+def test_each_gpt_setting_changes_the_program(monkeypatch):
     chosen = {
         "LAYERS": "3",
         "DIM": "32",
@@ -115,7 +115,7 @@ def test_gpt_activations_are_worth_saving():
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_a_workload_imports_no_memtune(path):
+def test_workload_imports_no_memtune(path):
     tree = ast.parse(path.read_text())
     if not any(isinstance(node, ast.FunctionDef) and node.name == "model" for node in tree.body):
         pytest.skip("it applies a config, and so imports memtune")

@@ -1,4 +1,4 @@
-"""What a GPU can show and CPU cannot; `make gpu-check DEVICE=cpu` runs the same code paths on CPU."""
+"""Behaviour that only a GPU can show; `make gpu-check DEVICE=cpu` runs the same code paths on CPU."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_memtunes_allocator_serves_the_trial(kind, plain, device):
     assert result.peak_reserved_bytes >= result.audit["allocator"]["in_use_bytes"] > 0
 
 
-def test_what_is_written_through_a_stitched_block_is_read_back(device):
+def test_stitched_block_reads_back_its_writes(device):
     script = Path(__file__).parents[1] / "benchmarks" / "gpu_allocator.py"
     env = {**os.environ, **GMLake().env(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, str(script), "--device", device, "--read-back"]

@@ -1,4 +1,6 @@
-"""What ships: tracked links, one import name, all subpackages, and the stub of the native module."""
+"""Content of distributions: tracked links, one import name, all subpackages, and the stub of the native
+module.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def test_each_linked_folder_is_one_module_of_memtune(name: str) -> None:
 
 
 def build(kind: str, out: Path) -> Path:
-    """The built `wheel` or `sdist`. The wheel goes without its native module: only its list of files is
-    looked at.
+    """Return the built `wheel` or `sdist`. The wheel lacks its native module, because only its list of files
+    is read.
     """
     settings = {"wheel.cmake": "false", "wheel.py-api": "py3"}
     call = (
@@ -47,7 +49,7 @@ def build(kind: str, out: Path) -> Path:
 
 
 def shipped_files() -> set[str]:
-    """Every source of the package as a path that starts with memtune/, links followed."""
+    """Return every source of the package as a path that starts with memtune/, links followed."""
     homes = {"memtune": ROOT / "memtune"} | {f"memtune/{name}": ROOT / name for name in LINKED}
     return {
         f"{home}/{path.relative_to(folder)}"

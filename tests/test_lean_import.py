@@ -1,4 +1,4 @@
-"""A promise kept: importing memtune is light, and so is all that a training image needs."""
+"""Importing memtune is light, and so is everything that a training image needs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Bytes in text, as people read them."""
+"""Bytes in text, in a form for people."""
 
 from __future__ import annotations
 
 from memtune.units import bytes_in_words
 
 
-def test_counts_of_bytes_are_put_into_words_and_other_numbers_stay() -> None:
+def test_bytes_in_words_formats_only_bytes() -> None:
     text = (
         "aten::mm: it asks for 2097152 bytes, but 29360128 of the 31457280 bytes of device memory are live (4"
         " now)"

@@ -237,14 +237,14 @@ class _Lives:
         return cls(max(step.ops.n, 1), step.storages.n, rows, *(column[rows] for column in columns))
 
     def events(self, number: int) -> I64:
-        """(6, k) the events of the step with this number, from 0 on, in order."""
+        """Return (6, k) events of step `number`, counted from 0, in order."""
         base, first = number * self.n_ops, number == 0
         stays, before = self.end == FOREVER, self.start < 0
         once = stays & before  # there before the first step or from the first one on
         name = np.where(once, 0, number * self.n_storages) + self.storage
         begins = np.maximum(self.appears if first else self.start, 0)
-        # What is there before an op comes first, then what the op makes, in whose place something may be left
-        # to free.
+        # Order at one op: allocations that precede it, its own outputs, then frees, because an output may
+        # take over the row of a storage that the step before left allocated.
         parts = [
             self._rows(~once | first, Action.ALLOC, name, self.bytes, base + begins, -1, ~before),
             self._rows(

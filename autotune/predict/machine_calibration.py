@@ -198,21 +198,20 @@ def _op_curves(
     memory = hardware.memory_bytes_per_s / (1 if cuda else min(part, 4))
     one = replace(hardware, memory_bytes_per_s=memory, **rates)
     observed: list[TimedOp] = []
-    rest: list[float] = []
+    overheads: list[float] = []
     floor = op_rates.floor_s(on)
     for probe in op_rates.probes(0 if tiny else 3 if cuda else 2):
-        if rest and time.monotonic() - started > BUDGET_S * 0.5:
+        if overheads and time.monotonic() - started > BUDGET_S * 0.5:
             found.details["probes"] = "stopped early: time was up"
             break
-        ops, beside = op_rates.observe(probe, on, repeats=2 if tiny else 7, floor=floor)
+        ops, overhead_s = op_rates.observe(probe, on, repeats=2 if tiny else 7, floor=floor)
         observed += ops
         if not probe.size:
-            rest.append(beside)
-    launch = (
-        _launch_s(on, tiny) if cuda else rest[0]
-    )  # of the first model, whose kernels are the smallest part of it
+            overheads.append(overhead_s)
+    # On CPU the first model's overhead counts: its kernels are the smallest share of the step.
+    launch = _launch_s(on, tiny) if cuda else overheads[0]
     if launch > 0:
-        how = "a queue of tiny ops" if cuda else "what small training steps take beside their kernels, per op"
+        how = "a queue of tiny ops" if cuda else "time of small training steps outside of kernels, per op"
         found.set("launch_s", launch, how)
     found.details["ops_observed"] = len(observed)
     return op_rates.curves(observed, one)

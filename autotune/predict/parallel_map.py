@@ -83,9 +83,9 @@ class ParallelMap(Generic[T, R]):
                 self._feed(work)
                 work.results[i] = self._function(items[i])
         until_s = time.monotonic() + max(LEAST_S, PATIENCE * (time.monotonic() - started))
-        for number in list(work.away):
+        for number in list(work.assigned):
             copy = self._copies[number]
-            positions, found = work.away.pop(number), copy.answer(until_s)
+            positions, found = work.assigned.pop(number), copy.answer(until_s)
             work.results.update(
                 zip(positions, found or [self._function(items[i]) for i in positions], strict=True)
             )
@@ -94,14 +94,14 @@ class ParallelMap(Generic[T, R]):
     def _feed(self, work: _Work[T, R]) -> None:
         """Collect results of copies, and give idle ones their next group."""
         for number, copy in enumerate(self._copies):
-            if number in work.away and copy.is_ready():
+            if number in work.assigned and copy.is_ready():
                 found = copy.answer(0.0)
                 if found is None:
-                    work.groups.appendleft((None, work.away.pop(number)))
+                    work.groups.appendleft((None, work.assigned.pop(number)))
                 else:
-                    work.results.update(zip(work.away.pop(number), found, strict=True))
-            if number not in work.away and copy.is_alive and (group := work.take(number)) is not None:
-                work.away[number] = group
+                    work.results.update(zip(work.assigned.pop(number), found, strict=True))
+            if number not in work.assigned and copy.is_alive and (group := work.take(number)) is not None:
+                work.assigned[number] = group
                 copy.ask([work.items[i] for i in group])
 
 
@@ -117,8 +117,8 @@ class _Work(Generic[T, R]):
             members[group(item)].append(i)
         self.groups = deque(sorted(members.items(), key=lambda each: -len(each[1])))
         self.results: dict[int, R] = {}
-        self.away: dict[int, list[int]] = {}
-        """What each copy is at."""
+        self.assigned: dict[int, list[int]] = {}
+        """By process: the positions that a copy is working on."""
 
     def take(self, process: int) -> list[int] | None:
         """Return the next group for `process`.
@@ -152,9 +152,8 @@ class _Copy(Generic[T, R]):
             process = multiprocessing.get_context("fork").Process(
                 target=_serve, args=(function, os.getpid(), ours, theirs), daemon=True
             )
-            with (
-                warnings.catch_warnings()
-            ):  # Python 3.12 warns of any fork beside threads; rule 2 is for what may come of it
+            # Python 3.12 warns of any fork in a process with threads; rule 2 covers a copy that hangs.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
         except (OSError, ValueError):  # no memory, no processes left, a system without fork

@@ -334,7 +334,7 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
         link_slowdown=hardware.link_slowdown,
         rounding_bytes=hardware.allocation_rounding_bytes,
         small_bytes=_SMALL_BYTES,
-        copies_in_turn=program.copies_in_turn,
+        copies_in_turn=program.serial_copies,
         shares_cores=hardware.device == "cpu",
         link_of_root=_link_of_root(hardware),
     )
@@ -498,13 +498,14 @@ def _by_resource(values: Iterable[float], busy: Iterable[float]) -> dict[str, fl
     return {name: seconds for name, seconds, used in zip(RESOURCES, values, busy, strict=True) if used > 0}
 
 
-# What page-locked host memory takes: beside a GPU torch's allocator gives the next power of two of what is
-# asked for.
 _MAKES_PINNED: Final = ("memtune.to_host.default", "memtune.from_ssd.default")
 
 
 def held_bytes(step: Step, hardware: Hardware) -> I64:
-    """(m,) `step.storages.bytes`, those of page-locked memory as they are held on `hardware`."""
+    """Return (m,) `step.storages.bytes`, with pinned storages as large as `hardware` allocates them.
+
+    On CUDA, torch's pinned allocator rounds each request up to a power of two.
+    """
     if hardware.device != "cuda":
         return step.storages.bytes
     on_host = np.flatnonzero((step.storages.tier == Tier.HOST) & (step.storages.bytes > 0))

@@ -155,7 +155,7 @@ class _TraceReader:
         default_factory=list
     )  # address and row of what was there when it began
     live: dict[int, int] = field(default_factory=dict)  # address → storage
-    leaving: dict[int, list[int]] = field(default_factory=dict)  # address → row of a free that waits
+    pending_frees: dict[int, list[int]] = field(default_factory=dict)  # address → row of a free that waits
     streams: dict[tuple[int, Any], int] = field(default_factory=dict)
     storages: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
@@ -164,7 +164,7 @@ class _TraceReader:
         entries = self.snapshot.traces[self.device]
         for op, entry in enumerate(entries, start=1):
             self._entry(op, entry, f"entry {op - 1} of device {self.device}")
-        self._what_was_never_freed()
+        self._add_never_freed()
         self.before.sort(key=lambda each: each[0])
         reserved = self._reserved(entries)
         if entries and sum(self.ignored.values()) == len(entries):
@@ -207,17 +207,17 @@ class _TraceReader:
     def _free_requested(self, op: int, address: int, size: int, stream: int) -> None:
         storage = self.live.pop(address, None)
         if storage is None:
-            storage = self._was_there(address, size, stream)
-        self.leaving[address] = self._add(Action.FREE, storage, 0, 0, op, _NEVER)
+            storage = self._add_preexisting(address, size, stream)
+        self.pending_frees[address] = self._add(Action.FREE, storage, 0, 0, op, _NEVER)
 
     def _free_completed(self, op: int, address: int, size: int, stream: int) -> None:
-        row = self.leaving.pop(address, None)
+        row = self.pending_frees.pop(address, None)
         if row is None:  # it was asked for before the trace began
-            self._add(Action.FREE, self._was_there(address, size, stream), 0, 0, op, -1)
+            self._add(Action.FREE, self._add_preexisting(address, size, stream), 0, 0, op, -1)
         else:
             row[5] = -1 if op == row[4] + 1 else op
 
-    def _what_was_never_freed(self) -> None:
+    def _add_never_freed(self) -> None:
         """Add blocks in use at the end whose allocation is not in the trace."""
         for number, segment in enumerate(self.snapshot.segments):
             where = f"segment {number}"
@@ -229,10 +229,12 @@ class _TraceReader:
                 size = self.snapshot.number(block, "size", where)
                 if block.get("state") == "active_allocated" and address not in self.live:
                     asked = self.snapshot.number(block, "requested_size", where, size)
-                    self._was_there(address, asked or size, self._stream(segment, where, "segment_pool_id"))
+                    self._add_preexisting(
+                        address, asked or size, self._stream(segment, where, "segment_pool_id")
+                    )
                 address += size
 
-    def _was_there(self, address: int, size: int, stream: int) -> int:
+    def _add_preexisting(self, address: int, size: int, stream: int) -> int:
         storage = self._name()
         self.before.append((address, [Action.ALLOC, storage, size, stream, 0, -1]))
         return storage
@@ -320,7 +322,7 @@ class _TraceReader:
         )
         if self.before:
             notes.append(
-                f"{len(self.before)} storages were there before the trace; they are laid out anew, in order"
+                f"{len(self.before)} storages existed before the trace; they are placed again, in order"
                 " of address"
             )
         if any(key[1] is not None for key in self.streams):

@@ -1,6 +1,5 @@
-"""Check that the mean gradient of micro-batches is that of the whole batch.
-
-Only then may the search trade micro-batch against accumulation.
+"""Check that the mean gradient of micro-batches is that of the whole batch; otherwise the search may not
+trade micro-batch against accumulation.
 
 The gradients of one batch are compared with the mean over its two halves. Dropout is off, because it draws
 other numbers for a half; everything else is in training mode, so that BatchNorm takes effect. The check runs
@@ -47,14 +46,14 @@ def batch_is_lossless(
     needed, free = _COPIES * parameter_bytes, available_bytes()
     if free is not None and needed > free:
         room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
-        return Reason(f"equal gradients could not be checked: {room}")
+        return Reason(f"gradients of micro-batches could not be compared: {room}")
     with torch.random.fork_rng(devices=[]), cpu_threads(threads):
         torch.manual_seed(0)
         model = workload.build_model().train()
         batch = workload.make_batch(SAMPLES)
         halves = split_batch(batch, 2, SAMPLES)
         if isinstance(halves, str):
-            return Reason(f"equal gradients could not be checked: {halves}")
+            return Reason(f"gradients of micro-batches could not be compared: {halves}")
         return _compare(model, workload.loss, batch, halves)
 
 
@@ -75,15 +74,14 @@ def _compare(
         except (MemtuneError, RuntimeError, TypeError, NotImplementedError):
             if attempt is dtype:
                 raise
-            continue  # the user's code names a narrower dtype; its own will do
+            continue  # user code that names a narrower dtype fails in float64; use the model's own dtype
         return _verdict(whole, parts, drew, max(torch.finfo(attempt).eps, _loss_of_digits(attempt, dtype)))
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _caster(attempt: torch.dtype, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a cast for inputs: those of the model's dtype follow it.
-
-    Others (float32 images into a bfloat16 model) do not.
+    """Return a cast for batch tensors: in a float64 comparison those of the model's dtype or float32 become
+    float64, all others keep their dtype.
     """
     return lambda tensor: (
         tensor.to(attempt) if tensor.dtype in (dtype, torch.float32) and attempt is torch.float64 else tensor
@@ -121,9 +119,9 @@ def _verdict(whole: Gradients, parts: list[Gradients], drew: bool, unit: float) 
     if scale and math.sqrt(against_sum / scale) <= tolerance:
         return Reason(f"{text}: the loss is a sum over samples", "return a mean, as in  loss.mean()")
     cause = (
-        "the step draws random numbers beside dropout"
+        "the step draws random numbers outside dropout"
         if drew
-        else "BatchNorm, a contrastive loss or a mean over tokens does that"
+        else "common causes are BatchNorm, a contrastive loss and a mean over tokens"
     )
     return Reason(f"{text}: {cause}")
 

@@ -1,15 +1,15 @@
-"""Forward and backward of a model of equal blocks, recorded for five of them and written down for all.
+"""Record forward and backward of five equal blocks and expand the recording to all of them.
 
-Three things make what is written down equal to a whole recording:
+Three rules make the expansion equal to a full recording, in which all blocks run:
 
-1. Left out are blocks in the middle of a run whose modules are *alike*: same classes, sizes and settings, no
-   hooks (`_index_attributes`). A left-out block returns what it was given, in the form in which the block
-   before it returned it.
-2. One recording of the session is whole. What is written down at its micro-batch must be equal to it, column
-   by column: ops, shapes, saved tensors, lifetimes. Otherwise all recordings are whole, and `whole` says why.
-3. At every other micro-batch, two blocks that are recorded must say the same of themselves and their
-   neighbours (`autotune/record/block_expand.py`), and gradients and state must be as in the whole recording,
-   whose optimizer phase is taken over.
+1. Skipped blocks are in the middle of a run of equal blocks: same classes, sizes and settings, no hooks
+   (`_index_attributes`). A skipped block returns its arguments, in the structure of the previous block's
+   output.
+2. One recording of the session is full. The expansion at its micro-batch must equal it, column by column:
+   ops, shapes, saved tensors, lifetimes. Otherwise all recordings are full, and `disabled_reason` is set.
+3. At every other micro-batch, two of the recorded blocks must have equal rows, up to row numbers
+   (`block_expand.py`), and gradients and state must have the specifications of the full recording, whose
+   optimizer phase is reused.
 """
 
 from __future__ import annotations
@@ -69,15 +69,14 @@ class _Run:
     end: int
 
     @property
-    def left_out(self) -> range:
+    def skipped(self) -> range:
         return range(self.first + _BEFORE, self.end - _AFTER)
 
 
 @dataclass(frozen=True)
 class _OutputStructure:
-    """Structure of a block's output: for each tensor, the argument with the same specification.
-
-    Other leaves verbatim.
+    """Structure of a block's output: for each tensor the index of the argument with the same specification.
+    Leaves that are no tensors are stored as they are.
     """
 
     called: tuple[Any, ...]
@@ -92,22 +91,21 @@ class BlockDedup:
     Create it before memtune hooks into the model: existing hooks are the user's and disable it (rule 1).
 
     Attributes:
-        disabled_reason: Why steps are recorded in full; empty while they are not.
-        skipped: Names of the blocks that do not run in a partial recording.
-        recorded: Names of the blocks that do.
+        disabled_reason: Why steps are recorded in full; empty while they are not. skipped: Names of the
+        blocks that do not run in a partial recording. recorded: Names of the blocks that do.
     """
 
     def __init__(self, model: nn.Module, blocks: list[str]) -> None:
         self._model, self._blocks = model, blocks
         self._runs = _runs(model, blocks)
-        self.left_out = [blocks[i] for run in self._runs for i in run.left_out]
-        self.kept = [name for name in blocks if name not in set(self.left_out)]
-        self.whole = "" if self._runs else f"there are no {MIN_EQUAL_BLOCKS} equal blocks in a row"
+        self.skipped = [blocks[i] for run in self._runs for i in run.skipped]
+        self.recorded = [name for name in blocks if name not in set(self.skipped)]
+        self.disabled_reason = "" if self._runs else f"there are no {MIN_EQUAL_BLOCKS} equal blocks in a row"
         self._proof: tuple[Step, Hints, PartialRecording] | None = None
 
     @property
-    def proven(self) -> bool:
-        """Whether a whole recording was equal to what was written down for it."""
+    def verified(self) -> bool:
+        """True once an expansion has been equal to the full recording at its micro-batch."""
         return self._proof is not None
 
     def attempt(self, work: Callable[[], _T]) -> _T | None:
@@ -117,74 +115,73 @@ class BlockDedup:
         """
         try:
             return work()
-        except (
-            Exception
-        ) as error:  # the user's code, without some of its blocks, may raise anything; whole, it runs
-            if not self.proven:
-                self.whole = _reason(error)
+        # User code may raise anything without some of its blocks; the full recording, which follows, runs it
+        # complete.
+        except Exception as error:
+            if not self.verified:
+                self.disabled_reason = _reason(error)
             return None
 
-    def prove(self, step: Step, hints: Hints, short: PartialRecording) -> None:
+    def verify(self, step: Step, hints: Hints, partial: PartialRecording) -> None:
         """Compare the expansion of `partial` with the full recording at the same micro-batch (rule 2).
 
         Raises:
             BlocksDiffer: They are not equal.
         """
-        written = self._written(short, (step, hints, short))
-        found = _difference(written[0], step) or _hints_difference(written[1], hints)
-        if found:
-            raise BlocksDiffer(f"written down, they differ in {found}")
-        self._proof = step, hints, short
+        expanded = self._expand(partial, (step, hints, partial))
+        difference = _difference(expanded[0], step) or _hints_difference(expanded[1], hints)
+        if difference:
+            raise BlocksDiffer(f"the expanded recording differs from the full one in {difference}")
+        self._proof = step, hints, partial
 
-    def written(self, short: PartialRecording) -> tuple[Step, Hints]:
-        """The step that `short` stands for.
+    def expand(self, partial: PartialRecording) -> tuple[Step, Hints]:
+        """Return step and hints of all blocks.
 
         Raises:
-            Unlike: By rule 3 it cannot be told.
+            BlocksDiffer: Rule 3 does not hold.
         """
         assert self._proof is not None
-        return self._written(short, self._proof)
+        return self._expand(partial, self._proof)
 
-    def _written(
-        self, short: PartialRecording, proof: tuple[Step, Hints, PartialRecording]
+    def _expand(
+        self, partial: PartialRecording, proof: tuple[Step, Hints, PartialRecording]
     ) -> tuple[Step, Hints]:
-        whole, hints, proven = proof
-        if short.gradients != proven.gradients or short.n_state != proven.n_state:
-            raise BlocksDiffer("gradients are others at this micro-batch")
+        full, hints, verified = proof
+        if partial.gradients != verified.gradients or partial.n_state != verified.n_state:
+            raise BlocksDiffer("gradients have other shapes or dtypes at this micro-batch")
         if not np.array_equal(
-            short.step.storages.bytes[: short.n_state], proven.step.storages.bytes[: short.n_state]
+            partial.step.storages.bytes[: partial.n_state], verified.step.storages.bytes[: partial.n_state]
         ):
-            raise BlocksDiffer("what the model holds has another size at this micro-batch")
+            raise BlocksDiffer("parameters, buffers or optimizer state have other sizes at this micro-batch")
         for run in self._runs:
-            short = BlockExpansion(
-                short, run.first + _BEFORE - 1, [self._blocks[i] for i in run.left_out]
-            ).done()
-        step = with_optimizer(short, whole)
-        own = short.signatures[:-1]
-        signatures = (*own, *hints.signatures[whole.ops.n - step.ops.n + len(own) :])
-        return step, replace(hints, calls=short.calls, signatures=signatures)
+            partial = BlockExpansion(
+                partial, run.first + _BEFORE - 1, [self._blocks[i] for i in run.skipped]
+            ).expanded()
+        step = with_optimizer(partial, full)
+        own = partial.signatures[:-1]
+        signatures = (*own, *hints.signatures[full.ops.n - step.ops.n + len(own) :])
+        return step, replace(hints, calls=partial.calls, signatures=signatures)
 
     @contextmanager
-    def without_blocks(self) -> Iterator[None]:
+    def skipping_blocks(self) -> Iterator[None]:
         """Replace the forward of skipped blocks by one that returns its arguments."""
         with ExitStack() as stack:
             for run in self._runs:
                 seen: list[_OutputStructure] = []
-                before = self._model.get_submodule(self._blocks[run.left_out.start - 1])
+                before = self._model.get_submodule(self._blocks[run.skipped.start - 1])
                 note = functools.partial(_note_call, seen)
                 stack.callback(before.register_forward_hook(note, with_kwargs=True).remove)
-                for i in run.left_out:
+                for i in run.skipped:
                     block = self._model.get_submodule(self._blocks[i])
                     block.forward = functools.partial(_skipped_forward, seen)
                     stack.callback(delattr, block, "forward")
             yield
 
-    def short(
+    def partial_recording(
         self, tracer: Tracer, calls: Sequence[Call], optimizer: Optimizer, gradients: tuple[Any, ...]
     ) -> PartialRecording:
-        """Return the recording of `tracer` without the skipped blocks.
-
-        Its last op is that of `optimizer_mark`.
+        """Return what `tracer` recorded without the skipped blocks; the last op is that of
+        `optimizer_mark`.
         """
         rows: dict[str, list[int]] = {}
         for name in self._blocks:
@@ -203,26 +200,25 @@ class BlockDedup:
             for row in rows[name]:
                 holders[row] = holders.get(row, 0) + 1
         return PartialRecording(
-            step=_without_modules(tracer.step(), set(self.left_out)),
+            step=_without_modules(tracer.step(), set(self.skipped)),
             calls=tuple(calls),
             signatures=tuple(tracer.draft.signatures),
-            entered=tuple(tracer.entered[i] for i in range(len(self.kept))),
+            entered=tuple(tracer.entered[i] for i in range(len(self.recorded))),
             n_state=tracer.n_state,
             owned={name: [row for row in rows[name] if holders[row] == 1] for name in self._blocks},
             gradients=gradients,
         )
 
-    def gradients(self) -> tuple[Any, ...]:
-        """What the optimizer sees of each parameter's gradient now."""
+    def gradient_specs(self) -> tuple[Any, ...]:
+        """Return the specification of each parameter's current gradient, None where there is none."""
         return tuple(
             None if each.grad is None else _tensor_spec(each.grad) for each in self._model.parameters()
         )
 
 
 def optimizer_mark(tracer: Tracer) -> None:
-    """Append one op in place of the optimizer phase.
-
-    Storages that are live until its end are live until this op.
+    """Append one op that represents the optimizer phase; storages live until its end are live until this
+    op.
     """
     tracer.draft.append(
         [("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0)],
@@ -232,11 +228,11 @@ def optimizer_mark(tracer: Tracer) -> None:
     )
 
 
-# -- a block that is left out --------------------------------------------------------------------------------
+# -- skipped blocks ------------------------------------------------------------------------------------------
 
 
 def _note_call(seen: list[_OutputStructure], block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Record arguments and output structure of the last block before the skipped ones, but no tensor."""
+    """Store the specifications of arguments and output of the last block before the skipped ones."""
     given = tree_leaves((args, kwargs))
     leaves, form = tree_flatten(output)
     free = {i: _tensor_spec(each) for i, each in enumerate(given) if isinstance(each, Tensor)}
@@ -245,7 +241,7 @@ def _note_call(seen: list[_OutputStructure], block: nn.Module, args: Any, kwargs
         if isinstance(leaf, Tensor):
             argument = next((i for i, like in free.items() if like == _tensor_spec(leaf)), None)
             if argument is None:
-                raise BlocksDiffer("a block returns another kind of tensor than it is given")
+                raise BlocksDiffer("a block returns a tensor whose shape, strides or dtype no argument has")
             del free[argument]
             arguments.append(argument)
         elif isinstance(leaf, _PLAIN):
@@ -260,6 +256,7 @@ def _skipped_forward(seen: list[_OutputStructure], *args: Any, **kwargs: Any) ->
     given = tree_leaves((args, kwargs))
     if not seen or tuple(map(_argument_spec, given)) != seen[0].called:
         raise BlocksDiffer("blocks are called with other arguments")
+    # No op runs: each returned tensor is an argument of the same specification, so no storage is created.
     returned = zip(seen[0].leaves, seen[0].arguments, strict=True)
     return tree_unflatten([leaf if i < 0 else given[i] for leaf, i in returned], seen[0].form)
 
@@ -269,7 +266,9 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, BlocksDiffer):
         cause = cause.__cause__
-    return f"without some of them it raises {type(error).__name__}" if cause is None else str(cause)
+    return (
+        f"the model without some of its blocks raises {type(error).__name__}" if cause is None else str(cause)
+    )
 
 
 def _tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
@@ -290,15 +289,16 @@ def _argument_spec(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else id(value)
 
 
-# -- which blocks are alike ----------------------------------------------------------------------------------
+# -- runs of equal blocks ------------------------------------------------------------------------------------
 
 
 def _runs(model: nn.Module, blocks: Sequence[str]) -> list[_Run]:
-    """Rows of at least `MIN_EQUAL_BLOCKS` blocks that are alike."""
+    """Return the runs of at least `MIN_EQUAL_BLOCKS` equal blocks."""
     modules = [model.get_submodule(name) for name in blocks]
     found, first, counting = [], 0, None
     for i in range(1, len(modules) + 1):
         step = _index_attributes(modules[i - 1], modules[i]) if i < len(modules) else None
+        # Attributes that number the blocks must be the same ones throughout a run.
         if step is not None and (i - 1 == first or step == counting):
             counting = step
             continue
@@ -309,10 +309,7 @@ def _runs(model: nn.Module, blocks: Sequence[str]) -> list[_Run]:
 
 
 def _index_attributes(one: nn.Module, other: nn.Module) -> frozenset[str] | None:
-    """Return the attributes that number the blocks (larger by one in `other`).
-
-    None if the blocks are not equal.
-    """
+    """Return the attributes that number the blocks (larger by one in `other`), None if the blocks differ."""
     names = [name for name, _ in one.named_modules()]
     if names != [name for name, _ in other.named_modules()]:
         return None
@@ -378,7 +375,7 @@ def _same_setting(one: Any, other: Any) -> bool:
     return False
 
 
-# -- two recordings ------------------------------------------------------------------------------------------
+# -- comparison with the full recording ----------------------------------------------------------------------
 
 
 def _without_modules(step: Step, names: set[str]) -> Step:
@@ -392,14 +389,12 @@ def _without_modules(step: Step, names: set[str]) -> Step:
 
 
 def _difference(one: Step, other: Step) -> str:
-    """Return the first column in which two steps differ, or ''.
-
-    Autograd's node numbers are compared up to an offset.
-    """
+    """Return the name of the first column in which two steps differ, or ''."""
     others = other.values()
     for name, mine in one.values().items():
         theirs = others[name]
         if name == "ops.sequence_nr":
+            # Autograd's counter runs on between recordings: node numbers are compared up to an offset.
             mine, theirs = (np.where(each < 0, -1, each - each.max(initial=0)) for each in (mine, theirs))
         if not (np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs):
             return name
@@ -407,14 +402,16 @@ def _difference(one: Step, other: Step) -> str:
 
 
 def _hints_difference(one: Hints, other: Hints) -> str:
-    """Return in what the hints of two equal steps differ, or ''."""
+    """Return the part in which the hints of two equal steps differ, or ''."""
     if one.signatures != other.signatures:
-        return "what their ops are called with"
+        return "the arguments of ops"
     numbers = {
         tuple(np.subtract(mine.nodes, theirs.nodes))
         for mine, theirs in zip(one.calls, other.calls, strict=False)
     }
     mine, theirs = ([replace(call, nodes=(0, 0)) for call in each.calls] for each in (one, other))
     return (
-        "" if mine == theirs and len({number for pair in numbers for number in pair}) < 2 else "their calls"
+        ""
+        if mine == theirs and len({number for pair in numbers for number in pair}) < 2
+        else "calls of attention or dropout"
     )

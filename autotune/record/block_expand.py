@@ -1,16 +1,16 @@
-"""A step that was recorded without some of its equal blocks, with the rows of those blocks written in.
+"""Insert the rows of skipped blocks into a step that was recorded without them.
 
-A *period* is what belongs to one block: in forward from its first op to the next block's, in backward
-likewise. Four blocks in a row are recorded, 0 to 3; those that were left out stood between 2 and 3. Rows of
-every sort (ops, storages, uses, saves, …) are numbered as they come, so:
+A block's *period* in forward or backward is its rows from its first op to the next block's first op. Four
+consecutive blocks are recorded, 0 to 3; the skipped ones belong between 2 and 3. Rows of each table (ops,
+storages, uses, saves, …) are numbered in the order in which they were recorded, so:
 
-1. What a block's rows say of its own and its neighbours' periods is a distance from where its own period
-   begins. What they say of anything else is the same for all blocks. The copies of block 2 say what it says,
-   from where they begin.
-2. In forward copies come after block 2, in backward before it.
-3. Blocks 1 and 2 must say the same (`BlocksDiffer` is raised where they do not). As the neighbours of block 1
-   are 0 and 2, those of block 2 are 1 and 3, this is the step from one block to the next on which the copies
-   rest.
+1. A reference from a block's rows into its own or a neighbour's period is an offset from the start of its own
+   period; any other reference is the same for all blocks. A copy of block 2 has the offsets of block 2,
+   applied to the copy's start.
+2. In forward the copies follow block 2, in backward they precede it.
+3. Blocks 1 and 2 must have equal rows in this form, or `BlocksDiffer` is raised. The neighbours of block 1
+   are 0 and 2, those of block 2 are 1 and 3: this is the induction step from a block to the next that
+   justifies the copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class PartialRecording:
     entered: tuple[Mark, ...]
     """Position of the recording when each block began."""
     n_state: int
-    """Number of storages that existed before the step; their rows are equal in all recordings of a session.
+    """Number of storages that existed before the step; their rows are equal in all recordings of a
+    session.
     """
     owned: Mapping[str, Sequence[int]]
     """By block name, skipped blocks included: rows of the state that only this block refers to."""
@@ -65,14 +66,14 @@ class _Gather(NamedTuple):
 class _RowSpace:
     """Row numbers of one table: start of block 2 in forward and in backward, and the period lengths."""
 
-    forward: int
-    size: int
-    backward: int
-    back: int
+    forward_start: int
+    forward_size: int
+    backward_start: int
+    backward_size: int
     copies: int
-    ahead: tuple[int, int]
-    """From where to where the four blocks have rows in forward …"""
-    behind: tuple[int, int]
+    forward_span: tuple[int, int]
+    """First and last + 1 forward row of the four blocks."""
+    backward_span: tuple[int, int]
     """First and last + 1 backward row of the four blocks."""
 
     @staticmethod
@@ -84,63 +85,81 @@ class _RowSpace:
         """
         (_, one, two, three, _), (_, last, middle, first, _) = forward, backward
         if three - two != two - one or last - middle != middle - first or two < one or middle < last:
-            raise BlocksDiffer(f"they have other numbers of {what}")
+            raise BlocksDiffer(f"blocks have different numbers of {what}")
         ends = (forward[0], forward[-1]), (backward[0], backward[-1])
         return _RowSpace(two, three - two, last, middle - last, copies, *ends)
 
-    def moved(self, rows: I64) -> I64:
+    def renumbered(self, rows: I64) -> I64:
         """Return the new numbers of rows that are not in a copy."""
-        more = np.where(rows >= self.forward + self.size, self.copies * self.size, 0)
-        return rows + more + np.where(rows >= self.backward, self.copies * self.back, 0)
+        more = np.where(rows >= self.forward_start + self.forward_size, self.copies * self.forward_size, 0)
+        return rows + more + np.where(rows >= self.backward_start, self.copies * self.backward_size, 0)
 
-    def seen(self, rows: I64, copy: I64) -> I64:
-        """What rows of `copy` refer to by `rows` (rule 1)."""
+    def references(self, rows: I64, copy: I64) -> I64:
+        """Return the new references of rows of `copy` that referred to `rows` (rule 1)."""
         last = copy == self.copies + 1
-        forward, backward = self.forward + last * self.size, self.backward - last * self.back
-        ahead, behind = rows - forward, rows - backward
-        near, near_back = self._near(rows, ahead, behind)
+        forward, backward = (
+            self.forward_start + last * self.forward_size,
+            self.backward_start - last * self.backward_size,
+        )
+        in_forward, in_backward = rows - forward, rows - backward
+        near, near_back = self._near(rows, in_forward, in_backward)
         near, near_back = near & (copy >= 0), near_back & (copy >= 0)
-        found = np.where((rows < 0) | (rows >= FOREVER), rows, self.moved(rows))
-        found = np.where(near, self.forward + copy * self.size + ahead, found)
-        there = self.backward + self.copies * (self.size + self.back) - copy * self.back + behind
-        return np.where(near_back, there, found)
+        found = np.where((rows < 0) | (rows >= FOREVER), rows, self.renumbered(rows))
+        found = np.where(near, self.forward_start + copy * self.forward_size + in_forward, found)
+        # In backward the copies run in reverse order, and all forward copies precede them.
+        inserted = self.copies * (self.forward_size + self.backward_size)
+        start = self.backward_start + inserted - copy * self.backward_size
+        return np.where(near_back, start + in_backward, found)
 
     def _near(
-        self, rows: I64, ahead: I64, behind: I64
+        self, rows: I64, in_forward: I64, in_backward: I64
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return which rows are in a block's own or a neighbouring period, in forward and backward."""
         near = (
-            (ahead >= -self.size) & (ahead < 2 * self.size) & (rows >= self.ahead[0]) & (rows < self.ahead[1])
+            (in_forward >= -self.forward_size)
+            & (in_forward < 2 * self.forward_size)
+            & (rows >= self.forward_span[0])
+            & (rows < self.forward_span[1])
         )
         near_back = (
-            (behind >= -self.back)
-            & (behind < 2 * self.back)
-            & (rows >= self.behind[0])
-            & (rows < self.behind[1])
+            (in_backward >= -self.backward_size)
+            & (in_backward < 2 * self.backward_size)
+            & (rows >= self.backward_span[0])
+            & (rows < self.backward_span[1])
         )
         return near, near_back
 
-    def said(self, rows: I64, block: int) -> I64:
-        """(n, 2) what block 1 or 2 says by `rows`: of which period, and the distance."""
-        ahead = rows - (self.forward - (2 - block) * self.size)
-        behind = rows - (self.backward + (2 - block) * self.back)
-        near, near_back = self._near(rows, ahead, behind)
+    def relative(self, rows: I64, block: int) -> I64:
+        """Return (n, 2) references of block 1 or 2 in comparable form.
+
+        The first column is 1 for a forward period, 2 for a backward period, 0 for any other row; the second
+        is the offset from the start of the block's period, or the row itself.
+        """
+        in_forward = rows - (self.forward_start - (2 - block) * self.forward_size)
+        in_backward = rows - (self.backward_start + (2 - block) * self.backward_size)
+        near, near_back = self._near(rows, in_forward, in_backward)
         where = np.where(near_back, 2, np.where(near, 1, 0))
-        return np.stack([where, np.where(near_back, behind, np.where(near, ahead, rows))], axis=1)
+        return np.stack([where, np.where(near_back, in_backward, np.where(near, in_forward, rows))], axis=1)
 
     def own(self, block: int) -> I64:
         """Return the rows of block 1 or 2."""
-        forward, backward = self.forward - (2 - block) * self.size, self.backward + (2 - block) * self.back
+        forward, backward = (
+            self.forward_start - (2 - block) * self.forward_size,
+            self.backward_start + (2 - block) * self.backward_size,
+        )
         return np.concatenate(
-            [np.arange(forward, forward + self.size), np.arange(backward, backward + self.back)]
+            [
+                np.arange(forward, forward + self.forward_size),
+                np.arange(backward, backward + self.backward_size),
+            ]
         )
 
     def gather(self, n: int) -> _Gather:
         """Return the source of all new rows in order (rule 2), for `n` old rows."""
-        end, back = self.forward + self.size, min(self.backward, n)
+        end, back = self.forward_start + self.forward_size, min(self.backward_start, n)
         between, copies = np.arange(end, back), np.arange(1, self.copies + 1)
-        own, own_back = np.arange(self.forward, end), np.arange(back, back + self.back)
-        is_last = (between < self.ahead[1]) | (between >= self.behind[0])
+        own, own_back = np.arange(self.forward_start, end), np.arange(back, back + self.backward_size)
+        is_last = (between < self.forward_span[1]) | (between >= self.backward_span[0])
         rows = [
             np.arange(end),
             np.tile(own, self.copies),
@@ -148,79 +167,81 @@ class _RowSpace:
             np.tile(own_back, self.copies),
             np.arange(back, n),
         ]
-        whose = [
-            np.full(self.forward, -1),
-            np.zeros(self.size),
-            np.repeat(copies, self.size),
+        copy = [
+            np.full(self.forward_start, -1),
+            np.zeros(self.forward_size),
+            np.repeat(copies, self.forward_size),
             np.where(is_last, self.copies + 1, -1),
-            np.repeat(copies[::-1], self.back),
-            np.zeros(self.back),
-            np.full(n - back - self.back, -1),
+            np.repeat(copies[::-1], self.backward_size),
+            np.zeros(self.backward_size),
+            np.full(n - back - self.backward_size, -1),
         ]
-        return _Gather(np.concatenate(rows), np.concatenate(whose).astype(np.int64))
+        return _Gather(np.concatenate(rows), np.concatenate(copy).astype(np.int64))
 
 
 class BlockExpansion:
-    """Inserts copies of a block into a partial recording; `done` returns the result."""
+    """Inserts copies of a block into a partial recording; `expanded` returns the result."""
 
-    def __init__(self, short: PartialRecording, before: int, names: Sequence[str]) -> None:
-        """Prepare copies `names` after the block with index `before`, which is block 2 of the four."""
-        self._short, self._step, self._at, self._names = short, short.step, before, names
-        step, at, copies = short.step, before, len(names)
+    def __init__(self, partial: PartialRecording, block: int, names: Sequence[str]) -> None:
+        """Prepare copies `names` after the block with index `block`, which is block 2 of the four."""
+        self._partial, self._step, self._at, self._names = partial, partial.step, block, names
+        step, at, copies = partial.step, block, len(names)
         if (step.ops.phase == Phase.RECOMPUTE).any():
-            raise BlocksDiffer("something runs again in backward")
+            raise BlocksDiffer("blocks are recomputed in backward")
         if len(step.calls.block) != len(step.blocks):
-            raise BlocksDiffer("a block runs more than once")
-        if len({len(short.owned[name]) for name in (*step.blocks[at - 1 : at + 1], *names)}) > 1:
-            raise BlocksDiffer("they do not hold the same state")
+            raise BlocksDiffer("a block runs more than once per step")
+        if len({len(partial.owned[name]) for name in (*step.blocks[at - 1 : at + 1], *names)}) > 1:
+            raise BlocksDiffer("blocks have different numbers of parameters, buffers and optimizer state")
         forward = [*step.forward_starts[at - 2 : at + 2].tolist(), int(step.forward_ends[at + 1]) + 1]
         backward = [_backward_range(step, block)[0] for block in (at + 1, at, at - 1, at - 2)] + [
             _backward_range(step, at - 2)[1]
         ]
         self._ops = _RowSpace.of(forward, backward, copies, "ops")
-        self._storages = self._by(self._birth(), forward, backward, "storages")
-        self._uses = self._by(step.uses.op, forward, backward, "uses")
-        marks = short.entered[at - 2 : at + 2]
+        self._storages = self._space(self._birth(), forward, backward, "storages")
+        self._uses = self._space(step.uses.op, forward, backward, "uses")
+        marks = partial.entered[at - 2 : at + 2]
         saves = [*(each.saves for each in marks), int(np.searchsorted(step.saves.packed_before, forward[-1]))]
         self._saves = _RowSpace.of(saves, _NOWHERE, copies, "saved tensors")
         self._nodes = _RowSpace.of(
             [*(each.nodes for each in marks), _NEVER], _NOWHERE, copies, "autograd nodes"
         )
         asked = np.sort(step.saves.unpacked_before[step.saves.unpack_order >= 0])
-        self._turns = self._by(asked, None, backward, "saved tensors that are used")
-        self._grads = self._by(step.storages.grad_ready_after[step.grad_order], None, backward, "gradients")
+        self._unpack_order = self._space(asked, None, backward, "saved tensors that are used")
+        self._grads = self._space(
+            step.storages.grad_ready_after[step.grad_order], None, backward, "gradients"
+        )
         blocks = [*range(at - 2, at + 3)]
-        self._inputs = self._by(step.calls.input_block, blocks, None, "inputs")
+        self._inputs = self._space(step.calls.input_block, blocks, None, "inputs")
         self._blocks = _RowSpace.of(blocks, _NOWHERE, copies, "blocks")
-        firsts = np.asarray([call.ops[0] for call in short.calls], np.int64)
-        self._calls = self._by(firsts, forward, None, "calls")
+        firsts = np.asarray([call.ops[0] for call in partial.calls], np.int64)
+        self._calls = self._space(firsts, forward, None, "calls")
         self._modules, self._module_names = self._module_space()
 
-    def _by(
+    def _space(
         self,
         where: npt.NDArray[Any],
         forward: Sequence[int] | None,
         backward: Sequence[int] | None,
         what: str,
     ) -> _RowSpace:
-        """Return the space of a table whose rows are sorted by `where`."""
-        ahead = [0] * 5 if forward is None else np.searchsorted(where, forward).tolist()
-        behind = _NOWHERE if backward is None else np.searchsorted(where, backward).tolist()
-        return _RowSpace.of(ahead, behind, len(self._names), what)
+        """Return the row space of a table sorted by `where`; None means no rows in that phase."""
+        in_forward = [0] * 5 if forward is None else np.searchsorted(where, forward).tolist()
+        in_backward = _NOWHERE if backward is None else np.searchsorted(where, backward).tolist()
+        return _RowSpace.of(in_forward, in_backward, len(self._names), what)
 
     def _birth(self) -> I64:
         """Return (m,) op at which each storage first appears, -1 for state.
 
         Ascending, as storages are numbered.
         """
-        step, n_state = self._step, self._short.n_state
+        step, n_state = self._step, self._partial.n_state
         birth = step.storages.producer.astype(np.int64)
         seen = np.full(step.storages.n, _NEVER)
         np.minimum.at(seen, step.uses.storage, step.uses.op)
         birth = np.where(birth < 0, seen, birth)
         birth[:n_state] = -1
         if (np.diff(birth) < 0).any() or (birth == _NEVER).any():
-            raise BlocksDiffer("a tensor from outside of the step is in their way")
+            raise BlocksDiffer("blocks use a tensor that was created outside of the step")
         return birth
 
     def _module_space(self) -> tuple[_RowSpace, list[str]]:
@@ -229,7 +250,7 @@ class BlockExpansion:
         for name in blocks[at - 1 : at + 1]:
             rows = [i for i, each in enumerate(modules) if _inside(each, name)]
             if not rows or rows != list(range(rows[0], rows[-1] + 1)):
-                raise BlocksDiffer("their modules run in another order")
+                raise BlocksDiffer("modules of blocks run in different orders")
             first += [rows[0], rows[-1] + 1]
         space = _RowSpace.of(
             [0, first[0], first[2], first[3], len(modules)], _NOWHERE, len(self._names), "modules"
@@ -238,13 +259,13 @@ class BlockExpansion:
         if [each[len(blocks[at]) :] for each in own] != [
             each[len(blocks[at - 1]) :] for each in modules[first[0] : first[1]]
         ]:
-            raise BlocksDiffer("they have other modules")
+            raise BlocksDiffer("blocks have different modules")
         copies = [name + each[len(blocks[at]) :] for name in self._names for each in own]
         return space, [*modules[: first[3]], *copies, *modules[first[3] :]]
 
     # -- the copies ------------------------------------------------------------------------------------------
 
-    def done(self) -> PartialRecording:
+    def expanded(self) -> PartialRecording:
         """Return the recording with the copies inserted.
 
         Raises:
@@ -253,42 +274,42 @@ class BlockExpansion:
         self._check()
         step, at = self._step, self._at
         blocks = (*step.blocks[: at + 1], *self._names, *step.blocks[at + 1 :])
-        whose = self._blocks.gather(len(step.blocks) + 1)
+        gather = self._blocks.gather(len(step.blocks) + 1)
         row_of = self._gather("storages").row
-        inputs = replace(step.calls.inputs, **self._columns("inputs"))
+        inputs = replace(step.calls.inputs, **self._expanded_columns("inputs"))
         new = replace(
             step,
             modules=tuple(self._module_names),
             blocks=blocks,
-            parameters=tuple(self._parameters(blocks)),
-            ops=replace(step.ops, **self._columns("ops")),
-            storages=replace(step.storages, **self._columns("storages")),
-            uses=replace(step.uses, **self._columns("uses")),
-            saves=replace(step.saves, **self._columns("saves")),
+            parameters=tuple(self._expanded_parameters(blocks)),
+            ops=replace(step.ops, **self._expanded_columns("ops")),
+            storages=replace(step.storages, **self._expanded_columns("storages")),
+            uses=replace(step.uses, **self._expanded_columns("uses")),
+            saves=replace(step.saves, **self._expanded_columns("saves")),
             calls=Calls(
-                np.arange(len(blocks), dtype=np.int32), step.calls.grad_enabled[whose.row[:-1]], inputs
+                np.arange(len(blocks), dtype=np.int32), step.calls.grad_enabled[gather.row[:-1]], inputs
             ),
-            block_outputs=tuple(step.block_outputs[row] for row in whose.row[:-1].tolist()),
-            forward_starts=self._ops.seen(step.forward_starts[whose.row].astype(np.int64), whose.copy).astype(
-                np.int32
-            ),
-            forward_ends=self._ops.seen(step.forward_ends[whose.row].astype(np.int64), whose.copy).astype(
-                np.int32
-            ),
-            grad_order=self._columns("grads")["grad_order"],
-            returned=np.sort(self._storages.moved(step.returned.astype(np.int64))).astype(np.int32),
+            block_outputs=tuple(step.block_outputs[row] for row in gather.row[:-1].tolist()),
+            forward_starts=self._ops.references(
+                step.forward_starts[gather.row].astype(np.int64), gather.copy
+            ).astype(np.int32),
+            forward_ends=self._ops.references(
+                step.forward_ends[gather.row].astype(np.int64), gather.copy
+            ).astype(np.int32),
+            grad_order=self._expanded_columns("grads")["grad_order"],
+            returned=np.sort(self._storages.renumbered(step.returned.astype(np.int64))).astype(np.int32),
             partly_written=np.flatnonzero(np.isin(row_of, step.partly_written)).astype(np.int32),
             read_by_host=np.flatnonzero(np.isin(row_of, step.read_by_host)).astype(np.int32),
         )
         ops = self._gather("ops")
-        marks = [self._short.entered[row] for row in whose.row[:-1]]
-        saves = self._saves.seen(np.asarray([each.saves for each in marks]), whose.copy[:-1]).tolist()
-        nodes = self._nodes.seen(np.asarray([each.nodes for each in marks]), whose.copy[:-1]).tolist()
+        marks = [self._partial.entered[row] for row in gather.row[:-1]]
+        saves = self._saves.references(np.asarray([each.saves for each in marks]), gather.copy[:-1]).tolist()
+        nodes = self._nodes.references(np.asarray([each.nodes for each in marks]), gather.copy[:-1]).tolist()
         return replace(
-            self._short,
+            self._partial,
             step=new,
-            calls=tuple(self._written_calls()),
-            signatures=tuple(self._short.signatures[row] for row in ops.row),
+            calls=tuple(self._expanded_calls()),
+            signatures=tuple(self._partial.signatures[row] for row in ops.row),
             entered=tuple(
                 Mark(int(new.forward_starts[i]), node, save)
                 for i, (node, save) in enumerate(zip(nodes, saves, strict=True))
@@ -296,7 +317,9 @@ class BlockExpansion:
         )
 
     def _tables(self) -> dict[str, tuple[_RowSpace, dict[str, tuple[npt.NDArray[Any], _RowSpace | None]]]]:
-        """The space that each table's rows are of, its columns, and what their values refer to."""
+        """Return each table's row space, its columns, and the row space to which a column refers (None:
+        none).
+        """
         step, ops, storages, blocks = self._step, self._ops, self._storages, self._blocks
         refer: dict[str, tuple[_RowSpace, Table, dict[str, _RowSpace]]] = {
             "ops": (ops, step.ops, {"module": self._modules, "call": blocks, "sequence_nr": self._nodes}),
@@ -312,7 +335,7 @@ class BlockExpansion:
                 dict.fromkeys(("packed_before", "held_until", "used_until", "unpacked_before"), ops)
                 | {
                     "storage": storages,
-                    "unpack_order": self._turns,
+                    "unpack_order": self._unpack_order,
                     "call": blocks,
                 },
             ),
@@ -328,27 +351,27 @@ class BlockExpansion:
         space, columns = self._tables()[table]
         return space.gather(len(next(iter(columns.values()))[0]))
 
-    def _columns(self, table: str) -> dict[str, Any]:
+    def _expanded_columns(self, table: str) -> dict[str, Any]:
         made: dict[str, Any] = {}
         gather = self._gather(table)
         for name, (old, space) in self._tables()[table][1].items():
             made[name] = old[gather.row]
             if space is not None:
-                rows = space.seen(made[name].astype(np.int64), gather.copy)
-                made[name] = (self._state(rows, gather.copy) if space is self._storages else rows).astype(
+                rows = space.references(made[name].astype(np.int64), gather.copy)
+                made[name] = (self._own_state(rows, gather.copy) if space is self._storages else rows).astype(
                     old.dtype
                 )
         return made
 
-    def _state(self, rows: I64, copy: I64) -> I64:
+    def _own_state(self, rows: I64, copy: I64) -> I64:
         """Return `rows` of storages with block 2's own state replaced by that of each copy."""
-        mine = np.asarray(self._short.owned[self._step.blocks[self._at]], np.int64)
-        place = np.full(self._short.n_state + 1, -1, np.int64)
+        mine = np.asarray(self._partial.owned[self._step.blocks[self._at]], np.int64)
+        place = np.full(self._partial.n_state + 1, -1, np.int64)
         place[mine] = np.arange(len(mine))
         theirs = np.asarray(
-            [self._short.owned[name] for name in (self._step.blocks[self._at], *self._names)], np.int64
+            [self._partial.owned[name] for name in (self._step.blocks[self._at], *self._names)], np.int64
         )
-        at = place[np.minimum(rows, self._short.n_state)]
+        at = place[np.minimum(rows, self._partial.n_state)]
         copied = (at >= 0) & (copy >= 1) & (copy <= len(self._names))
         return (
             np.where(copied, theirs[np.where(copied, copy, 0), np.where(copied, at, 0)], rows)
@@ -356,7 +379,7 @@ class BlockExpansion:
             else rows
         )
 
-    def _parameters(self, blocks: Sequence[str]) -> list[Parameter]:
+    def _expanded_parameters(self, blocks: Sequence[str]) -> list[Parameter]:
         step, at = self._step, self._at
         number = {name: i for i, name in enumerate(blocks)}
         gradients = {
@@ -366,7 +389,7 @@ class BlockExpansion:
         }
         found, copies = [], []
         for each in step.parameters:
-            left_out = next(
+            skipped = next(
                 (
                     name
                     for name in _ancestors(each.name)
@@ -374,55 +397,55 @@ class BlockExpansion:
                 ),
                 None,
             )
-            if left_out is not None:
+            if skipped is not None:
                 each = each._replace(
-                    gradient=gradients.get(each.name[len(left_out) :], -1), block=number[left_out]
+                    gradient=gradients.get(each.name[len(skipped) :], -1), block=number[skipped]
                 )
             elif each.block >= 0:
                 each = each._replace(block=number[step.blocks[each.block]])
             found.append(each)
             copies.append(each.block - at if at <= each.block <= at + len(self._names) else -1)
-        seen = self._storages.seen(
+        seen = self._storages.references(
             np.asarray([each.gradient for each in found], np.int64), np.asarray(copies, np.int64)
         )
         return [each._replace(gradient=gradient) for each, gradient in zip(found, seen.tolist(), strict=True)]
 
-    def _written_calls(self) -> list[Call]:
-        gather = self._calls.gather(len(self._short.calls))
+    def _expanded_calls(self) -> list[Call]:
+        gather = self._calls.gather(len(self._partial.calls))
         made = []
-        for row, whose in zip(gather.row.tolist(), gather.copy.tolist(), strict=True):
-            call = self._short.calls[row]
-            storages = self._of(self._storages, (*call.inputs, call.output), whose)
+        for row, copy in zip(gather.row.tolist(), gather.copy.tolist(), strict=True):
+            call = self._partial.calls[row]
+            storages = self._references(self._storages, (*call.inputs, call.output), copy)
             made.append(
                 replace(
                     call,
-                    ops=self._of(self._ops, call.ops, whose),
-                    nodes=self._of(self._nodes, call.nodes, whose),
-                    saves=self._of(self._saves, call.saves, whose),
+                    ops=self._references(self._ops, call.ops, copy),
+                    nodes=self._references(self._nodes, call.nodes, copy),
+                    saves=self._references(self._saves, call.saves, copy),
                     inputs=storages[:-1],
                     output=storages[-1],
                 )
             )
         return made
 
-    def _of(self, space: _RowSpace, rows: Sequence[int], copy: int) -> Any:
+    def _references(self, space: _RowSpace, rows: Sequence[int], copy: int) -> Any:
         copies = np.full(len(rows), copy)
-        seen = space.seen(np.asarray(rows, np.int64), copies)
-        return tuple((self._state(seen, copies) if space is self._storages else seen).tolist())
+        seen = space.references(np.asarray(rows, np.int64), copies)
+        return tuple((self._own_state(seen, copies) if space is self._storages else seen).tolist())
 
     # -- the check -------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         """Raise `BlocksDiffer` if the rows of blocks 1 and 2 are not equal (rule 3)."""
         step, at = self._step, self._at
-        state = [self._numbered(step.blocks[block]) for block in (at - 1, at)]
+        state = [self._state_index(step.blocks[block]) for block in (at - 1, at)]
         for table, (space, columns) in self._tables().items():
             rows = [space.own(block) for block in (1, 2)]
             for name, (column, refers) in columns.items():
                 values = [column[each] for each in rows]
                 if refers is not None:
                     values = [
-                        refers.said(value.astype(np.int64), block)
+                        refers.relative(value.astype(np.int64), block)
                         for block, value in zip((1, 2), values, strict=True)
                     ]
                 if refers is self._storages:
@@ -430,28 +453,28 @@ class BlockExpansion:
                         _with_state_index(value, place) for value, place in zip(values, state, strict=True)
                     ]
                 if name != "owner" and not np.array_equal(values[0], values[1]):
-                    raise BlocksDiffer(f"they differ in {table}.{name}")
+                    raise BlocksDiffer(f"blocks differ in {table}.{name}")
         rows = [self._ops.own(block).tolist() for block in (1, 2)]
-        if [self._short.signatures[row] for row in rows[0]] != [
-            self._short.signatures[row] for row in rows[1]
+        if [self._partial.signatures[row] for row in rows[0]] != [
+            self._partial.signatures[row] for row in rows[1]
         ]:
-            raise BlocksDiffer("their ops have other arguments")
-        calls = [[self._short.calls[row] for row in self._calls.own(block)] for block in (1, 2)]
+            raise BlocksDiffer("ops of blocks have different arguments")
+        calls = [[self._partial.calls[row] for row in self._calls.own(block)] for block in (1, 2)]
         what = [[(each.kind, each.shapes, each.dtype, dict(each.options)) for each in some] for some in calls]
         if what[0] != what[1]:
-            raise BlocksDiffer("they call attention or dropout otherwise")
+            raise BlocksDiffer("blocks call attention or dropout with different arguments")
 
-    def _numbered(self, block: str) -> I64:
-        place = np.full(self._short.n_state + 1, -1, np.int64)
-        owned = list(self._short.owned[block])
+    def _state_index(self, block: str) -> I64:
+        place = np.full(self._partial.n_state + 1, -1, np.int64)
+        owned = list(self._partial.owned[block])
         place[owned] = np.arange(len(owned))
         return place
 
 
-def _with_state_index(said: I64, place: I64) -> I64:
+def _with_state_index(relative: I64, place: I64) -> I64:
     """Return references to storages, with a block's own state by index to make blocks comparable."""
-    at = np.where(said[:, 0] == 0, place[np.clip(said[:, 1], 0, len(place) - 1)], -1)
-    return np.where((at >= 0)[:, None], np.stack([np.full(len(at), 3), at], axis=1), said)
+    at = np.where(relative[:, 0] == 0, place[np.clip(relative[:, 1], 0, len(place) - 1)], -1)
+    return np.where((at >= 0)[:, None], np.stack([np.full(len(at), 3), at], axis=1), relative)
 
 
 def _backward_range(step: Step, block: int) -> tuple[int, int]:
@@ -472,30 +495,30 @@ def _inside(name: str, block: str) -> bool:
     return name == block or name.startswith(block + ".")
 
 
-def with_optimizer(short: PartialRecording, whole: Step) -> Step:
-    """Return the step of `short` with the optimizer phase of `whole` instead of its last op.
+def with_optimizer(partial: PartialRecording, full: Step) -> Step:
+    """Return the step of `partial` with the optimizer phase of `full` instead of its last op.
 
-    `whole` is a full recording of the same session.
+    `full` is a full recording of the same session.
 
     Raises:
-        BlocksDiffer: The optimizer reads something of forward or backward that is no gradient.
+        BlocksDiffer: The optimizer reads tensors of forward or backward other than gradients.
     """
-    step, n = short.step, short.step.ops.n - 1
-    first = int(np.searchsorted(whole.ops.phase == Phase.OPTIMIZER, True))
-    made = int(np.searchsorted(np.maximum.accumulate(whole.storages.producer), first))
+    step, n = partial.step, partial.step.ops.n - 1
+    first = int(np.searchsorted(full.ops.phase == Phase.OPTIMIZER, True))
+    made = int(np.searchsorted(np.maximum.accumulate(full.storages.producer), first))
     later = first - n
-    storage = np.full(whole.storages.n, -1)
-    storage[: short.n_state] = np.arange(short.n_state)
-    for mine, theirs in zip(step.parameters, whole.parameters, strict=True):
+    storage = np.full(full.storages.n, -1)
+    storage[: partial.n_state] = np.arange(partial.n_state)
+    for mine, theirs in zip(step.parameters, full.parameters, strict=True):
         storage[theirs.gradient] = mine.gradient if theirs.gradient >= 0 else storage[theirs.gradient]
-    storage[made:] = np.arange(whole.storages.n - made) + step.storages.n
-    uses = whole.uses.op >= first
-    if (storage[whole.uses.storage[uses]] < 0).any():
-        raise BlocksDiffer("the optimizer reads more than gradients")
-    n_ops = n + whole.ops.n - first
+    storage[made:] = np.arange(full.storages.n - made) + step.storages.n
+    uses = full.uses.op >= first
+    if (storage[full.uses.storage[uses]] < 0).any():
+        raise BlocksDiffer("the optimizer reads tensors other than gradients")
+    n_ops = n + full.ops.n - first
     names = [
         *(step.names[i] for i in step.ops.name[:n].tolist()),
-        *(whole.names[i] for i in whole.ops.name[first:].tolist()),
+        *(full.names[i] for i in full.ops.name[first:].tolist()),
     ]
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
 
@@ -505,23 +528,23 @@ def with_optimizer(short: PartialRecording, whole: Step) -> Step:
     def shifted(rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
         return np.where((rows < 0) | (rows == FOREVER), rows, rows - later).astype(np.int32)
 
-    held = np.concatenate([until(step.storages.held_until), shifted(whole.storages.held_until[made:])])
+    held = np.concatenate([until(step.storages.held_until), shifted(full.storages.held_until[made:])])
     ops: dict[str, Any] = {
-        name: np.concatenate([column[:n], getattr(whole.ops, name)[first:]])
+        name: np.concatenate([column[:n], getattr(full.ops, name)[first:]])
         for name, column in step.ops.columns().items()
     }
     ops["name"] = np.asarray([number[name] for name in names], np.int32)
     storages: dict[str, Any] = {
-        name: np.concatenate([column, getattr(whole.storages, name)[made:]])
+        name: np.concatenate([column, getattr(full.storages, name)[made:]])
         for name, column in step.storages.columns().items()
     }
-    storages["producer"] = np.concatenate([step.storages.producer, shifted(whole.storages.producer[made:])])
+    storages["producer"] = np.concatenate([step.storages.producer, shifted(full.storages.producer[made:])])
     storages["held_until"] = held
     owner = np.concatenate(
         [
-            whole.storages.owner[: short.n_state],
-            np.full(step.storages.n - short.n_state, -1),
-            whole.storages.owner[made:],
+            full.storages.owner[: partial.n_state],
+            np.full(step.storages.n - partial.n_state, -1),
+            full.storages.owner[made:],
         ]
     )
     for i, parameter in enumerate(step.parameters):
@@ -534,9 +557,9 @@ def with_optimizer(short: PartialRecording, whole: Step) -> Step:
         ops=replace(step.ops, **ops),
         storages=Storages(**storages),
         uses=Uses(
-            op=np.concatenate([step.uses.op, shifted(whole.uses.op[uses])]),
-            storage=np.concatenate([step.uses.storage, storage[whole.uses.storage[uses]].astype(np.int32)]),
-            mode=np.concatenate([step.uses.mode, whole.uses.mode[uses]]),
+            op=np.concatenate([step.uses.op, shifted(full.uses.op[uses])]),
+            storage=np.concatenate([step.uses.storage, storage[full.uses.storage[uses]].astype(np.int32)]),
+            mode=np.concatenate([step.uses.mode, full.uses.mode[uses]]),
         ),
         saves=replace(
             step.saves, held_until=until(step.saves.held_until), used_until=until(step.saves.used_until)

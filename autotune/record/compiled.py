@@ -23,7 +23,8 @@ from memtune.technique import Reason
 from memtune.workload import Workload
 
 _MOST_GRAPHS = 64
-"""Dynamo's cache limit per code object. Its default of 8 would fall back to eager after a few micro-batches.
+"""Dynamo's cache limit per code object. Its default of 8 would fall back to eager after a few
+micro-batches.
 """
 
 
@@ -31,12 +32,9 @@ class CompiledRecordings:
     """Recordings of a workload by compile setting, each made when first needed.
 
     Args:
-        workload: The user's model, batch, loss and optimizer.
-        sizes: Micro-batches that will be used.
-        between: As in `record`.
-        workspace: Table of CPU kernels' scratch.
-        target: Device on which the step is to run.
-        translate: Translates a recording to the target's kernels.
+        workload: The user's model, batch, loss and optimizer. sizes: Micro-batches that will be used.
+        between: As in `record`. workspace: Table of CPU kernels' scratch. target: Device on which the step is
+        to run. translate: Translates a recording to the target's kernels.
     """
 
     def __init__(
@@ -57,10 +55,10 @@ class CompiledRecordings:
     def __call__(self, compiling: Compiling) -> Recording | Reason:
         """Return the recording under `compiling`, or why the model cannot be compiled so."""
         if compiling not in self._known:
-            self._known[compiling] = self._made(compiling)
+            self._known[compiling] = self._attempt(compiling)
         return self._known[compiling]
 
-    def _made(self, compiling: Compiling) -> Recording | Reason:
+    def _attempt(self, compiling: Compiling) -> Recording | Reason:
         try:
             with recording_graphs():
                 recording = self._record(compiling=compiling)

@@ -1,9 +1,10 @@
-"""Autocast as CUDA does it, on CPU tensors: what is recorded on CPU for a GPU must cast where that GPU will.
+"""Apply CUDA's autocast policy to CPU tensors, so that a recording made on CPU for a GPU has that GPU's
+casts.
 
-CPU and CUDA have lists of their own: under autocast CUDA runs norms, softmax and sums in float32 and saves
-what it cast for them, CPU runs them in 16 bits; and `torch.autocast("cuda")` does nothing without CUDA.
-Inside `cuda_autocast_on_cpu` the first is CPU's as well, and both names mean it, where code asks whether it
-is on (`torch.is_autocast_enabled`) too.
+CPU and CUDA have different op lists: CUDA runs norms, softmax and sums in float32 and saves the cast tensors,
+CPU runs them in 16 bits, and `torch.autocast("cuda")` does nothing without CUDA. Inside
+`cuda_autocast_on_cpu` both device types follow CUDA's lists, and queries (`torch.is_autocast_enabled`) answer
+for both.
 
 Sources: ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE; it is
 installed with torch) and aten/src/ATen/autocast_mode.cpp (TORCH_LIBRARY_IMPL of AutocastCPU: what only CPU

@@ -23,7 +23,7 @@ _ONE_SEQUENCE = (
 )
 
 
-_AS_IN_THIS_BATCH = (
+_SAME_MASKS = (
     "assumed that every batch has masks like those recorded with: transformers decides by looking at them"
 )
 
@@ -38,9 +38,13 @@ def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues 
     numbers = _OptimizerScalarReads(assumed)
     before = optimizer.register_step_pre_hook(lambda *_: numbers.begin())
     after = optimizer.register_step_post_hook(lambda *_: numbers.end())
-    looks = batch.watched(assumed) if batch is not None and "transformers" in sys.modules else nullcontext()
+    value_reads = (
+        batch.answering_reads(assumed)
+        if batch is not None and "transformers" in sys.modules
+        else nullcontext()
+    )
     try:
-        with _one_sequence(assumed), fakes_look_real(), looks:
+        with _one_sequence(assumed), fakes_look_real(), value_reads:
             yield
     finally:
         numbers.end()
@@ -60,9 +64,9 @@ class BatchValues:
         self._known.know(made, tensor)
         return made
 
-    def watched(self, assumed: list[str]) -> TorchDispatchMode:
-        """Inside, code that looks at what follows from them and from constants alone is told what training
-        would tell it.
+    def answering_reads(self, assumed: list[str]) -> TorchDispatchMode:
+        """Return a mode that answers reads of values computed from them and constants alone as in
+        training.
         """
         return _KnownValueReads(self._known, assumed)
 
@@ -73,24 +77,22 @@ class _KnownValueReads(TorchDispatchMode):
         self._known, self._assumed = known, assumed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        told = self._known.look(func, args)
-        if told is not None:
-            if _AS_IN_THIS_BATCH not in self._assumed:
-                self._assumed.append(_AS_IN_THIS_BATCH)
-            return told
+        known = self._known.look(func, args)
+        if known is not None:
+            if _SAME_MASKS not in self._assumed:
+                self._assumed.append(_SAME_MASKS)
+            return known
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if (
-            isinstance(out, Tensor) and not out.is_floating_point()
-        ):  # floats are never known, nor written into what is
+        # Values of floating-point tensors are never known, and are never written into known tensors.
+        if isinstance(out, Tensor) and not out.is_floating_point():
             self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
         return out
 
 
 class _OptimizerScalarReads(TorchDispatchMode):
-    """Answer 1 where the optimizer reads a number that no fake tensor has.
-
-    Active only while the optimizer steps.
+    """Mode that answers 1 where the optimizer reads a fake tensor's value; active while the optimizer
+    steps.
     """
 
     def __init__(self, assumed: list[str]) -> None:
@@ -121,14 +123,13 @@ class _OptimizerScalarReads(TorchDispatchMode):
 
 @contextmanager
 def watch_random_states(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `note` with every state of the CPU generator that is read inside: tensors that no op makes."""
+    """Call `note` with every state of the CPU generator that is read inside, since no op creates it."""
     original = torch.get_rng_state
 
     def get_rng_state() -> Tensor:
         state = original()
-        if (
-            torch._C._len_torch_dispatch_stack()
-        ):  # modes are off while a kernel is measured, which is no part of the step
+        # Dispatch modes are off while a kernel is measured, which is not part of the step.
+        if torch._C._len_torch_dispatch_stack():
             note(state)
         return state
 
@@ -155,7 +156,7 @@ def _one_sequence(assumed: list[str]) -> Iterator[None]:
     def find_packed_sequence_indices(position_ids: Any) -> Any:
         found = original(position_ids)
         if found is not None:
-            (found[:, -1] == 0).all()  # the ops of the look that it takes in training
+            (found[:, -1] == 0).all()  # the ops of the check that transformers makes in training
             if _ONE_SEQUENCE not in assumed:
                 assumed.append(_ONE_SEQUENCE)
         return None

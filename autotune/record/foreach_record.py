@@ -1,9 +1,7 @@
-"""Record the optimizer phase as CUDA runs it.
+"""Record the optimizer phase as CUDA runs it: with foreach kernels, torch's default there.
 
-Torch's optimizers default to foreach kernels there, but update one parameter at a time on CPU.
-
-The phase is recorded from torch's own foreach code on the same fake parameters, so temporaries and their
-lifetimes are those of the installed version of torch.
+On CPU torch's optimizers update one parameter at a time. The phase is recorded from torch's own foreach code
+on the same fake parameters, so temporaries and their lifetimes are those of the installed version of torch.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def foreach_phase(model: nn.Module, optimizer: Optimizer, blocks: list[str]) -> 
     if any(isinstance(group.get("lr"), Tensor) for group in groups):
         # torch has no foreach kernels for a learning rate that is a tensor, unless the step is captured
         return None
-    tracer = Tracer(model, optimizer, blocks, stand_ins=False)
+    tracer = Tracer(model, optimizer, blocks, placeholders=False)
     for group in groups:
         group["foreach"] = True
     try:

@@ -10,7 +10,7 @@ few ops. The result equals a full recording, row for row, because of three rules
   outlive the second.
 3. The ops of three neighbours must be those of each one alone, one after the other, and touch only their own
   parameter. If that does not hold, or the optimizer is not one of torch's, the step is recorded in full, and
-  `disabled_reason` says why.
+  `disabled_reason` is set.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Segment:
 
 
 class OptimizerDedup:
-    """Steps a torch optimizer over fake tensors for a few of its parameters and writes the rows of all.
+    """Steps a torch optimizer over fake tensors for a few of its parameters and appends the rows of all.
 
     Create it before memtune hooks into the optimizer: existing hooks are the user's and disable it (rule 3).
 
@@ -73,51 +73,57 @@ class OptimizerDedup:
         self._model, self._optimizer, self._blocks = model, optimizer, blocks
         self._segments: dict[tuple[Hashable, ...], _Segment] = {}
         self._foreach: dict[Hashable, Step | None] = {}
-        self.whole = _not_by_parameter(optimizer)
+        self.disabled_reason = _reason_not_per_parameter(optimizer)
 
     @property
     def n_recorded(self) -> int:
-        """Return how many sequences of neighbouring signatures have been recorded."""
+        """Number of sequences of neighbouring signatures that have been recorded."""
         return len(self._segments)
 
     def first_step(self) -> None:
-        """Create the optimizer's state.
-
-        Step two parameters of each signature, copy their state to the others.
+        """Create the optimizer's state: step two parameters of each signature, copy their state to the
+        others.
         """
-        if self.whole or self._optimizer.state:
+        if self.disabled_reason or self._optimizer.state:
             self._optimizer.step()
             return
         state: dict[Tensor, dict[str, Any]] = {}
         for group in self._optimizer.param_groups:
-            sorts: dict[Hashable, list[Tensor]] = {}
-            for parameter in _trained(group):
-                sorts.setdefault(_signature(parameter, {}), []).append(parameter)
-            with _only(self._optimizer, group, [each for alike in sorts.values() for each in alike[:2]]):
+            by_signature: dict[Hashable, list[Tensor]] = {}
+            for parameter in _with_gradient(group):
+                by_signature.setdefault(_signature(parameter, {}), []).append(parameter)
+            first_two = [each for equal in by_signature.values() for each in equal[:2]]
+            with _restricted_to(self._optimizer, group, first_two):
                 self._optimizer.step()
             made = self._optimizer.state
-            if any(len({_signature(each, made[each]) for each in alike[:2]}) > 1 for alike in sorts.values()):
-                self.whole = "parameters that are alike have other state"
-                return self._first_step_again()
-            of = {parameter: alike[0] for alike in sorts.values() for parameter in alike}
+            # State may depend on more than the signature (the position in the group): two samples would
+            # differ.
+            if any(
+                len({_signature(each, made[each]) for each in equal[:2]}) > 1
+                for equal in by_signature.values()
+            ):
+                self.disabled_reason = "parameters of equal signature have different state"
+                return self._step_all_again()
+            model_of = {parameter: equal[0] for equal in by_signature.values() for parameter in equal}
             state |= {
-                each: made[each] if each in made else _copied(made[of[each]]) for each in _trained(group)
+                each: made[each] if each in made else _copied(made[model_of[each]])
+                for each in _with_gradient(group)
             }
         self._optimizer.state.clear()
         self._optimizer.state.update(state)
 
-    def _first_step_again(self) -> None:
+    def _step_all_again(self) -> None:
         self._optimizer.state.clear()
         self._optimizer.step()
 
     def step(self, tracer: Tracer) -> None:
         """Record the optimizer phase into `tracer`."""
-        if not self.whole:
-            groups = [_trained(group) for group in self._optimizer.param_groups]
-            sorts = self._sorts(groups)
-            if self._learn(tracer, groups, sorts):
+        if not self.disabled_reason:
+            groups = [_with_gradient(group) for group in self._optimizer.param_groups]
+            signatures = self._signatures(groups)
+            if self._record_missing(tracer, groups, signatures):
                 tracer.phase = Phase.OPTIMIZER
-                for group, (parameters, kinds) in enumerate(zip(groups, sorts, strict=True)):
+                for group, (parameters, kinds) in enumerate(zip(groups, signatures, strict=True)):
                     for i, parameter in enumerate(parameters):
                         segment = self._segments[group, *kinds[i : i + _NEIGHBOURS]]
                         _write(
@@ -129,12 +135,14 @@ class OptimizerDedup:
         self._optimizer.step()
 
     def foreach(self) -> Step | None:
-        """Return `foreach_phase`; recorded again only if a gradient or buffer has changed."""
-        if self.whole:
+        """Return the result of `foreach_phase`, recorded again only if a signature or a buffer's size
+        changed.
+        """
+        if self.disabled_reason:
             return foreach_phase(self._model, self._optimizer, self._blocks)
-        sorts = self._sorts([_trained(group) for group in self._optimizer.param_groups])
+        signatures = self._signatures([_with_gradient(group) for group in self._optimizer.param_groups])
         buffers = tuple(each.untyped_storage().nbytes() for each in self._model.buffers())
-        key = tuple(map(tuple, sorts)), buffers
+        key = tuple(map(tuple, signatures)), buffers
         if key not in self._foreach:
             self._foreach[key] = foreach_phase(self._model, self._optimizer, self._blocks)
         return self._foreach[key]
@@ -143,71 +151,72 @@ class OptimizerDedup:
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         return state
 
-    def _sorts(self, groups: list[list[Tensor]]) -> list[list[Hashable]]:
+    def _signatures(self, groups: list[list[Tensor]]) -> list[list[Hashable]]:
         return [[_signature(parameter, self._state(parameter)) for parameter in group] for group in groups]
 
-    def _learn(self, tracer: Tracer, groups: list[list[Tensor]], sorts: list[list[Hashable]]) -> bool:
+    def _record_missing(
+        self, tracer: Tracer, groups: list[list[Tensor]], signatures: list[list[Hashable]]
+    ) -> bool:
         """Record all sequences that are still missing; return False if a rule does not hold."""
         wanted: dict[tuple[Hashable, ...], tuple[int, list[Tensor]]] = {}
-        for group, (parameters, kinds) in enumerate(zip(groups, sorts, strict=True)):
+        for group, (parameters, kinds) in enumerate(zip(groups, signatures, strict=True)):
             for i in range(len(parameters)):
                 key = group, *kinds[i : i + _NEIGHBOURS]
                 if key not in self._segments:
                     wanted.setdefault(key, (group, parameters[i : i + _NEIGHBOURS]))
         if not wanted:
             return True
-        own = Tracer(self._model, self._optimizer, self._blocks, stand_ins=False)
-        with tracer.paused(), own.recording():
-            own.phase = Phase.OPTIMIZER
+        scratch = Tracer(self._model, self._optimizer, self._blocks, placeholders=False)
+        with tracer.paused(), scratch.recording():
+            scratch.phase = Phase.OPTIMIZER
             for parameter in self._model.parameters():
                 if isinstance(parameter.grad, Tensor):
-                    own.adopt(parameter.grad, Kind.GRADIENT)
+                    scratch.adopt(parameter.grad, Kind.GRADIENT)
             for key, (group, neighbours) in wanted.items():
-                segment = self._recorded(own, self._optimizer.param_groups[group], neighbours)
+                segment = self._record_segment(scratch, self._optimizer.param_groups[group], neighbours)
                 if isinstance(segment, str):
-                    self.whole = segment
+                    self.disabled_reason = segment
                     return False
                 self._segments[key] = segment
         return True
 
-    def _recorded(self, own: Tracer, group: Group, neighbours: list[Tensor]) -> _Segment | str:
+    def _record_segment(self, scratch: Tracer, group: Group, neighbours: list[Tensor]) -> _Segment | str:
         """Return the ops of the first of `neighbours`, or the rule that does not hold."""
         alone = []
         for parameter in neighbours:
-            rows = self._rows(own, group, [parameter])
-            segment = _segment(rows, self._storages(own, parameter), 0, len(rows.ops), len(rows.ops))
+            rows = self._record_step(scratch, group, [parameter])
+            segment = _segment(rows, self._storages(scratch, parameter), 0, len(rows.ops), len(rows.ops))
             if segment is None:
-                return "the step of a parameter touches what is not its own"
+                return "a parameter's update uses storages that do not belong to it"
             alone.append(segment)
-        rows = self._rows(own, group, neighbours)
+        rows = self._record_step(scratch, group, neighbours)
         counts = [len(each.ops) for each in alone]
         if rows.signatures != [each for segment in alone for each in segment.signatures]:
-            return "parameters do not take their steps one after the other"
+            return "parameters are not updated one after the other"
         together, first = [], 0
         for i, parameter in enumerate(neighbours):
             until = first + sum(counts[i : i + 2])
-            together.append(_segment(rows, self._storages(own, parameter), first, first + counts[i], until))
+            together.append(
+                _segment(rows, self._storages(scratch, parameter), first, first + counts[i], until)
+            )
             first += counts[i]
         found = together[0]
         if any(each is None for each in together[: _NEIGHBOURS - 1]) or found is None:
-            return "what the step of a parameter makes outlives the next one's"
+            return "a temporary of a parameter's update outlives the next update"
         return found
 
-    def _rows(self, own: Tracer, group: Group, parameters: list[Tensor]) -> RowSlice:
-        start = own.draft.extent()
-        with _only(self._optimizer, group, parameters):
+    def _record_step(self, scratch: Tracer, group: Group, parameters: list[Tensor]) -> RowSlice:
+        start = scratch.draft.extent()
+        with _restricted_to(self._optimizer, group, parameters):
             self._optimizer.step()
-        return own.draft.rows(start)
+        return scratch.draft.rows(start)
 
-    def _storages(self, own: Tracer, parameter: Tensor) -> list[int]:
-        return [own.storage_of(each) for each in _tensors(parameter, self._state(parameter))]
+    def _storages(self, scratch: Tracer, parameter: Tensor) -> list[int]:
+        return [scratch.storage_of(each) for each in _tensors(parameter, self._state(parameter))]
 
 
-def _not_by_parameter(optimizer: Optimizer) -> str:
-    """Return why the optimizer does not step one parameter after the other, as far as can be seen.
-
-    '' if it does.
-    """
+def _reason_not_per_parameter(optimizer: Optimizer) -> str:
+    """Return why the optimizer may not step one parameter after the other; '' if nothing indicates that."""
     kind = type(optimizer)
     if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in _ONE_PARAMETER_AT_A_TIME:
         return f"{kind.__name__} is not among the optimizers known to step through parameters one at a time"
@@ -216,18 +225,18 @@ def _not_by_parameter(optimizer: Optimizer) -> str:
         for group in optimizer.param_groups
         for name in ("foreach", "fused", "capturable", "differentiable")
     ):
-        return "its kernels take many parameters at once"
+        return "its kernels update many parameters at once (foreach, fused, capturable or differentiable)"
     if any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()):
-        return "it has a setting that is a tensor"
+        return "one of its settings is a tensor"
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if "step" in vars(optimizer) or any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return "other code runs with it"
+        return "hooks or a replaced step() run with it"
     plain = all(type(each) is FakeTensor for group in optimizer.param_groups for each in group["params"])
     return "" if plain else "its parameters are not plain fake tensors"
 
 
 @contextmanager
-def _only(optimizer: Optimizer, group: Group, parameters: Sequence[Tensor]) -> Iterator[None]:
+def _restricted_to(optimizer: Optimizer, group: Group, parameters: Sequence[Tensor]) -> Iterator[None]:
     """Restrict `optimizer` to these parameters of one group."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": list(parameters)}]
@@ -237,7 +246,7 @@ def _only(optimizer: Optimizer, group: Group, parameters: Sequence[Tensor]) -> I
         optimizer.param_groups = groups
 
 
-def _trained(group: Group) -> list[Tensor]:
+def _with_gradient(group: Group) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
@@ -264,14 +273,13 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def _segment(rows: RowSlice, outside: list[int], first: int, last: int, until: int) -> _Segment | None:
-    """Return ops `first` to `last` of `rows`.
-
-    None if they use other storages or make one that lives after op `until`.
+def _segment(rows: RowSlice, operands: list[int], first: int, last: int, until: int) -> _Segment | None:
+    """Return ops `first` to `last` of `rows`, None if they use storages other than `operands` and those they
+    make, or make one that lives after op `until`.
     """
     made = [each for each in rows.made if first <= each.op < last]
-    number = {storage: i for i, storage in reversed(list(enumerate(outside)))}
-    number |= {each.storage: len(outside) + i for i, each in enumerate(made)}
+    number = {storage: i for i, storage in reversed(list(enumerate(operands)))}
+    number |= {each.storage: len(operands) + i for i, each in enumerate(made)}
     uses = [(op - first, storage, written) for op, storage, written in rows.uses if first <= op < last]
     if any(storage not in number for _, storage, _ in uses) or any(each.until >= until for each in made):
         return None
@@ -286,10 +294,10 @@ def _segment(rows: RowSlice, outside: list[int], first: int, last: int, until: i
     )
 
 
-def _write(tracer: Tracer, segment: _Segment, outside: list[int]) -> None:
+def _write(tracer: Tracer, segment: _Segment, operands: list[int]) -> None:
     """Append `segment` to the recording of `tracer`, for a parameter with these storages."""
     start = tracer.draft.extent()
-    number = [*outside, *range(start.storages, start.storages + len(segment.made))]
+    number = [*operands, *range(start.storages, start.storages + len(segment.made))]
     tracer.draft.append(
         segment.ops,
         segment.signatures,

@@ -73,7 +73,7 @@ time.
 
 @dataclass(frozen=True)
 class Trace:
-    """One traced step: the Step, and the hints that translation needs besides it."""
+    """A traced step: the Step, and the hints that translation needs in addition."""
 
     step: Step
     hints: Hints
@@ -81,7 +81,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Session:
-    """A model and optimizer on one rung of the ladder, ready to be traced."""
+    """Model and optimizer on one recording rung, ready to be traced."""
 
     workload: Workload
     rung: str
@@ -102,9 +102,9 @@ class Session:
     """
     order: Order | None = None
     """Order of the micro-batches; None runs them one after the other."""
-    fold: OptimizerDedup | None = None
+    optimizer_dedup: OptimizerDedup | None = None
     """Records the optimizer's step once per parameter signature; None records it for every parameter."""
-    blocks_fold: BlockDedup | None = None
+    block_dedup: BlockDedup | None = None
     """Records forward and backward of equal blocks once; None runs all blocks."""
     assumed: list[str] = field(default_factory=list)
     """Notes on answers that user code got where it read the data of fake tensors."""
@@ -128,9 +128,8 @@ class Session:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter the recording modes.
-
-        Fake tensors unless the rung is real, real output sizes, random draws from the seed.
+        """Enter the recording modes: fake tensors unless the rung is real, real output sizes of CPU kernels,
+        random draws from `SEED`.
         """
         casts = cuda_autocast_on_cpu() if self.target == "cuda" else nullcontext()
         with casts, torch.random.fork_rng(devices=[]), self.mode:
@@ -138,9 +137,8 @@ class Session:
             if self.fake is None:
                 yield
             else:
-                values = (
-                    self.values if self.compiled is None else None
-                )  # Dynamo compiles nothing under a dispatch mode
+                # Dynamo compiles nothing under a dispatch mode, so compiled models go without one.
+                values = self.values if self.compiled is None else None
                 with as_in_training(self.assumed, self.optimizer, values), RealOutputs(self.sizes):
                     yield
 
@@ -148,7 +146,7 @@ class Session:
         """Run one untraced step, so that the optimizer has its state."""
         with self.entered():
             batches = [self.batch(size)]
-            if self.fold is None:
+            if self.optimizer_dedup is None:
                 train_step(
                     self.model,
                     self.optimizer,
@@ -160,35 +158,33 @@ class Session:
                 )
                 return
             accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
-            self.fold.first_step()
+            self.optimizer_dedup.first_step()
             self.optimizer.zero_grad(set_to_none=True)
 
     def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
-        """Return the steady-state step at micro-batch `size`.
-
-        With `trace_last`, that of the last of several micro-batches.
+        """Return the steady-state step at micro-batch `size`; with `trace_last`, only the last micro-batch of
+        several and the optimizer.
         """
         return self.traced(size, micro_batches=micro_batches, trace_last=trace_last).step
 
     def traced(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
-        """Return the trace of `trace`.
-
-        The step, with the signatures by which workspaces of ops are looked up.
-        """
-        fold = self.blocks_fold
-        if fold is None or micro_batches > 1:
-            return self._whole(size, micro_batches=micro_batches, trace_last=trace_last)
-        if fold.proven and (written := fold.attempt(lambda: fold.written(self._short(fold, size)))):
-            return Trace(*written)
-        trace = self._whole(size)
-        if not fold.proven and not fold.whole:
-            fold.attempt(lambda: fold.prove(trace.step, trace.hints, self._short(fold, size)))
+        """Return the Step as in `trace`, together with its hints."""
+        dedup = self.block_dedup
+        if dedup is None or micro_batches > 1:
+            return self._record_full(size, micro_batches=micro_batches, trace_last=trace_last)
+        if dedup.verified and (
+            expanded := dedup.attempt(lambda: dedup.expand(self._record_partial(dedup, size)))
+        ):
+            return Trace(*expanded)
+        trace = self._record_full(size)
+        if not dedup.verified and not dedup.disabled_reason:
+            dedup.attempt(lambda: dedup.verify(trace.step, trace.hints, self._record_partial(dedup, size)))
         return trace
 
-    def _short(self, fold: BlockDedup, size: int) -> PartialRecording:
-        """Record forward and backward without the blocks that `dedup` skips."""
-        tracer = Tracer(self.model, self.optimizer, fold.kept, on_cpu=self.target == "cpu")
-        with self.entered(), fold.without_blocks():
+    def _record_partial(self, dedup: BlockDedup, size: int) -> PartialRecording:
+        """Record forward and backward, without the blocks that `dedup` skips and without the optimizer."""
+        tracer = Tracer(self.model, self.optimizer, dedup.recorded, on_cpu=self.target == "cpu")
+        with self.entered(), dedup.skipping_blocks():
             batches = [self.batch(size)]
             calls = CallRecorder(tracer, fuse=self.target == "cuda")
             try:
@@ -198,15 +194,15 @@ class Session:
                             self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order
                         )
                     tracer.note_gradients()
-                    seen = fold.gradients()
+                    gradients = dedup.gradient_specs()
                     optimizer_mark(tracer)
                     self.optimizer.zero_grad(set_to_none=True)
-                    del loss  # as in `_whole`
+                    del loss  # as in `_record_full`
             finally:
                 self.optimizer.zero_grad(set_to_none=True)
-        return fold.short(tracer, calls.calls, self.optimizer, seen)
+        return dedup.partial_recording(tracer, calls.calls, self.optimizer, gradients)
 
-    def _whole(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
+    def _record_full(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         if self.compiled is not None:
             self.warm_up(size)
         tracer = Tracer(self.model, self.optimizer, self.blocks, on_cpu=self.target == "cpu")
@@ -228,14 +224,14 @@ class Session:
                 if self.target == "cuda":
                     with tracer.paused():
                         foreach = (
-                            self.fold.foreach()
-                            if self.fold
+                            self.optimizer_dedup.foreach()
+                            if self.optimizer_dedup
                             else foreach_phase(self.model, self.optimizer, self.blocks)
                         )
                 counters = step_counters(tracer, self.optimizer)
-                self.optimizer.step() if self.fold is None else self.fold.step(tracer)
+                self.optimizer.step() if self.optimizer_dedup is None else self.optimizer_dedup.step(tracer)
                 self.optimizer.zero_grad(set_to_none=True)
-                del loss  # held as long as `train_step` holds it
+                del loss  # `train_step` holds the loss until here, so its storage lives as long in the Step
         return Trace(
             tracer.step(), Hints(tuple(calls.calls), tuple(tracer.draft.signatures), foreach, counters)
         )
@@ -243,9 +239,8 @@ class Session:
 
 @contextmanager
 def _fake_errors_unlogged() -> Iterator[None]:
-    """Silence torch's log of the op that failed on fake tensors.
-
-    The error is raised as well, and the next rung may succeed.
+    """Silence torch's log of an op that failed on fake tensors: it raises too, and the next rung may
+    succeed.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
@@ -290,36 +285,41 @@ def record(
         The recording, with its rung and the reasons why lower rungs failed.
 
     Raises:
-        WorkloadError: Even a real step on CPU fails; the message is that step's error.
-        ApplyError: The requested parts of the model were not compiled.
+        WorkloadError: Even a real step on CPU fails; the message is that step's error. ApplyError: The
+        requested parts of the model were not compiled.
     """
     started = time.monotonic()
     workload.check_batch()
-    session, one, notes = open_session(workload, small, target, compiling, change)
-    two = session.traced(large)
-    first, second = one.step, two.step
+    session, small_trace, notes = open_session(workload, small, target, compiling, change)
+    large_trace = session.traced(large)
+    first, second = small_trace.step, large_trace.step
     same = _same_program(first, second)
     if workspace is None:
         notes.append("kernel workspaces were not measured: the step holds tensors only")
     else:
-        scratch = _workspaces(one, workspace), _workspaces(two, workspace)
-        somewhere = (scratch[0] > 0) | (scratch[1] > 0) if same else scratch[0] > 0
-        first = _with_workspaces(first, scratch[0], somewhere)
+        scratch = _workspaces(small_trace, workspace), _workspaces(large_trace, workspace)
+        has_scratch = (scratch[0] > 0) | (scratch[1] > 0) if same else scratch[0] > 0
+        first = _with_workspaces(first, scratch[0], has_scratch)
         if same:
-            second = _with_workspaces(second, scratch[1], somewhere)
+            second = _with_workspaces(second, scratch[1], has_scratch)
     notes += session.assumed
-    if session.fold is not None and session.fold.whole:
-        notes.append(f"the optimizer's step was recorded whole: {session.fold.whole}")
-    if session.blocks_fold is not None and session.blocks_fold.left_out and session.blocks_fold.whole:
-        notes.append(f"equal blocks were recorded one by one: {session.blocks_fold.whole}")
+    if session.optimizer_dedup is not None and session.optimizer_dedup.disabled_reason:
+        notes.append(f"the optimizer's step was recorded in full: {session.optimizer_dedup.disabled_reason}")
+    if (
+        session.block_dedup is not None
+        and session.block_dedup.skipped
+        and session.block_dedup.disabled_reason
+    ):
+        notes.append(f"equal blocks were recorded in full: {session.block_dedup.disabled_reason}")
     if session.fake is None:
         notes.append(
-            f"sizes may depend on the data: between micro-batches {small} and {large} and beyond they lie on"
-            " a line"
+            "sizes may depend on the data: for other micro-batches they are extrapolated linearly from"
+            f" {small} and {large}"
         )
     if not same:
         notes.append(
-            f"the step at micro-batch {large} has other ops than at {small}: sizes are only known at {small}"
+            f"the step at micro-batch {large} runs different ops than at {small}: sizes are known only at"
+            f" {small}"
         )
         second = first
     recording = Recording(
@@ -331,7 +331,7 @@ def record(
         rung=session.rung,
         notes=tuple(notes),
         checked=frozenset({small, large} if same else {small}),
-        hints={small: one.hints, large: two.hints} if same else {small: one.hints},
+        hints={small: small_trace.hints, large: large_trace.hints} if same else {small: small_trace.hints},
         optimizer=OptimizerFacts(no_native_update_for(session.optimizer), not_one_by_one(session.optimizer)),
     )
     wanted = sorted(
@@ -375,8 +375,8 @@ def check(
         more = step.peak_bytes() - predicted.peak_bytes()
         notes += (
             (
-                f"micro-batch {micro_batch} was recorded by itself: {more:+d} bytes at the peak against the"
-                " affine sizes"
+                f"micro-batch {micro_batch} was recorded by itself: its peak differs by {more:+d} bytes from"
+                " the affine sizes"
             ),
         )
     exact = {**recording.exact, micro_batch: step}
@@ -403,9 +403,9 @@ def _workspaces(trace: Trace, table: WorkspaceTable) -> I64:
     return np.asarray([table.workspace_bytes(key) if key else 0 for key in trace.hints.signatures], np.int64)
 
 
-def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.bool_]) -> Step:
-    """Return `step` with a storage for the scratch of every op in `somewhere`, live while the op runs."""
-    ops = np.flatnonzero(somewhere).astype(np.int32)
+def _with_workspaces(step: Step, scratch_bytes: I64, has_scratch: npt.NDArray[np.bool_]) -> Step:
+    """Return `step` with a storage for the scratch of every op in `has_scratch`, live while the op runs."""
+    ops = np.flatnonzero(has_scratch).astype(np.int32)
     edit = Edit(step)
     edit.add_storages(scratch_bytes[ops], producer=ops, kind=Kind.WORKSPACE)
     return edit.done()
@@ -433,19 +433,17 @@ def open_session(
             session = _with_dedup(session) if compiling is None else _with_compile(session, compiling)
             session.warm_up(micro_batch)
             trace = session.traced(micro_batch)
-        # whatever user code raises on fake tensors; the last rung is real and its error is the user's
+        # User code may raise anything on fake tensors. The last rung is real: its error is the user's.
         except Exception as error:
             if rung == "real-step":
                 if isinstance(error, MemtuneError):
                     raise
-                if "SparseTensorImpl" in str(
-                    error
-                ):  # torch says so where it is asked for a sparse tensor's storage
+                # torch's error on reading the storage of a sparse tensor
+                if "SparseTensorImpl" in str(error):
                     raise WorkloadError(
-                        "the training step makes sparse tensors, and memtune counts the bytes of dense ones"
-                        " only.",
+                        "the training step makes sparse tensors; memtune counts bytes of dense tensors only.",
                         fix=(
-                            "nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad, SGD in place"
+                            "nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad, SGD instead"
                             " of SparseAdam)"
                         ),
                         code="MT118",
@@ -474,16 +472,15 @@ def _with_dedup(session: Session) -> Session:
         if session.fake is None
         else replace(
             session,
-            fold=OptimizerDedup(session.model, session.optimizer, session.blocks),
-            blocks_fold=BlockDedup(session.model, session.blocks),
+            optimizer_dedup=OptimizerDedup(session.model, session.optimizer, session.blocks),
+            block_dedup=BlockDedup(session.model, session.blocks),
         )
     )
 
 
 def _with_compile(session: Session, compiling: Compiling) -> Session:
-    """Return `session` with the model compiled as `compiling` asks.
-
-    A model compiled as a whole has no blocks.
+    """Return `session` with the model compiled as `compiling` specifies; a model compiled whole has no
+    blocks.
     """
     regions = session.blocks if compiling.scope == "blocks" else [""]
     compiled = CompiledModel(
@@ -496,8 +493,8 @@ def _with_compile(session: Session, compiling: Compiling) -> Session:
 def start_session(workload: Workload, rung: str) -> Session:
     """Build model and optimizer on one rung, from a fixed seed; raises any error of the user's code."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Deep copies ask fake tensors for their address; the answer is right, and the user can do nothing
-        # about the warning.
+        # Deep copies read the data pointer of fake tensors. The result is right, and users cannot act on the
+        # warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         torch.manual_seed(SEED)
         return _build_session(workload, rung)
@@ -540,10 +537,10 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.devi
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             made[id(tensor)] = new
-            keep.append(tensor)
+            originals.append(tensor)
         return made[id(tensor)]
 
-    keep: list[torch.Tensor] = []
+    originals: list[torch.Tensor] = []
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:

@@ -94,16 +94,17 @@ def ops_of(columns: Sequence[Sequence[Any]], names: Mapping[str, int], calls: Ca
 
 
 class Draft:
-    """What a tracer has written down so far; a row is final once it is there, but for what ends later.
+    """The rows of a recording so far; a row is final once appended, except for its ends of lifetimes.
 
     Attributes:
         blocks: Qualified names of the repeated blocks.
-        ops: One row an op.
-        signatures: What to look each op up by in a WorkspaceTable; empty for what is not an op.
-        bytes: Of each storage; `tier`, `kind`, `producer` and `held` (the op after which Python lets go) are
-            its other columns.
-        uses: Op, storage, how it is used.
-        saves: Storage, before, until, used until, call, is output, asked, turn.
+        ops: One row per op.
+        signatures: Key of each op in a WorkspaceTable; empty for rows that are no ATen op.
+        bytes: Of each storage; `tier`, `kind`, `producer` and `held` (the op after which Python releases it)
+            are its other columns.
+        uses: Op, storage, kind of use.
+        saves: Storage, op before which it is packed, op until which autograd holds it, op until which the
+            unpacked tensor is used, call, is output, op before which it is unpacked, order of unpacking.
         modules: Number of each module's name.
         parameters: In the order of the model.
         enter: First op of each block, of the model last; `leave` has the last ones.
@@ -112,9 +113,9 @@ class Draft:
         outputs: Storages that the model returned.
         parts: Storages that were saved in parts, see `Step.partly_written`.
         lazy_values: As in `Step`.
-        outputs_of: What each block has returned, see `Step.block_outputs`.
-        looks: Storages of which code asked for a number, see `Step.read_by_host`.
-        ready: Gradient → op after which it was in place.
+        output_structures: Structure of each block's output, see `Step.block_outputs`.
+        host_reads: Storages of which code read a number, see `Step.read_by_host`.
+        ready: Gradient → op after which it was ready.
     """
 
     def __init__(self, blocks: list[str]) -> None:
@@ -134,11 +135,11 @@ class Draft:
         self.model_calls = 0
         self.lazy_values = False
         self.enter, self.leave = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
-        self.outputs_of = [LONE] * len(blocks)
+        self.output_structures = [LONE] * len(blocks)
         self.inputs: dict[tuple[int, int], None] = {}
         self.outputs: set[int] = set()
         self.parts: set[int] = set()
-        self.looks: set[int] = set()
+        self.host_reads: set[int] = set()
         self.ready: dict[int, int] = {}
 
     def add(self, size_bytes: int, tier: int, kind: int, producer: int, held: int = int(FOREVER)) -> int:
@@ -195,19 +196,21 @@ class Draft:
         ready = np.full(len(self.bytes), -1, np.int32)
         ready[list(self.ready)] = list(self.ready.values())
         until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
-        until = np.maximum(
-            until, saves[:, 3]
-        )  # a compiled graph takes all from autograd before its first backward op
+        # A compiled graph takes all saved tensors from autograd before its first backward op, and uses them
+        # later.
+        until = np.maximum(until, saves[:, 3])
         held = np.asarray(self.held, np.int32)
-        handed = uses[uses[:, 2] == DONATES]
+        donated = uses[uses[:, 2] == DONATES]
         numbered = self.calls.numbered()
         inputs = CallInputs(
             call=numbered.number[np.asarray([call for call, _ in self.inputs], np.int32)],
             storage=np.asarray([storage for _, storage in self.inputs], np.int32),
         )
         calls = Calls(numbered.block, numbered.grad, inputs)
-        mine = handed[held[handed[:, 1]] == handed[:, 0]]
-        held[mine[:, 1]] -= 1  # the engine held it, to add to it
+        mine = donated[held[donated[:, 1]] == donated[:, 0]]
+        # The last reference was the engine's: it held the gradient to add into it, so the op's input is free
+        # when the op starts.
+        held[mine[:, 1]] -= 1
         step = Step(
             names=tuple(names),
             modules=tuple(self.modules),
@@ -241,18 +244,18 @@ class Draft:
             grad_order=np.asarray(list(self.ready), np.int32),
             returned=np.asarray(sorted(self.outputs), np.int32),
             partly_written=np.asarray(sorted(self.parts), np.int32),
-            read_by_host=np.asarray(sorted(self.looks), np.int32),
+            read_by_host=np.asarray(sorted(self.host_reads), np.int32),
             model_calls=self.model_calls,
             lazy_values=self.lazy_values,
-            block_outputs=tuple(self.outputs_of),
+            block_outputs=tuple(self.output_structures),
         )
         step.validate()
         return step
 
 
-# The calls of a model's blocks, numbered as they begin: what a block runs several times in a step has a
-# number each time.
 class _BlockCall(NamedTuple):
+    """A call of a block; a block that runs several times in a step has several."""
+
     block: int
     node: int
     """Autograd's next sequence number."""
@@ -277,9 +280,9 @@ class BlockCalls:
         self._calls: list[_BlockCall] = []
 
     def enter(self, block: int) -> int:
-        """Return the call of `block` that begins now.
+        """Return the number of the call of `block` that begins now.
 
-        In backward, the last one that began before the running node.
+        In backward (recompute) it is the last call that began before the node being run.
         """
         node: Any = torch._C._current_autograd_node()
         if node is None:
@@ -308,8 +311,6 @@ class BlockCalls:
         return CallColumns(block, np.asarray([calls[i].grad for i in order], np.uint8), number)
 
 
-# Whose each storage is: a parameter's own, its gradient, its optimizer state, or what the optimizer makes for
-# it.
 def owners(
     n_storages: int,
     parameters: Sequence[Parameter],
@@ -317,7 +318,10 @@ def owners(
     phases: Sequence[int],
     uses: I32,
 ) -> I32:
-    """Return (n_storages,) parameter index of each storage, -1 for none, from the optimizer's operands.
+    """Return (n_storages,) index of the parameter that owns each storage, -1 for none.
+
+    A parameter owns its own storage, its gradient, its optimizer state and the optimizer's temporaries for
+    it; they are found as operands of the optimizer's ops.
 
     Args:
         n_storages: Number of storage rows.
@@ -334,33 +338,33 @@ def owners(
     touched: dict[int, list[int]] = {}
     for op, storage, _ in uses.tolist():
         touched.setdefault(op, []).append(storage)
-    of_nobody = set[int]()
+    unowned = set[int]()
     for storage, op in enumerate(producer):
         touched.setdefault(op, []).append(storage)
     for op, phase in enumerate(phases):
         if phase != Phase.OPTIMIZER:
             continue
         storages = touched.get(op, [])
-        whose = {int(owner[s]) for s in storages if owner[s] >= 0}
-        if not whose:
-            of_nobody.update(storages)
-        elif len(whose) == 1:
-            mine = whose.pop()
+        present = {int(owner[s]) for s in storages if owner[s] >= 0}
+        if not present:
+            unowned.update(storages)
+        elif len(present) == 1:
+            mine = present.pop()
             for s in storages:
                 if owner[s] < 0:
                     owner[s] = mine
         else:
-            _own_list_operands(owner, list(dict.fromkeys(storages)), of_nobody)
+            _own_list_operands(owner, list(dict.fromkeys(storages)), unowned)
     return owner
 
 
-def _own_list_operands(owner: I32, storages: list[int], of_nobody: set[int]) -> None:
+def _own_list_operands(owner: I32, storages: list[int], unowned: set[int]) -> None:
     """Assign operands of an op on tensor lists (a fused or foreach step): equal positions have one owner.
 
     Args:
         owner: Owner of each storage; changed in place.
         storages: Operands of the op, each once, in argument order.
-        of_nobody: Storages used by ops without a parameter, such as step counters.
+        unowned: Storages used by ops without a parameter, such as step counters.
     """
     first: list[int] = owner[storages].tolist()
     seen, count = set[int](), len(first)
@@ -374,7 +378,7 @@ def _own_list_operands(owner: I32, storages: list[int], of_nobody: set[int]) -> 
     for place, s in enumerate(storages[: len(storages) // count * count]):
         mine = first[place % count]
         if owner[s] >= 0 and owner[s] != mine:
-            return  # no lists of one length
+            return  # the operands are not lists of equal length, so positions mean nothing
     for place, s in enumerate(storages[: len(storages) // count * count]):
-        if owner[s] < 0 and s not in of_nobody:
+        if owner[s] < 0 and s not in unowned:
             owner[s] = first[place % count]

@@ -77,7 +77,7 @@ class Tracer(WatchingMode):
         model: The model as it is trained, wrapped or not.
         optimizer: Its optimizer; its state when the recording starts is that of a steady-state step.
         blocks: Qualified names of the repeated blocks.
-        stand_ins: Replace saved tensors (rule 2). Otherwise holds of autograd and Python are not
+        placeholders: Replace saved tensors (rule 2). Otherwise references of autograd and Python are not
             distinguished.
         on_cpu: The step is to run on CPU, where generator states that the model keeps are device memory.
 
@@ -94,37 +94,34 @@ class Tracer(WatchingMode):
         optimizer: Optimizer,
         blocks: list[str],
         *,
-        stand_ins: bool = True,
+        placeholders: bool = True,
         on_cpu: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._optimizer, self._stand_ins = model, optimizer, stand_ins
+        self._model, self._optimizer, self._placeholders = model, optimizer, placeholders
         self._blocks, self._on_cpu = blocks, on_cpu
         self.draft = Draft(blocks)
         self.n_state = 0
         self.entered: dict[int, Mark] = {}
         self.phase = Phase.FORWARD
         self._paused = 0
-        self._states: list[int] = []  # of random numbers, kept since the model's last op
+        self._states: list[int] = []  # generator states kept since the model's last op
         self.composite_from = -1
-        self._turn = 0
-        self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
+        self._unpack_count = 0
+        self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for placeholders
         self._sequence = -1  # autograd's counter when the last op ran
-        self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of the saves
+        self._row_of: dict[int, int] = {}  # placeholder's storage address -> row of the saves
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
         self._stack: list[tuple[int, int]] = [(0, -1)]  # module, call of a block
-        self._node_owner: dict[
-            int, tuple[int, int]
-        ] = {}  # autograd sequence number -> (module, call), ascending
+        # autograd sequence number -> (module, call), ascending
+        self._node_owner: dict[int, tuple[int, int]] = {}
         self._nodes: list[int] = []  # the keys of _node_owner
         self._last_writer: dict[int, int] = {}  # storage that backward wrote into -> the last op that did
-        self._on_death, self._on_release = (
-            weakly(self._died),
-            weakly(self._released),
-        )  # the model's storages outlive the step
+        # Weak: finalizers of the model's storages outlive the step and must not keep the tracer alive.
+        self._on_death, self._on_release = weakly(self._died), weakly(self._released)
 
-    # -- what exists before the step -------------------------------------------------------------------------
+    # -- state before the step -------------------------------------------------------------------------------
 
     def _register_state(self) -> None:
         seen: dict[int, int] = {}
@@ -153,9 +150,8 @@ class Tracer(WatchingMode):
             for value in tree_leaves(state):
                 if isinstance(value, Tensor):
                     self._register(_local(value), Kind.OPTIMIZER)
-        for group in (
-            self._optimizer.param_groups
-        ):  # parameters that only the optimizer holds: master copies on the host
+        # Parameters that only the optimizer holds: master copies on the host.
+        for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 self._register(_local(parameter), Kind.PARAMETER)
 
@@ -180,8 +176,8 @@ class Tracer(WatchingMode):
         return index
 
     def _died(self, address: int, index: int) -> None:
-        # FSDP2 resizes to zero and back: the address then belongs to a later incarnation, which this death
-        # ends.
+        # FSDP2 resizes a storage to zero and back: the address then belongs to a later row, whose life ends
+        # here.
         current = self._ids.pop(address, index)
         if self.draft.held[current] == FOREVER:
             self.draft.held[current] = len(self.draft.ops) - 1
@@ -210,16 +206,15 @@ class Tracer(WatchingMode):
     # -- while the step runs ---------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is FAKE_DEVICE and type(args[0]) is FakeTensor
-        ):  # every second call: spare it the way through all modes
+        # About every second call reads a fake tensor's device; answering here saves the other dispatch modes.
+        if func is FAKE_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if any(
             kind not in (Tensor, nn.Parameter, FakeTensor) and hasattr(kind, "__torch_dispatch__")
             for kind in types
         ):
             if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is Tensor for kind in types):
-                return NotImplemented  # a DTensor: its local op comes back here with local shapes
+                return NotImplemented  # DTensor dispatches its local op, which is recorded with local shapes
         sequence = torch._C._autograd._get_sequence_nr() - 1
         out = func(*args, **(kwargs or {}))
         if self._paused or func.namespace in ("prim", "prims"):
@@ -239,9 +234,9 @@ class Tracer(WatchingMode):
             for t in outputs
             if t.untyped_storage()._cdata not in self._ids and t.untyped_storage()._cdata not in known
         ]
-        if not fresh and not written:  # a view, or a read-out
+        if not fresh and not written:  # a view, or a read of a value (`.item()`)
             if func in READ_OUTS and self._inside_model():
-                self._looked_at(inputs)
+                self._note_host_read(inputs)
             return
         name = str(func)
         if self.phase < Phase.BOUNDARY and any(t.is_conj() or t.is_neg() for t in inputs):
@@ -253,14 +248,14 @@ class Tracer(WatchingMode):
             and any(t.requires_grad for t in inputs)
         ):
             self._sequence += (
-                2  # writing into a view makes nodes for base and view, before the output is saved
+                2  # writing into a view makes nodes for base and view before the output is saved
             )
         op = len(self.draft.ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         module, call, phase = self._place(sequence)
-        handed = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
+        donated = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
         for storage in dict.fromkeys(reads):
-            self.draft.uses.append((op, storage, DONATES if storage == handed else READS))
+            self.draft.uses.append((op, storage, DONATES if storage == donated else READS))
         for tensor in written:
             self.draft.uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
             if phase is Phase.BACKWARD:
@@ -278,14 +273,26 @@ class Tracer(WatchingMode):
             )
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
-        given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        rng = OWN_GENERATOR if given else int(draws(func, args, kwargs))
+        has_generator = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+        rng = OWN_GENERATOR if has_generator else int(draws(func, args, kwargs))
         n_flops = flops.count(func, args, kwargs, out)
         node: Any = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else sequence_number(node)
-        exact = element_bytes(func, args, kwargs, out)
+        elementwise_bytes = element_bytes(func, args, kwargs, out)
         self.draft.ops.append(
-            (name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number, exact)
+            (
+                name,
+                module,
+                call,
+                int(phase),
+                int(resource),
+                n_flops,
+                traffic,
+                rng,
+                group,
+                node_number,
+                elementwise_bytes,
+            )
         )
         self.draft.signatures.append("" if seam or group else signature(func, args, kwargs))
         while self._states and not seam:
@@ -301,14 +308,14 @@ class Tracer(WatchingMode):
             if seam and seam.output_tier != Tier.DEVICE:
                 self.draft.tier[index] = int(seam.output_tier)
 
-    def _looked_at(self, tensors: list[Tensor]) -> None:
-        """Note that model code read a value of `tensors`.
+    def _note_host_read(self, tensors: list[Tensor]) -> None:
+        """Record that model code read a value of `tensors`.
 
-        Storages without an op, parameter or buffer are constants that the code itself made, and are not
-        noted.
+        Storages that are neither an op's output nor a parameter or buffer are constants of the code, and are
+        skipped.
         """
         known = [self._ids.get(_local(each).untyped_storage()._cdata, -1) for each in tensors]
-        self.draft.looks.update(
+        self.draft.host_reads.update(
             each for each in known if self.draft.producer[each] >= 0 or 0 <= each < self.n_state
         )
 
@@ -330,9 +337,8 @@ class Tracer(WatchingMode):
         if node is None:
             return *self._stack[-1], Phase.FORWARD
         owner = self._owner_of(node._sequence_nr())
-        if (
-            torch.is_grad_enabled()
-        ):  # forward ops inside backward: a recomputation, of the block whose backward asked for it
+        # Forward ops inside backward are a recompute, of the block whose backward requested it.
+        if torch.is_grad_enabled():
             module, call = self._stack[-1]
             return module or owner[0], call if call >= 0 else owner[1], Phase.RECOMPUTE
         return *owner, Phase.BACKWARD
@@ -367,16 +373,15 @@ class Tracer(WatchingMode):
         self.draft.signatures.append("")
         return len(self.draft.ops) - 1
 
-    def _asked_for_state(self, state: Tensor) -> None:
-        """Record a generator state that the model's own checkpoint keeps.
-
-        Kilobytes that torch allocates without an op.
+    def _note_model_generator_state(self, state: Tensor) -> None:
+        """Record a generator state that the model's own checkpoint keeps: kilobytes allocated without an
+        op.
         """
         if not self._paused and current_tier() == DEVICE:
             op = self._allocates(*self._place(torch._C._autograd._get_sequence_nr() - 1))
             self._new_storage(state.untyped_storage(), Kind.TEMPORARY, producer=op)
 
-    def _keeps_state(self, state: Tensor) -> None:
+    def _note_runtime_generator_state(self, state: Tensor) -> None:
         """Record a generator state that memtune's runtime keeps.
 
         It is counted from the model's next op, because copies before that op are not part of the block.
@@ -408,32 +413,32 @@ class Tracer(WatchingMode):
             # has run.
             is_output = torch._C._autograd._get_sequence_nr() <= self._sequence
             self.draft.saves.append([index, len(self.draft.ops), -1, -1, call, int(is_output), -1, -1])
-            return self._stand_in_for(tensor, row, column=2)
+            return self._new_placeholder(tensor, row, column=2)
         finally:
             self._paused -= 1
 
-    def _unpack(self, stand_in: Tensor) -> Tensor:
-        # A second stand-in: it dies when the backward node has used it, the first when autograd releases the
-        # node.
-        row = self._row_of.get(stand_in.untyped_storage()._cdata)
+    def _unpack(self, placeholder: Tensor) -> Tensor:
+        # A second placeholder: it dies when the backward node has used it, the first one when autograd
+        # releases the node.
+        row = self._row_of.get(placeholder.untyped_storage()._cdata)
         if row is None:
-            return stand_in
+            return placeholder
         if self.draft.saves[row][6] < 0:
-            self.draft.saves[row][6:] = [len(self.draft.ops), self._turn]
-            self._turn += 1
+            self.draft.saves[row][6:] = [len(self.draft.ops), self._unpack_count]
+            self._unpack_count += 1
         self._paused += 1
         try:
-            return self._stand_in_for(stand_in, row, column=3)
+            return self._new_placeholder(placeholder, row, column=3)
         finally:
             self._paused -= 1
 
-    def _stand_in_for(self, tensor: Tensor, row: int, column: int) -> Tensor:
-        stand_in = placeholder_like(tensor)
-        twin = stand_in.untyped_storage()
+    def _new_placeholder(self, tensor: Tensor, row: int, column: int) -> Tensor:
+        placeholder = placeholder_like(tensor)
+        twin = placeholder.untyped_storage()
         self._ids[twin._cdata] = self.draft.saves[row][0]
         self._row_of[twin._cdata] = row
         weakref.finalize(twin, self._on_release, twin._cdata, row, column)
-        return stand_in
+        return placeholder
 
     def _released(self, address: int, row: int, column: int) -> None:
         self._ids.pop(address, None)
@@ -452,8 +457,8 @@ class Tracer(WatchingMode):
         before = self._optimizer.register_step_pre_hook(lambda *_: setattr(self, "phase", Phase.OPTIMIZER))
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with contextlib.ExitStack() as stack:
-            landed = [
-                p.register_post_accumulate_grad_hook(self._landed)
+            grad_hooks = [
+                p.register_post_accumulate_grad_hook(self._on_grad_ready)
                 for p in self._model.parameters()
                 if p.requires_grad
             ]
@@ -466,15 +471,17 @@ class Tracer(WatchingMode):
                     module.register_forward_hook(self._returned(i), prepend=True),
                 )
             ]
-            # After hooks of the user's, which may change it.
-            called += [each.register_forward_hook(self._form_of(i)) for i, each in enumerate(watched[:-1])]
-            for handle in (enter, leave, before, *landed, *called):
+            # After the user's hooks, which may change the output.
+            called += [
+                each.register_forward_hook(self._on_block_output(i)) for i, each in enumerate(watched[:-1])
+            ]
+            for handle in (enter, leave, before, *grad_hooks, *called):
                 stack.callback(handle.remove)
             stack.enter_context(watch_resizes(self.resized))
             if self._on_cpu:
-                stack.enter_context(watch_random_states(self._asked_for_state))
-            stack.enter_context(observe_kept(self._keeps_state))
-            if self._stand_ins:
+                stack.enter_context(watch_random_states(self._note_model_generator_state))
+            stack.enter_context(observe_kept(self._note_runtime_generator_state))
+            if self._placeholders:
                 stack.enter_context(saved)
             stack.enter_context(self)
             yield self
@@ -500,9 +507,8 @@ class Tracer(WatchingMode):
             if torch._C._current_autograd_node() is None:
                 self.draft.leave[block] = len(self.draft.ops) - 1
                 if block == len(self._blocks):
-                    with (
-                        torch._C.DisableTorchFunctionSubclass()
-                    ):  # or logits that are not there would be read
+                    # Reading a lazy output (tiled logits that do not exist yet) would compute it.
+                    with torch._C.DisableTorchFunctionSubclass():
                         storages = [
                             _local(t).untyped_storage() for t in tree_leaves(output) if isinstance(t, Tensor)
                         ]
@@ -512,14 +518,14 @@ class Tracer(WatchingMode):
 
         return note
 
-    def _form_of(self, block: int) -> Callable[..., None]:
+    def _on_block_output(self, block: int) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             if torch._C._current_autograd_node() is None:
-                self.draft.outputs_of[block] = structure_of(output)
+                self.draft.output_structures[block] = structure_of(output)
 
         return note
 
-    def _landed(self, parameter: Tensor) -> None:
+    def _on_grad_ready(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             index = self._ids.get(_local(parameter.grad).untyped_storage()._cdata)
             if index is not None:
@@ -556,10 +562,12 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-# FSDP2 frees and fills storages in place; what does so is noticed here, because no op runs.
 @contextmanager
 def watch_resizes(note: Callable[[torch.UntypedStorage, int, int], None]) -> Iterator[None]:
-    """Call `note` with every storage that is resized inside, and its bytes before and after."""
+    """Call `note` with every storage that is resized inside, and its bytes before and after.
+
+    FSDP2 frees and reallocates storages in place, without an op that a dispatch mode would see.
+    """
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -575,11 +583,10 @@ def watch_resizes(note: Callable[[torch.UntypedStorage, int, int], None]) -> Ite
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
-# What a recording gives autograd in place of a tensor that it saves (Rule 2 of the tracer).
 def placeholder_like(tensor: Tensor) -> Tensor:
-    """Return a tensor of `tensor`'s shape, strides and dtype in a storage of its own.
+    """Return a tensor of `tensor`'s shape, strides and dtype in a storage of its own, for autograd to save.
 
-    Real ones get its values.
+    Placeholders of real tensors have their values, because backward computes with them.
     """
     if isinstance(tensor, FakeTensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

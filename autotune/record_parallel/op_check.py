@@ -119,8 +119,8 @@ def partition_error(name: str, whole: list[Any], part: list[Any], degree: int) -
 
 
 def attention_error(name: str, whole: list[Any], part: list[Any], degree: int) -> str:
-    """What is wrong with an attention of which each part attends to itself, '' for nothing; arguments as of
-    `partition_error`.
+    """Return why an attention cannot be divided so that each part attends to itself, '' if it can; arguments
+    as of `partition_error`.
     """
     dims = [_divided(one, other, degree) for one, other in zip(whole[:3], part[:3], strict=True)]
     return (

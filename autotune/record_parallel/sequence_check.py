@@ -63,7 +63,7 @@ def positions_differ(
     if [op.name for op in mine] != [op.name for op in theirs]:
         return Reason("the blocks run other ops with a share of the positions", fix)
     if apart and not _same_outside(cut, divided):
-        return Reason("what the blocks return beside their output has a share of the positions", fix)
+        return Reason("what the blocks return in addition to their output has a share of the positions", fix)
     whole = {
         other.index
         for one, other in zip(mine, theirs, strict=True)
@@ -77,11 +77,11 @@ def positions_differ(
                 f"{one.name} in {where} draws random numbers, others for a share of the positions", fix
             )
         apart_here = apart and "scaled_dot_product" in one.name
-        said = (attention_error if apart_here else partition_error)(
+        error = (attention_error if apart_here else partition_error)(
             one.name, one.arguments, other.arguments, degree
         )
-        if said:
-            return Reason(f"{one.name} in {where} {said}", fix)
+        if error:
+            return Reason(f"{one.name} in {where} {error}", fix)
         if other.index in whole:
             continue
         shared = _shares(cut.step, divided.step, one, other, degree)

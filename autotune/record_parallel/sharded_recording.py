@@ -63,9 +63,9 @@ from memtune.parallel.sharding import meshes
 from memtune.program import Phase, Recording, Step
 from memtune.runtime import link_classes
 from memtune.technique import CutRecording, Reason
-from memtune.workload import Pair, Workload, find_pairs, share_of
+from memtune.workload import Pair, Workload, find_pairs, sharding_error
 
-_FIX = "another degree, or cut: mlp"
+_FIX = "another degree, or layers: mlp"
 
 
 class CutRecordings:
@@ -104,10 +104,10 @@ class CutRecordings:
         """Return the step of a rank whose layers `degree` of the `ranks` partition, or why they cannot."""
         key = degree, what, ranks
         if key not in self._known:
-            self._known[key] = self._made(*key)
+            self._known[key] = self._attempt(*key)
         return self._known[key]
 
-    def _made(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
+    def _attempt(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
         if dist.is_initialized():
             return Reason("this process trains with others already", "plan in a process of its own")
         if what in ROTATED:
@@ -212,7 +212,7 @@ def chosen_pairs(step: Step, degree: int, what: str) -> tuple[Pair, ...] | Reaso
     shapes = [(p.name, p.shape) for p in step.parameters]
     pairs = find_pairs(shapes, step.blocks)
     if what == "all" and pairs.refused:
-        return Reason(pairs.refused[0], "cut: mlp leaves attention whole")
+        return Reason(pairs.refused[0], "layers: mlp leaves attention whole")
     chosen = tuple(pair for pair in pairs.found if what == "all" or not pair.attention)
     if not chosen:
         kind = (
@@ -222,7 +222,9 @@ def chosen_pairs(step: Step, degree: int, what: str) -> tuple[Pair, ...] | Reaso
         )
         return Reason(f"no {kind} were found in the blocks", "parallel: {kind: none}")
     by_module = {name.removesuffix(".weight"): shape for name, shape in shapes}
-    unequal = next((error_line for pair in chosen if (error_line := share_of(pair, by_module, degree))), None)
+    unequal = next(
+        (error_line for pair in chosen if (error_line := sharding_error(pair, by_module, degree))), None
+    )
     return chosen if unequal is None else Reason(unequal, _FIX)
 
 
@@ -319,13 +321,12 @@ def ops_in(recording: Recording, pair: Pair) -> list[Op]:
     return forward_ops(recording, np.asarray(inside, bool))
 
 
-# Recordings of a model whose positions are divided, with attention over heads and contexts.
 class _CopiedShares(SequenceLayout):
     """A layout whose shares are separate storages, to distinguish divided from undivided tensors."""
 
-    def seen(self, whole: Tensor, dim: int) -> Tensor:
-        """Return `own`."""
-        return self.own(whole, dim)
+    def shard_view(self, whole: Tensor, dim: int) -> Tensor:
+        """Return a copy, as `shard` does."""
+        return self.shard(whole, dim)
 
 
 @dataclass
@@ -392,8 +393,8 @@ def attention_refusal(seen: AttentionArguments, split: Split) -> Reason | None:
             "no block calls F.scaled_dot_product_attention: how positions meet is not known",
             "parallel: {kind: none}",
         )
-    if (split.zigzag or split.helpers) and not seen.causal:
-        return Reason("attention masks no later positions: contexts have equal work", "balance: none")
+    if (split.zigzag or split.work_sharing) and not seen.causal:
+        return Reason("attention masks no later positions: contexts have equal work", "load_balance: none")
     return None
 
 

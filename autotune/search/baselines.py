@@ -1,4 +1,4 @@
-"""The guards, which are always measured: the user's own setting, full recompute and plain FSDP."""
+"""The baselines, which are always measured: the user's own setting, full recompute and plain FSDP."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
 
 
-class Guard(NamedTuple):
+class Baseline(NamedTuple):
     """A setting that needs no search, with its name and prediction."""
 
     name: str
     scored: Scored
 
 
-def guards(scorer: Scorer, global_batch: int) -> tuple[list[Guard], dict[str, Reason]]:
-    """Return the guards that can be used, the user's own setting first, and why others cannot."""
+def baselines(scorer: Scorer, global_batch: int) -> tuple[list[Baseline], dict[str, Reason]]:
+    """Return the baselines that can be used, the user's own setting first, and why others cannot."""
     ranks = scorer.rewriter.target.ranks
     wanted: list[tuple[str, dict[str, str]]] = [("plain", {})]
     if "full" in kinds("recompute"):
@@ -35,7 +35,7 @@ def guards(scorer: Scorer, global_batch: int) -> tuple[list[Guard], dict[str, Re
         if isinstance(scored, Reason):
             refused[name] = scored
         else:
-            found.append(Guard(name, scored))
+            found.append(Baseline(name, scored))
     return found, refused
 
 

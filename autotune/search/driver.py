@@ -4,7 +4,7 @@ Invariants:
 
 1. A result is reported to the study first, then written to the log; results that a crash kept out of the log
   are added on resume.
-2. Losses are compared with those of the first guard that fits; a result that disagrees is kept but never
+2. Losses are compared with those of the first baseline that fits; a result that disagrees is kept but never
   wins.
 3. The same crash `BREAKER` times in a row stops the search: the cause is the user's code or the machine, not
   a setting.
@@ -46,7 +46,7 @@ BREAKER = 5
 _MEASURE_S = 2.0
 """Measured steps together take about this long, within `_STEPS`."""
 _STEPS = (3, 20)
-_COUNTED = ("guard", "search", "audit")
+_COUNTED = ("baseline", "search", "audit")
 _DECISIVE = ("repeat", "confirm")
 """A choice that fails in one of these roles is excluded, whatever its earlier results."""
 _POLL_S = 0.25
@@ -82,8 +82,8 @@ class Driver:
         finalists: Keys of the choices that run again in alternating rounds; after one full round, only rounds
             decide.
         unit: One rounding of the dtype that the model computes in.
-        reference: The trial whose losses others are compared with: the first guard that fits, else the first
-            trial.
+        reference: The trial whose losses others are compared with: the first baseline that fits, else the
+            first trial.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Driver:
             Measured(
                 group[0].job.scored.choice,
                 tuple(each.result for each in group),
-                guard=next((each.job.name for each in group if each.job.role == "guard"), ""),
+                baseline=next((each.job.name for each in group if each.job.role == "baseline"), ""),
                 rounds=tuple(repeats[key][:complete]) if key in self.finalists else (),
             )
             for key, group in groups.items()
@@ -276,7 +276,7 @@ class Driver:
             seed=self.options.seed,
             global_batch=samples * choice.execution.accumulate * setup.ranks,
             deadline_s=max(60.0, 5 * slowest) if slowest else self.options.trial_deadline_s,
-            clock_ops=job.role == "guard" and not choice.execution.compile,
+            clock_ops=job.role == "baseline" and not choice.execution.compile,
             env=choice.env(),
         )
 
@@ -352,10 +352,10 @@ class Driver:
         self._strike()
         result, prediction = done.result, done.job.scored.prediction
         if result.status == "ok":
-            guard_is_due = self.reference is None or (
-                done.job.role == "guard" and self.reference.job.role != "guard"
+            baseline_is_due = self.reference is None or (
+                done.job.role == "baseline" and self.reference.job.role != "baseline"
             )
-            if guard_is_due:
+            if baseline_is_due:
                 self.reference = done
             if result.op_times:
                 self._learn()
@@ -473,9 +473,9 @@ class Driver:
                 again.append(job)
         return again
 
-    def rebuild(self, told: Iterable[events.TrialFinished]) -> None:
+    def rebuild(self, finished: Iterable[events.TrialFinished]) -> None:
         """Fill an empty study from the event log; trials get new numbers."""
-        for event in told:
+        for event in finished:
             scored = self.setup.scorer.score(Choice.from_document(event.settings))
             if isinstance(scored, Reason):
                 continue

@@ -23,7 +23,7 @@ from memtune.errors import EnvironmentFault
 from memtune.executors import TrialResult
 
 SCHEMA_VERSION = 1
-Role = Literal["guard", "search", "audit", "confirm", "repeat"]
+Role = Literal["baseline", "search", "audit", "confirm", "repeat"]
 """Purpose of a trial: never-worse-than check, search, pruned candidate run anyway, winner in a fresh process,
 interleaved repeat.
 """
@@ -114,7 +114,7 @@ class _OfTrial(_Event):
     number: int
     role: Role = "search"
     name: str = ""
-    """Name of a guard (`plain`, `full recompute`); empty for candidates of the search."""
+    """Name of a baseline (`plain`, `full recompute`); empty for candidates of the search."""
     settings: dict[str, Any] = {}
     """As in `tuned.yaml`."""
     summary: str = ""
@@ -271,7 +271,7 @@ def _plain(value: Any) -> Any:
 
 
 def _line(event: Event) -> bytes:
-    # The kind comes first so that a log can be told from any other file, and read by eye.
+    # The kind comes first so that a log is recognizable among other files, and readable by eye.
     body = {"event": event.event, "t": round(event.t, 3), "elapsed_s": round(event.elapsed_s, 3)}
     body |= _plain(event.model_dump(exclude={"event", "t", "elapsed_s"}))
     return (

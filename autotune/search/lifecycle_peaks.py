@@ -17,7 +17,7 @@ from memtune.autotune.translate import translate
 from memtune.memory import WorkspaceTable
 from memtune.program import Program, Recording, Step, checkpoint, evaluation, first_step
 from memtune.runtime import HOST, tier
-from memtune.search_spaces._pass_pipeline import target_seen
+from memtune.search_spaces._pass_pipeline import visible_target
 from memtune.technique import Reason, Target
 from memtune.workload import Workload, tensors_of
 
@@ -139,7 +139,7 @@ def _factors(choice: Choice, target: Target) -> dict[str, int]:
     """Return the number of ranks over which each state is sharded, from the mechanism's record."""
     parts = choice.technique("sharding.parallel").ranks_of_a_copy(target.ranks)
     found: dict[str, int] = (
-        choice.technique("sharding.states").record(target_seen(target, parts)).get("states.shard", {})
+        choice.technique("sharding.states").record(visible_target(target, parts)).get("states.shard", {})
     )
     return found
 

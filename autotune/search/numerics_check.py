@@ -58,8 +58,8 @@ class Difference:
         """Return the larger of the two."""
         return max(self.gradient, self.loss)
 
-    def said(self) -> str | float:
-        """For people: 0 is equality to the bit."""
+    def display(self) -> str | float:
+        """Return the larger difference for a report; bitwise equality as text."""
         return "equal to the bit" if self.largest == 0 else float(f"{self.largest:.2g}")
 
 
@@ -70,7 +70,9 @@ def between(mine: TrialResult, theirs: TrialResult) -> Difference:
         ValueError: Their parameters or numbers of steps differ, or there are none.
     """
     if not mine.gradients or len(mine.gradients) != len(theirs.gradients):
-        raise ValueError(f"{len(mine.gradients)} and {len(theirs.gradients)} steps were told of")
+        raise ValueError(
+            f"the trials report gradients of {len(mine.gradients)} and {len(theirs.gradients)} steps"
+        )
     steps = [
         largest_difference(one, other) for one, other in zip(mine.gradients, theirs.gradients, strict=True)
     ]
@@ -91,14 +93,14 @@ def verdict(winner: Difference, itself: Difference, allowed: float | None) -> di
         itself: Difference between two runs of the reference.
         allowed: Tolerance by rule 3; None if a lossy technique leaves nothing to compare with.
     """
-    said: dict[str, Any] = {"reference_against_itself": itself.said(), "difference": winner.said()}
+    found: dict[str, Any] = {"reference_against_itself": itself.display(), "difference": winner.display()}
     if winner.at:
-        said["largest_at"] = winner.at
+        found["largest_at"] = winner.at
     if allowed is None:
-        return {"agrees": None, **said, "tolerance": "none: a lossy technique is in use"}
+        return {"agrees": None, **found, "tolerance": "none: a lossy technique is in use"}
     noise = _NOISE_MARGIN * itself.largest
     if noise >= 1:  # as large as the gradients are: a wrong winner would agree too
-        return {"agrees": None, **said, "tolerance": "none: the reference differs too much from itself"}
+        return {"agrees": None, **found, "tolerance": "none: the reference differs too much from itself"}
     tolerance = max(allowed, noise)
     if noise > allowed:
         why = f"{_NOISE_MARGIN:g} times what the reference differs from itself"
@@ -106,7 +108,7 @@ def verdict(winner: Difference, itself: Difference, allowed: float | None) -> di
         why = "half of the digits: sums in another order" if allowed else "bitwise techniques"
     return {
         "agrees": winner.largest <= tolerance,
-        **said,
+        **found,
         "tolerance": float(f"{tolerance:.2g}"),
         "tolerance_is": why,
     }

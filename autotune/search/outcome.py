@@ -46,7 +46,7 @@ class SearchOutcome:
     out: str | None = None
     measured: dict[str, Any] | None = None
     predicted: dict[str, Any] | None = None
-    guards: tuple[dict[str, Any], ...] = ()
+    baselines: tuple[dict[str, Any], ...] = ()
     trials: tuple[dict[str, Any], ...] = ()
     exit_code: int = 0
 
@@ -68,7 +68,7 @@ class SearchOutcome:
     def from_dict(cls, document: dict[str, Any]) -> SearchOutcome:
         """Return the outcome that `to_dict` wrote."""
         values = {name: value for name, value in document.items() if name != "schema"}
-        return cls(**{**values, "guards": tuple(values["guards"]), "trials": tuple(values["trials"])})
+        return cls(**{**values, "baselines": tuple(values["baselines"]), "trials": tuple(values["trials"])})
 
 
 def trial_rows(finished: Sequence[FinishedTrial]) -> tuple[dict[str, Any], ...]:
@@ -103,15 +103,15 @@ def tuned_config(
 ) -> TunedConfig:
     """Return the winner's config with measurement, prediction and certificate, which includes `numerics`."""
     winner = verdict.winner
-    guards = {each.guard: numbers(each) for each in driver.measured() if each.guard}
-    guards |= {
+    baselines = {each.baseline: numbers(each) for each in driver.measured() if each.baseline}
+    baselines |= {
         each.job.name: {"status": each.result.status}
         for each in driver.finished
-        if each.job.role == "guard" and each.result.status != "ok"
+        if each.job.role == "baseline" and each.result.status != "ok"
     }
     return trial_config(driver.setup, winner.choice).model_copy(
         update={
-            "measured": {**numbers(winner), "guards": guards},
+            "measured": {**numbers(winner), "baselines": baselines},
             "predicted": predicted(driver, scored) | _ablation(driver, winner.choice),
             "certificate": _certificate(driver, winner, confirmed) | numerics,
             "study": {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from memtune.autotune.predict import ParallelMap, PeakRow, at_peak, oom_probability
-from memtune.autotune.search.baselines import guards
+from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.dry_runs import DryRuns
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.space import (
@@ -47,7 +47,7 @@ class PlanRow:
     status: Status
     """`ok` if the predicted peak is within the budget, `oom` if not, `unfit` if a technique refused."""
     reason: str = ""
-    guard: str = ""
+    baseline: str = ""
     peak_allocated_bytes: int | None = None
     peak_low_bytes: int | None = None
     peak_high_bytes: int | None = None
@@ -58,7 +58,7 @@ class PlanRow:
     samples_per_s: float | None = None
     micro_batch: int | None = None
     accumulate: int = 1
-    alike: int = 1
+    n_equal: int = 1
     """Number of candidates with equal predictions."""
     largest_micro_batch: int | None = None
     """Largest micro-batch at which the techniques fit; None if not requested or unlimited."""
@@ -83,7 +83,7 @@ class PlanReport:
 
     facts: dict[str, Any]
     rows: tuple[PlanRow, ...]
-    guards: tuple[PlanRow, ...]
+    baselines: tuple[PlanRow, ...]
     front: tuple[PlanRow, ...]
     """Candidates that fit and are beaten by none in both time and memory, fastest first."""
     unfit: dict[str, str]
@@ -124,7 +124,7 @@ class PlanReport:
             return head | self.config.to_dict()
         return head | {
             "candidates": [each.to_dict() for each in self.rows],
-            "guards": [each.to_dict() for each in self.guards],
+            "baselines": [each.to_dict() for each in self.baselines],
             "front": [each.to_dict() for each in self.front],
             "remedies": [each.to_dict() for each in self.remedies],
             "n_candidates": self.n_candidates,
@@ -158,7 +158,7 @@ def plan(
         return PlanReport(_facts(setup), (), (), (), {}, {}, peak=peak, notes=notes, config=planned)
     say("predicting all candidates")
     scores = setup.score(options.seed)
-    found, refused = guards(setup.scorer, setup.global_batch)
+    found, refused = baselines(setup.scorer, setup.global_batch)
     alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
     ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
     front = _simulated(
@@ -170,10 +170,10 @@ def plan(
     return PlanReport(
         facts=_facts(setup),
         rows=tuple(
-            _row(setup, each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)
+            _row(setup, each, pruner, n_equal=count) for each, count in _merge_alike(ranked, options.top)
         ),
-        guards=tuple(
-            _row(setup, setup.scorer.refined(each.scored), pruner, guard=each.name) for each in found
+        baselines=tuple(
+            _row(setup, setup.scorer.refined(each.scored), pruner, baseline=each.name) for each in found
         ),
         front=_dry_run(
             setup, _front(setup, pruner, front[: options.top]), EXACT_ROWS if options.exact else 0
@@ -257,7 +257,7 @@ def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Pl
     return row, at_peak(setup.scorer.program(choice).step)
 
 
-def _row(setup: Setup, scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1) -> PlanRow:
+def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_equal: int = 1) -> PlanRow:
     prediction, budget = scored.prediction, pruner.budget_bytes
     reason = pruner.reason(prediction) or ""
     fits = budget is None or prediction.peak_allocated_bytes <= budget
@@ -269,7 +269,7 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, guard: str = "", alike
         settings=scored.choice.dump(),
         status="ok" if fits else "oom",
         reason=reason,
-        guard=guard,
+        baseline=baseline,
         peak_allocated_bytes=prediction.peak_allocated_bytes,
         peak_low_bytes=interval.peak_low_bytes,
         peak_high_bytes=interval.peak_high_bytes,
@@ -280,7 +280,7 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, guard: str = "", alike
         samples_per_s=prediction.samples_per_s,
         micro_batch=scored.choice.execution.micro_batch,
         accumulate=scored.choice.execution.accumulate,
-        alike=alike,
+        n_equal=n_equal,
         oom_probability=oom_probability(
             setup.calibration, prediction.peak_allocated_bytes, pruner.budget_bytes
         ),

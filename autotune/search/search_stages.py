@@ -11,7 +11,7 @@ from typing import Any
 
 from memtune.autotune.predict import SearchErrors, store_search
 from memtune.autotune.search import events
-from memtune.autotune.search.baselines import Guard, guards
+from memtune.autotune.search.baselines import Baseline, baselines
 from memtune.autotune.search.driver import Driver, FinishedTrial, Job
 from memtune.autotune.search.numerics_check import numerics
 from memtune.autotune.search.outcome import (
@@ -32,7 +32,7 @@ from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
 
 _DRIFT = 0.05
-"""Relative change of a guard's time between start and end that flags the study."""
+"""Relative change of a baseline's time between start and end that flags the study."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Stages:
             with self.driver.control.catch_signals():
                 self._announce()
                 again = self.driver.restore(self.sampler.trials(), logged)
-                self._guards(again)
-                self.driver.run_all(job for job in again if job.role != "guard")
+                self._baselines(again)
+                self.driver.run_all(job for job in again if job.role != "baseline")
                 self._candidates(self.driver.options.trials // 2)  # by then the interval has trials behind it
                 self._audit()
                 self._candidates(self.driver.options.trials)
@@ -129,37 +129,39 @@ class Stages:
             )
 
     def _plain_peak_bytes(self) -> int:
-        plain = self._known_guards()[0]
+        plain = self._known_baselines()[0]
         return plain[0].scored.prediction.peak_allocated_bytes if plain else 0
 
-    def _known_guards(self) -> tuple[list[Guard], dict[str, Reason]]:
-        return guards(self.driver.setup.scorer, self.driver.setup.global_batch)
+    def _known_baselines(self) -> tuple[list[Baseline], dict[str, Reason]]:
+        return baselines(self.driver.setup.scorer, self.driver.setup.global_batch)
 
-    def _guards(self, again: list[Job]) -> None:
-        found, refused = self._known_guards()
+    def _baselines(self, again: list[Job]) -> None:
+        found, refused = self._known_baselines()
         for name, reason in refused.items():
-            self.driver.note(f"guard {name} cannot be used: {reason}")
-        done = {each.job.name for each in self.driver.finished if each.job.role == "guard"}
-        jobs = [Job("guard", self._listed(each.scored), each.name) for each in found if each.name not in done]
+            self.driver.note(f"baseline {name} cannot be used: {reason}")
+        done = {each.job.name for each in self.driver.finished if each.job.role == "baseline"}
+        jobs = [
+            Job("baseline", self._listed(each.scored), each.name) for each in found if each.name not in done
+        ]
         self.driver.run_all(jobs)
         self._note_losses()
         if self.driver.op_times():
             predict_again(self.scores.by_key, self.driver.setup.scorer)
 
     def _note_losses(self) -> None:
-        """Warn about a guard with a non-finite loss.
+        """Warn about a baseline with a non-finite loss.
 
         The search measures time and memory anyway, but the user should know before training.
         """
         for each in self.driver.measured():
-            if each.guard and not all(map(math.isfinite, each.results[0].losses)):
+            if each.baseline and not all(map(math.isfinite, each.results[0].losses)):
                 step = next(
                     i for i, loss in enumerate(each.results[0].losses, start=1) if not math.isfinite(loss)
                 )
                 self.driver.note(
-                    f"the loss is {each.results[0].losses[step - 1]} from step {step} on with {each.guard},"
-                    " which changes no numbers: look at learning rate, data and precision before training"
-                    " with the result",
+                    f"the loss is {each.results[0].losses[step - 1]} from step {step} on with"
+                    f" {each.baseline}, which changes no numbers: check learning rate, data and precision"
+                    " before training with the result",
                     warning=True,
                 )
                 return
@@ -278,7 +280,9 @@ class Stages:
         return high
 
     def _repeats(self) -> None:
-        """Run the best three and the best guard again in alternation, so that a slow machine affects all."""
+        """Run the best three and the best baseline again in alternation, so that a slow machine affects
+        all.
+        """
         driver, goal = self.driver, self.driver.setup.goal
         measured = driver.measured()
         if driver.stopped or goal != "throughput" or len(measured) < 2:
@@ -286,11 +290,11 @@ class Stages:
         best = contenders(measured, goal)
         best += [
             each
-            for each in contenders([each for each in measured if each.guard], goal, 1)
+            for each in contenders([each for each in measured if each.baseline], goal, 1)
             if each not in best
         ]
         by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
-        jobs = [Job("repeat", by_choice[each.choice], each.guard) for each in best]
+        jobs = [Job("repeat", by_choice[each.choice], each.baseline) for each in best]
         driver.finalists = {job.scored.key for job in jobs}
         rounds = driver.options.repeats
         self._run_rounds(jobs, rounds)
@@ -309,7 +313,7 @@ class Stages:
 
     def _note_drift(self) -> None:
         for each in self.driver.measured():
-            if each.guard and len(each.results) > 1:
+            if each.baseline and len(each.results) > 1:
                 first, last = each.results[0], each.results[-1]
                 if (
                     first.step_s
@@ -317,8 +321,8 @@ class Stages:
                     and abs(last.step_s / first.step_s - 1) > max(_DRIFT, 2 * each.spread_s / each.step_s)
                 ):
                     self.driver.note(
-                        f"a step of {each.guard} took {last.step_s / first.step_s:.2g} times as long at the"
-                        " end as at the start: the machine is busy or throttles, small differences mean"
+                        f"a step of {each.baseline} took {last.step_s / first.step_s:.2g} times as long at"
+                        " the end as at the start: the machine is busy or throttles, small differences mean"
                         " little",
                         warning=True,
                     )
@@ -331,7 +335,7 @@ class Stages:
             if verdict is None or driver.stopped:
                 return verdict, None
             scored = self._scored(verdict)
-            driver.run_all([Job("confirm", scored, verdict.winner.guard)])
+            driver.run_all([Job("confirm", scored, verdict.winner.baseline)])
             last = next((each for each in reversed(driver.finished) if each.job.role == "confirm"), None)
             if last is not None and last.job.scored.key == scored.key and last.result.status == "ok":
                 return self._unchanged(verdict), last
@@ -421,10 +425,10 @@ class Stages:
             out=str(out),
             measured=numbers(verdict.winner),
             predicted=predicted(driver, scored),
-            guards=tuple(
-                {**row, "is_winner": verdict.winner.guard == row["name"]}
+            baselines=tuple(
+                {**row, "is_winner": verdict.winner.baseline == row["name"]}
                 for row in trials
-                if row["role"] == "guard"
+                if row["role"] == "baseline"
             ),
             trials=trials,
             exit_code=control.exit_code,

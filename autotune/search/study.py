@@ -1,4 +1,6 @@
-"""`memtune search`: guards, candidates, audit, repeats, verdict, confirmation; then one config is written."""
+"""`memtune search`: baselines, candidates, audit, repeats, verdict, confirmation; then one config is
+written.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memtune.autotune.search import events
-from memtune.autotune.search.baselines import guards
+from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.driver import Driver
 from memtune.autotune.search.outcome import SearchOutcome, weights_over_budget
@@ -165,11 +167,13 @@ def _dry_run(options: SearchOptions, folder: StudyFolder, say: Callable[[str], N
     too_large = weights_over_budget(setup, scores)
     if too_large is not None:
         raise too_large
-    found, _ = guards(setup.scorer, setup.global_batch)
+    found, _ = baselines(setup.scorer, setup.global_batch)
     ranked = sorted(
         scores.by_key.values(), key=lambda each: (_is_over(each, setup.budget_bytes), each.rank(options.goal))
     )
-    rows = [("guard", each.name, each.scored) for each in found] + [("search", "", each) for each in ranked]
+    rows = [("baseline", each.name, each.scored) for each in found] + [
+        ("search", "", each) for each in ranked
+    ]
     trials = tuple(
         {
             "role": role,

@@ -131,9 +131,9 @@ class StudyFolder:
         changed = differences(before, {"memtune": SCHEMA, **fingerprint})
         if changed:
             raise UsageError(
-                f"Study '{self.name}' was made for something else; its trials would not compare.",
+                f"Study '{self.name}' was made for another setup; its trials would not be comparable.",
                 evidence="; ".join(changed),
-                fix="undo the change, or start anew with --study another",
+                fix="undo the change, or start a new study with --study another",
                 code="MT406",
             )
         return True

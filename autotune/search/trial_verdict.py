@@ -2,11 +2,11 @@
 
 Rules:
 
-1. A trial is invalid if its losses differ from those of the first feasible guard by more than its exactness
-  class allows.
+1. A trial is invalid if its losses differ from those of the first feasible baseline by more than its
+  exactness class allows.
 2. A difference below the spread is a tie; the simpler choice wins it: fewer slots in use, then fewer changed
   knobs.
-3. A choice must beat every feasible guard by more than the spread, otherwise the best guard wins.
+3. A choice must beat every feasible baseline by more than the spread, otherwise the best baseline wins.
 4. Measurements from different times are not compared: once the finalists have run again in alternation, only
   those rounds count, and choices are compared round by round, so that a machine that slowed down meanwhile
   has slowed all of them.
@@ -34,7 +34,7 @@ class Measured:
 
     choice: Choice
     results: tuple[TrialResult, ...]
-    guard: str = ""
+    baseline: str = ""
     rounds: tuple[TrialResult, ...] = ()
     """Those of `results` that ran in alternation with the other finalists; times come from them if there are
     any.
@@ -111,7 +111,7 @@ class Verdict(NamedTuple):
     """The winning choice, with the reason in one sentence."""
 
     winner: Measured
-    beats_guards: bool
+    beats_baselines: bool
     text: str
 
 
@@ -121,22 +121,22 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
         return None
     measured = [each for each in measured if each.rounds] or measured
     winner = _simplest_of_the_best(measured, goal)
-    guards = [each for each in measured if each.guard]
-    if winner.guard:
+    baselines = [each for each in measured if each.baseline]
+    if winner.baseline:
         return Verdict(
             winner,
             False,
             f"{_name(winner)} is the best: nothing that was measured beats it by more than the spread",
         )
-    unbeaten = [each for each in guards if not beats(winner, each, goal)]
+    unbeaten = [each for each in baselines if not beats(winner, each, goal)]
     if unbeaten:
-        best = _simplest_of_the_best(guards, goal)
+        best = _simplest_of_the_best(baselines, goal)
         return Verdict(
             best,
             False,
             f"{_name(best)} is the best: {winner.choice.summary} is no better by more than the spread",
         )
-    gains = ", ".join(f"{_gain(winner, each, goal)} {_name(each)}" for each in guards)
+    gains = ", ".join(f"{_gain(winner, each, goal)} {_name(each)}" for each in baselines)
     return Verdict(winner, True, gains or "the settings that need no search do not fit")
 
 
@@ -175,7 +175,7 @@ def contenders(measured: Sequence[Measured], goal: Goal, count: int = 3) -> list
 
 def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
     best = min(measured, key=lambda each: each.value(goal))
-    # What ties with the best because that one's times spread widely may still be beaten by another.
+    # A setting may tie with the best only because the best one's times spread widely; another may beat it.
     ties = [
         each for each in measured if each is best or not any(beats(other, each, goal) for other in measured)
     ]
@@ -184,14 +184,14 @@ def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
 
 def _name(measured: Measured) -> str:
     return (
-        f"your own setting ({measured.guard})"
-        if measured.guard == "plain"
-        else measured.guard or measured.choice.summary
+        f"your own setting ({measured.baseline})"
+        if measured.baseline == "plain"
+        else measured.baseline or measured.choice.summary
     )
 
 
-def _gain(winner: Measured, guard: Measured, goal: Goal) -> str:
-    ratio = guard.value(goal) / winner.value(goal) if winner.value(goal) else math.inf
+def _gain(winner: Measured, baseline: Measured, goal: Goal) -> str:
+    ratio = baseline.value(goal) / winner.value(goal) if winner.value(goal) else math.inf
     if goal == "memory":
         return f"{1 - 1 / ratio:.0%} less memory than"
     if goal == "batch":
@@ -220,7 +220,7 @@ def loss_tolerance(choice: Choice, reference: Choice, *, unit: float, draws_rand
 
     Args:
         choice: The trial's.
-        reference: The guard's.
+        reference: The baseline's.
         unit: One rounding of the dtype that the model computes in, 2^-24 for float32.
         draws_random: Whether the step draws random numbers.
 

@@ -73,9 +73,9 @@ class AblatedSetting:
 
     setting: str
     """A slot, or one of `EXECUTION`."""
-    of: str
+    value: str
     """Its value, for display."""
-    instead: str
+    replacement: str
     taken: StepCost | None
     """None if the remaining settings do not fit without it."""
     unfit: str = ""
@@ -85,7 +85,7 @@ class AblatedSetting:
 class Ablation:
     """The cost of a config, and of the same config without each setting."""
 
-    whole: StepCost
+    all_settings: StepCost
     without: tuple[AblatedSetting, ...]
 
     def document(self) -> dict[str, Any]:
@@ -93,18 +93,18 @@ class Ablation:
         rows = {}
         for each in self.without:
             found = {"unfit": each.unfit} if each.taken is None else asdict(each.taken)
-            rows[each.setting] = {"of": each.of, "instead": each.instead, **found}
-        return {"whole": asdict(self.whole), "without": rows}
+            rows[each.setting] = {"value": each.value, "replacement": each.replacement, **found}
+        return {"all_settings": asdict(self.all_settings), "without": rows}
 
     @classmethod
     def read(cls, document: Any, choice: Choice) -> Ablation | None:
         """Return the ablation in `document` if it was made for `choice`, else None."""
-        whole = StepCost.read(document.get("whole")) if isinstance(document, Mapping) else None
+        whole = StepCost.read(document.get("all_settings")) if isinstance(document, Mapping) else None
         rows = document.get("without") if isinstance(document, Mapping) else None
         if whole is None or not isinstance(rows, Mapping):
             return None
         expected = {setting: of for setting, of, *_ in _variants(choice)}
-        if {key: row.get("of") for key, row in rows.items() if isinstance(row, Mapping)} != expected:
+        if {key: row.get("value") for key, row in rows.items() if isinstance(row, Mapping)} != expected:
             return None
         return cls(whole, tuple(_row(setting, rows[setting]) for setting in expected))
 
@@ -113,8 +113,8 @@ def _row(setting: str, row: Mapping[str, Any]) -> AblatedSetting:
     taken = StepCost.read(row)
     return AblatedSetting(
         setting,
-        row["of"],
-        str(row.get("instead", "")),
+        row["value"],
+        str(row.get("replacement", "")),
         taken,
         str(row.get("unfit", "not known")) if taken is None else "",
     )
@@ -160,8 +160,8 @@ def _variants(choice: Choice) -> Iterator[tuple[str, str, str, Choice]]:
 
 
 def trade(whole: StepCost, without: StepCost) -> dict[str, dict[str, float]]:
-    """What a setting `costs` and `saves`, each by field of `StepCost`, both positive; too small differences
-    are left out.
+    """Return what a setting `costs` and `saves`, by field of `StepCost`, both positive; negligible
+    differences are omitted.
     """
     found: dict[str, dict[str, float]] = {"costs": {}, "saves": {}}
     for each in fields(StepCost):

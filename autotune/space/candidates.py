@@ -24,7 +24,7 @@ from memtune.compile import Compiling
 from memtune.config import Settings, load_config
 from memtune.program import Program, RankClass, Recording, accumulate_gradients
 from memtune.search_spaces import PASS_ORDER, _pass_pipeline, null
-from memtune.search_spaces._pass_pipeline import Watched
+from memtune.search_spaces._pass_pipeline import TrackedSlots
 from memtune.search_spaces.execution import Execution
 from memtune.technique import PassStage, Plan, Reason, Target, Technique
 
@@ -243,8 +243,8 @@ class Rewriter:
         known = self._pairs.get(asked)
         if known is not None:
             return known
-        watched = Watched(choice.chosen)
-        seen = _pass_pipeline.target_seen(self._seen_by(watched, choice), self._parts(technique, choice))
+        watched = TrackedSlots(choice.chosen)
+        seen = _pass_pipeline.visible_target(self._seen_by(watched, choice), self._parts(technique, choice))
         find_pass = frozenset(_flat("", technique.record(seen)))
         if not watched.seen:  # the same whatever other slots hold
             self._pairs[asked] = find_pass
@@ -264,7 +264,7 @@ class Rewriter:
         self._known[id(setting)] = setting, number
         return number
 
-    def _seen_by(self, watched: Watched, choice: Choice) -> Target:
+    def _seen_by(self, watched: TrackedSlots, choice: Choice) -> Target:
         target = self.target
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
         return Target(
@@ -286,7 +286,7 @@ class Rewriter:
         A program below the partitioning pass is specific to these parts, so this is no read to record (rule
         2).
         """
-        return _pass_pipeline.parts_seen(technique, choice.chosen, self.target.ranks)
+        return _pass_pipeline.visible_parts(technique, choice.chosen, self.target.ranks)
 
     def _walk(self, choice: Choice) -> tuple[Program | Reason, Mapping[str, Plan]]:
         """Run all passes of `choice`.
@@ -305,7 +305,7 @@ class Rewriter:
                 plans[technique.slot] = plan
             return self._memory.use(after)
 
-        node = _pass_pipeline.run(
+        node = _pass_pipeline.run_passes(
             self._root(choice.execution, choice.partitioning),
             [each for each in there if each is not None and _takes_part(type(each))],
             passed=passed,
@@ -320,7 +320,7 @@ class Rewriter:
         there = None if same is None else same.node
         if there is None:
             assert isinstance(node.result, Program)
-            watched = Watched(choice.chosen)
+            watched = TrackedSlots(choice.chosen)
             result = technique.passes()[stage](node.result, plan, self._seen_by(watched, choice))
             n_rows = 0
             if isinstance(result, Program):
@@ -368,8 +368,8 @@ class Rewriter:
         Techniques with equal records (rule 1) share one.
         """
         assert isinstance(node.result, Program)
-        watched, parts = Watched(choice.chosen), self._parts(technique, choice)
-        reason = _pass_pipeline.judged(node.result, technique, self._seen_by(watched, choice), parts)
+        watched, parts = TrackedSlots(choice.chosen), self._parts(technique, choice)
+        reason = _pass_pipeline.check_fit(node.result, technique, self._seen_by(watched, choice), parts)
         if reason is not None:
             return Pass(watched.seen, Node(reason))
         known = node.made.setdefault((technique.slot, self._record_pairs(technique, choice)), [])
@@ -382,9 +382,9 @@ class Rewriter:
     def _made(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         """Run the pass of `technique`, which fits, and return it with its reads of other slots (rule 2)."""
         assert isinstance(node.result, Program)
-        watched = Watched(choice.chosen)
+        watched = TrackedSlots(choice.chosen)
         self.n_passes += 1
-        result, plan = _pass_pipeline.made(
+        result, plan = _pass_pipeline.run_pass(
             node.result, technique, self._seen_by(watched, choice), self._parts(technique, choice)
         )
         if result is not node.result:

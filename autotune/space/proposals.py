@@ -45,7 +45,7 @@ class Proposer:
     sampler: Sampler
     goal: Goal
     on_pruned: Callable[[int, Scored, str], None]
-    _turn: int = field(default=0)
+    _n_proposed: int = field(default=0)
 
     def next(
         self, pruner: Pruner, tried: Collection[str], best: float | None, effects: Effects
@@ -58,8 +58,8 @@ class Proposer:
             best: Best measured value, smaller is better.
             effects: Of the techniques that ran; they order candidates and prune none.
         """
-        self._turn += 1
-        if self._turn % _SAMPLER_EVERY == 0:
+        self._n_proposed += 1
+        if self._n_proposed % _SAMPLER_EVERY == 0:
             found = self._from_sampler(pruner, tried, best)
             if found is not None:
                 return found
@@ -69,9 +69,8 @@ class Proposer:
         return None
 
     def _ranked(self, pruner: Pruner, tried: Collection[str], effects: Effects) -> Iterator[Scored]:
-        """Yield the best few that are not pruned.
-
-        Those expected to fit first, then one of each group of equals.
+        """Yield the best few that are not pruned: first those expected to fit, then one of each group of
+        equals.
 
         The coarse level is optimistic, so its best are simulated op by op and ranked again.
         """

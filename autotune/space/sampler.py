@@ -27,9 +27,9 @@ from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import TrialResult
 from memtune.technique import Technique
 
-TrialOutcome = Literal["told", "pruned", "running", "failed"]
+TrialOutcome = Literal["complete", "pruned", "running", "failed"]
 _OUTCOMES: dict[TrialState, TrialOutcome] = {
-    TrialState.COMPLETE: "told",
+    TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
     TrialState.RUNNING: "running",
     TrialState.WAITING: "running",
@@ -144,7 +144,7 @@ class Sampler:
     def _parameters(self, choice: Choice) -> dict[str, Any]:
         """Return `choice` as Optuna parameters.
 
-        Empty if it lies outside the space (a guard of an axis not searched).
+        Empty if it lies outside the space (a baseline of an axis not searched).
         """
         if choice.execution not in self._space.executions:
             return {}
@@ -218,9 +218,9 @@ class _StorageErrors:
         """Raise EnvironmentFault for storage errors, UsageError for a study of another space."""
         if isinstance(error, ValueError) and "dynamic value space" in str(error):
             raise UsageError(
-                f"The study {self._path} was made with other choices than there are now.",
-                evidence="What can be used has changed: a drive, measured rates, or memtune itself.",
-                fix="undo the change, or start anew with --study another",
+                f"The study {self._path} was made with a different search space.",
+                evidence="The available techniques changed: a drive, measured rates, or memtune itself.",
+                fix="undo the change, or start a new study with --study another",
                 code="MT406",
             ) from error
         if isinstance(
@@ -230,6 +230,6 @@ class _StorageErrors:
             raise EnvironmentFault(
                 f"The study {self._path} cannot be read or written.",
                 evidence=str(cause).strip().split("\n")[0],
-                fix="free space in that folder and go on with --resume, or start anew with --study",
+                fix="free space in that folder and continue with --resume, or start a new study with --study",
                 code="MT402",
             ) from error

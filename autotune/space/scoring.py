@@ -30,7 +30,8 @@ from memtune.technique import Reason
 
 Goal = Literal["throughput", "memory", "batch"]
 EVENTS_FOR = 64
-"""Programs that are simulated op by op at a time; further batches follow while one may beat the best so far.
+"""Programs that are simulated op by op at a time; further batches follow while one may beat the best so
+far.
 """
 _MOST_EVENTS = 4 * EVENTS_FOR
 """Limit on programs simulated op by op: hundreds with one coarse prediction need not all be refined."""
@@ -42,7 +43,8 @@ _SLOWER = 2.0
 this factor: no other slot makes up for it.
 """
 _EXPLORE_AGAIN = 0.01
-"""Relative improvement of the best candidate with a technique from which its neighbourhood is explored again.
+"""Relative improvement of the best candidate with a technique from which its neighbourhood is explored
+again.
 """
 _PROCESSES = 4
 """Limit on scoring processes: each has a memory of programs of its own."""
@@ -167,10 +169,10 @@ class Scorer:
 
     def _coarse(self, program: Program) -> Prediction:
         known = self._known.get(id(program))
-        if known is None or known[0] is not program:  # an id may come again when its program is gone
+        if known is None or known[0] is not program:  # Python reuses the id of a program that was freed
             if len(self._known) >= _MOST_PREDICTIONS:
                 del self._known[next(iter(self._known))]  # the oldest
-            as_held = self._host_bytes is not None  # else nobody asks, of candidates that nobody sees
+            as_held = self._host_bytes is not None  # pinned sizes matter only if host memory is checked
             prediction = simulate(program, self._hardware, calibration=self._calibration, as_held=as_held)
             known = self._known[id(program)] = program, prediction
         return known[1]
@@ -208,7 +210,7 @@ def rare_collections() -> Iterator[None]:
     """
     is_ours, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()
     gc.freeze()
-    if thresholds[0]:  # else somebody has turned them off
+    if thresholds[0]:  # 0: the caller has turned collections off
         gc.set_threshold(max(thresholds[0], _COLLECT_AFTER), *thresholds[1:])
     try:
         yield

@@ -23,7 +23,8 @@ class TargetOptions:
     gpu_type: str | None = None
     """A name of the hardware table, to predict for a machine that is not present."""
     nodes: int | None = None
-    """Machines over which the ranks are spread evenly; None for as few as the hardware's node shape allows.
+    """Machines over which the ranks are spread evenly; None for as few as the hardware's node shape
+    allows.
     """
     budget_bytes: int | None = None
     """Device bytes per rank (`--max-memory`); None for the device's memory, and no limit on CPU."""
@@ -54,7 +55,7 @@ class SearchOptions(TargetOptions):
     """Name of the study below `.memtune/`, or a path; None derives it from the workload's name."""
     resume: bool = False
     trials: int = 20
-    """Guards, candidates and audit; repeats and the confirmation are added."""
+    """Baselines, candidates and audit; repeats and the confirmation are added."""
     time_s: float | None = None
     executor: Literal["auto", "local", "ray", "simulated"] = "auto"
     slots: int = 1

@@ -15,7 +15,8 @@ from memtune.technique import Reason, Technique
 from memtune.units import format_bytes
 
 _LEAN = ("offload.states", "recompute", "offload.activations", "sharding.states")
-"""Slots that trade time for memory; all of their kinds are tried, because the search may have excluded them.
+"""Slots that trade time for memory; all of their kinds are tried, because the search may have excluded
+them.
 """
 
 

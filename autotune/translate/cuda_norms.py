@@ -44,13 +44,13 @@ def widen_statistics(translated: Translated, hints: Hints) -> None:
                 translated.bytes[made[step.storages.bytes[made] == 2 * rows]] = 4 * rows
 
 
-def use_cudnn(translated: Translated, hints: Hints, turns: int) -> int:
-    """Make batch norms that cuDNN answers its own; returns how many there are.
+def use_cudnn(translated: Translated, hints: Hints, unpack_stride: int) -> int:
+    """Turn batch norms that cuDNN supports into its op; return how many there are.
 
     Args:
         translated: The step.
-        hints: Say what each op was given.
-        turns: How many turns there will be between two that were recorded (`Saves.unpack_order`).
+        hints: Give the arguments of each op.
+        unpack_stride: Factor on recorded unpack orders (`Saves.unpack_order`), to insert saves between them.
     """
     step = translated.step
     forward, backward = table.BATCH_NORM
@@ -73,7 +73,7 @@ def use_cudnn(translated: Translated, hints: Hints, turns: int) -> int:
         _rename(translated, ops, table.CUDNN_BATCH_NORM[0])
         _rename(translated, backs[backs >= 0], table.CUDNN_BATCH_NORM[1])
         _drop_reserves(translated, ops)
-        translated.later.append(lambda edit: _add_reserves(edit, step, ops, backs, last, turns))
+        translated.later.append(lambda edit: _add_reserves(edit, step, ops, backs, last, unpack_stride))
     return len(found)
 
 
@@ -124,7 +124,7 @@ def _drop_reserves(translated: Translated, ops: I32) -> None:
     translated.gone[made] = True
 
 
-def _add_reserves(edit: Edit, step: Step, ops: I32, backs: I32, last: I32, turns: int) -> None:
+def _add_reserves(edit: Edit, step: Step, ops: I32, backs: I32, last: I32, unpack_stride: int) -> None:
     """Add a reserve to each of `ops`, packed after the `last` of its statistics, read by backward."""
     reserves = edit.add_storages(np.zeros(len(ops), np.int64), producer=ops)
     has = backs >= 0
@@ -139,7 +139,7 @@ def _add_reserves(edit: Edit, step: Step, ops: I32, backs: I32, last: I32, turns
         held_until=like.held_until,
         call=like.call,
         unpacked_before=like.unpacked_before,
-        unpack_order=like.unpack_order * turns + 1,
+        unpack_order=like.unpack_order * unpack_stride + 1,
         is_output=1,
         used_until=like.used_until,
     )

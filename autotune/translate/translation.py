@@ -311,9 +311,10 @@ class _Fusion:
             self._scratch(first, kernel.backward_scratch)
         self.dropped_saves[saves] = True
         if len(saves):
+            # Saved-tensor hooks do not see parameters and buffers.
             lasting = (step.storages.producer < 0) & np.isin(
                 step.storages.kind, (Kind.PARAMETER, Kind.BUFFER)
-            )  # nobody packs those
+            )
             packed = _packed(call, inputs[~lasting[inputs]]) if kernel.saves_inputs else []
             self.later.append(
                 lambda edit: self._save(edit, saves, (last, first), packed, call.output, kernel, mask)
@@ -474,7 +475,7 @@ def _packed(call: Call, inputs: I32) -> list[int]:
     return [*(each for each in found if each not in call.inputs[:3]), key, query, value]
 
 
-_ROOM = 64  # turns between two that were recorded: no kernel saves as many tensors
+_ROOM = 64  # unpack orders between two recorded ones, for inserted saves; no kernel saves as many tensors
 
 
 def _add(edit: Edit, n_bytes: I64, producer: I32, kind: Kind = Kind.TEMPORARY) -> I32:

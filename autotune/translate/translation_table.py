@@ -74,7 +74,8 @@ class AttentionKernel:
     made: Callable[[Attention], tuple[int, ...]]
     """Bytes of its results besides the output, in order; padded copies come last."""
     packed: Callable[[int], tuple[int, ...]]
-    """(number of results besides the output) → those that autograd packs, in its order; OUTPUT is the output.
+    """(number of results besides the output) → those that autograd packs, in its order; OUTPUT is the
+    output.
     """
     forward_scratch: Callable[[Attention], int]
     backward_scratch: Callable[[Attention], int]

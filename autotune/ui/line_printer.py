@@ -217,7 +217,7 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> l
         sign = "\x1b[31m✘\x1b[0m" if color else "✘"
         return [f"{sign} {finished.message or 'no config was written'}"]
     sign = "\x1b[32m✔\x1b[0m" if color else "✔"
-    plain = next((guard for guard in view.guards if guard.name == "plain"), None)
+    plain = next((baseline for baseline in view.baselines if baseline.name == "plain"), None)
     against = (
         f" (plain: {formatting.outcome(plain)})" if plain is not None and plain.number != best.number else ""
     )

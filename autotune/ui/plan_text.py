@@ -22,7 +22,7 @@ _BYTES = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 def render(report: PlanReport) -> RenderableType:
-    """Return guards and front (or the one config), omissions, memory at the peak, and remedies."""
+    """Return baselines and front (or the one config), omissions, memory at the peak, and remedies."""
     parts: list[RenderableType] = [Text(_headline(report.facts))]
     limited = report.facts["budget_bytes"] is not None
     if report.config is not None:
@@ -30,7 +30,7 @@ def render(report: PlanReport) -> RenderableType:
         if report.config.status == "unfit":
             parts.append(Text(f"cannot be used: {report.config.reason}"))
     else:
-        rows = [*report.guards, *report.front]
+        rows = [*report.baselines, *report.front]
         parts.append(_table(rows, limited=limited, with_largest=limited))
         if not report.front:
             parts.append(Text(_nothing_fits(report), "bold"))
@@ -60,12 +60,12 @@ def _table(rows: Sequence[PlanRow], *, limited: bool, with_largest: bool) -> Tab
         table.add_column(name, justify="right", no_wrap=True)
     number = 0
     for each in rows:
-        number += not each.guard
+        number += not each.baseline
         largest = "" if each.largest_micro_batch is None else str(each.largest_micro_batch)
         exact = [_exact(each)] if with_exact else []
         odds = [_oom_text(each)] if limited else []
         cells = [
-            each.guard or str(number),
+            each.baseline or str(number),
             each.summary,
             *_numbers(each),
             *odds,

@@ -43,7 +43,7 @@ g        trials or graph, where the screen is too narrow for both
 q        the same as s, after a question
 ctrl+c   stop with the best so far, exit code 130; twice: at once
 
-★ best so far   ◆ guard: what the best has to beat   ● trial   ┊ limit
+★ best so far   ◆ baseline: what the best has to beat   ● trial   ┊ limit
 pruned: even the low end of the predicted peak exceeds the limit"""
 
 

@@ -17,13 +17,13 @@ from memtune.units import format_bytes, format_seconds
 NARROW = 90
 """Below this many columns the panels use their narrow form."""
 DIM, LABEL = "#8a929c", "bold"
-_MARKS = {"best": ("★", "bold green"), "guard": ("◆", "cyan"), "trial": ("●", "blue")}
+_MARKS = {"best": ("★", "bold green"), "baseline": ("◆", "cyan"), "trial": ("●", "blue")}
 
 
 def header(view: SearchView, now_s: float, width: int, stopping: bool = False) -> Text:
-    """Return title, limits and clock; counts and ETA; best against the guards; errors of predictions."""
+    """Return title, limits and clock; counts and ETA; best against the baselines; errors of predictions."""
     lines = [*_title(view, now_s, width), Text(""), *_counts(view, now_s, width, stopping)]
-    lines += [_best(view, width), *_guards(view, width), _errors(view)]
+    lines += [_best(view, width), *_baselines(view, width), _errors(view)]
     return _join(lines, width)
 
 
@@ -110,17 +110,17 @@ def _frame(view: SearchView, points: list[Point], columns: int, rows: int) -> _F
 
 
 def _kind(view: SearchView, point: Point) -> str:
-    return "best" if point.number == view.best_number else "guard" if point.role == "guard" else "trial"
+    return "best" if point.number == view.best_number else "baseline" if point.role == "baseline" else "trial"
 
 
 def _rank(view: SearchView, point: Point) -> int:
-    # What matters is drawn last, over what it shares a cell with.
-    return ("trial", "guard", "best").index(_kind(view, point))
+    # The most important point of a cell is drawn last, over the others.
+    return ("trial", "baseline", "best").index(_kind(view, point))
 
 
 def _legend(width: int) -> list[tuple[str, str]]:
     parts: list[tuple[str, str]] = []
-    for kind, word in (("best", "best"), ("guard", "guard"), ("trial", "trial")):
+    for kind, word in (("best", "best"), ("baseline", "baseline"), ("trial", "trial")):
         if (width := width - len(word) - 3) < -1:
             break
         mark, style = _MARKS[kind]
@@ -212,33 +212,35 @@ def _best(view: SearchView, width: int) -> Text:
     return line.append(f" · {best.label or changed.summary}", DIM)
 
 
-def _guards(view: SearchView, width: int) -> list[Text]:
-    if not view.guards:
-        return [_label("guards").append("not measured yet", DIM)]
+def _baselines(view: SearchView, width: int) -> list[Text]:
+    if not view.baselines:
+        return [_label("baseline").append("not measured yet", DIM)]
     parts = []
-    for guard in view.guards:
-        part = Text(f"{guard.name}: ", DIM).append(formatting.outcome(guard))
-        part.stylize(formatting.STATUS_COLOR[guard.status], len(guard.name) + 2)
+    for baseline in view.baselines:
+        part = Text(f"{baseline.name}: ", DIM).append(formatting.outcome(baseline))
+        part.stylize(formatting.STATUS_COLOR[baseline.status], len(baseline.name) + 2)
         parts.append(part)
     if width >= NARROW:
-        return [_label("guards").append_text(Text(" · ", DIM).join(parts))]
-    return [_label("guards" if index == 0 else "").append_text(part) for index, part in enumerate(parts[:3])]
+        return [_label("baseline").append_text(Text(" · ", DIM).join(parts))]
+    return [
+        _label("baseline" if index == 0 else "").append_text(part) for index, part in enumerate(parts[:3])
+    ]
 
 
 def _gain(view: SearchView, width: int) -> str:
-    """Return the speed-up of the best over the fastest guard that fits."""
+    """Return the speed-up of the best over the fastest baseline that fits."""
     rates = [
-        (guard.result.samples_per_s, guard)
-        for guard in view.guards
-        if guard.result and guard.result.samples_per_s
+        (baseline.result.samples_per_s, baseline)
+        for baseline in view.baselines
+        if baseline.result and baseline.result.samples_per_s
     ]
     if view.best_changed is None or not view.best_changed.samples_per_s or not rates:
         return ""
-    guard_rate, guard = max(rates, key=lambda pair: pair[0])
-    if guard.number == view.best_number:
+    baseline_rate, baseline = max(rates, key=lambda pair: pair[0])
+    if baseline.number == view.best_number:
         return ""
-    gain = formatting.percent(view.best_changed.samples_per_s / guard_rate - 1, signed=True)
-    return f" ({gain} over {guard.name})" if width >= NARROW else f" ({gain})"
+    gain = formatting.percent(view.best_changed.samples_per_s / baseline_rate - 1, signed=True)
+    return f" ({gain} over {baseline.name})" if width >= NARROW else f" ({gain})"
 
 
 def _errors(view: SearchView) -> Text:

@@ -69,7 +69,7 @@ class TrialView:
 
     @property
     def label(self) -> str:
-        """Return a guard's name, else the role unless it is plain search."""
+        """Return a baseline's name, else the role unless it is plain search."""
         return self.name or ("" if self.role == "search" else self.role)
 
     @property
@@ -226,9 +226,9 @@ class SearchView:
         return max(len(self.pruned), self.scored.n_pruned if self.scored else 0)
 
     @property
-    def guards(self) -> list[TrialView]:
-        """Return the guards in the order in which they were started."""
-        return [trial for trial in self.trials.values() if trial.role == "guard"]
+    def baselines(self) -> list[TrialView]:
+        """Return the baselines in the order in which they were started."""
+        return [trial for trial in self.trials.values() if trial.role == "baseline"]
 
     @property
     def best(self) -> TrialView | None:

@@ -1,5 +1,5 @@
-"""The GPT of `examples/gpt.py` with 16-bit weights and gradients, as the papers' systems send them; shapes by
-its environment.
+"""The GPT of `examples/gpt.py` with 16-bit weights and gradients, as the papers' systems send them; its
+environment sets the shape.
 """
 
 import importlib.util
@@ -23,5 +23,5 @@ batch, loss, optimizer, global_batch = (
 
 
 def model() -> nn.Module:
-    """The GPT in bfloat16."""
+    """Return the GPT in bfloat16."""
     return _example.model().bfloat16()  # type: ignore[no-any-return]

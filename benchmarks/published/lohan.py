@@ -1,9 +1,8 @@
-"""LoHan (Fuyou, Ratel): Liao et al. 2024, arXiv:2403.06504. Written down before anything was compared.
+"""LoHan (Fuyou, Ratel): Liao et al. 2024, arXiv:2403.06504. Recorded before the first comparison.
 
 The paper: on one RTX 4090 a step of a 13B model is 2.32 times as fast as with the best baseline;
-ZeRO-Infinity, whose optimizer runs after backward, leaves the GPU idle for 40 to 70 % of a step. At which
-batch and with how many of the drives is not known for sure, so batches and drives are simulated, not one
-point.
+ZeRO-Infinity, whose optimizer runs after backward, has the GPU idle for 40 to 70 % of a step. Batch and
+number of drives of these figures are uncertain, so several are simulated, not one point.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SOURCES = {
         " 4090"
     ),
     "IDLE": (
-        "motivation: ZeRO-Infinity's optimizer after backward leaves the GPU idle for 40 to 70 % of a step"
+        "motivation: with ZeRO-Infinity's optimizer after backward the GPU is idle for 40 to 70 % of a step"
     ),
     "IDLE_LOHAN": (
         "that updates inside backward leave next to none is the paper's claim; 10 % is what is asked of the"
@@ -39,8 +38,8 @@ SOURCES = {
         "two PCIe 4.0 x16 slots with switches, at 16 GB/s of use each; all drives together (fm)"
     ),
     "HARDWARE": (
-        "the hardware table's RTX 4090; a server's host memory, the table's 100 GB/s of host Adam beside a"
-        " V100"
+        "the hardware table's RTX 4090; a server's host memory: the table's 100 GB/s of host Adam for the "
+        "V100"
     ),
 }
 SHAPE = Shape(
@@ -54,7 +53,7 @@ SHAPE = Shape(
 
 
 def machine(drives: int) -> Hardware:
-    """One card and so many drives."""
+    """Return one card with that many drives."""
     return replace(
         find("rtx-4090"),
         ssd_read_bytes_per_s=min(drives * DRIVE_READ_BYTES_PER_S, HOST_LINKS_BYTES_PER_S),

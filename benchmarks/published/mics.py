@@ -1,6 +1,4 @@
-"""MiCS: Zhang et al. 2022, VLDB 16(1), arXiv:2205.00119. Up to 2.89 times the throughput of the systems it is
-compared with.
-"""
+"""MiCS: Zhang et al. 2022, VLDB 16(1), arXiv:2205.00119. Up to 2.89 times the throughput of its baselines."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ PAPER = Paper(
         gpus_per_node=8,
     ),
     sources={
-        "bf16_flops_per_s": "V100 data sheet: 125 TFLOP/s in fp16, which the recorded 16-bit type stands for",
+        "bf16_flops_per_s": "V100 data sheet: 125 TFLOP/s in fp16, used for the recorded 16-bit type",
         "inter_link_bytes_per_s": (
             "AWS p3dn.24xlarge, 100 Gb/s shared by 8 V100 (aws.amazon.com/ec2/instance-types/p3)"
         ),

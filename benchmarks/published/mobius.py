@@ -1,8 +1,8 @@
-"""Mobius: Feng et al. 2023, ASPLOS 23. Written down before anything was compared.
+"""Mobius: Feng et al. 2023, ASPLOS 23. Recorded before the first comparison.
 
-The paper: on servers of four consumer GPUs without links of their own a step takes 3.8 to 5.1 times less than
-with DeepSpeed's heterogeneous memory (ZeRO-3, its shards in host memory), over several sizes of models and
-ways to share PCIe roots.
+The paper: on servers of four consumer GPUs without direct links a step takes 3.8 to 5.1 times less than with
+DeepSpeed's heterogeneous memory (ZeRO-3 with shards in host memory), over several model sizes and PCIe
+topologies.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ROOTS = (4, 2)
 CHANNEL_BYTES_PER_S = 12e9
 MICRO_BATCH = 2
 FORESEEN = {"3B": {4: 4.6, 2: 3.4}, "8B": {4: 4.9, 2: 3.4}}
-"""Ratios by GPUs per root that were expected of two mechanisms before either was built: gathers that go
-through the host share the root with copies (11 |W| instead of 9 |W| in one direction, beside the update), and
-updates on the host that go on beside the next step's forward, so that a step is as long as its longest link
-or the host, and not their sum. Neither changes a constant.
+"""Ratios by GPUs per root, expected of two mechanisms before either was built: gathers through the host share
+the root with copies (11 |W| instead of 9 |W| in one direction, overlapped with the update), and host updates
+overlap the next step's forward, so that a step is as long as its longest link or the host, not their sum.
+Neither changes a constant.
 """
 SOURCES = {
     "SPEED_UP": "abstract: 3.8 to 5.1 times less time than prior art, for several models and topologies",
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def machine(root: int) -> Hardware:
-    """So many of the GPUs behind one root complex."""
+    """Return a machine with `root` GPUs behind each root complex."""
     return replace(
         find("rtx-3090"),
         host_to_device_bytes_per_s=CHANNEL_BYTES_PER_S,

@@ -1,9 +1,9 @@
-"""Tensor Movement Orchestration: Lin et al. 2023, HPCA 23. Written down before anything was compared.
+"""Tensor Movement Orchestration: Lin et al. 2023, HPCA 23. Recorded before the first comparison.
 
 The paper: replicas whose footprint is 1.33 to 2 times their GPU's memory, over one PCIe channel to the host,
-are on average 38.3 to 31.8 % faster than large-model support that does not know of contention. Which models,
-batches and GPUs those are means of is not in the abstract. So the shape and the batches here are ours, and
-the whole curve over batches is compared, not one point.
+are on average 38.3 to 31.8 % faster than large-model support that ignores contention. The abstract does not
+name the models, batches and GPUs of these means. So shape and batches here are ours, and the whole curve over
+batches is compared, not one point.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ HARDWARE = replace(
 SHAPE = Shape(24, 1024, 16, 512, 30522, "BERT-large's sizes, as a decoder")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ACCUMULATE = (1, 16)
-"""How often gradients are exchanged, on which the paper's gain depends; added after the first comparison, in
-which it was 1.
+"""Micro-batches between gradient exchanges, on which the paper's gain depends; added after the first
+comparison, which had 1.
 """
 WINDOW = 2
 STRIDE = RANKS

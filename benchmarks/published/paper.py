@@ -1,5 +1,5 @@
-"""What a paper of sharded training says it measured, and on what: plain data, written down before anything is
-compared.
+"""Published measurements of a paper on sharded training, with hardware and settings: plain data, recorded
+before the first comparison.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Claim:
-    """One setting of the paper: what is faster than what, and by how much."""
+    """One setting of a paper: the faster and the slower technique, and the ratio."""
 
     name: str
     shape: Shape
     nodes: int
     micro_batch: int
-    """Samples."""
+    """Samples per micro-batch."""
     accumulate: int
     fast: Sharding
     slow: Sharding
     published: tuple[float, float]
-    """Throughput of `fast` over that of `slow`: the least and the largest that are published."""
+    """Throughput of `fast` over that of `slow`: the smallest and the largest published."""
     source: str
     recompute: bool = True
-    """Whether blocks are recomputed as a whole."""
+    """True if blocks are recomputed in full."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,9 @@ class Paper:
     hardware: Hardware
     """`inter_link_bytes_per_s` is a GPU's share of its node's network cards."""
     sources: Mapping[str, str]
-    """By field of `hardware` that is not the table's: where it comes from. (fm): from memory of the paper,
-    not looked up.
+    """Source of each field of `hardware` that is not the table's. (fm): from memory of the paper, not looked
+    up.
     """
     claims: tuple[Claim, ...]
     other_networks_gbit_per_s: tuple[int, ...] = field(default=())
-    """Networks of a node that are simulated as well, where it is not known for sure which one the paper had.
-    """
+    """Node networks that are simulated in addition, if the paper's network is uncertain."""

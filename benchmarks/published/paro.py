@@ -1,6 +1,4 @@
-"""PaRO: Wu et al. 2023, arXiv:2310.06003. 1.19 to 2.50 times the throughput of the systems it is compared
-with.
-"""
+"""PaRO: Wu et al. 2023, arXiv:2310.06003. 1.19 to 2.50 times the throughput of its baselines."""
 
 from __future__ import annotations
 

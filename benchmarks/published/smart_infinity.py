@@ -1,6 +1,6 @@
-"""Smart-Infinity: Jang et al. 2024, HPCA 24. Written down before anything was compared.
+"""Smart-Infinity: Jang et al. 2024, HPCA 24. Recorded before the first comparison.
 
-The paper: over ZeRO-Infinity with software RAID0, updating inside the drives makes a step of GPT-2 8.4B
+The paper: compared with ZeRO-Infinity on software RAID0, updates inside the drives make a step of GPT-2 8.4B
 (batch 4) 1.18 to 1.24 times as fast with 6 drives and 1.54 to 1.60 times with 10, 1.60 to 1.66 with its
 handler; with one drive it is slightly slower. The baseline stops gaining at 4 drives, where the drives
 together are as fast as the host's interconnect.
@@ -29,7 +29,7 @@ SOURCES = {
     "LINK_BYTES_PER_S": (
         "what PCIe 3.0 x16 gives; four such drives fill it, as the paper finds of its baseline"
     ),
-    "DRIVE_MEMORY_BYTES_PER_S": "one channel of DDR4-2400 beside each drive's FPGA (fm)",
+    "DRIVE_MEMORY_BYTES_PER_S": "one channel of DDR4-2400 at each drive's FPGA (fm)",
     "HARDWARE": "the hardware table's A10 for the paper's A5000, of the same generation",
 }
 SHAPE = Shape(
@@ -44,7 +44,7 @@ MICRO_BATCH = 4
 
 
 def baseline(drives: int) -> Hardware:
-    """RAID0 over `drives` behind one link."""
+    """Return RAID0 over `drives` behind one link."""
     return replace(
         find("a10"),
         host_to_device_bytes_per_s=LINK_BYTES_PER_S,
@@ -55,9 +55,7 @@ def baseline(drives: int) -> Hardware:
 
 
 def smart(drives: int) -> Hardware:
-    """The same drives, each with an updater of its own and memory beside it: state crosses no link that they
-    share.
-    """
+    """Return the same drives, each with an updater and memory of its own: state crosses no shared link."""
     return replace(
         baseline(drives),
         ssd_read_bytes_per_s=drives * DRIVE_READ_BYTES_PER_S,

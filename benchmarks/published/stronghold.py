@@ -1,8 +1,8 @@
-"""STRONGHOLD: Sun et al. 2022, SC 22. Written down before anything was compared.
+"""STRONGHOLD: Sun et al. 2022, SC 22. Recorded before the first comparison.
 
-The paper: on one V100 1.2 to 3.7 times the throughput of the systems it is compared with, which keep state on
-the host or on SSD (L2L, ZeRO-Offload, ZeRO-Infinity). Which batch each ratio is of is not known, so batches
-are simulated, not one point.
+The paper: on one V100 1.2 to 3.7 times the throughput of baselines that keep state on the host or on SSD
+(L2L, ZeRO-Offload, ZeRO-Infinity). The batch of each ratio is unknown, so several batches are simulated, not
+one point.
 """
 
 from __future__ import annotations

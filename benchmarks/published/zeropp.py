@@ -19,7 +19,7 @@ PAPER = Paper(
         gpus_per_node=16,
     ),
     sources={
-        "bf16_flops_per_s": "V100 data sheet: 125 TFLOP/s in fp16, which the recorded 16-bit type stands for",
+        "bf16_flops_per_s": "V100 data sheet: 125 TFLOP/s in fp16, used for the recorded 16-bit type",
         "inter_link_bytes_per_s": (
             "one card of 100 Gb/s a node, shared by 16 GPUs: the paper's low-bandwidth setting (fm)"
         ),

@@ -62,8 +62,8 @@ std::tuple<I32, I32, Made<std::uint8_t>> sort_uses(const Column<std::int32_t>& o
 
 void bind_edit(nb::module_& m) {
   m.def("order_rows", &order_rows, "removed"_a, "anchor"_a, "after"_a,
-        "New order of rows and insertions: (rows that stay, position by row with -1 for removed ones and one more -1, position or "
-        "that of the last row before, position or that of the next row). ValueError for an anchor outside [-1, rows].");
+        "New order of rows and insertions: (remaining rows, position by row with -1 for removed ones and one more -1, position or "
+        "that of the last remaining row before, position or that of the next row). ValueError for an anchor outside [-1, rows].");
   m.def("take_rows", &take_rows, "rows"_a, "old"_a, "added"_a,
         nb::sig("def take_rows(rows: NDArray[numpy.int32], old: NDArray[numpy.generic], added: NDArray[numpy.generic]) -> NDArray[numpy.generic]"),
         "The given rows of the column `old` followed by `added`, of the same dtype. ValueError for a row in neither.");

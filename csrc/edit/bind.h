@@ -2,5 +2,5 @@
 
 #include <nanobind/nanobind.h>
 
-// Adds what the passes need to build a new step to the Python module.
+// Adds the functions with which passes build a new step.
 void bind_edit(nanobind::module_& m);

@@ -7,7 +7,7 @@
 namespace memtune {
 namespace {
 
-// Places 2(a + 1) and 2(a + 1) + 1: what goes before row a, and what goes after it.
+// Places 2(a + 1) and 2(a + 1) + 1: insertions before row a, and after it.
 std::size_t place(std::int32_t anchor, bool after) { return 2 * static_cast<std::size_t>(anchor + 1) + (after ? 1 : 0); }
 
 }  // namespace
@@ -29,11 +29,11 @@ Order order_rows(std::span<const std::uint8_t> removed, std::span<const std::int
   out.position.assign(n + added + 1, -1);
   out.before.resize(n + added);
   out.next.resize(n + added);
-  const auto put = [&out](std::int32_t row, bool stays) {
+  const auto put = [&out](std::int32_t row, bool remains) {
     const auto at = static_cast<std::int32_t>(out.rows.size());
     out.next[row] = at;
-    out.before[row] = stays ? at : at - 1;
-    if (!stays) return;
+    out.before[row] = remains ? at : at - 1;
+    if (!remains) return;
     out.position[row] = at;
     out.rows.push_back(row);
   };
@@ -66,7 +66,7 @@ Uses sort_uses(std::span<const std::int32_t> op, std::span<const std::int32_t> s
   if (storage.size() != op.size() || mutates.size() != op.size()) throw std::invalid_argument("uses must have the same length");
   std::vector<std::int32_t> next(static_cast<std::size_t>(n_ops) + 1);
   for (const std::int32_t each : op) {
-    if (each < 0 || each >= n_ops) throw std::invalid_argument("use_op must lie in [0, " + std::to_string(n_ops) + ")");
+    if (each < 0 || each >= n_ops) throw std::invalid_argument("uses.op must lie in [0, " + std::to_string(n_ops) + ")");
     ++next[each + 1];
   }
   for (std::size_t p = 1; p < next.size(); ++p) next[p] += next[p - 1];

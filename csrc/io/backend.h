@@ -1,4 +1,4 @@
-// How a piece of a file is read or written: through io_uring, or by threads that call pread and pwrite where io_uring is refused.
+// Backends that read and write pieces of a file: io_uring, or threads with pread and pwrite if io_uring is refused.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace memtune::io {
 
-// What one system call moves.
+// The data of one system call.
 struct Piece {
   bool write;
   int fd;
   unsigned char* memory;
   std::uint32_t bytes;
   std::uint64_t offset;
-  std::uint32_t slot;  // which of the buffers given to the backend `memory` lies in; also the name of the piece
+  std::uint32_t slot;  // number of the backend's buffer that `memory` lies in; identifies the piece
 };
 
 struct Done {
@@ -28,8 +28,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual void start(const Piece& piece) = 0;
-  virtual void submit() {}  // what was started is under way, where it is not already
-  virtual std::vector<Done> wait() = 0;  // until something is done, or somebody wakes; then possibly nothing
+  virtual void submit() {}  // submits the pieces that were started
+  virtual std::vector<Done> wait() = 0;  // returns when pieces are done, or after `wake`, then possibly without any
   virtual void wake() = 0;
   virtual std::string name() const = 0;
 };
@@ -40,7 +40,7 @@ struct Buffers {
   std::uint32_t slots, slot_bytes;
 };
 
-// Null where the kernel or a sandbox refuses io_uring, which is found by using it; `why` then says what was refused.
+// Null if the kernel or a sandbox refuses io_uring, which a test read finds out; `why` then has the refused call.
 std::unique_ptr<Backend> make_ring(const Buffers& buffers, std::string& why);
 std::unique_ptr<Backend> make_threads(int threads);
 

@@ -51,15 +51,15 @@ MEMTUNE_EVERY_ISA void accumulate(std::uint64_t* sums, const unsigned char* data
   std::uint64_t sum[kLanes];
   std::memcpy(sum, sums, sizeof(sum));
   for (std::size_t n = 0; n < stripes; ++n) {
-    const std::size_t turn = n % kStripesPerBlock;
+    const std::size_t stripe = n % kStripesPerBlock;
     std::uint64_t value[kLanes], key[kLanes];
     std::memcpy(value, data + n * kStripe, kStripe);
-    std::memcpy(key, kSecret + turn * kStep, kStripe);
+    std::memcpy(key, kSecret + stripe * kStep, kStripe);
     for (std::size_t i = 0; i < kLanes; ++i) {
       const std::uint64_t mixed = value[i] ^ key[i];
       sum[i] += value[i ^ 1] + (mixed & 0xFFFFFFFF) * (mixed >> 32);
     }
-    if (turn == kStripesPerBlock - 1) {
+    if (stripe == kStripesPerBlock - 1) {
       std::memcpy(key, kSecret + sizeof(kSecret) - kStripe, kStripe);
       for (std::size_t i = 0; i < kLanes; ++i) sum[i] = ((sum[i] ^ (sum[i] >> 47)) ^ key[i]) * kPrime32[0];
     }

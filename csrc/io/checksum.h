@@ -1,4 +1,4 @@
-// XXH3, 64 bits, seed 0, for inputs of more than 240 bytes: what a block on SSD is recognised by when it comes back.
+// XXH3, 64 bits, seed 0, for inputs of more than 240 bytes: the checksum of a block on SSD.
 #pragma once
 
 #include <cstddef>

@@ -21,7 +21,7 @@ void Engine::Unmap::operator()(unsigned char* memory) const { munmap(memory, byt
 
 Engine::Engine(const std::string& which, std::uint32_t depth, std::uint32_t block_bytes, bool checksums)
     : depth_(depth), block_bytes_(filled_up(block_bytes)), checksums_(checksums) {
-  const std::uint32_t slots = depth_ + kAhead;
+  const std::uint32_t slots = depth_ + kPrepared;
   const std::size_t bytes = std::size_t{slots} * block_bytes_;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("there is no memory for the buffers");
@@ -38,7 +38,7 @@ Engine::Engine(const std::string& which, std::uint32_t depth, std::uint32_t bloc
 Engine::~Engine() { close(); }
 
 void Engine::close() {
-  const std::lock_guard turn(closing_);
+  const std::lock_guard guard(closing_);
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
@@ -93,7 +93,7 @@ void Engine::serve() {
     }
     while (fill(lock)) {
     }
-    while (prepare_ahead(lock)) {
+    while (prepare_next(lock)) {
       while (fill(lock)) {
       }
     }
@@ -111,7 +111,7 @@ void Engine::serve() {
   }
 }
 
-// What has not begun never will; what is under way still uses the buffers.
+// Cancels blocks that were not started; blocks in flight still use the buffers.
 void Engine::give_up() {
   for (const auto& [key, ticket] : waiting_) {
     Active& active = active_.at(ticket);
@@ -131,7 +131,7 @@ void Engine::give_up() {
 
 bool Engine::first_writes() const { return active_.at(waiting_.begin()->second).transfer.write; }
 
-// Starts the most urgent block, if there is one and room for it.
+// Starts the most urgent block, if there is one and a free slot.
 bool Engine::fill(Lock& lock) {
   if (under_way_ == depth_) return false;
   const bool more = !waiting_.empty() && !free_.empty();
@@ -146,14 +146,14 @@ bool Engine::fill(Lock& lock) {
   return true;
 }
 
-// Has one more block ready to be written, if there is one and a buffer for it.
-bool Engine::prepare_ahead(Lock& lock) {
-  if (ready_.size() >= kAhead || waiting_.empty() || free_.empty() || !first_writes()) return false;
+// Prepares one more block to be written, if there is one and a free buffer.
+bool Engine::prepare_next(Lock& lock) {
+  if (ready_.size() >= kPrepared || waiting_.empty() || free_.empty() || !first_writes()) return false;
   ready_.push_back(take(lock));
   return true;
 }
 
-// Takes the most urgent block to a buffer. Copies and checksums without the lock.
+// Prepares the most urgent block in a buffer. Copies and computes checksums without the lock.
 std::uint32_t Engine::take(Lock& lock) {
   const auto first = waiting_.begin();
   Active& active = active_.at(first->second);
@@ -220,7 +220,7 @@ void Engine::finish(const Done& done) {
   end_block(done.slot, transfer.write || arrived(done.slot, transfer) ? 0 : static_cast<int>(kWrongChecksum));
 }
 
-// Whether what was read is what was written; it is in the caller's memory then.
+// Copies a block that was read to the caller's memory; returns whether its checksum is right.
 bool Engine::arrived(std::uint32_t slot, const Transfer& transfer) const {
   const Slot& mine = slots_[slot];
   const std::uint32_t bytes = net_bytes(transfer, mine.block);

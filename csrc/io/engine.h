@@ -1,14 +1,14 @@
-// Reads and writes of whole tensors in files: cut into blocks, a number of them under way at once, most urgent first.
+// Reads and writes of tensors in files: split into blocks, of which a number is in flight at once, by priority.
 //
-// Rule 1. Every block goes through an aligned buffer of the engine's own, which the kernel knows, so that tensors may lie anywhere;
-//         the last block of a tensor is filled up with zeros to a multiple of kAlign. Moving aligned memory in place was measured
-//         and was slower: the kernel pins and maps its pages each time, and a copy that makes the checksum is nearly free.
-// Rule 2. A block's checksum is made before it is written and compared after it was read. What differs is an error, and what then
-//         is in memory is nobody's data.
-// Rule 3. What the kernel moves only in part is asked for again from there on; nothing moved at all is an error.
-// Rule 4. The drive never waits for a checksum or a copy: `kAhead` blocks to be written are ready before there is room for them,
-//         and what was read is looked at when the next read is under way. There are so many more buffers.
-// Rule 5. One thread of the engine's own does all of it. The caller keeps memory, checksums and file until `wait` has returned.
+// Rule 1. Each block is copied through an aligned buffer that is registered with the kernel, so tensors may have any address. The last
+//         block of a tensor is padded with zeros to a multiple of kAlign. Direct I/O on aligned tensors was measured to be slower:
+//         the kernel pins and maps their pages each time, and a copy that computes the checksum is nearly free.
+// Rule 2. A block's checksum is computed before the write and compared after the read. A difference is an error, and the tensor's
+//         memory is undefined then.
+// Rule 3. A partial transfer is continued where it stopped; a transfer of no bytes is an error.
+// Rule 4. The drive never waits for a checksum or a copy: `kPrepared` blocks are ready to be written before a slot in flight is free,
+//         and a block that was read is checked while the next read is in flight. `kPrepared` extra buffers allow this.
+// Rule 5. One thread of the engine does all of it. The caller keeps memory, checksums and file until `wait` has returned.
 #pragma once
 
 #include <array>
@@ -28,9 +28,9 @@
 namespace memtune::io {
 
 constexpr std::uint64_t kAlign = 4096;
-constexpr std::uint32_t kAhead = 4;
+constexpr std::uint32_t kPrepared = 4;
 
-// What a transfer ended with, beside 0 and errno.
+// Results of a transfer other than 0 and errno.
 enum Failure : int { kWrongChecksum = -1, kEndOfFile = -2, kCancelled = -3 };
 
 struct Transfer {
@@ -53,8 +53,8 @@ struct Counters {
 
 class Engine {
  public:
-  // `which`: "auto", "io_uring" or "threads"; "auto" takes io_uring where it works. Throws std::runtime_error when there is no
-  // memory for the buffers, or when io_uring alone is wanted and refused.
+  // `which`: "auto", "io_uring" or "threads"; "auto" uses io_uring if it works. Throws std::runtime_error if there is no memory for the
+  // buffers, or if "io_uring" is refused.
   Engine(const std::string& which, std::uint32_t depth, std::uint32_t block_bytes, bool checksums);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -62,7 +62,7 @@ class Engine {
 
   std::uint64_t start(const Transfer& transfer);
   Result wait(std::uint64_t ticket);  // each ticket once
-  void close();  // ends what is under way; what has not begun never will. What is started later is cancelled.
+  void close();  // finishes blocks in flight; cancels blocks that were not started and later transfers
   Counters counters();
   std::uint64_t blocks(std::uint64_t bytes) const { return (bytes + block_bytes_ - 1) / block_bytes_; }
   std::string name() const { return backend_->name(); }
@@ -87,7 +87,7 @@ class Engine {
   void serve();
   void give_up();
   bool fill(Lock& lock);
-  bool prepare_ahead(Lock& lock);
+  bool prepare_next(Lock& lock);
   bool first_writes() const;
   std::uint32_t take(Lock& lock);
   void prepare(std::uint32_t slot, const Transfer& transfer);
@@ -110,7 +110,7 @@ class Engine {
   std::map<std::pair<std::int64_t, std::uint64_t>, std::uint64_t> waiting_;  // (priority, ticket) of what has blocks to start
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
-  std::deque<std::uint32_t> ready_;  // slots with what is to be written as soon as there is room
+  std::deque<std::uint32_t> ready_;  // slots with blocks that are ready to be written
   std::uint32_t under_way_ = 0;
   std::uint64_t next_ticket_ = 1;
   Counters counters_{0, 0};

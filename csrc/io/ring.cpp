@@ -56,7 +56,7 @@ class Ring final : public Backend {
     if (event_ >= 0) close(event_);
   }
 
-  // Sets everything up and has one read come back through the ring; says what failed, empty for nothing.
+  // Sets up the ring and tests it with one read; returns the failed call, "" for none.
   std::string open(const Buffers& buffers) {
     io_uring_params params{};
     fd_ = static_cast<int>(syscall(__NR_io_uring_setup, buffers.slots + 2, &params));
@@ -73,7 +73,7 @@ class Ring final : public Backend {
     for (std::uint32_t i = 0; i < buffers.slots; ++i) {
       parts[i] = {buffers.memory + std::size_t{i} * buffers.slot_bytes, buffers.slot_bytes};
     }
-    // Refused where the limit on locked memory is small: the same without fixed buffers, at the cost of pinning pages each time.
+    // Refused if the limit on locked memory is small. Without registered buffers the kernel pins pages for each transfer.
     registered_ = syscall(__NR_io_uring_register, fd_, IORING_REGISTER_BUFFERS, parts.data(), buffers.slots) == 0;
     wake();
     listen();
@@ -101,11 +101,11 @@ class Ring final : public Backend {
   }
 
   void submit() override {
-    if (prepared_ > 0) enter(0);  // what the kernel does not take now it takes in `wait`
+    if (prepared_ > 0) enter(0);  // `wait` submits entries that the kernel does not take now
   }
 
   std::vector<Done> wait() override {
-    if (enter(1) < 0) return {};  // interrupted or busy: the caller comes again
+    if (enter(1) < 0) return {};  // interrupted or busy: the caller retries
     auto [woken, done] = reaped();
     if (woken != 0) listen();
     return done;
@@ -149,7 +149,7 @@ class Ring final : public Backend {
     return taken >= 0 || errno == EINTR || errno == EAGAIN || errno == EBUSY ? 0 : -1;
   }
 
-  // What has been completed, and the result of the read of the event counter, 0 where it is still waiting.
+  // Returns the result of the read of the event counter (0: still waiting), and the completed pieces.
   std::pair<std::int64_t, std::vector<Done>> reaped() {
     std::int64_t woken = 0;
     std::vector<Done> done;

@@ -70,7 +70,7 @@ std::string layout_fault(const Column& start, const Column& end, const Column& s
 void bind_layout(nb::module_& m) {
   m.def("lay_out", &lay_out, "start"_a, "end"_a, "size"_a, "alignment"_a, "period"_a, "goal_bytes"_a, "heuristic_s"_a, "exact_s"_a, "seed"_a,
         "Offsets for buffers on a line (period 0) or a circle: (offsets, proven lower bound, placements tried by the exact tier, seconds "
-        "on a core of the heuristic and of the exact tier). ValueError names a row that is no buffer.");
+        "on a core of the heuristic and of the exact tier). ValueError names an invalid row.");
   m.def("layout_fault", &layout_fault, "start"_a, "end"_a, "size"_a, "alignment"_a, "period"_a, "offset"_a, "height"_a,
-        "What is wrong with a layout, empty if nothing is.");
+        "The first error of a layout, '' if there is none.");
 }

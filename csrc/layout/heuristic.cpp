@@ -70,7 +70,7 @@ struct Range {
   std::int64_t from, to;
 };
 
-// The end of what is in the way of [at, at + size), or `at`. `left` are ranges in ascending order; those that end before are gone then.
+// The end of the ranges that overlap [at, at + size), or `at`. `left` are ascending ranges; those that end before are removed from it.
 std::int64_t past(std::span<const Range>& left, std::int64_t at, std::int64_t size) {
   const Range* row = left.data();
   const Range* const end = row + left.size();
@@ -84,7 +84,7 @@ std::int64_t past(std::span<const Range>& left, std::int64_t at, std::int64_t si
   return at;
 }
 
-// What is taken at some moments: ranges of offsets in ascending order that neither overlap nor touch.
+// Offsets that are taken at some moments: ascending ranges that neither overlap nor touch.
 class Taken {
  public:
   void add(std::int64_t from, std::int64_t to) {
@@ -108,8 +108,8 @@ class Taken {
   std::vector<Range> ranges_;
 };
 
-// Placed buffers in a tree over the sections. A node knows what is taken in all of its sections by buffers that are there in no
-// larger node as a whole, and what is taken in any of them; so of each lifetime both hold a number of nodes that is a logarithm.
+// Placed buffers in a segment tree over the sections. A node has the ranges taken in all of its sections (by buffers that do not cover
+// its parent), and those taken in any of them; so a lifetime is stored in logarithmically many nodes.
 class Placed {
  public:
   explicit Placed(std::int32_t n_sections) : n_(n_sections), whole_(4 * static_cast<std::size_t>(n_sections)), any_(whole_.size()) {}
@@ -205,7 +205,7 @@ Layout best_fit(const Instance& instance) {
   for (std::int32_t b = 0; b < instance.n(); ++b) {
     const auto& [first, second] = instance.pieces[b];
     if (second.hi > 0) {
-      take(b);  // what wraps keeps its place for good here
+      take(b);  // a buffer that wraps keeps its place permanently
     } else {
       begins[first.lo].push_back(b);
       ends[first.hi].push_back(b);

@@ -143,7 +143,7 @@ Outcome Search::solve_parts(Part part, std::int32_t placed) {
   for (const Part each : split(part, placed)) {
     outcome = solve(each);
     if (outcome == Outcome::kFound) continue;
-    // What the parts before this one have placed is not placed any more.
+    // Undo the placements of earlier parts.
     for (std::size_t i = pool; i < pool_.size(); ++i) placed_[pool_[i]] = 0;
     break;
   }
@@ -246,7 +246,7 @@ bool Search::survey(Part part) {
       if (piece.lo < piece.hi) lo = std::min(lo, piece.lo), hi = std::max(hi, piece.hi);
     }
   }
-  std::fill(sections_.begin() + lo, sections_.begin() + hi, Section{});  // some of other parts, which are surveyed anew in their turn
+  std::fill(sections_.begin() + lo, sections_.begin() + hi, Section{});  // also clears sections of other parts, which are surveyed again later
   return std::all_of(first, last, [this](std::int32_t b) { return stack(b); });
 }
 
@@ -260,7 +260,7 @@ bool Search::reachable(std::int32_t b) const {
   return false;
 }
 
-// What the strategy compares sections by: the smallest first.
+// Sort key of a section under the strategy; the smallest is next.
 std::array<std::int64_t, 3> Search::urgency(std::int32_t s) const {
   const Section& section = sections_[s];
   // If none of the low buffers is next, the section wastes what is below the next floor, or below the end of one that lifts them.

@@ -32,8 +32,8 @@ struct Strategy {
 // Rule 2. Unplaced buffers of a section follow one another from their floors on; beyond the capacity there is no layout.
 // Rule 3. A lifted buffer rests on one that it meets and is not placed.
 // Rule 4. It is kept from where it rests now by one of those; and a low buffer that none of those can reach is not lifted.
-// Rule 5. What no unplaced buffer connects is solved by itself.
-// Rule 6. What is left decides alone: the same unplaced buffers at the same floors fail again, whatever lies below them.
+// Rule 5. Parts that no unplaced buffer connects are solved separately.
+// Rule 6. A failure depends only on the unplaced buffers and their floors, not on the buffers below them, so failures are cached.
 class Search {
  public:
   explicit Search(const Instance& instance);

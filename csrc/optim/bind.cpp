@@ -21,7 +21,7 @@ using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 bool is_float32(const Array& array) { return array.dtype() == nb::dtype<float>(); }
 
-// numpy has no bfloat16: 16-bit integers stand for it there.
+// numpy has no bfloat16; it is represented by 16-bit integers.
 bool is_bfloat16(const Array& array) {
   const auto code = static_cast<nb::dlpack::dtype_code>(array.dtype().code);
   return array.dtype().bits == 16 && (code == nb::dlpack::dtype_code::Bfloat || code == nb::dlpack::dtype_code::UInt);
@@ -86,19 +86,19 @@ void update(const std::string& rule, const std::string& moments, Array weight, A
 
 void bind_optim(nb::module_& m) {
   using optim::Numbers;
-  nb::class_<Numbers>(m, "OptimizerNumbers", "Scalars of one optimizer step; which of them a rule reads is said in csrc/optim/update.h.")
+  nb::class_<Numbers>(m, "OptimizerNumbers", "Scalars of one optimizer step; csrc/optim/update.h lists those that each rule reads.")
       .def("__init__",
-           [](Numbers* self, double decay, double first, double second, double rest, double ahead, double correction, double eps,
+           [](Numbers* self, double decay, double first, double second, double rest, double lookahead, double correction, double eps,
               double rate, double sign, bool from_gradient, std::uint64_t seed) {
              const auto f = [](double x) { return static_cast<float>(x); };
-             new (self) Numbers{f(decay), f(first), f(second), f(rest), f(ahead), f(correction), f(eps), f(rate), f(sign),
+             new (self) Numbers{f(decay), f(first), f(second), f(rest), f(lookahead), f(correction), f(eps), f(rate), f(sign),
                                 from_gradient, seed};
            },
            nb::kw_only(), "decay"_a = 0.0, "first"_a = 0.0, "second"_a = 0.0, "rest"_a = 0.0, "ahead"_a = 0.0,
            "correction"_a = 1.0, "eps"_a = 0.0, "rate"_a = 0.0, "sign"_a = 1.0, "from_gradient"_a = false, "seed"_a = 0);
   m.def("wish_huge_pages", [](std::uintptr_t memory, std::size_t bytes) { return memtune::wish_huge_pages(reinterpret_cast<void*>(memory), bytes); },
         "memory"_a, "bytes"_a,
-        "Asks the kernel for large pages in the whole ones within `bytes` at the address `memory`; False: there are none.");
+        "Advises huge pages within `bytes` at the address `memory`; returns False if there are none.");
   m.attr("MOMENT_BLOCK") = optim::kBlock;
   m.def("optimizer_isa", [] { return std::string(optim::best_name()); }, "The instruction set that `optimizer_update` uses here.");
   m.def("optimizer_update", &update, "rule"_a, "moments"_a, "weight"_a, "gradient"_a, "out"_a.none(), "first"_a.none(),
@@ -107,5 +107,5 @@ void bind_optim(nb::module_& m) {
                 "first: object | None, second: object | None, first_scale: object | None, second_scale: object | None, "
                 "numbers: OptimizerNumbers, threads: int = 1, isa: str = '') -> None"),
         "One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, "
-        "the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names what does not fit.");
+        "the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names an invalid argument.");
 }

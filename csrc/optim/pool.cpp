@@ -13,7 +13,7 @@ namespace {
 class Pool {
  public:
   void run(int parts, const std::function<void(int)>& work) {
-    const std::lock_guard turn(turn_);
+    const std::lock_guard guard(callers_);
     while (threads_ < parts - 1) {
       // Detached: they wait for work until the process ends, and are not there after a fork.
       const int part = ++threads_;
@@ -49,7 +49,7 @@ class Pool {
     }
   }
 
-  std::mutex turn_, mutex_;
+  std::mutex callers_, mutex_;
   std::condition_variable start_, done_;
   const std::function<void(int)>* work_ = nullptr;
   std::uint64_t round_ = 0;

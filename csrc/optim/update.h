@@ -1,5 +1,5 @@
 // One optimizer step over one tensor in host memory: the gradient is read once, master weight and moments are read and written
-// once, and the narrow weight that goes back to the device is written where its gradient was or beside it.
+// once, and the narrow weight for the device is written over its gradient or to other memory.
 //
 // Numbers are computed in the order of torch's own optimizers (torch/optim/adamw.py and its siblings), with a fused multiply-add where
 // torch's vectorised kernels have one. The result is the same whatever the width of vectors and the number of threads, and with
@@ -21,17 +21,17 @@ enum class Moments : std::uint8_t {
 
 constexpr std::int64_t kBlock = 256;  // elements that share a scale, and the unit of work
 
-// Scalars of a step, computed in double by the caller and rounded once, as torch does. What a rule reads (betas b1, b2):
+// Scalars of a step, computed in double by the caller and rounded once, as torch does. The rules read (betas b1, b2):
 //          adamw                         sgd                   adagrad         lion
 // decay    1 - lr*weight_decay           weight_decay          weight_decay    1 - lr*weight_decay
 // first    1 - b1 (less 1 from 0.5 on)   momentum                              1 - b2
 // second   b2                            1 - dampening                         1 - b1
 // rest     1 - b2                                                              b2
-// ahead                                  1, nesterov: momentum                 b1
+// lookahead                              1, nesterov: momentum                 b1
 // from_gradient  b1 <= 0.5               nesterov
 // rate     -lr/(1 - b1^step)             -lr                   -lr/(1 + ...)   -lr
 struct Numbers {
-  float decay = 0, first = 0, second = 0, rest = 0, ahead = 0;
+  float decay = 0, first = 0, second = 0, rest = 0, lookahead = 0;
   float correction = 1;  // adamw: sqrt(1 - b2^step)
   float eps = 0, rate = 0;
   float sign = 1;  // -1 maximizes
@@ -57,7 +57,7 @@ Update best();
 Update named(const char* isa);  // null where the machine or the build lacks it
 const char* best_name();
 
-// All `n` elements on `threads` threads of a pool that stays.
+// Updates all `n` elements on `threads` threads of a persistent pool.
 void update(Update form, Rule rule, Moments moments, const Tensors& tensors, const Numbers& numbers, std::int64_t n, int threads);
 
 }  // namespace memtune::optim

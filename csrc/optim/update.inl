@@ -1,8 +1,8 @@
 // The update as plain loops over blocks. Included once per instruction set, by files that are compiled with its flags and name
-// it: MEMTUNE_ISA. Everything is in an anonymous namespace: code of one instruction set must never stand in for another's.
+// it: MEMTUNE_ISA. Everything is in an anonymous namespace: the linker must never merge code of different instruction sets.
 //
 // Rules:
-// 1. No multiply-add is contracted behind the source's back (-ffp-contract=off); where torch's kernels fuse, `fma` says so.
+// 1. The compiler contracts no multiply-add (-ffp-contract=off); where torch's kernels fuse, the source calls `fma`.
 // 2. A loop reads and writes floats or narrow numbers, not both at once: it vectorises. `out` may be the gradient's memory since a
 //    block's gradient is read before its `out` is written; no other arrays overlap.
 
@@ -123,7 +123,7 @@ inline float stepped(float p, float g, float& m, float& v, const Numbers& k) {
     g = std::fma(p, k.decay, g);
     if constexpr (Momentum) {
       m = std::fma(g, k.second, m * k.first);
-      g = std::fma(m, k.ahead, k.from_gradient ? g : 0.0f);
+      g = std::fma(m, k.lookahead, k.from_gradient ? g : 0.0f);
     }
     return std::fma(g, k.rate, p);
   } else if constexpr (rule == Rule::adagrad) {
@@ -131,7 +131,7 @@ inline float stepped(float p, float g, float& m, float& v, const Numbers& k) {
     v = std::fma(g, g, v);
     return p + (k.rate * g) / (std::sqrt(v) + k.eps);
   } else {
-    const float direction = std::fma(g, k.second, m * k.ahead);
+    const float direction = std::fma(g, k.second, m * k.lookahead);
     m = std::fma(g, k.first, m * k.rest);
     const float sign = (direction > 0 ? 1.0f : 0.0f) - (direction < 0 ? 1.0f : 0.0f);
     return std::fma(sign, k.rate, p * k.decay);

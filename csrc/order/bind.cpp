@@ -18,10 +18,10 @@ using memtune::Column, memtune::Made, memtune::span;
 namespace {
 
 std::tuple<Made<std::int32_t>, std::int64_t, std::int64_t> low_peak_order(
-    std::int32_t n_ops, const Column<std::int64_t>& bytes, const Column<std::int32_t>& producer, const Column<std::uint8_t>& stays,
+    std::int32_t n_ops, const Column<std::int64_t>& bytes, const Column<std::int32_t>& producer, const Column<std::uint8_t>& outlives,
     const Column<std::int32_t>& use_op, const Column<std::int32_t>& use_storage, const Column<std::int32_t>& first,
     const Column<std::int32_t>& then) {
-  const memtune::order::Graph graph = memtune::order::make_graph(n_ops, span(bytes), span(producer), span(stays), span(use_op),
+  const memtune::order::Graph graph = memtune::order::make_graph(n_ops, span(bytes), span(producer), span(outlives), span(use_op),
                                                                  span(use_storage), span(first), span(then));
   const auto peak = [&graph](const memtune::order::Ops& order) {
     const std::vector<std::int64_t> live = memtune::order::live_bytes(graph, order);

@@ -32,9 +32,9 @@ struct Worse {
 
 }  // namespace
 
-// What is live after a set of ops does not depend on their order. So this is the path from the empty set to the full one whose
-// highest place is lowest: sets are settled in order of their peaks, as in Dijkstra's algorithm. An op that lets go of no less than
-// it makes, and fits below the peak so far, may as well be the next one: every order without it there is no better.
+// The live storages after a set of ops do not depend on the ops' order. So this finds the path from the empty set to the full one with
+// the lowest peak: sets are settled in order of their peaks, as in Dijkstra's algorithm. An op that frees at least as much as it makes,
+// and fits below the peak so far, may always be next: no other order is better.
 Ops best_order(const Graph& graph, const Memory& memory, std::span<const std::int32_t> window, std::size_t most_states) {
   const auto n = static_cast<std::int32_t>(window.size());
   std::unordered_map<std::int32_t, std::int32_t> place;
@@ -47,7 +47,7 @@ Ops best_order(const Graph& graph, const Memory& memory, std::span<const std::in
       if (const auto found = place.find(other); found != place.end()) before[i] |= Set{1} << found->second;
     }
     for (const std::int32_t s : graph.uses[window[i]]) {
-      if (!graph.stays[s]) items.try_emplace(s, Item{graph.bytes[s], 0}).first->second.users |= Set{1} << i;
+      if (!graph.outlives[s]) items.try_emplace(s, Item{graph.bytes[s], 0}).first->second.users |= Set{1} << i;
     }
   }
   for (std::int32_t i = 0; i < n; ++i) {

@@ -21,12 +21,12 @@ void must_be(bool holds, const char* what) {
 }  // namespace
 
 Graph make_graph(std::int32_t n_ops, std::span<const std::int64_t> bytes, std::span<const std::int32_t> producer,
-                 std::span<const std::uint8_t> stays, std::span<const std::int32_t> use_op, std::span<const std::int32_t> use_storage,
+                 std::span<const std::uint8_t> outlives, std::span<const std::int32_t> use_op, std::span<const std::int32_t> use_storage,
                  std::span<const std::int32_t> first, std::span<const std::int32_t> then) {
   const auto n_storages = static_cast<std::int32_t>(bytes.size());
-  must_be(n_ops >= 0 && producer.size() == bytes.size() && stays.size() == bytes.size(), "columns of storages differ in length");
+  must_be(n_ops >= 0 && producer.size() == bytes.size() && outlives.size() == bytes.size(), "columns of storages differ in length");
   must_be(use_op.size() == use_storage.size() && first.size() == then.size(), "columns of pairs differ in length");
-  Graph graph{{bytes.begin(), bytes.end()}, {stays.begin(), stays.end()}, {}, {}, {}, {}, {}};
+  Graph graph{{bytes.begin(), bytes.end()}, {outlives.begin(), outlives.end()}, {}, {}, {}, {}, {}};
   graph.users.resize(bytes.size());
   graph.uses.resize(n_ops);
   graph.made_bytes.resize(n_ops);
@@ -69,7 +69,7 @@ Memory::Memory(const Graph& graph) : graph_(graph), live_(graph.start_bytes) {
 std::int64_t Memory::freed_by(std::int32_t op) const {
   std::int64_t freed = 0;
   for (const std::int32_t s : graph_.uses[op]) {
-    if (left_[s] == 1 && !graph_.stays[s]) freed += graph_.bytes[s];
+    if (left_[s] == 1 && !graph_.outlives[s]) freed += graph_.bytes[s];
   }
   return freed;
 }

@@ -9,29 +9,29 @@ namespace memtune::order {
 
 using Ops = std::vector<std::int32_t>;
 
-// Ops are numbered in program order, so what comes before an op has a smaller number. A storage is there from its producer on (-1:
-// from the start) until the last op that uses it has run, or to the end where it stays.
+// Ops are numbered in program order, so predecessors have smaller numbers. A storage is live from its producer (-1: from the start)
+// until the last op that uses it has run, or to the end if it outlives the graph.
 struct Graph {
   std::vector<std::int64_t> bytes;                // by storage
-  std::vector<std::uint8_t> stays;                // by storage
+  std::vector<std::uint8_t> outlives;                // by storage
   std::vector<std::vector<std::int32_t>> users;   // by storage: ops that use it, its producer among them, ascending
   std::vector<std::vector<std::int32_t>> uses;    // by op: storages that it uses or makes, each once
   std::vector<std::int64_t> made_bytes;           // by op
   std::vector<std::vector<std::int32_t>> before;  // by op: ops that it must come after, each once
   std::vector<std::vector<std::int32_t>> after;   // by op: ops that must come after it, each once
-  std::int64_t start_bytes = 0;                   // what is there before the first op
+  std::int64_t start_bytes = 0;                   // live before the first op
 
   std::int32_t n_ops() const { return static_cast<std::int32_t>(uses.size()); }
 };
 
-// Pairs of ops and storages that they use, producers included or not, and pairs of ops of which the first must come first; whoever
-// uses a storage comes after its producer without being told. Throws std::invalid_argument for a number out of range and for a
-// pair against program order.
+// Takes pairs of op and used storage (with or without producers), and pairs of ops of which the first must run first. Users of a storage
+// run after its producer, which needs no pair. Throws std::invalid_argument for a number out of range and for a pair against program
+// order.
 Graph make_graph(std::int32_t n_ops, std::span<const std::int64_t> bytes, std::span<const std::int32_t> producer,
-                 std::span<const std::uint8_t> stays, std::span<const std::int32_t> use_op, std::span<const std::int32_t> use_storage,
+                 std::span<const std::uint8_t> outlives, std::span<const std::int32_t> use_op, std::span<const std::int32_t> use_storage,
                  std::span<const std::int32_t> first, std::span<const std::int32_t> then);
 
-// Live bytes while ops run one after the other; every `run` can be taken back, the last one first.
+// Live bytes while ops run one after the other; `take_back` undoes the last `run`.
 class Memory {
  public:
   explicit Memory(const Graph& graph);
@@ -55,8 +55,8 @@ std::vector<std::int64_t> live_bytes(const Graph& graph, std::span<const std::in
 // least. Exact; empty where more than `most_states` sets of ops had to be looked at.
 Ops best_order(const Graph& graph, const Memory& memory, std::span<const std::int32_t> window, std::size_t most_states);
 
-// An order with a low peak, never one above program order: the best there is for graphs of a few ops; for others program order with
-// ops moved up that let go of more than they make, and windows around the peak ordered exactly.
+// An order with a low peak, never above that of program order: optimal for graphs of a few ops; for others program order in which ops
+// that free more than they make are moved up, and windows around the peak are ordered exactly.
 Ops low_peak_order(const Graph& graph);
 
 }  // namespace memtune::order

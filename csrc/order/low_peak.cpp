@@ -20,8 +20,8 @@ std::int64_t peak_of(const Graph& graph, const Ops& order) {
   return peak;
 }
 
-// Program order, but for falls: an op whose own outputs and those of the ops it makes ready are paid for by what these let go of. A
-// fall runs as soon as it can, which no later op can regret, and as soon as it keeps below `target`.
+// Program order with falls moved up. A fall is an op, with ops that it makes ready, that together free more than they allocate. A fall
+// runs as soon as it is ready and stays below `target`; running it early never makes a later peak higher.
 class Falls {
  public:
   Falls(const Graph& graph, std::int64_t target) : graph_(graph), memory_(graph), target_(target), known_(graph.n_ops(), -1) {
@@ -40,7 +40,7 @@ class Falls {
       const std::int32_t op = falls_.begin()->second;
       auto [ops, height] = fall(op);
       forget(op);
-      if (ops.empty()) continue;  // what it would have let go of is gone
+      if (ops.empty()) continue;  // it is no fall any more: other ops have freed its storages
       if (memory_.live() + height > target_) {
         remember(op, height);
         continue;
@@ -105,12 +105,12 @@ class Falls {
     forget(op);
     memory_.run(op);
     order_.push_back(op);
-    for (const std::int32_t other : graph_.after[op]) --waits_[other];  // all of them before any looks ahead
+    for (const std::int32_t other : graph_.after[op]) --waits_[other];  // update all before `become_ready`, which looks at successors
     for (const std::int32_t other : graph_.after[op]) {
       if (waits_[other] == 0) become_ready(other);
     }
-    for (const std::int32_t s : graph_.uses[op]) {  // who is left to let go of it may fall now
-      if (memory_.users_left(s) != 1 || graph_.stays[s]) continue;
+    for (const std::int32_t s : graph_.uses[op]) {  // the last user of a storage may be a fall now
+      if (memory_.users_left(s) != 1 || graph_.outlives[s]) continue;
       for (const std::int32_t user : graph_.users[s]) {
         if (ready_.contains(user)) look(user);
       }

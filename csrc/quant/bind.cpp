@@ -25,7 +25,7 @@ void must(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// numpy has no bfloat16: 16-bit integers stand for it there.
+// numpy has no bfloat16; it is represented by 16-bit integers.
 quant::Format format_of(const Array& array) {
   const auto code = static_cast<nb::dlpack::dtype_code>(array.dtype().code);
   const bool narrow = array.dtype().bits == 16 && (code == nb::dlpack::dtype_code::Bfloat || code == nb::dlpack::dtype_code::UInt);
@@ -79,11 +79,11 @@ void bind_quant(nb::module_& m) {
         "threads"_a = 1, "isa"_a = "",
         nb::sig("def quantise(packed: object, values: object, error: object | None, lengths: Sequence[int], bits: int, block: int, "
                 "nodes: int = 1, threads: int = 1, isa: str = '') -> None"),
-        "Rows of values into rows of bytes: stretches of `lengths` are, in turn, quantised in blocks and kept. csrc/quant/quantise.h "
-        "has the form. ValueError names what does not fit.");
+        "Packs rows of values into rows of bytes: stretches of `lengths` are alternately quantised in blocks and kept as float32. "
+        "csrc/quant/quantise.h has the format. ValueError names an invalid argument.");
   m.def("dequantise", &unpack, "values"_a, "packed"_a, "lengths"_a, "bits"_a, "block"_a, "sources"_a = 1, "factor"_a = 1.0,
         "threads"_a = 1, "isa"_a = "",
         nb::sig("def dequantise(values: object, packed: object, lengths: Sequence[int], bits: int, block: int, sources: int = 1, "
                 "factor: float = 1.0, threads: int = 1, isa: str = '') -> None"),
-        "Rows of bytes back into values: `factor` times the sum over `sources`, each with all rows. ValueError names what does not fit.");
+        "Unpacks rows of bytes into values: `factor` times the sum over `sources`, each with all rows. ValueError names an invalid argument.");
 }

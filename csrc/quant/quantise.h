@@ -1,8 +1,8 @@
-// Values that travel in fewer bits: blocks of 8- or 4-bit integers relative to the largest of each block, packed row by row.
+// Quantisation of messages: blocks of 8- or 4-bit integers relative to the largest value of each block, packed row by row.
 //
-// A row is what one rank sends to another. It holds, in this order, the scales of its blocks (float32), the values that stay as they
-// are (float32), and the integers; its length is rounded up to 16 bytes. `Row` says which values are which: lengths of stretches that
-// are, in turn, quantised and kept. Blocks start anew in every stretch. 4-bit integers lie two to a byte, the first one low.
+// A row is what one rank sends to another. It has, in this order, the scales of its blocks (float32), the values that are kept as
+// float32, and the integers; its length is rounded up to 16 bytes. `Row` has the lengths of stretches that are alternately quantised
+// and kept. Each stretch starts a new block. Two 4-bit integers share a byte, the first one in the low bits.
 //
 // Rules:
 // 1. scale = largest/levels, code = round_half_even(value * (levels/largest)), in float32 and uncontracted: every instruction set,
@@ -20,7 +20,7 @@ enum class Format : std::uint8_t { float32, bfloat16 };
 
 struct Stretch {
   std::int64_t begin, count;       // values of the row
-  std::int64_t scale, kept, code;  // first scale, first kept value; first byte of the integers. What it has none of: -1
+  std::int64_t scale, kept, code;  // first scale, first kept value, first byte of the integers; -1 for none
 };
 
 struct Row {

@@ -1,5 +1,5 @@
 // The loops over blocks. Included once per instruction set, by files that are compiled with its flags and name it: MEMTUNE_ISA.
-// Everything else is in an anonymous namespace: code of one instruction set must never stand in for another's.
+// Everything else is in an anonymous namespace: the linker must never merge code of different instruction sets.
 
 #include <bit>
 #include <cstring>

@@ -39,7 +39,7 @@ bool Arena::place(Id storage, Bytes bytes, bool right) {
   if (bytes == 0 || small || !settings_.addressed) {
     if (bytes > 0 && !small && used_ + wanted > settings_.capacity) return false;
     if (small) small_used_ += wanted;
-    elsewhere_[storage] = {wanted, small};
+    unaddressed_[storage] = {wanted, small};
     count(wanted);
     return true;
   }
@@ -66,10 +66,10 @@ bool Arena::place(Id storage, Bytes bytes, bool right) {
 }
 
 void Arena::remove(Id storage) {
-  if (const auto there = elsewhere_.find(storage); there != elsewhere_.end()) {
+  if (const auto there = unaddressed_.find(storage); there != unaddressed_.end()) {
     used_ -= there->second.bytes;
     if (there->second.small) small_used_ -= there->second.bytes;
-    elsewhere_.erase(there);
+    unaddressed_.erase(there);
     return;
   }
   auto at = pieces_.find(offset_.at(storage));
@@ -88,10 +88,10 @@ void Arena::remove(Id storage) {
 }
 
 void Arena::take_over(Id from, Id to) {
-  if (const auto there = elsewhere_.find(from); there != elsewhere_.end()) {
-    const Elsewhere held = there->second;
-    elsewhere_.erase(there);
-    elsewhere_[to] = held;
+  if (const auto there = unaddressed_.find(from); there != unaddressed_.end()) {
+    const Unaddressed held = there->second;
+    unaddressed_.erase(there);
+    unaddressed_[to] = held;
     return;
   }
   const Bytes offset = offset_.at(from);

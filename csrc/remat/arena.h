@@ -1,6 +1,6 @@
-// One arena in address order: who lives where, which holes are left.
+// A simulated arena in address order: places of storages, and holes.
 //
-// Without addresses it is a counter of bytes: whatever fits in total fits.
+// Without addresses it only counts bytes: a request fits if the total does.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,13 @@ class Arena {
   explicit Arena(const ArenaSettings& settings);
 
   bool fits(Bytes bytes) const;
-  // Gives `storage` a place, from the right end if asked to; false where no hole is large enough.
+  // Gives `storage` a place, from the right end if `right`; false if no hole is large enough.
   bool place(Id storage, Bytes bytes, bool right);
   void remove(Id storage);
-  // `to` lives where `from` lived.
+  // Moves the place of `from` to `to`.
   void take_over(Id from, Id to);
-  // Moves everything together at the left end; returns the bytes that moved. `whole`: what the small pieces' area has free
-  // joins the rest for good.
+  // Moves all pieces together at the left end; returns the bytes that moved. `whole`: free memory of the small pieces' area joins the
+  // rest permanently.
   Bytes compact(bool whole);
 
   Bytes used() const { return used_; }
@@ -55,11 +55,11 @@ class Arena {
   ArenaSettings settings_;
   std::map<Bytes, Piece> pieces_;             // by offset, holes too
   std::unordered_map<Id, Bytes> offset_;      // of what has an address
-  struct Elsewhere {
+  struct Unaddressed {
     Bytes bytes;
     bool small;  // in the area of small pieces; else it has no address
   };
-  std::unordered_map<Id, Elsewhere> elsewhere_;
+  std::unordered_map<Id, Unaddressed> unaddressed_;
   Bytes used_ = 0, peak_ = 0, small_used_ = 0;
 };
 

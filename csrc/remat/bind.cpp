@@ -143,7 +143,7 @@ nb::dict replay_trace(const nb::dict& columns, const nb::dict& settings, bool se
   return out;
 }
 
-// The machine fed by a program while it runs. One tensor has one storage, so their numbers are the same.
+// A Rematerializer that follows a running program. Each tensor has its own storage, so their numbers are equal.
 class Live {
  public:
   explicit Live(const nb::dict& settings) : machine_(settings_of(settings)) {}
@@ -163,13 +163,13 @@ class Live {
   void retain(Id tensor) { machine_.retain(tensor); }
   void release(Id tensor) { machine_.release(tensor); }
   void hold(Id tensor) { machine_.cache.lock(storage(tensor)); }
-  void let_go(Id tensor) { machine_.cache.unlock(storage(tensor)); }
+  void unhold(Id tensor) { machine_.cache.unlock(storage(tensor)); }
   void take(Id tensor) {
     retain(tensor);
     hold(tensor);
   }
   void give_back(Id tensor) {
-    let_go(tensor);
+    unhold(tensor);
     release(tensor);
   }
   bool pending() const { return !machine_.journal.empty(); }
@@ -211,7 +211,7 @@ class Live {
   Bytes wanted_ = 0, held_ = 0;
 };
 
-// What the books were told in one run, to be told once more: event after event, under any budget.
+// The recorded events of a run, which can be replayed under any budget.
 class Script {
  public:
   void constant(Bytes bytes) { add([=](Live& books) { books.constant(bytes); }); }
@@ -221,7 +221,7 @@ class Script {
   void retain(Id tensor) { add([=](Live& books) { books.retain(tensor); }); }
   void release(Id tensor) { add([=](Live& books) { books.release(tensor); }); }
   void hold(Id tensor) { add([=](Live& books) { books.hold(tensor); }); }
-  void let_go(Id tensor) { add([=](Live& books) { books.let_go(tensor); }); }
+  void unhold(Id tensor) { add([=](Live& books) { books.unhold(tensor); }); }
   void take(Id tensor) { add([=](Live& books) { books.take(tensor); }); }
   void give_back(Id tensor) { add([=](Live& books) { books.give_back(tensor); }); }
   void bring(Id tensor) { add([=](Live& books) { books.bring(tensor); }); }
@@ -242,26 +242,26 @@ class Script {
 }  // namespace
 
 void bind_remat(nb::module_& m) {
-  nb::class_<Live>(m, "Rematerializer", "Dynamic rematerialization on the books of a program that runs; a tensor is a storage.")
+  nb::class_<Live>(m, "Rematerializer", "Dynamic rematerialization, simulated alongside a running program; a tensor is a storage.")
       .def(nb::init<const nb::dict&>(), "settings"_a, nb::sig("def __init__(self, settings: dict[str, object]) -> None"))
-      .def("constant", &Live::constant, "n_bytes"_a, "A tensor that cannot be made again; refers to it once.")
+      .def("constant", &Live::constant, "n_bytes"_a, "Adds a tensor that cannot be recomputed, with one reference.")
       .def("call", &Live::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a, "scratch_bytes"_a, "elements"_a,
            nb::sig("def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int, elements: int) -> list[int]"),
-           "An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first "
-           "one overwrites, or -1. scratch_bytes: what another run takes beside what it makes. elements: that it makes one by one of those "
-           "that it reads, 0 where it does not.")
-      .def("retain", &Live::retain, "tensor"_a, "One reference more.")
-      .def("release", &Live::release, "tensor"_a, "One reference less.")
-      .def("hold", &Live::hold, "tensor"_a, "It may not be evicted until let go as often.")
-      .def("let_go", &Live::let_go, "tensor"_a, "Takes back one hold.")
-      .def("take", &Live::take, "tensor"_a, "One reference more, and a hold.")
-      .def("give_back", &Live::give_back, "tensor"_a, "Takes back a hold and a reference.")
-      .def("pending", &Live::pending, "Whether `drain` has something to tell.")
-      .def("bring", &Live::bring, "tensor"_a, "Runs again what it takes to have the tensor.")
+           "Adds an operator that has run; returns the tensors that it made, each with one reference and one hold. takes_over: argument "
+           "that the first one overwrites, or -1. scratch_bytes: workspace of another run. elements: number of output elements if it is "
+           "elementwise, else 0.")
+      .def("retain", &Live::retain, "tensor"_a, "Adds a reference.")
+      .def("release", &Live::release, "tensor"_a, "Removes a reference.")
+      .def("hold", &Live::hold, "tensor"_a, "Adds a hold; a held tensor is not evicted.")
+      .def("let_go", &Live::unhold, "tensor"_a, "Removes a hold.")
+      .def("take", &Live::take, "tensor"_a, "Adds a reference and a hold.")
+      .def("give_back", &Live::give_back, "tensor"_a, "Removes a hold and a reference.")
+      .def("pending", &Live::pending, "Whether `drain` has events.")
+      .def("bring", &Live::bring, "tensor"_a, "Recomputes the tensor if it was evicted.")
       .def("make_room", &Live::make_room, "n_bytes"_a, "Evicts until so many bytes are free.")
-      .def("drain", &Live::drain, nb::sig("def drain(self) -> list[tuple[int, int]]"), "What was done since the last call.")
+      .def("drain", &Live::drain, nb::sig("def drain(self) -> list[tuple[int, int]]"), "Events since the last call: evictions and replays.")
       .def("counted", &Live::counted, nb::sig("def counted(self) -> dict[str, typing.Any]"), "Counters so far.");
-  nb::class_<Script>(m, "RematScript", "What a Rematerializer was told in one run, event by event; each method adds one.")
+  nb::class_<Script>(m, "RematScript", "Recorded events of a Rematerializer in one run; each method appends one.")
       .def(nb::init<>())
       .def("constant", &Script::constant, "n_bytes"_a)
       .def("call", &Script::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a, "scratch_bytes"_a, "elements"_a,
@@ -269,7 +269,7 @@ void bind_remat(nb::module_& m) {
       .def("retain", &Script::retain, "tensor"_a)
       .def("release", &Script::release, "tensor"_a)
       .def("hold", &Script::hold, "tensor"_a)
-      .def("let_go", &Script::let_go, "tensor"_a)
+      .def("let_go", &Script::unhold, "tensor"_a)
       .def("take", &Script::take, "tensor"_a)
       .def("give_back", &Script::give_back, "tensor"_a)
       .def("bring", &Script::bring, "tensor"_a)
@@ -277,8 +277,8 @@ void bind_remat(nb::module_& m) {
       .def("__len__", &Script::size)
       .def("play", &Script::play, "books"_a, "first"_a, "end"_a,
            nb::sig("def play(self, books: Rematerializer, first: int, end: int) -> list[tuple[int, int]]"),
-           "Tells `books` the events from `first` to before `end`; what was done.");
+           "Replays events [first, end) on `books`; returns its `drain`.");
   m.def("remat_trace", &replay_trace, "columns"_a, "settings"_a, "settle"_a, "journal"_a,
         nb::sig("def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, typing.Any]"),
-        "Runs a whole trace (columns as in csrc/remat/trace.h) under a budget; what came out, and what was done where asked.");
+        "Runs a trace (columns as in csrc/remat/trace.h) under a budget; returns results, and the journal if requested.");
 }

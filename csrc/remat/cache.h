@@ -1,4 +1,4 @@
-// What is resident under a byte budget: places, locks, the pool of what may be evicted, and one of three rules that choose.
+// Resident storages under a byte budget: places, locks, eviction candidates, and three eviction rules.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ class Cache {
   double mean_cost = 0;                        // of the operators so far
   double now = 0;                              // the time that `next_uses` speaks of
 
-  // Makes room and gives `storage` a place; false where nothing is left to evict.
+  // Makes room and gives `storage` a place; false if no candidate is left to evict.
   bool admit(Id storage, Bytes bytes);
   bool make_room(Bytes bytes);
   void resident(Id storage);  // its bytes are there and its first tensor can be read
@@ -75,7 +75,7 @@ class Cache {
   std::unique_ptr<Rule> chooser_;
 };
 
-// Chooses what goes.
+// Chooses the storages to evict.
 class Rule {
  public:
   virtual ~Rule() = default;

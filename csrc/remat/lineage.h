@@ -1,6 +1,6 @@
-// What was computed from what: operators, tensors and the storages behind them, and what it costs to bring back what is gone.
+// Data dependences of operators, tensors and storages, and the cost of recomputing evicted ones.
 //
-// Tensors that look into one storage are evicted together. A neighbourhood is counted in one of three ways:
+// Views of one storage are evicted together. The cost of a storage's neighbourhood is computed in one of three ways:
 // - closure: exactly, by walking the evicted ancestors and descendants (e* of DTR); kept until something near it changes.
 // - classes: union-find over evicted neighbours, with the summed cost; classes are never split (the approximation of DTR).
 // - ancestors: evicted ancestors alone.
@@ -39,7 +39,7 @@ struct Op {
   double cost;
   std::vector<Id> args, outs;  // tensors
   Id takes_over = -1;          // the argument in whose memory the first output is written
-  Bytes scratch = 0;           // what it takes while it runs, beside what it makes
+  Bytes scratch = 0;           // workspace, in addition to its outputs
   Bytes elements = 0;          // that it makes one by one, each of the same element of what it reads; 0: it does not run in parts
 };
 

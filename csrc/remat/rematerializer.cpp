@@ -72,7 +72,7 @@ void Rematerializer::drop(Id storage) {
   if (settings_.forget) forget(storage);
 }
 
-// A storage that nobody refers to and from which nothing has to be made again is over; so may be what it was made from.
+// Forgets a storage without references from which no evicted storage is recomputed, and then its parents if that holds for them.
 void Rematerializer::forget(Id storage) {
   std::vector<Id> stack{storage};
   while (!stack.empty()) {
@@ -82,7 +82,7 @@ void Rematerializer::forget(Id storage) {
     if (it.forgotten || it.refs > 0 || it.needed_by > 0 || it.locks > 0) continue;
     it.forgotten = true;
     if (it.resident) cache.evict(at);
-    cache.lineage.restored(at);  // nobody's neighbour any more
+    cache.lineage.restored(at);  // removes it from all neighbourhoods
     for (Id parent : std::exchange(it.parents, {})) {
       --cache.lineage.storages[parent].needed_by;
       stack.push_back(parent);
@@ -91,7 +91,7 @@ void Rematerializer::forget(Id storage) {
   note_evictions();
 }
 
-// What cannot be made again has no use for what it was made from.
+// A storage that cannot be recomputed does not need its parents.
 void Rematerializer::needs_no_parents(Id storage) {
   if (!settings_.forget) return;
   for (Id parent : std::exchange(cache.lineage.storages[storage].parents, {})) {
@@ -101,7 +101,7 @@ void Rematerializer::needs_no_parents(Id storage) {
   }
 }
 
-// Frees for good what nobody refers to, once all that is made from it is there; that must stay from then on.
+// Frees unreferenced storages permanently once all their children are resident; these are pinned then.
 void Rematerializer::try_banish() {
   Lineage& lineage = cache.lineage;
   std::erase_if(to_banish_, [&](Id storage) {
@@ -114,7 +114,7 @@ void Rematerializer::try_banish() {
       ++cache.counters.released;
       cache.evict(storage);
     }
-    lineage.restored(storage);  // nobody's neighbour any more
+    lineage.restored(storage);  // removes it from all neighbourhoods
     note_evictions();
     return true;
   });
@@ -196,8 +196,8 @@ void Rematerializer::take_arg(Frame& frame, Id arg) {
   frame.locked.push_back(it.present);
 }
 
-// Whether the maker of the frame's missing argument, with makers of what that one misses in turn, runs along with the frame's
-// operator. It does where there is no room for the argument whole, and nothing but elements of what is there is needed for it.
+// Whether the maker of the frame's missing argument, with makers of its own missing inputs, runs tile by tile along with the frame's
+// operator. It does if the full argument does not fit, and all these operators are elementwise on resident inputs.
 bool Rematerializer::takes_along(Frame& frame) {
   const Lineage& lineage = cache.lineage;
   const Id missing = frame.args[frame.next];

@@ -1,7 +1,7 @@
-// Runs operators under a byte budget: brings back what is missing before each, makes room for what each one makes.
+// Simulates operators under a byte budget: recomputes missing inputs before each one, and makes room for its outputs.
 //
-// It keeps the books alone; what was done is in `journal`, for whoever holds the real bytes. Nothing here recurses: chains of
-// missing inputs are walked with a stack of frames.
+// It only simulates; `journal` has the actions for the caller, who holds the real memory. Chains of missing inputs are walked with
+// a stack of frames, not by recursion.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct Settings {
   ArenaSettings arena;
   RuleSettings rule;
   Release release = Release::evict;
-  bool keep_replayed = true;   // what was dropped and came back stays in the pool; false: until the call that asked has run
-  bool forget = false;         // what can never be asked for again is freed and is nobody's neighbour any more
+  bool keep_replayed = true;   // recomputed tensors without references stay in the pool; false: only until the call that needed them has run
+  bool forget = false;         // storages that can never be needed again are freed and leave all neighbourhoods
   bool in_place = false;       // an operator that overwrites an argument may use its place
   int parts = 1;               // more: an operator by elements and makers of its missing arguments may run together, part by part
   double cost_limit = 0;       // ends the run where the costs of all runs exceed it; 0: no limit
@@ -43,7 +43,7 @@ struct Entry {
 struct Infeasible : std::runtime_error {
   Infeasible(Bytes wanted_bytes, Bytes held_bytes)
       : std::runtime_error("nothing is left to evict"), wanted(wanted_bytes), held(held_bytes) {}
-  Bytes wanted, held;  // of the request that failed, and what had to stay
+  Bytes wanted, held;  // of the request that failed, and of storages that cannot be evicted
 };
 
 struct Thrashing : std::runtime_error {
@@ -54,7 +54,7 @@ class Rematerializer {
  public:
   explicit Rematerializer(const Settings& settings);
 
-  Id constant(Bytes bytes);  // a tensor that stays
+  Id constant(Bytes bytes);  // a tensor that is always resident
   // Runs an operator for the first time; its outputs follow each other in the returned order, with one reference each.
   // `scratch`: what it takes while it runs again; room for its first run is the caller's to make.
   // `elements`: see Op.
@@ -62,10 +62,10 @@ class Rematerializer {
                        Bytes elements = 0);
   void retain(Id tensor);
   void release(Id tensor);
-  void require(Id tensor);  // brings it back and keeps it for good
-  void bring(Id tensor);    // brings it back
+  void require(Id tensor);  // recomputes it if needed, and pins it
+  void bring(Id tensor);    // recomputes it if needed
   void make_room(Bytes bytes);
-  void settle();  // all that is referenced is there, at once
+  void settle();  // makes all referenced tensors resident at once
 
   Cache cache;
   std::vector<Entry> journal;
@@ -102,7 +102,7 @@ class Rematerializer {
 
   Settings settings_;
   std::vector<Frame> frames_;
-  std::vector<Id> dead_again_;  // came back although nobody refers to them
+  std::vector<Id> dead_again_;  // recomputed without a reference
   std::vector<Id> to_banish_;
 };
 

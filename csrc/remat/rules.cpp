@@ -122,7 +122,7 @@ bool SlidingWindow::make_room(Cache& cache, Bytes bytes) {
   return cache.arena.fits(bytes);
 }
 
-// What must stay cuts the arena into runs that are all too short: the cheapest pieces go until what is free is enough together.
+// Locked pieces split the arena into runs that are all too short: evict the cheapest pieces until the free bytes suffice in total.
 bool SlidingWindow::last_resort(Cache& cache, Bytes bytes) {
   const auto score = [&](Id storage) {
     const double stale = cache.rule.by_staleness ? cache.staleness(cache.lineage.storages[storage]) : 1;

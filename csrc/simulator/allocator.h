@@ -40,7 +40,7 @@ struct PlacedBlock {
 
 enum Action : std::uint8_t { kAlloc, kFree, kEmptyCache, kActions };
 
-// What a program does, one row an event; ops count up and say when.
+// Events of a program, one per row; `op` is their time, ascending.
 struct AllocatorEvents {
   std::span<const std::uint8_t> action;
   std::span<const std::int32_t> storage;   // a name from 0 on, of one live storage at a time

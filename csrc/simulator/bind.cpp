@@ -90,13 +90,13 @@ std::vector<double> least_s(const std::vector<const Columns*>& classes, const Pl
 
 memtune::Timeline schedule(const std::vector<const Columns*>& classes, const Places& places, std::int64_t accumulate,
                            bool host_computes, double link_slowdown, std::int64_t rounding_bytes, std::int64_t small_bytes,
-                           bool copies_in_turn, bool shares_cores, const std::pair<double, double>& link_of_root) {
+                           bool serial_copies, bool shares_cores, const std::pair<double, double>& link_of_root) {
   if (rounding_bytes < 1) throw std::invalid_argument("rounding_bytes must be at least 1");
   const std::vector<memtune::Step> steps = steps_of(classes);
   const std::vector<memtune::Place> stand = places_of(places);
   nb::gil_scoped_release released;
   const memtune::AllocatorRules allocator{rounding_bytes, small_bytes};
-  return memtune::schedule(steps, stand, {accumulate, host_computes, link_slowdown, allocator, copies_in_turn, shares_cores,
+  return memtune::schedule(steps, stand, {accumulate, host_computes, link_slowdown, allocator, serial_copies, shares_cores,
                                           {link_of_root.first, link_of_root.second}});
 }
 
@@ -143,7 +143,7 @@ void bind_simulator(nb::module_& m) {
            "op_phase"_a, "op_resource"_a, "op_s"_a, "op_issue_s"_a, "bytes"_a, "tier"_a, "kind"_a, "producer"_a,
            "held_until"_a, "use_op"_a, "use_storage"_a, "use_mutates"_a, "save_storage"_a, "save_until"_a,
            "op_stream"_a, "op_prefetch"_a, "op_match"_a);
-  nb::class_<memtune::Footprint>(m, "Footprint", "What a step needs at most.")
+  nb::class_<memtune::Footprint>(m, "Footprint", "Peaks of a step.")
       .def_ro("peak_bytes", &memtune::Footprint::peak_bytes, "By tier.")
       .def_ro("peak_op", &memtune::Footprint::peak_op, "First op at the peak of each tier, -1 for a step without ops.")
       .def_ro("pool_peak_bytes", &memtune::Footprint::pool_peak_bytes, "On the device: of small requests, of large ones.")
@@ -151,14 +151,14 @@ void bind_simulator(nb::module_& m) {
               "On the device at its peak, by kind; the last one holds the temporaries that autograd saved.");
   nb::class_<memtune::Live, memtune::Footprint>(m, "Live", "Peaks of one step and sums of its resources.")
       .def_ro("busy_s", &memtune::Live::busy_s, "By resource (the last one is the host issuing ops) and phase.");
-  nb::class_<memtune::ClassTimeline, memtune::Footprint>(m, "ClassTimeline", "What one class of ranks does in an optimizer step.")
+  nb::class_<memtune::ClassTimeline, memtune::Footprint>(m, "ClassTimeline", "One rank class in a simulated optimizer step.")
       .def_ro("finish_s", &memtune::ClassTimeline::finish_s, "When its last op, or its host, has finished.")
       .def_ro("busy_s", &memtune::ClassTimeline::busy_s, "By resource; the last one is the host issuing ops.")
       .def_ro("exposed_s", &memtune::ClassTimeline::exposed_s, "By resource: busy while compute is not.")
       .def_prop_ro("op_exposed_s", &op_exposed_s, nb::rv_policy::reference, "By op, all repetitions; 0 for compute.")
       .def_prop_ro("storage_stream", &storage_stream, nb::rv_policy::reference,
               "Allocations (storage + 1) and frees (-(storage + 1)) in order, beginning with what is there at the start.");
-  nb::class_<memtune::Timeline>(m, "Timeline", "What came of scheduling one optimizer step of all rank classes.")
+  nb::class_<memtune::Timeline>(m, "Timeline", "A simulated optimizer step of all rank classes.")
       .def_ro("step_s", &memtune::Timeline::step_s)
       .def_ro("classes", &memtune::Timeline::classes)
       .def_prop_ro("critical_path", &critical_path, nb::rv_policy::reference,
@@ -166,7 +166,7 @@ void bind_simulator(nb::module_& m) {
   m.def("live", &live, "columns"_a, "rounding_bytes"_a = 1, "small_bytes"_a = 0,
         "Live bytes of a step by tier and kind, and how long it needs each resource.");
   m.def("least_s", &least_s, "classes"_a, "places"_a, "accumulate"_a = 1, "host_computes"_a = true, "shares_cores"_a = false,
-        "By rank class the seconds after which one optimizer step is over at the earliest; `schedule` never says less.");
+        "A lower bound on the seconds of one optimizer step, by rank class; never above the result of `schedule`.");
   m.def("schedule", &schedule, "classes"_a, "places"_a, "accumulate"_a = 1, "host_computes"_a = true, "link_slowdown"_a = 0.0,
         "rounding_bytes"_a = 1, "small_bytes"_a = 0, "copies_in_turn"_a = false, "shares_cores"_a = false,
         "link_of_root"_a = std::pair(0.0, 0.0),

@@ -61,7 +61,7 @@ void bind_allocator(nb::module_& m) {
       .def_ro("allocated_bytes", &OutOfMemory::allocated_bytes)
       .def_ro("reserved_bytes", &OutOfMemory::reserved_bytes)
       .def_ro("largest_free_bytes", &OutOfMemory::largest_free_bytes);
-  nb::class_<AllocatorReplay>(m, "AllocatorReplay", "What a stream of allocations and frees does to the caching allocator.")
+  nb::class_<AllocatorReplay>(m, "AllocatorReplay", "State of the caching allocator over a stream of allocations and frees.")
       .def_ro("peak_reserved_bytes", &AllocatorReplay::peak_reserved_bytes)
       .def_ro("peak_allocated_bytes", &AllocatorReplay::peak_allocated_bytes)
       .def_ro("peak_event", &AllocatorReplay::peak_event, "First event at the peak of reserved bytes, -1 without events.")

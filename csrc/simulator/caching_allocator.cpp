@@ -132,7 +132,7 @@ std::int32_t CachingAllocator::grow(const Request& request) {
 
 std::int32_t CachingAllocator::grow_range(const Request& request) {
   std::int32_t block = find_room(request);
-  // What find_room found is free, unmapped, or free and then unmapped.
+  // The block that find_room returns is free, or unmapped, or free and followed by an unmapped one.
   if (!blocks_[block].mapped && !map(block, std::min(blocks_[block].bytes, request.bytes))) return -1;
   while (blocks_[block].bytes < request.bytes) {
     const std::int32_t next = blocks_[block].next;
@@ -227,7 +227,7 @@ void CachingAllocator::unmap(std::int32_t block) {
 
 // Back to the driver
 
-// Gives back large segments that nobody has used for longer than the average of them, until the target is met.
+// Releases large segments that have been unused for longer than the average, until the target is met.
 void CachingAllocator::collect_garbage() {
   const double share = config_.garbage_collection_threshold;
   const auto threshold = static_cast<std::int64_t>(share * static_cast<double>(config_.allowed_bytes));

@@ -39,23 +39,23 @@ class Builder {
         readers_(step.n_storages()), movers_(step.n_storages()) {}
 
   void add(std::int32_t task, std::size_t op) {
-    order_by_data(task, op);
+    order_by_dependence(task, op);
     order_fetch(task, op);
     if (step_.computes(op)) {
-      for (const std::int32_t transfer : let_go_) edge(transfer, task);
-      let_go_.clear();
+      for (const std::int32_t transfer : freed_transfers_) edge(transfer, task);
+      freed_transfers_.clear();
       last_compute_ = task;
     }
-    // What is let go of here and is still being moved: the compute stream waits for it before it goes on.
+    // The compute stream waits for transfers of storages that are freed here.
     for (const std::int32_t storage : dying_[op]) {
-      movers_.each(storage, [this](std::int32_t transfer) { let_go_.push_back(transfer); });
+      movers_.each(storage, [this](std::int32_t transfer) { freed_transfers_.push_back(transfer); });
       movers_.clear(storage);
     }
   }
 
  private:
   // Reads wait for the last write, writes for all reads as well; a storage made again is another one.
-  void order_by_data(std::int32_t task, std::size_t op) {
+  void order_by_dependence(std::int32_t task, std::size_t op) {
     for (const std::int32_t use : uses_[op]) {
       const std::int32_t storage = step_.use_storage[use];
       if (step_.producer[storage] == static_cast<std::int32_t>(op)) continue;  // what the last repetition made is another one
@@ -67,7 +67,7 @@ class Builder {
       readers_.clear(storage);
       movers_.clear(storage);
       writer_[storage] = task;
-      if (moves && is_let_go(storage)) movers_.push(storage, task);
+      if (moves && is_freed(storage)) movers_.push(storage, task);
     }
     for (const std::int32_t use : uses_[op]) {
       const std::int32_t storage = step_.use_storage[use];
@@ -77,11 +77,11 @@ class Builder {
       } else {
         readers_.push(storage, task);
       }
-      if (moves && is_let_go(storage)) movers_.push(storage, task);
+      if (moves && is_freed(storage)) movers_.push(storage, task);
     }
   }
 
-  bool is_let_go(std::int32_t storage) const {
+  bool is_freed(std::int32_t storage) const {
     return !kept_[storage] && static_cast<std::size_t>(ends_[storage]) < step_.n_ops();
   }
 
@@ -112,7 +112,7 @@ class Builder {
   std::vector<std::uint8_t> kept_;
   std::vector<std::int32_t> writer_;
   Lists readers_, movers_;
-  std::vector<std::int32_t> let_go_;
+  std::vector<std::int32_t> freed_transfers_;
   std::int32_t last_compute_ = kNone;
   std::array<std::vector<std::int32_t>, std::size_t{kStreams} + kResources> places_;  // of fetches, by stream
 };

@@ -21,7 +21,7 @@ struct Task {
   double issued = 0, start = 0, stop = 0;
   std::int32_t last_waited = kNone;  // the one before it that finished last
   std::int32_t cause = kNone;        // the task that it started right after, kNone if it was the host
-  std::int32_t late = kNone;         // where another class was waited for: the task there that came last
+  std::int32_t last_partner = kNone;         // the last of the tasks of other classes that it waited for
   bool is_issued = false, is_done = false;
 };
 
@@ -56,8 +56,8 @@ inline bool runs_in(const Step& step, std::size_t op, std::int32_t repetition, s
   return (phase != kBoundary && phase != kOptimizer) || repetition == accumulate - 1;
 }
 
-// Storages that a transfer keeps alive: the last to hold them is an op outside the compute stream that uses or makes them.
-// Everywhere else whoever lets go waits for the transfers first.
+// Storages that a transfer keeps alive: their last holder is an op outside the compute stream that uses or makes them. All other
+// storages are freed by compute, which waits for their transfers first.
 std::vector<std::uint8_t> kept_by_transfer(const Step& step, std::span<const std::int32_t> ends);
 
 }  // namespace memtune

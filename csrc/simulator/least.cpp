@@ -27,7 +27,7 @@ struct State {
   // off while compute runs is not saved. So it grows by all work that is issued, and to the start of each op of compute.
   double cores = 0;
   std::array<double, kQueues> streams{};  // until when each is busy
-  std::array<double, kQueues> issued{};   // work of the cores beside compute, by stream
+  std::array<double, kQueues> issued{};   // work of the cores other than compute, by stream
   std::array<double, kQueues> known{};    // of that, what compute has waited for
 };
 
@@ -52,7 +52,7 @@ class Clocks {
       : step_(step), host_computes_(rules.host_computes), shares_cores_(rules.shares_cores && rules.host_computes),
         accumulate_(static_cast<std::int32_t>(rules.accumulate)), uses_(step.use_op, step.n_ops()),
         products_(step.producer, step.n_ops()), ends_(step.ends()), kept_(kept_by_transfer(step, ends_)), finish_(step.n_ops()),
-        done_(shares_cores_ ? step.n_ops() : 0), let_go_at_(step.n_ops(), kNone), writer_(step.n_storages(), kNone),
+        done_(shares_cores_ ? step.n_ops() : 0), freed_at_(step.n_ops(), kNone), writer_(step.n_storages(), kNone),
         reader_(step.n_storages(), kNone) {
     slower_.fill(1);
     slower_[kHostToDevice] = slower_[kDeviceToHost] = place.ranks_on_root;
@@ -80,11 +80,11 @@ class Clocks {
       if (step_.use_mutates[use]) wait(reader_[storage]);
     }
     if (computes) {
-      for (const Run& transfer : let_go_) {
+      for (const Run& transfer : pending_) {
         at = std::max(at, transfer.finish);
         learn(transfer.queue, transfer.done);
       }
-      let_go_.clear();
+      pending_.clear();
       if (shares_cores_) at = std::max(at, at_.cores - put_off());
     }
     if (step_.op_resource[op_] != kNothing) at = std::max(at, at_.streams[step_.queue(op_)]);
@@ -106,13 +106,13 @@ class Clocks {
       last_compute_ = stop;
     }
     touch(op, !computes && !nothing);
-    let_go();
+    release_transfer();
     ++op_;
     skip();
   }
 
  private:
-  // One run of an op beside compute: its stream, its finish, and the work of the cores on that stream until then.
+  // One run of an op outside the compute stream: its stream, its finish, and the work of the cores on that stream until then.
   struct Run {
     std::size_t queue;
     double finish, done;
@@ -123,13 +123,13 @@ class Clocks {
   void learn(std::size_t queue, double done) { at_.known[queue] = std::max(at_.known[queue], done); }
 
   // Compute goes on past the end of what is moved when that is over. Noted as it is now: the transfer may run again before.
-  void let_go() {
-    const std::int32_t transfer = std::exchange(let_go_at_[op_], kNone);
+  void release_transfer() {
+    const std::int32_t transfer = std::exchange(freed_at_[op_], kNone);
     if (transfer == kNone) return;
-    let_go_.push_back({step_.queue(transfer), finish_[transfer], shares_cores_ ? done_[transfer] : 0});
+    pending_.push_back({step_.queue(transfer), finish_[transfer], shares_cores_ ? done_[transfer] : 0});
   }
 
-  // Work of the cores of which nobody knows that it is done.
+  // Work of the cores that is not known to be done.
   double put_off() const {
     double left = 0;
     for (std::size_t q = 0; q < kQueues; ++q) left += at_.issued[q] - at_.known[q];
@@ -168,7 +168,7 @@ class Clocks {
     }
   }
 
-  // What the op reads and writes from now on waits for it.
+  // Later accesses to the storages that the op uses wait for it.
   void touch(std::int32_t op, bool moves) {
     for (const std::int32_t storage : products_[op]) {
       reader_[storage] = kNone;
@@ -190,7 +190,7 @@ class Clocks {
   void move(std::int32_t op, std::int32_t storage) {
     const std::int32_t end = ends_[storage];
     if (kept_[storage] || end < op || static_cast<std::size_t>(end) >= step_.n_ops()) return;
-    if (finish_of(let_go_at_[end]) <= finish_[op]) let_go_at_[end] = op;
+    if (finish_of(freed_at_[end]) <= finish_[op]) freed_at_[end] = op;
   }
 
   void leap() {
@@ -203,7 +203,7 @@ class Clocks {
       finish_[op] += at_.streams[queue] - now.streams[queue];
       if (shares_cores_ && done_[op] > 0) done_[op] += at_.issued[queue] - now.issued[queue];
     }
-    for (Run& transfer : let_go_) {
+    for (Run& transfer : pending_) {
       transfer.finish += at_.streams[transfer.queue] - now.streams[transfer.queue];
       transfer.done += at_.issued[transfer.queue] - now.issued[transfer.queue];
     }
@@ -222,9 +222,9 @@ class Clocks {
   std::vector<std::int32_t> ends_;
   std::vector<std::uint8_t> kept_;
   std::vector<double> finish_;           // by op, of its last run
-  std::vector<double> done_;             // by op of the cores beside compute: the work of its stream until it has finished
-  std::vector<std::int32_t> let_go_at_;  // by op: of those that move what is let go of there the last one to finish
-  std::vector<Run> let_go_;              // for those compute waits next
+  std::vector<double> done_;            // by op on the cores other than compute: the work of its stream until it has finished
+  std::vector<std::int32_t> freed_at_;  // by op: the last transfer to finish of the storages that are freed there
+  std::vector<Run> pending_;            // transfers that compute waits for next
   std::vector<std::int32_t> writer_, reader_;  // by storage: who wrote it last; of those that read it since, the last to finish
   std::array<double, kResources> slower_{};
   std::array<std::vector<double>, std::size_t{kStreams} + kResources> places_;  // of fetches: when compute has come there

@@ -17,7 +17,7 @@ struct AllocatorRules {
   std::int64_t rounded(std::int64_t bytes) const { return (bytes + rounding_bytes - 1) / rounding_bytes * rounding_bytes; }
 };
 
-// What a step needs at most.
+// Peaks of a step.
 struct Footprint {
   std::array<std::int64_t, kTiers> peak_bytes{};
   std::array<std::int32_t, kTiers> peak_op{-1, -1, -1};   // the first op at the peak, -1 for a step without ops

@@ -50,7 +50,7 @@ std::vector<bool> uses_device(const Step& step) {
   return found;
 }
 
-// The rate of a copy that waits for its turn: none, but for what keeps its end finite.
+// The rate of a copy that waits for others: almost zero, so that its end is finite.
 constexpr double kWaits = 1e-9;
 
 class Machine {
@@ -171,7 +171,7 @@ class Machine {
     double longest = 0;
     for (const std::int32_t t : match.tasks) longest = std::max(longest, steps_[class_of(t)].op_s[graph_.tasks[t].op]);
     for (const std::int32_t t : match.tasks) {
-      graph_.tasks[t].late = last;
+      graph_.tasks[t].last_partner = last;
       begin(class_of(t), t, longest);
     }
   }
@@ -249,7 +249,7 @@ class Machine {
     return 1.0 / std::max(runs(kCompute) + runs(kHostThreads) + runs(kHostToDevice) + runs(kDeviceToHost), 1);
   }
 
-  // What is under way in one direction behind the root of a class.
+  // Transfers in flight in one direction behind the root of a class.
   struct Flows {
     std::int32_t copies = 0, links = 0;
   };
@@ -292,7 +292,7 @@ class Machine {
   }
 
   bool copies(std::size_t c, Resource copy) const {
-    return ranks_[c].slots[copy].runs && (!rules_.copies_in_turn || has_turn(c, copy));
+    return ranks_[c].slots[copy].runs && (!rules_.serial_copies || is_next(c, copy));
   }
 
   bool link_on_root(std::size_t c) const {
@@ -301,7 +301,7 @@ class Machine {
   }
 
   // Of the classes behind one root the one whose copy began to wait first; of several at once the first one.
-  bool has_turn(std::size_t c, Resource copy) const {
+  bool is_next(std::size_t c, Resource copy) const {
     const double mine = began(c, copy);
     for (std::size_t other = 0; other < ranks_.size(); ++other) {
       if (other == c || places_[other].root != places_[c].root || !ranks_[other].slots[copy].runs) continue;

@@ -16,7 +16,7 @@ struct Rules {
   bool host_computes = true;
   double link_slowdown = 0;  // by how much of its time an op of the compute resource takes longer while a link is busy
   AllocatorRules allocator;
-  bool copies_in_turn = false;  // ranks behind one PCIe root copy one at a time in each direction, first come first served
+  bool serial_copies = false;  // ranks behind one PCIe root copy one at a time in each direction, first come first served
   bool shares_cores = false;    // compute, host threads and copies of a class are work of the same cores, as on a CPU
   // Where devices of a node reach each other through host memory alone: the most of a root, to the device and to the host, that a
   // rank's link can take. 0: links have a way of their own.
@@ -54,14 +54,14 @@ struct Timeline {
 //   1. the host has come to it, in program order, and has spent `op_issue_s` on it; where `host_computes`, the host is busy while
 //      an op of the compute stream runs, else it runs ahead of the device;
 //   2. its stream has finished the ops before it: each resource has a stream, ops may keep another one's order (`op_stream`);
-//   3. what it reads has been written, what it writes is read by nobody any more, and what was let go of before it on the
-//      compute stream is not being moved any more;
+//   3. the storages that it reads have been written, those that it writes have been read, and transfers of storages that were freed
+//      before it on the compute stream have finished;
 //   4. compute has come far enough (`op_prefetch`);
 //   5. its resource is free; of several streams that wait for one, the highest number goes first and is not interrupted;
 //   6. the ops of other classes with its `op_match` have come as far: they hold their resources, start together, and each takes
 //      as long as the slowest of them.
 // Compute is slower while a link of its class is busy; copies between host and device share the PCIe root evenly,
-// or with `copies_in_turn` have it one after the other. With `shares_cores` compute, host threads and copies of a class that run
+// or with `serial_copies` one at a time. With `shares_cores` compute, host threads and copies of a class that run
 // at the same time have equal parts of its cores: nothing is hidden behind compute but links and drives.
 // With `link_of_root` the root is shared as well by ops of `kIntraLink` that use device memory, in both directions at once; each
 // takes its even share, and copies have what these leave.

@@ -26,7 +26,7 @@ Memory::Memory(const Step& step, const AllocatorRules& rules, std::int64_t accum
       there_.push_back(storage);
       if (end < n && in_body(step, end)) every_repetition_.push_back(storage);
     }
-    // What the body makes and only boundary or optimizer would let go is gone before the next repetition makes it again.
+    // A storage that the body makes and only boundary or optimizer frees is freed before the next repetition makes it again.
     const bool again = made_by >= 0 && in_body(step, made_by);
     if (again && (end >= n || !in_body(step, end))) with_repetition_.push_back(storage);
     if (made_by >= 0) count_transfer(storage, made_by);

@@ -1,5 +1,5 @@
-// Who holds which bytes while the machine runs. Time is the host's: an allocator hands out and takes back in the order in which
-// the host asks, however far behind the device is. Only what a transfer keeps alive is given back when the transfer has finished.
+// Live bytes while the machine runs. Time is the host's: the allocator allocates and frees in the order of the host's calls, however
+// far behind the device is. Only storages that a transfer keeps alive are freed when the transfer has finished.
 #pragma once
 
 #include <array>

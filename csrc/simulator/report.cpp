@@ -74,7 +74,7 @@ class Path {
       const Task& task = graph_.tasks[last];
       if (!by_host) {
         add(last, false, task.start, task.stop);
-        if (task.late != kNone) last = task.late;
+        if (task.last_partner != kNone) last = task.last_partner;
         if (graph_.tasks[last].cause != kNone) {
           last = graph_.tasks[last].cause;
           continue;

@@ -1,4 +1,4 @@
-// What a finished schedule says: busy and exposed seconds, and the chain of ops that decided the step's length.
+// Results of a finished schedule: busy and exposed seconds, and the critical path.
 #pragma once
 
 #include <span>

@@ -53,32 +53,32 @@ ByKey::ByKey(std::span<const std::int32_t> keys, std::size_t n) : first(n + 1), 
 
 void Step::check() const {
   const std::size_t n = n_ops(), m = n_storages();
-  check_length("op_resource", op_resource.size(), n);
+  check_length("ops.resource", op_resource.size(), n);
   check_length("op_s", op_s.size(), n);
   check_length("op_issue_s", op_issue_s.size(), n);
-  check_length("tier", tier.size(), m);
-  check_length("kind", kind.size(), m);
-  check_length("producer", producer.size(), m);
-  check_length("held_until", held_until.size(), m);
-  check_length("use_storage", use_storage.size(), use_op.size());
-  check_length("use_mutates", use_mutates.size(), use_op.size());
-  check_length("save_until", save_until.size(), save_storage.size());
-  check_length("op_stream", op_stream.size(), n);
-  check_length("op_prefetch", op_prefetch.size(), n);
-  check_length("op_match", op_match.size(), n);
+  check_length("storages.tier", tier.size(), m);
+  check_length("storages.kind", kind.size(), m);
+  check_length("storages.producer", producer.size(), m);
+  check_length("storages.held_until", held_until.size(), m);
+  check_length("uses.storage", use_storage.size(), use_op.size());
+  check_length("uses.mode", use_mutates.size(), use_op.size());
+  check_length("saves.held_until", save_until.size(), save_storage.size());
+  check_length("ops.stream", op_stream.size(), n);
+  check_length("ops.prefetch", op_prefetch.size(), n);
+  check_length("ops.match", op_match.size(), n);
   const auto ops = static_cast<std::int64_t>(n), storages = static_cast<std::int64_t>(m);
-  check_range("op_phase", op_phase, 0, kPhases);
-  check_range("op_resource", op_resource, 0, kHostIssue);
-  check_range("tier", tier, 0, kTiers);
-  check_range("kind", kind, 0, kKinds);
-  check_range("producer", producer, -1, ops);
-  check_range("use_op", use_op, 0, ops);
-  check_range("use_storage", use_storage, 0, storages);
-  check_range("save_storage", save_storage, 0, storages);
-  check_range("op_stream", op_stream, 0, kStreams);
-  check_range("op_match", op_match, 0, std::int64_t{1} << 31);
+  check_range("ops.phase", op_phase, 0, kPhases);
+  check_range("ops.resource", op_resource, 0, kHostIssue);
+  check_range("storages.tier", tier, 0, kTiers);
+  check_range("storages.kind", kind, 0, kKinds);
+  check_range("storages.producer", producer, -1, ops);
+  check_range("uses.op", use_op, 0, ops);
+  check_range("uses.storage", use_storage, 0, storages);
+  check_range("saves.storage", save_storage, 0, storages);
+  check_range("ops.stream", op_stream, 0, kStreams);
+  check_range("ops.match", op_match, 0, std::int64_t{1} << 31);
   for (std::size_t u = 1; u < use_op.size(); ++u) {
-    if (use_op[u - 1] > use_op[u]) throw std::invalid_argument("use_op must be sorted; it falls at row " + std::to_string(u));
+    if (use_op[u - 1] > use_op[u]) throw std::invalid_argument("uses.op must be sorted; it decreases at row " + std::to_string(u));
   }
 }
 

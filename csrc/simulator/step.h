@@ -10,7 +10,7 @@ namespace memtune {
 
 enum Phase : std::uint8_t { kPrologue, kForward, kRecompute, kBackward, kBoundary, kOptimizer, kPhases };
 enum Tier : std::uint8_t { kDevice, kHost, kSsd, kTiers };
-enum Use : std::uint8_t { kReads, kWrites, kHandsOver };  // the last: what the op makes takes its memory
+enum Use : std::uint8_t { kReads, kWrites, kHandsOver };  // kHandsOver: DONATES, the op's output takes its memory
 enum Kind : std::uint8_t { kTemporary = 5, kKinds = 8 };
 
 // The resources of program.Resource, then the host thread that issues ops to a device.
@@ -33,8 +33,8 @@ struct Step {
   std::span<const std::int64_t> bytes;
   std::span<const std::uint8_t> tier;
   std::span<const std::uint8_t> kind;
-  std::span<const std::int32_t> producer;    // -1: there before the step
-  std::span<const std::int32_t> held_until;  // -1: nobody
+  std::span<const std::int32_t> producer;    // -1: it exists before the step
+  std::span<const std::int32_t> held_until;  // -1: no reference
   // uses, sorted by op
   std::span<const std::int32_t> use_op;
   std::span<const std::int32_t> use_storage;

@@ -53,7 +53,7 @@ void a_full_device_makes_room_or_says_what_was_missing() {
   CHECK(out.first_oom.requested_bytes == 40 * kMiB && out.first_oom.reserved_bytes == 40 * kMiB);
 }
 
-void free_lists_stay_sorted() {
+void free_lists_remain_sorted() {
   std::mt19937 random(0);
   FreeList list;
   std::vector<std::pair<std::int64_t, std::int64_t>> keys;
@@ -93,6 +93,6 @@ void broken_streams_are_refused() {
 int main() {
   segments_are_kept_until_the_cache_is_emptied();
   a_full_device_makes_room_or_says_what_was_missing();
-  free_lists_stay_sorted();
+  free_lists_remain_sorted();
   broken_streams_are_refused();
 }

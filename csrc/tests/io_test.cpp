@@ -42,7 +42,7 @@ void checksums_are_those_of_the_published_algorithm() {
   CHECK(checksum(data.data(), 4096) == 0xeb4b7c3707879151);
 }
 
-void what_is_written_comes_back(const std::string& which) {
+void written_data_is_read_back(const std::string& which) {
   File file;
   Engine engine(which, 4, 8192, true);
   for (std::size_t bytes : {0ul, 1ul, 4096ul, 8192ul, 8193ul, 300'000ul}) {
@@ -116,11 +116,11 @@ void the_most_urgent_comes_first() {
   Engine engine("threads", 1, 4096, true);
   auto bulk = numbers(4096 * 2000), urgent = numbers(4096);
   std::vector<std::uint64_t> sums(2000), one(1);
-  const auto late = engine.start({true, file.fd, bulk.data(), bulk.size(), 8192, sums.data(), 9});
+  const auto delayed = engine.start({true, file.fd, bulk.data(), bulk.size(), 8192, sums.data(), 9});
   const auto soon = engine.start({true, file.fd, urgent.data(), urgent.size(), 0, one.data(), 1});
   CHECK(engine.wait(soon).error == 0);
   CHECK(engine.counters().written_bytes < bulk.size());
-  CHECK(engine.wait(late).error == 0);
+  CHECK(engine.wait(delayed).error == 0);
 }
 
 void what_has_not_begun_is_cancelled_by_close() {
@@ -139,7 +139,7 @@ void what_has_not_begun_is_cancelled_by_close() {
 int main() {
   checksums_are_those_of_the_published_algorithm();
   for (const char* which : {"auto", "threads"}) {
-    what_is_written_comes_back(which);
+    written_data_is_read_back(which);
     memory_anywhere_gives_the_same_file(which);
     one_flipped_bit_in_any_block_is_found(which);
     a_file_that_is_cut_off_and_one_that_is_closed_are_errors(which);

@@ -30,14 +30,14 @@ void peaks_and_kinds() {
   CHECK(out.bytes_by_kind[kKinds] == 1000);
 }
 
-void what_is_handed_over_is_freed_before() {
-  StepData step = training();  // backward's gradient is made in the memory of the activation, once autograd lets go before it
+void donated_storage_is_freed_before_the_output() {
+  StepData step = training();  // the gradient takes the activation's memory, unless autograd holds it
   step.use_op = {0, 1, 1, 2, 2};
   step.use_storage = {0, 0, 1, 0, 2};
   step.use_mutates = {0, 0, kHandsOver, 1, 0};
   step.save_until = {0};
   CHECK(live(step.view(), {}).peak_bytes[kDevice] == 1100);
-  step.save_until = {1};  // somebody holds it
+  step.save_until = {1};  // autograd holds it
   CHECK(live(step.view(), {}).peak_bytes[kDevice] == 1110);
 }
 
@@ -92,7 +92,7 @@ void bad_columns_are_refused() {
 
 int main() {
   peaks_and_kinds();
-  what_is_handed_over_is_freed_before();
+  donated_storage_is_freed_before_the_output();
   rounding_and_pools();
   resource_sums();
   empty_step();

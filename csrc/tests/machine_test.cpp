@@ -22,7 +22,7 @@ Timeline schedule(const Step& step, std::int64_t accumulate, bool host_computes,
 bool near(double a, double b) { return std::abs(a - b) < 1e-12; }
 
 // Op 0 computes storage 0, op 1 copies it to storage 1, op 2 computes something else, op 3 reads the copy.
-StepData copy_beside_compute() {
+StepData copy_overlaps_compute() {
   return {
       .op_phase = {kForward, kForward, kForward, kForward}, .op_resource = {kCompute, kToHost, kCompute, kCompute},
       .op_s = {1, 5, 3, 1}, .op_issue_s = {0, 0, 0, 0}, .bytes = {8, 8}, .tier = {kDevice, kHost}, .kind = {5, 5},
@@ -31,14 +31,14 @@ StepData copy_beside_compute() {
 }
 
 void a_copy_is_hidden_as_far_as_compute_lasts() {
-  const Timeline out = schedule(copy_beside_compute().view(), 1, true);
-  CHECK(near(out.step_s, 7));  // 1, then 5 of copy beside 3 of compute, then 1
+  const Timeline out = schedule(copy_overlaps_compute().view(), 1, true);
+  CHECK(near(out.step_s, 7));  // 1, then 5 of copy overlapped with 3 of compute, then 1
   CHECK(near(out.classes[0].busy_s[kToHost], 5));
   CHECK(near(out.classes[0].exposed_s[kToHost], 2));
 }
 
 void a_writer_waits_for_readers() {
-  StepData step = copy_beside_compute();
+  StepData step = copy_overlaps_compute();
   step.use_op = {1, 2, 3};
   step.use_storage = {0, 0, 1};
   step.use_mutates = {0, 1, 0};  // op 2 now overwrites what op 1 is copying
@@ -46,7 +46,7 @@ void a_writer_waits_for_readers() {
 }
 
 void the_host_issues_one_op_after_another() {
-  StepData step = copy_beside_compute();
+  StepData step = copy_overlaps_compute();
   step.op_resource = {kCompute, kCompute, kCompute, kCompute};
   step.op_s = {.1, .1, .1, .1};
   step.op_issue_s = {1, 1, 1, 1};
@@ -57,7 +57,7 @@ void the_host_issues_one_op_after_another() {
 }
 
 void a_copy_waits_for_a_computing_host_only() {
-  StepData step = copy_beside_compute();
+  StepData step = copy_overlaps_compute();
   step.op_resource = {kCompute, kToDevice, kCompute, kCompute};
   step.use_op = {3};
   step.use_storage = {1};
@@ -67,7 +67,7 @@ void a_copy_waits_for_a_computing_host_only() {
 }
 
 void an_op_without_duration_keeps_its_place() {
-  StepData step = copy_beside_compute();
+  StepData step = copy_overlaps_compute();
   step.op_resource = {kCompute, kToHost, kToHost, kToHost};
   step.op_s = {2, 0, 1, 0};
   step.use_op = {1};
@@ -76,9 +76,9 @@ void an_op_without_duration_keeps_its_place() {
   CHECK(near(schedule(step.view(), 1, false).step_s, 3));  // op 1 waits for op 0, and op 2 comes after op 1
 }
 
-// Each repetition makes storage 0 anew, copies it to the host for long, and writes into it.
+// Each repetition makes storage 0 again, copies it to the host slowly, and writes to it.
 void a_storage_made_again_has_no_readers() {
-  StepData step = copy_beside_compute();
+  StepData step = copy_overlaps_compute();
   step.op_phase = {kForward, kForward, kForward};
   step.op_stream = step.op_prefetch = {0, 0, 0};
   step.op_match = {0, 0, 0};
@@ -91,18 +91,18 @@ void a_storage_made_again_has_no_readers() {
   step.producer = {0, -1};
   const Timeline out = schedule(step.view(), 2, false);
   CHECK(near(out.step_s, 2 + 10 + 10));
-  CHECK(near(out.classes[0].exposed_s[kToHost], 20 - 2));  // compute of the second repetition runs beside the first copy
+  CHECK(near(out.classes[0].exposed_s[kToHost], 20 - 2));  // compute of the second repetition overlaps the first copy
 }
 
 void only_the_body_repeats() {
-  StepData step = copy_beside_compute();
+  StepData step = copy_overlaps_compute();
   step.op_phase = {kPrologue, kForward, kBackward, kOptimizer};
   step.op_resource = {kCompute, kCompute, kCompute, kCompute};
   CHECK(near(schedule(step.view(), 3, true).step_s, 1 + 3 * (5 + 3) + 1));
 }
 
 void the_critical_path_has_no_gaps() {
-  const Timeline out = schedule(copy_beside_compute().view(), 1, true);
+  const Timeline out = schedule(copy_overlaps_compute().view(), 1, true);
   const std::vector<std::int32_t> ops = {0, 1, 3};
   CHECK(out.critical_path.size() == ops.size());
   double at = 0;
@@ -115,19 +115,19 @@ void the_critical_path_has_no_gaps() {
   CHECK(near(out.classes[0].op_exposed_s[1], 2));
 }
 
-void what_is_let_go_of_is_waited_for() {
-  StepData step = copy_beside_compute();
+void freed_storage_waits_for_transfer() {
+  StepData step = copy_overlaps_compute();
   step.op_s = {1, 9, 1, 1};
   step.use_op = {1};
   step.use_storage = {0};
   step.use_mutates = {0};
   CHECK(near(schedule(step.view(), 1, false).step_s, 10));
-  step.held_until = {2, -1};  // op 3 finds storage 0 let go of
+  step.held_until = {2, -1};  // op 3 runs after storage 0 is freed
   CHECK(near(schedule(step.view(), 1, false).step_s, 11));
 }
 
-void compute_is_slower_beside_a_link() {
-  StepData step = copy_beside_compute();
+void compute_is_slower_during_link_use() {
+  StepData step = copy_overlaps_compute();
   step.op_resource = {kIntraLink, kCompute, kNothing, kNothing};
   step.op_s = {4, 4, 0, 0};
   step.use_op = {};
@@ -138,7 +138,7 @@ void compute_is_slower_beside_a_link() {
 }
 
 void a_root_is_shared() {
-  StepData step = copy_beside_compute();
+  StepData step = copy_overlaps_compute();
   step.op_resource = {kToDevice, kNothing, kNothing, kNothing};
   step.op_s = {4, 0, 0, 0};
   const std::array<Step, 2> steps = {step.view(), step.view()};
@@ -148,8 +148,8 @@ void a_root_is_shared() {
 }
 
 // Op 0 copies up, op 1 talks to other devices about device memory, or to their hosts about host memory.
-StepData copy_beside_link(Tier tier) {
-  StepData step = copy_beside_compute();
+StepData copy_overlaps_link(Tier tier) {
+  StepData step = copy_overlaps_compute();
   step.op_resource = {kToDevice, kIntraLink, kNothing, kNothing};
   step.op_s = {4, 4, 0, 0};
   step.tier = {tier, kHost};
@@ -161,7 +161,7 @@ StepData copy_beside_link(Tier tier) {
 }
 
 void links_through_the_host_share_the_root() {
-  const StepData step = copy_beside_link(kDevice), of_hosts = copy_beside_link(kHost);
+  const StepData step = copy_overlaps_link(kDevice), of_hosts = copy_overlaps_link(kHost);
   const auto takes = [](const Step& one, Place place, std::array<double, 2> link_of_root) {
     return memtune::schedule({&one, 1}, {&place, 1}, {.host_computes = false, .link_of_root = link_of_root}).step_s;
   };
@@ -174,7 +174,7 @@ void links_through_the_host_share_the_root() {
 }
 
 void matched_links_are_as_fast_as_the_slowest() {
-  StepData one = copy_beside_link(kDevice), other = one;
+  StepData one = copy_overlaps_link(kDevice), other = one;
   other.op_resource[0] = kNothing;
   one.op_match = other.op_match = {0, 1, 0, 0};
   const std::array<Place, 2> apart = {Place{0, 1}, Place{1, 1}};
@@ -184,7 +184,7 @@ void matched_links_are_as_fast_as_the_slowest() {
 }
 
 void matched_ops_start_together_or_never() {
-  StepData one = copy_beside_compute(), other = copy_beside_compute();
+  StepData one = copy_overlaps_compute(), other = copy_overlaps_compute();
   one.op_resource = other.op_resource = {kIntraLink, kIntraLink, kNothing, kNothing};
   one.use_op = other.use_op = one.use_storage = other.use_storage = {};
   one.use_mutates = other.use_mutates = {};
@@ -219,8 +219,8 @@ int main() {
   a_storage_made_again_has_no_readers();
   only_the_body_repeats();
   the_critical_path_has_no_gaps();
-  what_is_let_go_of_is_waited_for();
-  compute_is_slower_beside_a_link();
+  freed_storage_waits_for_transfer();
+  compute_is_slower_during_link_use();
   a_root_is_shared();
   links_through_the_host_share_the_root();
   matched_links_are_as_fast_as_the_slowest();

@@ -52,7 +52,7 @@ void neighbourhoods() {
   CHECK(lineage.classes_cost(1) == 0 && lineage.classes_cost(4) == 4);
 }
 
-void an_op_that_overwrites_uses_the_place_of_what_nobody_else_needs() {
+void overwriting_op_reuses_unshared_memory() {
   Settings settings;
   settings.arena = {.capacity = 4, .addressed = true};
   settings.in_place = true;
@@ -73,6 +73,6 @@ int main() {
   holes_merge_and_both_ends_are_served();
   small_pieces_live_apart_while_their_area_lasts();
   neighbourhoods();
-  an_op_that_overwrites_uses_the_place_of_what_nobody_else_needs();
+  overwriting_op_reuses_unshared_memory();
   return 0;
 }

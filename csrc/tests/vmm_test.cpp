@@ -1,4 +1,4 @@
-// Allocators over mapped memory: a million random operations on the books, and real memory that is stitched, written and read.
+// Allocators over mapped memory: a million random operations on a simulated driver, and real memory that is stitched, written and read.
 #include "vmm/allocator.h"
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kMiB = 1 << 20;
 
-// The books, and beside them which chunk is mapped at which address.
+// The simulated driver, and a table of the chunk mapped at each address.
 class Watched final : public Driver {
  public:
   explicit Watched(std::int64_t capacity) : books_(page_table(capacity)) {}
@@ -53,7 +53,7 @@ struct Block {
   std::uint64_t tag;
 };
 
-// What is in use of each chunk: no byte of it may be in two blocks, whatever their addresses.
+// The bytes of each chunk that are in use: none may be in two blocks, whatever their addresses.
 class Ownership {
  public:
   void take(const Watched& driver, Block block) { walk(driver, block, true); }

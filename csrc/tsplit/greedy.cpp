@@ -24,7 +24,7 @@ void require_rows(std::span<const std::int32_t> rows, std::size_t count, std::in
 // Seconds that compute waits for a copy that may run from `start_s` to `end_s`.
 double wait_s(double copy_s, double start_s, double end_s) { return std::max(copy_s - std::max(end_s - start_s, 0.0), 0.0); }
 
-// What each action waits for on one direction of the link, beside the actions that are taken.
+// Seconds that compute waits for each action's copies in one direction of the link, given the actions that are taken.
 class Waits {
  public:
   explicit Waits(const Link& link) : link_(link), by_start_(link.action.size()), own_s_(link.action.size()) {
@@ -32,7 +32,7 @@ class Waits {
     std::stable_sort(by_start_.begin(), by_start_.end(), [&](std::int32_t a, std::int32_t b) { return link.start_s[a] < link.start_s[b]; });
   }
 
-  // Adds to each of `seconds` what its action waits for; for those taken, what they wait for now.
+  // Adds to `seconds` the wait of each action; for taken ones, their current wait.
   void add_to(std::vector<double>& seconds, const std::vector<char>& taken) {
     taken_.clear();
     for (const std::int32_t row : by_start_) {
@@ -129,7 +129,7 @@ class State {
     }
   }
 
-  // Time that each action adds beside those taken; of those taken, what they add now.
+  // Time that each action adds to those taken; for taken ones, their current time.
   void find_seconds() {
     std::copy(problem_.more_s.begin(), problem_.more_s.end(), seconds_.begin());
     for (Waits& link : links_) link.add_to(seconds_, taken_);

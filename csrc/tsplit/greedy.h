@@ -15,12 +15,12 @@ struct Link {
   std::span<const double> copy_s;  // how long it takes
 };
 
-// What can be done about a step's timeline. An action's number is its row in `tensor`.
+// The actions for a step's timeline. An action's number is its row in `tensor`.
 struct Problem {
   std::span<const std::int64_t> live_bytes;  // by moment, without any action
   std::span<const std::int32_t> tensor;      // by action
   std::span<const std::int32_t> number;      // by action: 1, 2, ... within its tensor
-  std::span<const std::int32_t> part_of;     // by tensor: the one whose actions decide of this one as well, -1 for none
+  std::span<const std::int32_t> part_of;     // by tensor: the tensor whose actions include this one, -1 for none
   std::span<const double> more_s;            // by action
   // What actions free, one row each, those of one action next to each other: `n_bytes` in the moments first to stop - 1.
   std::span<const std::int32_t> free_action, first, stop;

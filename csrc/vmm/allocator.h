@@ -37,8 +37,7 @@ struct Statistics {
   std::string first_deviation;
 };
 
-// Not for several threads at once. A block belongs to the stream that asked for it; whoever frees has made sure that no other
-// stream still works on it.
+// Not thread-safe. A block belongs to the stream that requested it; the caller of `free` ensures that no other stream still uses it.
 class Allocator {
  public:
   Allocator(std::unique_ptr<Driver> driver, const AllocatorOptions& options);

@@ -25,7 +25,7 @@ class Arena {
   Address allocate(std::int64_t bytes);  // 0: no memory
   bool free(Address address);            // false: no block of this arena
   void add_regions(std::int32_t stream, std::vector<Region>& regions) const;
-  void trim();                           // gives memory back that no block in use touches; nobody may be working on it
+  void trim();                           // releases memory without blocks in use; the device must be idle on it
 
  private:
   struct Block {

@@ -37,7 +37,7 @@ std::vector<RegionRow> region_rows(int device) {
 void bind_vmm(nb::module_& m) {
   using Options = vmm::AllocatorOptions;
   using Statistics = vmm::Statistics;
-  nb::class_<Options>(m, "ArenaOptions", "How memtune's own allocator serves requests.")
+  nb::class_<Options>(m, "ArenaOptions", "Options of memtune's allocator.")
       .def("__init__",
            [](Options* made, bool defragment, std::int64_t stitch_from_bytes, std::int64_t reuse_limit, std::int64_t most_stitched_bytes,
               std::int64_t arena_below_bytes, bool planned, std::int64_t replan_after, std::int64_t window, double layout_s, bool pools,
@@ -56,7 +56,7 @@ void bind_vmm(nb::module_& m) {
            "most_stitched_bytes"_a = std::int64_t{1} << 40, "arena_below_bytes"_a = Options{}.arena_below_bytes, "planned"_a = false,
            "replan_after"_a = vmm::WatchOptions{}.replan_after, "window"_a = vmm::WatchOptions{}.window,
            "layout_s"_a = vmm::PlanOptions{}.layout_s, "pools"_a = false, "transient_within"_a = Options{}.transient_within);
-  nb::class_<Statistics>(m, "ArenaStatistics", "What an allocator of this process has done.")
+  nb::class_<Statistics>(m, "ArenaStatistics", "Counters of an allocator of this process.")
       .def_ro("allocated_bytes", &Statistics::allocated_bytes)
       .def_ro("peak_allocated_bytes", &Statistics::peak_allocated_bytes)
       .def_ro("reserved_bytes", &Statistics::reserved_bytes)
@@ -74,9 +74,9 @@ void bind_vmm(nb::module_& m) {
       .def_ro("plans", &Statistics::plans, "How often a step was laid out, or its lifetimes were learned.")
       .def_ro("first_deviation", &Statistics::first_deviation);
   m.attr("ARENA_CPU") = vmm::kCpu;
-  m.def("arena_open", &vmm::open, "device"_a, "Makes the allocator of a device if there is none; empty, or why it cannot be.");
+  m.def("arena_open", &vmm::open, "device"_a, "Creates the allocator of a device if there is none; returns '' or the reason why it cannot.");
   m.def("arena_replace", &vmm::replace, "device"_a, "options"_a,
-        "Makes the allocator of a device anew; the one before ends when what is in use there has been freed. Empty, or why it cannot be.");
+        "Replaces the allocator of a device; the old one ends when its blocks have been freed. Returns '' or the reason why it cannot.");
   m.def("arena_defaults", &vmm::set_defaults, "options"_a, "Options for GPUs whose allocator torch's first request there makes.");
   m.def("arena_limit", &vmm::limit, "device"_a, "n_bytes"_a, "The most bytes that an allocator takes from the driver from now on.");
   m.def("arena_regions", &region_rows, "device"_a,

@@ -1,4 +1,4 @@
-// Memory and addresses, apart: chunks of physical memory, and ranges of addresses onto which they are mapped.
+// Physical memory in chunks, and ranges of virtual addresses onto which chunks are mapped.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ inline constexpr std::int64_t kChunkBytes = 2 << 20;  // the granularity of CUDA
 using Address = std::uintptr_t;  // 0: none
 using Chunk = std::uint64_t;
 
-// What an allocator asks of whoever has the memory. Nothing throws: what cannot be had is an empty answer.
+// The interface to physical memory. No function throws: failures are empty results.
 class Driver {
  public:
   virtual ~Driver() = default;
@@ -25,12 +25,12 @@ class Driver {
   // Maps chunks one after the other from `address` on, to be read and written; a chunk may be mapped in several places.
   virtual bool map(Address address, std::span<const Chunk> chunks) = 0;
   virtual void unmap(Address address, std::int64_t bytes) = 0;
-  virtual void synchronize() = 0;  // returns when nobody works on any of the memory
-  virtual std::string fault() const { return ""; }  // what the last failed call said
+  virtual void synchronize() = 0;  // returns when the device uses none of the memory
+  virtual std::string fault() const { return ""; }  // message of the last failed call
 };
 
 // Each is made or not: `why` then says why not.
-std::unique_ptr<Driver> page_table(std::int64_t capacity_bytes);  // books alone: no memory behind the addresses
+std::unique_ptr<Driver> page_table(std::int64_t capacity_bytes);  // simulated: no memory behind the addresses
 std::unique_ptr<Driver> memory_file(std::string& why);            // Linux: a file in memory, mapped where it is wanted
 std::unique_ptr<Driver> cuda_driver(int device, std::string& why);
 

@@ -1,5 +1,5 @@
-// Pools by lifetime after ZeRO-R (Rajbhandari et al., SC 2020): what lives equally long lies together, so that what is freed leaves
-// no holes between what stays.
+// Pools by lifetime after ZeRO-R (Rajbhandari et al., SC 2020): blocks of similar lifetime lie together, so that freed ones leave no
+// holes between lasting ones.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace memtune::vmm {
 
-// What stays, and whatever nothing is known of: all requests until a step has been learned, the optimizer's state among them.
+// kLasting also takes unknown requests: all of them until a step has been learned, the optimizer's state among them.
 enum class Pool : std::uint8_t { kLasting, kGradients, kKept, kTransient };
 
-// Tells each request's pool by how long the request in its place lived in the step that was watched. Nothing rests on its being
-// right: a request in another pool than its own is served all the same.
+// Chooses each request's pool by the lifetime of the request at its place in the watched step. A wrong choice is harmless: the request
+// is served from another pool.
 class Lifetimes {
  public:
   Lifetimes(WatchOptions watch, std::int64_t transient_within) : steps_(any_size(watch)), transient_within_(transient_within) {}

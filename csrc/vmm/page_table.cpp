@@ -1,4 +1,4 @@
-// The driver as books: which chunk is mapped where. Throws std::logic_error on any call that a real driver would refuse.
+// A simulated driver: a table of the chunk mapped at each address. Throws std::logic_error on calls that a real driver would refuse.
 #include <algorithm>
 #include <map>
 #include <stdexcept>

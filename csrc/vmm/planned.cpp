@@ -10,7 +10,7 @@
 namespace memtune::vmm {
 
 namespace {
-constexpr std::int64_t kFewDeviations = 16;  // of a step, beside an eighth of what is planned: scratch that comes and goes
+constexpr std::int64_t kFewDeviations = 16;  // of a step, in addition to an eighth of the planned requests: varying workspace
 }
 
 Planned::~Planned() {

@@ -36,7 +36,7 @@ class Planned {
   Address allocate(std::int64_t bytes, std::int32_t stream);  // 0: it is not in the plan, or there is none
   bool free(Address address);                                 // false: not in this arena
 
-  // What is to be planned: every request that was served, here or elsewhere, and every free.
+  // Observes the requests to plan: each one served, from this arena or another, and each free.
   void saw_allocation(Address address, std::int64_t bytes, std::int32_t stream) { steps_.saw_allocation(address, bytes, stream); }
   void saw_free(Address address) { steps_.saw_free(address); }
 
@@ -71,7 +71,7 @@ class Planned {
   std::map<std::int64_t, std::int64_t> live_;  // offset: end
   std::int64_t height_ = 0, bound_ = 0, served_ = 0, plans_ = 0, planned_ = 0;
   bool active_ = false;
-  std::int64_t requests_ = 0, deviations_ = 0;         // of the step at hand
+  std::int64_t requests_ = 0, deviations_ = 0;         // of the current step
   std::int64_t followed_ = 0, resume_after_ = 1;       // steps in a row, while suspended
 };
 

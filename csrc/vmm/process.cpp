@@ -75,7 +75,7 @@ bool give(Device& device, Address address) {
   return false;
 }
 
-// Blocks that nobody works on any more go back; with `wait` all of them do, after the device has finished.
+// Frees blocks that no stream uses any more; with `wait` all of them, after the device has finished.
 void finish(Device& device, bool wait) {
   if (device.waiting.empty()) return;
   const CudaApi& api = cuda();
@@ -109,7 +109,7 @@ std::string open_locked(int number, Device& device, AllocatorOptions wanted) {
   return "";
 }
 
-// Memory may not be mapped while a graph is captured, and what a graph has seen must stay as it is for good.
+// Memory cannot be mapped while a CUDA graph is captured, and addresses in a graph must remain valid permanently.
 bool is_capturing(void* stream) {
   int capturing = 0;
   const int error = cuda().stream_capturing(stream, &capturing);
@@ -250,7 +250,7 @@ void memtune_cuda_free(void* data, std::size_t, int number, void*) {
     return;
   }
   vmm::Waiting waiting{address, {}};
-  const vmm::Entered here(device.context);  // whoever frees may be at work on another device, or have no context yet
+  const vmm::Entered here(device.context);  // the caller may use another device, or have no context yet
   for (void* const stream : recorded->second) {
     if (void* const event = vmm::event_on(stream)) waiting.events.push_back(event);
   }

@@ -13,9 +13,9 @@ namespace memtune::vmm {
 
 inline constexpr int kCpu = -1;
 
-// Makes the allocator of a device (kCpu or a GPU's number) if there is none; empty, or why it cannot be.
+// Creates the allocator of a device (kCpu or a GPU's number) if there is none; returns "" or the reason why it cannot.
 std::string open(int device);
-// Makes it anew with these options. The one before serves no more requests and ends when what is in use there has been freed.
+// Replaces it by one with these options. The old one serves no more requests and ends when its blocks have been freed.
 std::string replace(int device, const AllocatorOptions& options);
 // Options for GPUs whose allocator torch's first request there makes.
 void set_defaults(const AllocatorOptions& options);
@@ -34,11 +34,11 @@ extern "C" {
 __attribute__((visibility("default"))) void* memtune_arena_take(std::int64_t bytes);
 __attribute__((visibility("default"))) void memtune_arena_give(void* data);
 
-// torch.cuda.memory.CUDAPluggableAllocator's; errors are std::runtime_error, which torch hands on to Python.
+// Functions for torch.cuda.memory.CUDAPluggableAllocator; errors are std::runtime_error, which torch passes to Python.
 __attribute__((visibility("default"))) void* memtune_cuda_alloc(std::size_t bytes, int device, void* stream);
 __attribute__((visibility("default"))) void memtune_cuda_free(void* data, std::size_t bytes, int device, void* stream);
 __attribute__((visibility("default"))) void memtune_cuda_record_stream(void* data, void* stream);
-// What torch calls for set_per_process_memory_fraction and empty_cache.
+// torch calls these for set_per_process_memory_fraction and empty_cache.
 __attribute__((visibility("default"))) void memtune_cuda_memory_fraction(double fraction, int device);
 __attribute__((visibility("default"))) void memtune_cuda_empty_cache();
 }

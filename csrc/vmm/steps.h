@@ -39,7 +39,7 @@ class Steps {
   void saw_free(std::uint64_t address);
   // The end of a step. True: a step has been watched until all that it frees is freed, and `learn` may be called.
   bool end_step();
-  // What was watched; from now on it is what requests are recognised by.
+  // Returns the watched requests, by which later requests are recognised from now on.
   std::vector<Row> learn();
 
   std::int64_t period() const { return period_; }  // of the step watched last

@@ -44,7 +44,7 @@ Address Stitcher::allocate_last(std::int64_t bytes, std::int32_t stream) {
   bytes = in_chunks(bytes);
   memory_.synchronize();
   drop_unused(0);
-  // Nobody works on what is unused, so it may go to any stream; what is still stitched is in use, in part at least.
+  // After the synchronization no stream uses unused pieces, so any stream may take them. Pieces that are still stitched are partly used.
   for (std::int32_t p = 0; p < pieces_.size(); ++p) {
     Piece& piece = pieces_[p];
     if (piece.chunks.empty() || piece.in_use || piece.stream == stream || !piece.stitched.empty()) continue;
@@ -224,7 +224,7 @@ void Stitcher::drop(std::int32_t s) {
   stitched_.give_up(s);
 }
 
-// Blocks whose address nobody has, those that cannot be used now first and then the longest unused, until few enough are left.
+// Drops blocks whose address is not in use until at most `until_bytes` are left: first those with busy pieces, then the longest unused.
 void Stitcher::drop_unused(std::int64_t until_bytes) {
   std::vector<std::pair<std::pair<bool, std::int64_t>, std::int32_t>> order;
   for (std::int32_t s = 0; s < stitched_.size(); ++s) {

@@ -63,7 +63,7 @@ class Stitcher {
     std::int64_t bytes = 0;
     std::vector<std::int32_t> pieces;
     std::int32_t busy = 0;  // pieces in use
-    bool held = false;      // somebody has its address
+    bool held = false;      // its address is in use
     std::int64_t used = 0;  // when last
   };
   // Addresses that were reserved at once; given back when the last piece is gone.

@@ -82,19 +82,21 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _address(shim: subprocess.Popen[bytes], spec: dict[str, Any]) -> str:
+def _address(supervisor: subprocess.Popen[bytes], spec: dict[str, Any]) -> str:
     """Give the supervisor its spec and wait for the address that the head reports."""
-    if shim.stdin is None or shim.stdout is None:
-        raise ValueError("the shim was started without pipes")
-    shim.stdin.write(json.dumps(spec).encode() + b"\n")
-    shim.stdin.flush()
+    if supervisor.stdin is None or supervisor.stdout is None:
+        raise ValueError("the supervisor was started without pipes")
+    supervisor.stdin.write(json.dumps(spec).encode() + b"\n")
+    supervisor.stdin.flush()
     why, stop_s = f"no answer after {START_S:g} s", time.monotonic() + START_S
-    while select.select([shim.stdout], [], [], max(0.0, stop_s - time.monotonic()))[0]:
-        told = json.loads(shim.stdout.readline() or '{"exit": 0, "tail": "its shim was killed"}')
-        if "line" in told:
-            return str(json.loads(told["line"])["address"])
-        if "exit" in told:
-            why = last_line(told["tail"]) or f"exit code {told['exit']}"
+    while select.select([supervisor.stdout], [], [], max(0.0, stop_s - time.monotonic()))[0]:
+        report = json.loads(
+            supervisor.stdout.readline() or '{"exit": 0, "tail": "its supervisor was killed"}'
+        )
+        if "line" in report:
+            return str(json.loads(report["line"])["address"])
+        if "exit" in report:
+            why = last_line(report["tail"]) or f"exit code {report['exit']}"
             break
     raise EnvironmentFault(
         "Ray does not start.", evidence=why, fix="--executor local needs no Ray", code="MT513"

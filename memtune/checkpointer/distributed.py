@@ -1,15 +1,12 @@
 """Distributed checkpoints under the plain model's names, of which every rank writes and reads its own part.
 
-Four rules:
+A checkpoint is what torch's `get_state_dict(model, optimizer)` returns for the plain model, written by
+`torch.distributed.checkpoint`: `model.<name>`, `optim.state.<name>.<key>`, `optim.param_groups`. memtune and
+torch read each other's checkpoints. A sharded tensor is a DTensor over its ranks. A tensor that several ranks
+hold is written by one of them, and no rank ever holds more of a sharded tensor than its shard.
 
-1. A checkpoint is what torch's `get_state_dict(model, optimizer)` returns for the plain model, written by
-  `torch.distributed.checkpoint`: `model.<name>`, `optim.state.<name>.<key>`, `optim.param_groups`. memtune
-  and torch read each other's checkpoints.
-2. A sharded tensor is a DTensor over its ranks. A tensor that several ranks hold is written by one of them,
-  and no rank ever holds more of a sharded tensor than its shard.
-3. Nothing is changed before names, shapes and parameter groups are known to fit, the same on all ranks.
-4. Loaded values reach the model through its own `load_state_dict`, the optimizer through its own; mechanisms
-  that hold copies of either (an optimizer on the host) are notified (`weights_loaded`) and copy them again.
+Loaded values reach the model through its own `load_state_dict`, the optimizer through its own. Mechanisms
+that hold copies of either (an optimizer on the host) are notified (`weights_loaded`) and copy them again.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _STATE, _GROUPS = "optim.state.", "optim.param_groups."
 
 
 def sharded_state_dict(context: Context) -> dict[str, Any]:
-    """Return `{"model": ..., "optim": ...}` of rule 1; tensors are the live ones.
+    """Return `{"model": ..., "optim": ...}` as torch's `get_state_dict` does; tensors are the live ones.
 
     Raises:
         ApplyError: A part of the optimizer's state has no name or place in the plain model.
@@ -63,14 +60,13 @@ def save(context: Context, folder: str | PathLike[str]) -> None:
 
     Raises:
         ApplyError: As `sharded_state_dict`.
-        EnvironmentFault: A rank could not write; `folder` holds no checkpoint then.
+        EnvironmentFault: A rank could not write; then `folder` holds no checkpoint.
     """
     state = sharded_state_dict(context)
     with suppress(FileNotFoundError):
         if not _rank():
-            Path(
-                folder, ".metadata"
-            ).unlink()  # from here on the folder holds no checkpoint, until the new one is whole
+            # From here on the folder holds no checkpoint until the new one is complete.
+            Path(folder, ".metadata").unlink()
     _collectively(
         "written to", folder, lambda: write_all(state, checkpoint_id=str(folder), no_dist=_on_one_rank())
     )
@@ -82,7 +78,7 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
     Raises:
         ApplyError: The checkpoint is of another model or optimizer; lists the differences. Nothing has been
             changed.
-        EnvironmentFault: It cannot be read; if files are missing or cut off, weights may have been
+        EnvironmentFault: It cannot be read; if files are missing or truncated, weights may have been
             overwritten.
     """
     described = _describe(folder)
@@ -159,19 +155,19 @@ def load_full_state_dict(context: Context, state_dict: Mapping[str, Any]) -> Non
     _give_optimizer(context, held, state, groups)
 
 
-# -- what must fit -------------------------------------------------------------------------------------------
+# -- checks before any change --------------------------------------------------------------------------------
 
 
 def _model(context: Context) -> dict[str, Any]:
-    """Return the model's state, sharded where it is; called first, since FSDP2 then reshards units that a
-    forward has left gathered.
+    """Return the model's state, sharded where it is; call it first, because FSDP2 then reshards units that a
+    forward left gathered.
     """
     state: dict[str, Any] = context.model.state_dict()
     return state
 
 
 def _here(context: Context, entries: dict[str, T]) -> dict[str, T]:
-    """Return those of `entries`, by name of a weight or buffer, of which this rank holds a part."""
+    """Return the entries, by name of a weight or buffer, of which this rank holds a part."""
     absent = context.placement.absent
     return {name: entry for name, entry in entries.items() if name not in absent}
 
@@ -199,7 +195,9 @@ def _require_fit(
     held: list[ParameterEntry],
     found: Mapping[str, tuple[tuple[int, ...], Any]],
 ) -> None:
-    """Raise if names or shapes do not fit (rule 3); `found` is by key of rule 1, with shapes."""
+    """Raise if names or shapes do not fit; `found` has shapes by checkpoint key. Nothing has been changed
+    yet.
+    """
     absent = context.placement.absent
     shapes = {
         name: tuple(absent.get(name, value.shape))
@@ -217,7 +215,7 @@ def _require_fit(
     names = {each.name for each in held}
     states = {key.removeprefix(_STATE).rpartition(".")[0] for key in found if key.startswith(_STATE)}
     problems += [
-        f"the optimizer's state of {name} belongs to nothing here" for name in sorted(states - names)
+        f"the optimizer has state of {name}, which is not in the model" for name in sorted(states - names)
     ]
     _refuse(problems)
 
@@ -313,7 +311,7 @@ def _describe(folder: str | PathLike[str]) -> dict[str, Any]:
         raise EnvironmentFault(
             f"There is no checkpoint in {folder}.",
             evidence="It has no file .metadata, which is written last.",
-            fix="the folder that was given to save",
+            fix="give the folder that was given to save",
             code="MT373",
         )
     metadata = FileSystemReader(str(folder)).read_metadata()
@@ -334,7 +332,7 @@ def _read(folder: str | PathLike[str], wanted: dict[str, Any]) -> None:
 
 
 def _collectively(what: str, folder: str | PathLike[str], call: Any) -> None:
-    """Run `call`; an error of any rank is raised on all, since torch propagates it."""
+    """Run `call`; torch raises an error of any rank on all ranks."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to.*")
@@ -344,7 +342,7 @@ def _collectively(what: str, folder: str | PathLike[str], call: Any) -> None:
         raise EnvironmentFault(
             f"The checkpoint could not be {what} {folder}.",
             evidence=f"Rank {rank}: {type(error).__name__}: {error}",
-            fix="space, permissions, and a folder that all ranks see",
+            fix="check space and permissions, and use a folder that all ranks see",
             code="MT373",
         ) from failed
 

@@ -1,8 +1,8 @@
-"""Full weights in one file of the safetensors format, a tensor at a time, so that no rank holds the whole
+"""Full weights in one file of the safetensors format, one tensor at a time, so that no rank holds the whole
 model.
 
 The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, the header in JSON
-(name → type, shape, where its bytes begin and end after the header), the bytes.
+(name → type, shape, begin and end of its bytes after the header), the bytes.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _TYPES = {
 
 
 def export(context: Context, file: str | PathLike[str]) -> None:
-    """Write the model's tensors, whole and under their plain names; all ranks call it, rank 0 writes.
+    """Write the model's tensors in full and under their plain names; all ranks call it, rank 0 writes.
 
     Tied weights are written under each of their names. Entries that are no tensors (a module's extra state)
-    are left out.
+    are omitted.
 
     Raises:
-        EnvironmentFault: Rank 0 could not write; `file` is then as it was before.
+        EnvironmentFault: Rank 0 could not write; then `file` is unchanged.
     """
     tensors = {name: value for name, value in context.model.state_dict().items() if isinstance(value, Tensor)}
     several = context.placement.world_size > 1
     failure = (
         _write(context, tensors, Path(file)) if context.placement.rank == 0 else _take_part(context, tensors)
     )
-    told: list[Any] = [failure]
+    failures: list[Any] = [failure]
     if several:
-        dist.broadcast_object_list(told)
-    if told[0]:
+        dist.broadcast_object_list(failures)
+    if failures[0]:
         raise EnvironmentFault(
             f"The weights could not be written to {file}.",
-            evidence=f"{told[0]}.",
-            fix="space and permissions",
+            evidence=f"{failures[0]}.",
+            fix="check space and permissions",
             code="MT375",
         )
 
@@ -83,7 +83,7 @@ def _write(context: Context, tensors: dict[str, Tensor], file: Path) -> str:
         os.replace(partial, file)
     except (OSError, KeyError) as error:
         failure = (
-            f"a tensor of type {error}, which the format does not know"
+            f"a tensor has type {error}, which the format does not have"
             if isinstance(error, KeyError)
             else str(error)
         )

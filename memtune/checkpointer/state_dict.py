@@ -1,6 +1,4 @@
-"""State dicts with the keys, shapes and values of the plain model, whatever the config did to where the bytes
-live.
-"""
+"""State dicts with the keys, shapes and values of the plain model under any config."""
 
 from __future__ import annotations
 
@@ -21,19 +19,19 @@ class ParameterEntry:
     """The optimizer's replacement of a parameter of the model: its shard or its master."""
 
     name: str
-    """Of the model's parameter."""
+    """Name of the model's parameter."""
     held: nn.Parameter
-    """The optimizer's: the model's own, this rank's rows of it, or a host copy of either."""
+    """The optimizer's parameter: the model's own, this rank's rows of it, or a host copy of either."""
     layout: nn.Parameter
-    """The parameter on the device that `held` is, or is a host copy of: a DTensor where it is divided."""
+    """The parameter on the device that `held` is, or is a host copy of; a DTensor if it is sharded."""
 
     def divided(self, value: Any) -> Any:
-        """A state tensor of this parameter, as the DTensor that it is this rank's part of; itself where
-        nothing is divided.
+        """Return a state tensor of this parameter as the DTensor of which it is this rank's shard; unchanged
+        if not sharded.
 
         Raises:
-            ApplyError: It belongs to a divided parameter and is of another shape, so that nothing says where
-                it belongs.
+            ApplyError: The parameter is sharded and the tensor has another shape, so that its place is
+                unknown.
         """
         if (
             not isinstance(value, Tensor)
@@ -45,16 +43,15 @@ class ParameterEntry:
         part = local(self.layout)
         if value.shape != part.shape:
             raise ApplyError(
-                f"The optimizer's state of {self.name} is stored in a form that belongs to these ranks"
-                " alone.",
-                evidence=f"A tensor of shape {tuple(value.shape)} for {tuple(part.shape)} divided weights.",
+                f"The optimizer's state of {self.name} has a form that only these ranks can read.",
+                evidence=f"A tensor of shape {tuple(value.shape)} for a shard of shape {tuple(part.shape)}.",
                 fix="offload: {states: {kind: optimizer_cpu, moments: float32}}",
                 code="MT372",
             )
         return self.part(value.to(part.device))
 
     def part(self, rows: Tensor) -> DTensor:
-        """`rows`, laid out as this rank's part of the parameter."""
+        """Return `rows` as the DTensor of which they are this rank's shard."""
         layout = self.layout
         assert isinstance(layout, DTensor)
         mesh, placements = layout.device_mesh, layout.placements
@@ -64,7 +61,7 @@ class ParameterEntry:
 
 
 def held_parameters(context: Context) -> list[ParameterEntry]:
-    """Return the optimizer's parameters, in the order of its state dict; the name is empty if a parameter is
+    """Return the optimizer's parameters, in the order of its state dict; the name is empty for one that is
     not the model's.
     """
     of: dict[int, ParameterEntry] = {}
@@ -79,8 +76,8 @@ def held_parameters(context: Context) -> list[ParameterEntry]:
 
 
 def full_state_dict(context: Context) -> dict[str, Any]:
-    """The model first: FSDP2 then reshards units that a forward has left gathered."""
-    # The model first: FSDP2 then divides what a forward has left gathered.
+    """Return `{"model": ..., "optimizer": ...}` in full on every rank; collective."""
+    # The model first, because its `state_dict` makes FSDP2 reshard units that a forward has left gathered.
     remote = context.placement.remote_parameters
     model = {name: full_value(context, name, value) for name, value in context.model.state_dict().items()}
     plain = context.optimizer.state_dict()
@@ -89,7 +86,7 @@ def full_state_dict(context: Context) -> dict[str, Any]:
         found = {}
         for index, each in enumerate(held):
             here = {what: whole(each.divided(value)) for what, value in plain["state"].get(index, {}).items()}
-            found[index] = remote.states(each.name, here)
+            found[index] = remote.optimizer_state(each.name, here)
         return {
             "model": model,
             "optimizer": {**plain, "state": {index: state for index, state in found.items() if state}},
@@ -106,10 +103,10 @@ def full_value(context: Context, name: str, value: Any) -> Any:
     owner.
     """
     remote, here = context.placement.remote_parameters, whole(value)
-    return here if remote is None else remote.whole(name, here)
+    return here if remote is None else remote.full_value(name, here)
 
 
 def whole(value: Any) -> Any:
-    """A divided tensor gathered from all its ranks; anything else as it is."""
+    """Return a sharded tensor gathered from all its ranks; anything else unchanged."""
     with torch.no_grad():
         return value.full_tensor() if isinstance(value, DTensor) else value

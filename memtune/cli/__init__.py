@@ -1,4 +1,4 @@
-"""The `memtune` command."""
+"""The `memtune` command: parse arguments, run a command, and turn errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run one command; returns its exit code. No exception leaves it."""
+    """Run one command and return its exit code; no exception leaves it."""
     import typer
 
     from memtune.cli._app import app
     from memtune.errors import MemtuneError
 
-    own = (
-        argv[: argv.index("--")] if "--" in argv else argv
-    )  # what follows belongs to the command that `run` starts
+    # Arguments after `--` belong to the command that `memtune run` starts.
+    own = argv[: argv.index("--")] if "--" in argv else argv
     as_json = "--json" in own
     try:
         try:
@@ -41,12 +40,13 @@ def run(argv: list[str]) -> int:
     except MemtuneError as error:
         if own and own[0] in ("-v", "--verbose"):
             traceback.print_exc()
-        _say(error, as_json)
+        _print_error(error, as_json)
         return error.exit_code
     except KeyboardInterrupt:
-        _say(MemtuneError("interrupted.", code="MT130"), as_json)
+        _print_error(MemtuneError("interrupted.", code="MT130"), as_json)
         return 130
     except BrokenPipeError:
+        # The reader (`| head`) closed the pipe. Without this, the flush of stdout at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:  # a bug of memtune: keep the evidence, spare the user the traceback
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
 
 
 def _help_of(error: object) -> str:
-    """The help that lists what was mistyped: of the command, or of memtune."""
+    """Return the help command for a usage error: that of the mistyped command, or memtune's own."""
     context = getattr(error, "ctx", None)
     return f"{context.command_path if context is not None else 'memtune'} --help"
 
@@ -63,15 +63,15 @@ def _usage(error: object, as_json: bool, fix: str) -> int:
     from memtune.errors import UsageError
 
     message = (error.format_message() if hasattr(error, "format_message") else str(error)).replace("?.", "?")
-    if message:  # a group without a command has shown its help, and says nothing more
-        _say(
+    if message:  # empty for a group without a command, which has already printed its help
+        _print_error(
             UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix=fix, code="MT100"),
             as_json,
         )
     return 2
 
 
-def _say(error: MemtuneError, as_json: bool) -> None:
+def _print_error(error: MemtuneError, as_json: bool) -> None:
     if as_json:
         body = {"code": error.code, "what": error.what, "evidence": error.evidence, "fix": error.fix}
         print(json.dumps({"schema": 1, "error": body}))
@@ -90,14 +90,16 @@ def _bug(as_json: bool) -> int:
     except OSError as error:
         evidence = f"The traceback could not be kept ({error}):\n{trace}"
     what = f"a bug in memtune: {trace.strip().splitlines()[-1][:200]}"
-    _say(MemtuneError(what, evidence=evidence, fix="please report it with that file", code="MT900"), as_json)
+    _print_error(
+        MemtuneError(what, evidence=evidence, fix="please report it with that file", code="MT900"), as_json
+    )
     return 4
 
 
 def _cache_folder() -> Path:
     try:
         from memtune.memory import cache_dir
-    except Exception:  # it needs torch, and a broken torch may be what is being reported
+    except Exception:  # cache_dir imports torch, and a broken torch may be the bug to report
         import tempfile
 
         return Path(tempfile.gettempdir())

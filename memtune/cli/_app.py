@@ -1,4 +1,4 @@
-"""The commands of `memtune` and their arguments, in the order in which `--help` lists them."""
+"""Commands of `memtune` with their arguments, in the order of `--help`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def memtune(
         bool, typer.Option("--verbose", "-v", help="Show the traceback of an error as well.")
     ] = False,
 ) -> None:
-    # What it does is done where errors are shown, in memtune.cli.run; its docstring would replace the help
-    # above.
+    # `memtune.cli.run` implements --verbose, where errors are printed. A docstring here would replace the
+    # help above.
     ...
 
 
-config_app = typer.Typer(help="Check a config, show it whole, print its schema.", no_args_is_help=True)
+config_app = typer.Typer(help="Check a config, print it in full, print its schema.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 Model = Annotated[
@@ -40,23 +40,24 @@ Model = Annotated[
     typer.Argument(metavar="MODEL.PY[:NAME]", help="File with model(), batch(size) and loss(model, batch)."),
 ]
 ConfigPath = Annotated[Path, typer.Argument(metavar="TUNED.YAML", help="A config that a search wrote.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Device = Annotated[
-    str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; default: cuda where there is one.")
+    str | None, typer.Option(metavar="cpu|cuda", help="Device to compute on; default: cuda if present.")
 ]
-Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs that train together.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Ranks on CPU (with --device cpu).")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs that train together.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Number of ranks on CPU (with --device cpu).")]
 GpuType = Annotated[str | None, typer.Option(help="Predict for this GPU: h100-80g, a100-40g, …")]
 Memory = Annotated[
     str | None, typer.Option("--max-memory", metavar="SIZE", help="Device memory per rank, like 24GiB.")
 ]
 Nodes = Annotated[
-    int | None, typer.Option(min=1, help="Machines that share the GPUs; default: as few as hold them.")
+    int | None, typer.Option(min=1, help="Number of machines; default: as few as hold the GPUs.")
 ]
 Goal = Annotated[
     str,
     typer.Option(
-        metavar="throughput|memory|batch", help="Most samples/s, lowest peak or largest micro-batch."
+        metavar="throughput|memory|batch",
+        help="Maximize samples/s, minimize the peak, or maximize the micro-batch.",
     ),
 ]
 GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step over all ranks.")]
@@ -64,17 +65,19 @@ Axes = Annotated[
     str | None, typer.Option(help="Search only these axes: recompute,sharding,offload,allocator,execution.")
 ]
 Freeze = Annotated[
-    list[str] | None, typer.Option(metavar="AXIS=KIND", help="Do not search this axis; repeatable.")
+    list[str] | None, typer.Option(metavar="AXIS=KIND", help="Fix the technique of an axis; repeatable.")
 ]
-Seed = Annotated[int, typer.Option(help="Of weights, data and sampling.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, data and sampling.")]
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Also use techniques that change results.")]
 OffloadDir = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR", help="Tensors may go to SSD, into this directory; several drives as /one:/two."
+        metavar="DIR", help="Allow offload to SSD, into this directory; several drives as /one:/two."
     ),
 ]
-MicroBatch = Annotated[int | None, typer.Option(min=1, help="Instead of the config's.")]
+MicroBatch = Annotated[
+    int | None, typer.Option(min=1, help="Samples per micro-batch, instead of the config's.")
+]
 
 
 @app.command()
@@ -87,7 +90,7 @@ def search(
     max_memory: Memory = None,
     goal: Goal = "throughput",
     trials: Annotated[
-        int, typer.Option(min=1, help="Real trials at most (repeats and the confirmation come on top).")
+        int, typer.Option(min=1, help="Maximum number of real trials, without repeats and the confirmation.")
     ] = 12,
     time_limit: Annotated[
         str | None, typer.Option("--time", metavar="TIME", help="Stop searching after this, like 30m.")
@@ -102,14 +105,14 @@ def search(
         str | None, typer.Option(help="Name of the study; default: from the model's file.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the study, and replace the config it wrote.")
+        bool, typer.Option("--resume", help="Resume the study, and replace the config it wrote.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where the config is written.")] = Path("tuned.yaml"),
+    out: Annotated[Path, typer.Option(help="File to write the config to.")] = Path("tuned.yaml"),
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the file if it exists, whoever wrote it.")
+        bool, typer.Option("--force", help="Replace the file even if memtune did not write it.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything but trials.")] = False,
-    executor: Annotated[str, typer.Option(metavar="auto|local|ray", help="How trials are started.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything except trials.")] = False,
+    executor: Annotated[str, typer.Option(metavar="auto|local|ray", help="Launcher of trials.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster.")] = None,
     no_tui: Annotated[
         bool, typer.Option("--no-tui", help="One line per trial instead of the screen.")
@@ -140,15 +143,15 @@ def plan(
     allow_lossy: AllowLossy = False,
     offload_dir: OffloadDir = None,
     seed: Seed = 0,
-    config: Annotated[Path | None, typer.Option(help="Predict this config alone.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Predict only this config.")] = None,
     micro_batch: MicroBatch = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 12,
+    top: Annotated[int, typer.Option(min=1, help="Number of rows of the table.")] = 12,
     exact: Annotated[
         bool, typer.Option("--exact", help="Dry-run the first rows: the real runtime on fake tensors.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Rank settings without running any, for GPUs that need not be here; exits 1 where nothing fits."""
+    """Rank settings by simulation, without GPUs and without running any; exits 1 if nothing fits."""
     from memtune.cli import _search
 
     given = {name: value for name, value in locals().items() if name != "_search"}
@@ -158,20 +161,20 @@ def plan(
 @app.command()
 def trial(
     model: Model,
-    config: Annotated[Path, typer.Option(help="The config to run; it may hold `settings` alone.")],
+    config: Annotated[Path, typer.Option(help="Config to run; only `settings` is required.")],
     device: Device = None,
     gpus: Gpus = None,
     workers: Workers = None,
     max_memory: Memory = None,
     micro_batch: MicroBatch = None,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of measured steps.")] = 3,
     offload_dir: OffloadDir = None,
     seed: Seed = 0,
-    executor: Annotated[str, typer.Option(metavar="auto|local|ray", help="How it is started.")] = "auto",
+    executor: Annotated[str, typer.Option(metavar="auto|local|ray", help="Launcher of the trial.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Run one config once, in fresh processes, and show what it took."""
+    """Run one config once in fresh processes, and print its step time and peak memory."""
     from memtune.cli import _commands
 
     given = {name: value for name, value in locals().items() if name != "_tools"}
@@ -180,7 +183,7 @@ def trial(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(context: typer.Context, config: ConfigPath) -> int:
-    """Run a training command with what the config needs in its environment: memtune run tuned.yaml -- python
+    """Run a training command with the environment that the config needs: memtune run tuned.yaml -- python
     train.py.
     """
     from memtune.cli import _commands
@@ -191,7 +194,7 @@ def run(context: typer.Context, config: ConfigPath) -> int:
 @app.command()
 def techniques(
     matrix: Annotated[
-        bool, typer.Option("--matrix", help="Which of them work together, and why others do not.")
+        bool, typer.Option("--matrix", help="Print which techniques work together, and why others do not.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -205,7 +208,7 @@ def techniques(
 def explain(
     config: ConfigPath,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL.PY[:NAME]", help="Record it and simulate each setting anew.")
+        str | None, typer.Option(metavar="MODEL.PY[:NAME]", help="Record it and simulate each setting again.")
     ] = None,
     gpus: Gpus = None,
     device: Device = None,
@@ -215,7 +218,7 @@ def explain(
     max_memory: Memory = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say why each setting of a config is there, what it costs and what it saves: the config simulated
+    """Explain each setting of a config: its reason, its cost and its savings, by simulating the config
     without it.
     """
     from memtune.cli import _explain
@@ -227,12 +230,12 @@ def explain(
 @app.command()
 def doctor(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine (under a minute) and keep it.")
+        bool, typer.Option("--calibrate", help="Measure this machine (under a minute) and save the result.")
     ] = False,
     device: Device = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say what this machine has and what is missing."""
+    """Report this machine's hardware and software, and missing optional parts."""
     from memtune.cli import _commands
 
     if calibrate:
@@ -247,9 +250,7 @@ def clean(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Remove what your dead runs left in an offload directory, what training could go on from (resume:
-    last_step) included.
-    """
+    """Remove files of your dead runs from an offload directory, including those for resume: last_step."""
     from memtune.cli import _commands
 
     return _commands.clean(directory, as_json)
@@ -258,26 +259,26 @@ def clean(
 @app.command()
 def replay(
     snapshot: Annotated[
-        Path, typer.Argument(metavar="SNAPSHOT.PICKLE", help="What torch.cuda.memory._dump_snapshot wrote.")
+        Path, typer.Argument(metavar="SNAPSHOT.PICKLE", help="File from torch.cuda.memory._dump_snapshot.")
     ],
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="SETTINGS",
-            help="Like max_split_size_mb=128, or gmlake; repeatable, one replay each.",
+            help="Settings such as max_split_size_mb=128, or gmlake; repeatable, one replay each.",
         ),
     ] = None,
     device: Annotated[
         int | None, typer.Option(min=0, help="Index of the GPU; default: the one with the longest trace.")
     ] = None,
     capacity: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the GPU has for the process, like 80GiB.")
+        str | None, typer.Option(metavar="SIZE", help="GPU memory available to the process, like 80GiB.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say what a recorded run would have reserved under other allocator settings, and which needs the
-    least.
+    """Replay a recorded run under other allocator settings, and name the settings that reserve the least
+    memory.
     """
     from memtune.cli import _replay
 
@@ -290,7 +291,7 @@ def watch(
         str, typer.Argument(help="Name of a study below .memtune/, or the path of its events.jsonl.")
     ],
 ) -> int:
-    """Attach the screen to a running or finished search."""
+    """Attach the search screen to a running or finished search."""
     from memtune.cli import _commands
 
     return _commands.watch(study)
@@ -298,7 +299,7 @@ def watch(
 
 @config_app.command("check")
 def config_check(config: ConfigPath, as_json: AsJson = False) -> int:
-    """Read a config strictly and say whether it is good."""
+    """Check a config strictly."""
     from memtune.cli import _commands
 
     return _commands.config_check(config, as_json)
@@ -306,7 +307,7 @@ def config_check(config: ConfigPath, as_json: AsJson = False) -> int:
 
 @config_app.command("show")
 def config_show(config: ConfigPath, as_json: AsJson = False) -> int:
-    """Print a config as memtune would write it."""
+    """Print a config in the form that memtune writes."""
     from memtune.cli import _commands
 
     return _commands.config_show(config, as_json)
@@ -314,7 +315,7 @@ def config_show(config: ConfigPath, as_json: AsJson = False) -> int:
 
 @config_app.command("schema")
 def config_schema() -> int:
-    """Print the JSON Schema of a config, with every technique there is."""
+    """Print the JSON Schema of a config, with all techniques."""
     from memtune.cli import _commands
 
     return _commands.config_schema()

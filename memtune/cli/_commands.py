@@ -1,4 +1,4 @@
-"""The smaller commands: trial, run, techniques, doctor, watch, config."""
+"""The smaller commands: trial, run, techniques, doctor, clean, watch, config."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ SCHEMA = 1
 
 
 def trial(given: dict[str, Any]) -> int:
-    """`memtune trial`: exit 0 when it ran, 1 when it was out of memory, timed out or crashed, 3 when the
-    storage was at fault.
+    """Run `memtune trial`.
+
+    Returns:
+        0 if the trial ran, 1 if it ran out of memory, timed out or crashed, 3 if the storage failed.
     """
     from memtune.cli import _options
     from memtune.config import load_config
@@ -54,9 +56,8 @@ def trial(given: dict[str, Any]) -> int:
 
     with results() as stream:
         result = run(tuned)
-        if (
-            result.status == "unfit" and not tuned.plan and result.code not in CAPACITY_ERRORS
-        ):  # a technique may need its plan
+        # The config may be unfit only because a technique needs a plan: make the plan and try again.
+        if result.status == "unfit" and not tuned.plan and result.code not in CAPACITY_ERRORS:
             found = _planned(tuned, given, device, ranks)
             if isinstance(found, Reason):
                 result = result.model_copy(
@@ -84,8 +85,8 @@ def trial(given: dict[str, Any]) -> int:
 
 
 def failure_text(result: TrialResult) -> str:
-    """How a trial failed and the end of its output; a message that is in both stands there once, in its own
-    lines.
+    """Return a trial's failure and the end of its output; a message that is in both is printed once, in its
+    own lines.
     """
     at, lines = result.reason.find(result.code or "\n"), result.log_tail.splitlines()
     for i in range(len(lines) if at >= 0 else 0):
@@ -97,15 +98,15 @@ def failure_text(result: TrialResult) -> str:
 
 
 def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int) -> TunedConfig | Reason:
-    """`tuned`, which holds settings alone, with the plans that its techniques make for the workload; or why
-    one does not fit.
+    """Return `tuned`, which has no plan, with the plans that its techniques make for the workload; or the
+    reason why one does not fit.
     """
     from memtune.autotune.search import prepare
     from memtune.autotune.space import PlanOptions
     from memtune.cli import _options
     from memtune.technique import Reason
 
-    print("the config has no plan: recording one training step to make it", file=sys.stderr)
+    print("the config has no plan: recording one training step to make one", file=sys.stderr)
     setup = prepare(
         PlanOptions(
             workload=given["model"],
@@ -116,13 +117,13 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
             micro_batch=given["micro_batch"],
         )
     )
-    assert setup.only is not None  # there is a config
+    assert setup.only is not None  # because `config` is given
     found = setup.scorer.rewriter.candidate(setup.only)
     return found if isinstance(found, Reason) else tuned.model_copy(update={"plan": dict(found.plans)})
 
 
 def run(config: Path, command: list[str]) -> int:
-    """`memtune run`: become the command, with the config's environment."""
+    """Run `memtune run`: replace this process by the command, with the config's environment."""
     from memtune.config import environment, load_config
 
     command = command[1:] if command[:1] == ["--"] else command
@@ -134,12 +135,12 @@ def run(config: Path, command: list[str]) -> int:
     program = shutil.which(command[0])
     if program is None:
         raise UsageError(f"There is no command {command[0]}.", fix="give it with its path", code="MT100")
-    sys.stdout.flush()
+    sys.stdout.flush()  # execve drops what is still in Python's buffer
     os.execve(program, command, {**os.environ, **wanted})
 
 
 def techniques(as_json: bool) -> int:
-    """`memtune techniques`."""
+    """Run `memtune techniques`."""
     from memtune.search_spaces import all_techniques
 
     rows = [
@@ -162,7 +163,7 @@ def techniques(as_json: bool) -> int:
 
 
 def doctor(as_json: bool) -> int:
-    """`memtune doctor`: what is here, and for what is missing, what it would give."""
+    """Run `memtune doctor`: print the hardware and software, and the commands that add missing parts."""
     import torch
 
     import memtune
@@ -212,7 +213,7 @@ def doctor(as_json: bool) -> int:
 
 
 def clean(directory: Path | None, as_json: bool) -> int:
-    """`memtune clean`: what was removed, and what it took."""
+    """Run `memtune clean`: print the removed files with their sizes."""
     from memtune.ssd import offload_dir
 
     roots = [str(directory)] if directory is not None else offload_dir.all_allowed() or [None]
@@ -226,16 +227,16 @@ def clean(directory: Path | None, as_json: bool) -> int:
         )
         return 0
     for each in removed:
-        kept = ", from which training could have gone on" if each.resumable else ""
-        print(f"removed {each.path}: {format_bytes(each.n_bytes)}{kept}")
+        note = ", from which training could have been resumed" if each.resumable else ""
+        print(f"removed {each.path}: {format_bytes(each.n_bytes)}{note}")
     if not removed:
         print("nothing to remove")
     return 0
 
 
 def calibrate(device: str | None, as_json: bool) -> int:
-    """`memtune doctor --calibrate`: measure this machine, keep it, print the figures with how they were
-    found.
+    """Run `memtune doctor --calibrate`: measure this machine, save the result, print each figure with its
+    method.
     """
     import torch
 
@@ -274,7 +275,7 @@ def _rate(name: str, value: float) -> str:
 
 
 def watch(study: str) -> int:
-    """`memtune watch`: the screen over an event log."""
+    """Run `memtune watch`: show the search screen over an event log."""
     from memtune.autotune.ui import run_tui
 
     places = (Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl")
@@ -294,7 +295,7 @@ def watch(study: str) -> int:
 
 
 def config_check(config: Path, as_json: bool) -> int:
-    """`memtune config check`."""
+    """Run `memtune config check`."""
     from memtune.config import load_config
 
     tuned = load_config(config)
@@ -305,12 +306,12 @@ def config_check(config: Path, as_json: bool) -> int:
             len(tuned.settings.techniques),
             tuned.settings.execution.summary() or "plain execution",
         )
-        print(f"{config} is good: {count} technique{'s' * (count != 1)}, {execution}")
+        print(f"{config} is valid: {count} technique{'s' * (count != 1)}, {execution}")
     return 0
 
 
 def config_show(config: Path, as_json: bool) -> int:
-    """`memtune config show`."""
+    """Run `memtune config show`."""
     from memtune.config import dump_yaml, load_config
 
     tuned = load_config(config)
@@ -322,7 +323,7 @@ def config_show(config: Path, as_json: bool) -> int:
 
 
 def config_schema() -> int:
-    """`memtune config schema`."""
+    """Run `memtune config schema`."""
     from memtune.config import schema
 
     emit(schema())

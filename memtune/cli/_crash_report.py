@@ -1,8 +1,8 @@
-"""What is left to say when the process of a command dies: it runs the code of `model.py`, which may load any
-native library.
+"""Message for the user when the process of a command crashes; it runs the code of `model.py`, which may load
+any native library.
 
-The interpreter's fault handler writes where it was into a pipe. A small process at its other end, started
-from this file, makes the message of it, as the dead process cannot. The exit code is that of the signal.
+The interpreter's fault handler writes its traceback into a pipe. A small process at the other end, started
+from this file, prints the message after the crash. The exit code is that of the signal.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SCREEN_OFF = "\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1049l\x1b[?25h"
-"""Mouse, other screen and hidden cursor, as the terminal was before the screen of a search."""
+"""Escape codes that restore the terminal after the search screen: mouse off, main screen, visible cursor."""
 
 
 @contextlib.contextmanager
-def told(model: str, as_json: bool) -> Iterator[None]:
-    """While inside, a fatal signal ends in a message on stderr, and with `as_json` in a document on stdout.
+def report_crashes(model: str, as_json: bool) -> Iterator[None]:
+    """Report a fatal signal inside this context on stderr, and with `as_json` as a document on stdout.
 
     Args:
         model: The user's file, as given on the command line.
         as_json: Whether stdout is for a program.
     """
-    if faulthandler.is_enabled():  # somebody wants the interpreter's own words
+    if faulthandler.is_enabled():  # the user asked for the interpreter's own traceback
         yield
         return
     command = [sys.executable, "-I", "-S", __file__, Path(model).name.partition(":")[0], str(int(as_json))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as teller:
-        assert teller.stdin is not None
-        faulthandler.enable(teller.stdin, all_threads=False)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as reporter:
+        assert reporter.stdin is not None
+        faulthandler.enable(reporter.stdin, all_threads=False)
         try:
             yield
         finally:
@@ -44,7 +44,7 @@ def told(model: str, as_json: bool) -> Iterator[None]:
 
 
 def message(trace: str, file: str) -> dict[str, str] | None:
-    """The error that the fault handler's `trace` is about, None where nothing has happened."""
+    """Return the error described by the fault handler's `trace`, or None if there was no fault."""
     fault = re.search(r"Fatal Python error: (.+)", trace)
     if fault is None:
         return None
@@ -52,11 +52,11 @@ def message(trace: str, file: str) -> dict[str, str] | None:
     if frame is None:
         innermost = re.search(r"File .*", trace)
         what = f"the process of memtune crashed:  {fault[1]}."
-        return _error("MT900", what, innermost[0] if innermost else "", "please report it with what was run")
+        return _error("MT900", what, innermost[0] if innermost else "", "please report it with the command")
     what = f"{file} crashed the process in {frame[3]}(), line {frame[2]}:  {fault[1]}."
     fix = (
-        f"call {frame[3]}() in a Python of its own to see it happen; the usual cause is a native library it"
-        " loads"
+        f"call {frame[3]}() in a separate Python process to reproduce it; the usual cause is a native library"
+        " that it loads"
     )
     return _error("MT113", what, "", fix)
 
@@ -65,10 +65,11 @@ def _error(code: str, what: str, evidence: str, fix: str) -> dict[str, str]:
     return {"code": code, "what": what, "evidence": evidence, "fix": fix}
 
 
-def _tell(file: str, as_json: bool) -> None:
-    """Wait for the end of the process that started this one, and say what ended it."""
+def _report(file: str, as_json: bool) -> None:
+    """Wait for the end of the parent process, and print a message if it crashed."""
+    # Read now, before the search screen switches the terminal to raw mode.
     terminal = termios.tcgetattr(2) if os.isatty(2) else None
-    error = message(sys.stdin.read(), file)
+    error = message(sys.stdin.read(), file)  # returns when the parent ends and its end of the pipe closes
     if error is None:
         return
     if terminal is not None:
@@ -81,4 +82,4 @@ def _tell(file: str, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    _tell(sys.argv[1], sys.argv[2] == "1")
+    _report(sys.argv[1], sys.argv[2] == "1")

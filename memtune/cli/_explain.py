@@ -1,4 +1,4 @@
-"""`memtune explain`: what each setting of a config does, why it is there, what it costs and saves; then the
+"""`memtune explain`: each setting of a config with its effect, reason, cost and savings; then the config's
 numbers.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
-from memtune.cli._crash_report import told
+from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results
 from memtune.config import TunedConfig, load_config
 from memtune.units import format_bytes, format_seconds
@@ -24,13 +24,13 @@ _INDENT = 21
 
 
 def explain(given: dict[str, Any]) -> int:
-    """Print it; with a model, every setting is simulated once more, left out."""
+    """Print the explanation; with a model, simulate the config again without each setting."""
     tuned = load_config(given["config"])
     if given["model"] is not None:
         _options.workload(given["model"])
 
     with (
-        nullcontext() if given["model"] is None else told(given["model"], given["as_json"]),
+        nullcontext() if given["model"] is None else report_crashes(given["model"], given["as_json"]),
         results() as stream,
     ):
         found, origin = _ablation(tuned, given)
@@ -49,7 +49,7 @@ def explain(given: dict[str, Any]) -> int:
 
 
 def _ablation(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | None, str]:
-    """What each setting costs and saves, and where that is from or why it is not known."""
+    """Return cost and savings of each setting, with their origin, or the reason why they are unknown."""
     from memtune.autotune.space import Ablation, Choice
 
     if given["model"] is not None:
@@ -67,7 +67,9 @@ def _ablation(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | Non
 
 
 def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | None, str]:
-    """By recording the model; the target is what the config was made for where nothing else is said."""
+    """Record the model and simulate; the target is the one the config was made for unless options name
+    another.
+    """
     from memtune import hardware
     from memtune.autotune.search import prepare
     from memtune.autotune.space import PlanOptions, ablate
@@ -100,7 +102,7 @@ def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | No
 
 
 def _budget(tuned: TunedConfig, given: dict[str, Any]) -> int | None:
-    """What was asked for, else what the config is certified for; a certificate may have been edited by
+    """Return the requested budget, or else the certified one if it is valid: a config may have been edited by
     hand.
     """
     certified = tuned.certificate.get("budget_bytes")
@@ -117,7 +119,7 @@ def _rows(tuned: TunedConfig) -> Iterator[dict[str, Any]]:
             "source": each.source,
             "exactness": str(each.exactness),
             "knobs": dict(each.knobs()),
-            "what": " ".join((type(each).__doc__ or "").split("Distinguishing test")[0].split()),
+            "description": " ".join((type(each).__doc__ or "").split("Distinguishing test")[0].split()),
             "plan": list(each.explain(tuned.plan[each.slot])) if each.slot in tuned.plan else [],
         }
 
@@ -134,11 +136,11 @@ def _document(
         taken = (
             {"unfit": row.unfit}
             if row.taken is None
-            else {**asdict(row.taken), **trade(found.whole, row.taken)}
+            else {**asdict(row.taken), **trade(found.all_settings, row.taken)}
         )
         return {
-            "why": ablation_reason(found.whole, row, budget),
-            "without": {"instead": row.instead, **taken},
+            "reason": ablation_reason(found.all_settings, row, budget),
+            "without": {"replacement": row.replacement, **taken},
         }
 
     execution = [
@@ -149,7 +151,7 @@ def _document(
         "execution": tuned.settings.execution.model_dump(mode="json"),
         "execution_trade": {setting: judged(setting) for setting in execution},
         "settings": [{**row, **judged(row["slot"])} for row in rows],
-        "whole": None if found is None else asdict(found.whole),
+        "all_settings": None if found is None else asdict(found.all_settings),
         "costs_and_savings": origin,
         "measured": tuned.measured,
         "predicted": tuned.predicted,
@@ -170,7 +172,7 @@ def _setting_lines(
             f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} ·"
             f" {row['exactness']}"
         )
-        yield f"{'':{_INDENT}}{row['what']}"
+        yield f"{'':{_INDENT}}{row['description']}"
         yield f"{'':{_INDENT}}{row['source']}"
         yield from _trade_lines(found, _of(found, row["slot"]), budget)
         yield from (f"  {line}" for line in row["plan"])
@@ -182,9 +184,9 @@ def _trade_lines(found: Ablation | None, row: AblatedSetting | None, budget: int
 
     if found is None or row is None:
         return
-    yield f"{'':{_INDENT}}why: {ablation_reason(found.whole, row, budget)}"
+    yield f"{'':{_INDENT}}why: {ablation_reason(found.all_settings, row, budget)}"
     if row.taken is not None:
-        yield f"{'':{_INDENT}}instead of {row.instead} it {trade_text(found.whole, row.taken)}"
+        yield f"{'':{_INDENT}}instead of {row.replacement} it {trade_text(found.all_settings, row.taken)}"
 
 
 def _of(found: Ablation | None, setting: str) -> AblatedSetting | None:
@@ -214,8 +216,10 @@ def _number_lines(tuned: TunedConfig) -> Iterator[str]:
 
 
 def _over_budget(certificate: dict[str, Any]) -> Iterator[str]:
-    """What a config that trains is still predicted not to have the memory for; a certificate may have been
-    edited by hand.
+    """Yield a line for each moment of the certificate whose predicted peak exceeds the budget, although the
+    config trains.
+
+    A certificate may have been edited by hand, so its types are checked.
     """
     budget, moments = certificate.get("budget_bytes"), certificate.get("moments")
     for name, moment in moments.items() if isinstance(moments, dict) else ():

@@ -1,5 +1,5 @@
-"""`memtune techniques --matrix`: which techniques work together, as the rules and pairs of
-`search_spaces._support` say.
+"""`memtune techniques --matrix`: techniques that work together, by the rules and pairs of
+`search_spaces._support`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _FIX = "execution.compile: false"
 
 
 def show(as_json: bool) -> int:
-    """Print the matrix: one row and one column per technique, a letter for the reason where two do not work
-    together.
+    """Print the matrix: a row and a column per technique, and a letter for the reason of each refused
+    pair.
     """
     if as_json:
         emit(_rows())
@@ -28,7 +28,7 @@ def show(as_json: bool) -> int:
 
 
 def _rows() -> list[dict[str, str | bool | None]]:
-    """Each two techniques of different axes once, and each technique with torch.compile."""
+    """Return each pair of techniques of different axes once, and each technique with torch.compile."""
     techniques = catalogue()
     cells, rank = matrix(techniques), {each: number for number, each in enumerate(techniques)}
     found: list[dict[str, str | bool | None]] = [
@@ -62,7 +62,7 @@ def _lines() -> list[str]:
     cells, letters = matrix(techniques), dict[str, str]()
 
     def cell(reason: Reason | None, *about: Technique) -> str:
-        """One letter per reason, whichever techniques it is about."""
+        """Return the letter of a reason, the same for all techniques that it names."""
         if reason is None:
             return _WORKS
         text = _without_kinds(reason.text, *about)
@@ -82,13 +82,15 @@ def _lines() -> list[str]:
     return [
         *lines,
         "",
-        f"{_WORKS}  work together, as far as the program at hand allows; c  with execution.compile",
+        f"{_WORKS}  work together, if the program allows each of them; c  with execution.compile",
         *(f"{letter}  {text}" for text, letter in letters.items()),
     ]
 
 
 def _without_kinds(text: str, *about: Technique) -> str:
-    """`text` with an ellipsis for the technique that it names as `slot: kind`, or else by its kind alone."""
+    """Return `text` with an ellipsis for the technique that it names as `slot: kind`, or else by its kind
+    alone.
+    """
     named = next((f"{each.slot}: {each.kind}" for each in about if f"{each.slot}: {each.kind}" in text), "")
     if named:
         return text.replace(named, f"{named.partition(':')[0]}: …")

@@ -1,6 +1,4 @@
-"""From what was typed to the options of a search or plan; everything that can be refused early is refused
-here.
-"""
+"""Options of a search or plan from the command line; refuses early what needs no model."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _EXECUTORS = ("auto", "local", "ray", "simulated")
 
 
 def workload(target: str) -> str:
-    """The target, if its file is there; the rest is found by looking into it."""
+    """Return `target` if its file exists; its content is checked later."""
     path = Path(target)
     if not path.is_file() and not Path(target.rpartition(":")[0] or target).is_file():
         raise UsageError(f"There is no file {target}.", fix="give the path of your model.py", code="MT110")
@@ -26,7 +24,11 @@ def workload(target: str) -> str:
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-    """`value`, if it is one of `known`."""
+    """Return `value` if it is one of `known`.
+
+    Raises:
+        UsageError: It is not; the message has the closest known value.
+    """
     if value not in known:
         from memtune.search_spaces import did_you_mean
 
@@ -36,7 +38,7 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def memory(text: str | None, option: str = "--max-memory") -> int | None:
-    """A size that was typed, in bytes."""
+    """Return a typed size in bytes."""
     if text is None:
         return None
     n_bytes = parse_bytes(text)
@@ -46,7 +48,7 @@ def memory(text: str | None, option: str = "--max-memory") -> int | None:
 
 
 def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "cuda"], int]:
-    """Device and ranks; looks for GPUs only where trials will run on them."""
+    """Return device and number of ranks; looks for GPUs only if trials will run on them."""
     device, gpus, workers = given.get("device"), given.get("gpus"), given.get("workers")
     if device is not None:
         one_of("--device", device, ("cpu", "cuda"))
@@ -79,7 +81,7 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
         )
     if gpus is not None and gpus > visible and not given.get("ray_address"):
         raise EnvironmentFault(
-            f"{gpus} GPUs asked, {visible} visible.",
+            f"{gpus} GPUs requested, {visible} visible.",
             evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}",
             fix=f"--gpus {visible}, or widen the variable",
             code="MT104",
@@ -88,8 +90,9 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
 
 
 def visible_gpus() -> int:
-    """GPUs that torch sees; without a driver's device file there is no need to ask it, which takes
-    seconds.
+    """Return the number of GPUs that torch sees.
+
+    Without a driver's device file it is 0, without importing torch, which takes seconds.
     """
     if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
         return 0
@@ -99,12 +102,12 @@ def visible_gpus() -> int:
 
 
 def searched(text: str | None) -> tuple[str, ...]:
-    """`--axes`, each of which must exist."""
+    """Return the axes of `--axes`, each of which must exist."""
     return tuple(one_of("--axes", part.strip(), _axes()) for part in (text or "").split(",") if part.strip())
 
 
 def _axes() -> tuple[str, ...]:
-    """What people may call an axis or a slot."""
+    """Return the names that options accept for an axis or a slot."""
     from memtune.search_spaces import SLOTS
 
     return tuple(
@@ -113,21 +116,27 @@ def _axes() -> tuple[str, ...]:
 
 
 def frozen(pairs: list[str] | None) -> dict[str, str]:
-    """`--freeze axis=kind`, by axis; raises ConfigError for an axis or kind that does not exist."""
+    """Return `--freeze axis=kind` as a dict by axis.
+
+    Raises:
+        UsageError: An axis or kind does not exist.
+    """
     from memtune.search_spaces import SLOTS, did_you_mean, kinds
 
     found = {}
     for pair in pairs or []:
         axis, sign, kind = pair.partition("=")
         if not sign or not axis or not kind:
-            raise UsageError(f"--freeze {pair} says no choice.", fix="--freeze recompute=full", code="MT100")
+            raise UsageError(
+                f"--freeze {pair} is not of the form AXIS=KIND.", fix="--freeze recompute=full", code="MT100"
+            )
         one_of("--freeze", axis, (*_axes(), "compile", "compile_backend"))
         if axis in SLOTS and kind not in kinds(axis):
             raise UsageError(
                 f"--freeze {pair}: there is no technique '{kind}' for"
                 f" {axis}.{did_you_mean(kind, kinds(axis))}",
                 evidence=f"Known: {', '.join(kinds(axis))}.",
-                fix="memtune techniques  lists what there is",
+                fix="memtune techniques  lists all",
                 code="MT201",
             )
         found[axis] = kind
@@ -135,18 +144,20 @@ def frozen(pairs: list[str] | None) -> dict[str, str]:
 
 
 def offload_dir(given: dict[str, Any], *, for_trials: bool) -> None:
-    """`--offload-dir` for this process and those it starts; where trials run, it must be usable here."""
+    """Set `--offload-dir` for this process and its children; if trials run, the directory must be usable
+    here.
+    """
     from memtune.ssd import offload_dir
 
     if given["offload_dir"] is not None:
         os.environ[offload_dir.VARIABLE] = given["offload_dir"]
     for each in offload_dir.all_allowed() if for_trials else ():
-        if told := offload_dir.in_memory(offload_dir.checked(each, quiet=True)):
-            print(told, file=sys.stderr)
+        if warning := offload_dir.in_memory(offload_dir.checked(each, quiet=True)):
+            print(warning, file=sys.stderr)
 
 
 def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
-    """What a search and a plan share."""
+    """Return the options that a search and a plan share."""
     target = workload(given["model"])
     device, ranks = place(given, for_trials=for_trials)
     offload_dir(given, for_trials=for_trials)
@@ -166,12 +177,13 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
 
 
 def search_only(given: dict[str, Any]) -> dict[str, Any]:
-    """What a search has beyond a plan; the file to write is checked now rather than after the search."""
+    """Return the options of a search that a plan does not have; checks the output file now rather than after
+    the search.
+    """
     from memtune.autotune.search import check_writable
 
-    check_writable(
-        given["out"], force=given["force"] or given["resume"]
-    )  # the study knows what it may replace on resume
+    # On resume the study itself checks that it wrote the file.
+    check_writable(given["out"], force=given["force"] or given["resume"])
     if given["ray_address"] is not None:
         from memtune.executors.ray import check_reachable
 

@@ -1,6 +1,4 @@
-"""Results on stdout, everything else on stderr: what `model.py` or a library prints must not end up among the
-results.
-"""
+"""Results on stdout, everything else on stderr, including output of `model.py` and of libraries."""
 
 from __future__ import annotations
 
@@ -15,18 +13,19 @@ from typing import Any, TextIO
 
 @contextlib.contextmanager
 def results() -> Iterator[TextIO]:
-    """Yield the stream for results; while inside, everything else written to stdout, by child processes too,
+    """Yield the stream for results; inside this context all other output to stdout, also of child processes,
     goes to stderr.
     """
     sys.stdout.flush()
     try:
         handle = sys.stdout.fileno()
-    except (io.UnsupportedOperation, AttributeError):  # stdout is no file: it is captured by whoever called
+    except (io.UnsupportedOperation, AttributeError):  # stdout is no file: a caller captures it
         captured = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
             yield captured
         return
     with os.fdopen(os.dup(handle), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors) as stream:
+        # On the level of file descriptors, so that child processes and native libraries follow.
         os.dup2(sys.stderr.fileno(), handle)
         try:
             yield stream
@@ -37,8 +36,8 @@ def results() -> Iterator[TextIO]:
 
 
 def emit(document: dict[str, Any] | list[Any], stream: TextIO | None = None) -> None:
-    """One JSON document, on stdout or on the stream that `results` gave. What JSON cannot say (infinity)
-    becomes null.
+    """Print one JSON document on `stream`, by default on stdout; values that JSON lacks (infinity, NaN)
+    become null.
     """
     print(
         json.dumps(_finite(document), indent=1, allow_nan=False, ensure_ascii=False),
@@ -47,7 +46,7 @@ def emit(document: dict[str, Any] | list[Any], stream: TextIO | None = None) -> 
 
 
 def say(text: str) -> None:
-    """One line for people, on stderr."""
+    """Print one line for people on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -56,4 +55,4 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
-    return None if isinstance(value, float) and value - value != 0 else value
+    return None if isinstance(value, float) and value - value != 0 else value  # inf - inf is NaN

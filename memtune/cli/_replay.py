@@ -1,4 +1,4 @@
-"""`memtune replay`: a recorded memory trace under other allocator settings."""
+"""`memtune replay`: replay of a recorded memory trace under other allocator settings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SUGGESTED = (
     "max_split_size_mb:512",
     "roundup_power2_divisions:8",
 )
-"""Tried where nothing is asked for: what PyTorch's documentation offers against fragmentation."""
+"""Settings to try by default: those that PyTorch's documentation recommends against fragmentation."""
 _STITCHED, _WITH_STEPS = "gmlake", ("planned_layout", "lifetime_pools")
 
 
 def replay_snapshot(
     path: Path, given: list[str], device: int | None, capacity: str | None, as_json: bool
 ) -> int:
-    """Print what each setting would have reserved; exit 0, or 1 where none of them fits the capacity."""
+    """Print the memory that each setting would have reserved; return 0, or 1 if none fits the capacity."""
     asked = [_settings(text) for text in given or _SUGGESTED]
     capacity_bytes = memory(capacity, "--capacity")
     trace = read_trace(path, device=device, capacity_bytes=capacity_bytes)
@@ -44,15 +44,16 @@ def replay_snapshot(
 
 
 def _settings(text: str) -> tuple[str, AllocatorSettings]:
-    """PYTORCH_ALLOC_CONF's settings, or `gmlake` with its knobs: `gmlake,arena_below_mb:20`."""
+    """Return the parsed settings of PYTORCH_ALLOC_CONF, or those of `gmlake` with its knobs:
+    `gmlake,arena_below_mb:20`.
+    """
     written = text.strip().replace("=", ":")
     kind, _, knobs = written.partition(",")
     if kind in _WITH_STEPS:
         raise UsageError(
             f"--set {kind} cannot be replayed on a recorded trace.",
             evidence=(
-                "It learns from one step what the next ones ask for, and a trace does not say where steps"
-                " end."
+                "It plans from the allocations of one step, and a trace does not mark where steps end."
             ),
             fix="--set gmlake, or train with it:  memtune trial",
             code="MT145",
@@ -68,7 +69,7 @@ def _settings(text: str) -> tuple[str, AllocatorSettings]:
         wrong = error.errors()[0]
         raise UsageError(
             f"--set {written} cannot be used: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.",
-            fix="memtune techniques  shows what gmlake can be given",
+            fix="memtune config schema  prints the knobs of gmlake",
             code="MT140",
         ) from None
 
@@ -76,11 +77,11 @@ def _settings(text: str) -> tuple[str, AllocatorSettings]:
 def _replayed(
     trace: Trace, asked: list[tuple[str, AllocatorSettings]], capacity_bytes: int | None
 ) -> dict[str, AllocatorResult]:
-    """By settings, those of the recorded run first."""
+    """Return the replays by settings, the recorded run's first."""
     try:
         recorded = [(trace.recorded.settings, AllocatorSettings.parse(trace.recorded.settings))]
-    except UsageError as error:  # of a torch that knows more settings
-        say(f"the recorded settings are left out: {error.what}")
+    except UsageError as error:  # recorded by a torch with more settings
+        say(f"the recorded settings are not replayed: {error.what}")
         recorded = []
     chosen = dict([*recorded, ("", AllocatorSettings()), *asked])
     return {text: replay(trace.events, settings, capacity_bytes) for text, settings in chosen.items()}

@@ -1,4 +1,4 @@
-"""`memtune search` and `memtune plan`."""
+"""The commands `memtune search` and `memtune plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
-from memtune.cli._crash_report import told
+from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 _FILE_COLUMNS = 160
-"""Width of a table that goes to a file or a pipe."""
+"""Width of a table that is written to a file or a pipe."""
 
 
 def search(given: dict[str, Any]) -> int:
-    """Run the search under the screen, or with one line per trial; returns its exit code."""
+    """Run the search with its screen, or with one line per trial; return its exit code."""
     only = _options.search_only(given)
     common = _options.common(given, for_trials=not given["dry_run"])
 
@@ -41,7 +41,7 @@ def search(given: dict[str, Any]) -> int:
     def work() -> SearchOutcome:
         return run_search(options, control, say=(lambda text: None) if quiet else say)
 
-    with told(given["model"], given["as_json"]), results() as stream:
+    with report_crashes(given["model"], given["as_json"]), results() as stream:
         if quiet or options.dry_run:
             with control.catch_signals():
                 outcome = work()
@@ -85,15 +85,19 @@ def _summary(log: Path, out: str) -> None:
 
 
 def plan(given: dict[str, Any]) -> int:
-    """Print the ranking, or one config's prediction; returns 1 where nothing is predicted to fit."""
+    """Print the ranking, or one config's prediction; return 1 if nothing is predicted to fit."""
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
-        load_config(given["config"])  # a typo in it is found before the workload is recorded
+        load_config(given["config"])  # reports a typo before the workload is recorded
 
     from memtune.executors import probing
 
-    # The child that looks at the workload loads torch as this process does: side by side.
-    with told(given["model"], given["as_json"]), results() as stream, probing(given["model"]) as begun:
+    # The child process that probes the workload imports torch while this process does the same.
+    with (
+        report_crashes(given["model"], given["as_json"]),
+        results() as stream,
+        probing(given["model"]) as begun,
+    ):
         with loading():
             from memtune.autotune.search import plan as make_plan
             from memtune.autotune.space import PlanOptions
@@ -118,14 +122,12 @@ def plan(given: dict[str, Any]) -> int:
     return 0 if report.feasible else 1
 
 
-# How a command that needs torch loads what it needs.
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """While inside, modules are loaded without garbage collections, and later ones leave out what is there in
-    the end.
+    """Import modules without garbage collection, and exempt their objects from later collections.
 
-    It leaves hardly any garbage, but each collection looks through all that torch has made: a quarter of the
-    time it takes.
+    Imports leave hardly any garbage, but each collection traverses all objects of torch: a quarter of the
+    import time.
     """
     collected = gc.isenabled()
     gc.disable()

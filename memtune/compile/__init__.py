@@ -1,4 +1,4 @@
-"""torch.compile around a model or its blocks, and the graph passes given to it."""
+"""torch.compile around a model or its blocks, and graph passes for it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Orders the ops of a compiled graph for few live bytes.
+"""Reorder the ops of a compiled graph for few live bytes, with bitwise equal results.
 
-Rule 1. Ops with effects keep their order: random ops, ops of other libraries (collectives among them), and
-writes, with all ops on the same storage before and after them. So results are the same bits.
-Rule 2. A storage lives while a value in it is used: a graph's code frees each value after its last use. The
-inputs of a forward graph are held by its caller, as are the weights among a backward graph's inputs.
-Rule 3. A graph with symbolic sizes, or with nodes that are no ops, keeps program order.
+A storage is live while a value in it is used: the graph's code frees each value after its last use. The
+caller holds the inputs of a forward graph, and the weights among the inputs of a backward graph.
 """
 
 from __future__ import annotations
@@ -21,22 +18,24 @@ from torch.utils._pytree import tree_leaves
 from memtune.compile.low_peak_planner import LowPeak, Ops, low_peak_order
 
 _PURE = ("aten", "prims")
-"""Libraries whose ops have no effects but those in their schemas and tags."""
+"""Namespaces whose ops have no effects but those in their schemas and tags."""
 
 
-def reorder(module: GraphModule, *, inputs_stay: bool) -> LowPeak | None:
-    """Put the ops of `module` into an order with a low peak.
+def reorder(module: GraphModule, *, inputs_outlive: bool) -> LowPeak | None:
+    """Reorder the ops of `module` for a low peak; return the order found, None if the graph cannot be
+    reordered.
 
-    Return it, None where program order is kept (Rule 3).
+    A graph with symbolic sizes, or with nodes that are no ops, cannot be. If the order's peak is not lower,
+    the graph keeps program order.
 
     Args:
         module: A forward or backward graph of AOTAutograd; changed in place.
-        inputs_stay: All inputs outlive its run; else only weights (`primals`) do.
+        inputs_outlive: All inputs outlive the graph's run; otherwise only weights (`primals`) do.
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     if not nodes or not all(_is_op(node) for node in nodes):
         return None
-    ops = _ops(module, nodes, inputs_stay)
+    ops = _ops(module, nodes, inputs_outlive)
     if ops is None:
         return None
     found = low_peak_order(ops)
@@ -58,22 +57,22 @@ def _is_op(node: Node) -> bool:
     )
 
 
-def _ops(module: GraphModule, nodes: list[Node], inputs_stay: bool) -> Ops | None:
+def _ops(module: GraphModule, nodes: list[Node], inputs_outlive: bool) -> Ops | None:
     place = {node: index for index, node in enumerate(nodes)}
-    numbers: dict[int, int] = {}  # of storages
+    numbers: dict[int, int] = {}  # storage identity → index in `storages`
     storages: list[tuple[int, int, bool]] = []
     for node in module.graph.nodes:
         if node.op == "output":
             continue
-        stays = node.op == "get_attr" or (
-            node.op == "placeholder" and (inputs_stay or node.name.startswith("primals"))
+        outlives = node.op == "get_attr" or (
+            node.op == "placeholder" and (inputs_outlive or node.name.startswith("primals"))
         )
         for key, n_bytes in _memory(node):
             if not isinstance(n_bytes, int):
-                return None  # Rule 3
+                return None  # a symbolic size
             if key not in numbers:
                 numbers[key] = len(storages)
-                storages.append((n_bytes, place.get(node, -1), stays))
+                storages.append((n_bytes, place.get(node, -1), outlives))
     (output,) = module.graph.find_nodes(op="output")
     for node in output.all_input_nodes:
         for key, _ in _memory(node):
@@ -89,7 +88,7 @@ def _ops(module: GraphModule, nodes: list[Node], inputs_stay: bool) -> Ops | Non
 
 
 def _memory(node: Node) -> Iterator[tuple[int, Any]]:
-    """Yield identity and bytes of each storage that a node's value lies in."""
+    """Yield identity and bytes of each storage of a node's value."""
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
@@ -97,7 +96,11 @@ def _memory(node: Node) -> Iterator[tuple[int, Any]]:
 
 
 def _effects(nodes: list[Node], touched: dict[Node, set[int]]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of ops of which the first stays before the second (Rule 1)."""
+    """Yield pairs of ops whose order is kept.
+
+    These are consecutive ops with effects (random ops, ops of other libraries such as collectives), and
+    writes with all earlier and later ops on the same storage.
+    """
     effect: int | None = None
     wrote: dict[int, int] = {}
     since: dict[int, list[int]] = {}  # by storage: ops that touched it after the last write

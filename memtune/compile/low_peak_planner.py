@@ -1,4 +1,4 @@
-"""Orders ops so that few bytes are live at once (`csrc/order`)."""
+"""Orders of ops with few live bytes (`csrc/order`)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Ops:
 
     count: int
     bytes: I64  # (m,)
-    producer: I32  # (m,) op that makes it, -1: there from the start
-    stays: U8  # (m,) 1 where it is there to the end
+    producer: I32  # (m,) op that makes it, -1: live from the start
+    outlives: U8  # (m,) 1 if it is live to the end
     use_op: I32  # (u,)
     use_storage: I32  # (u,) producers need not be among the uses
-    first: I32  # (e,) this op comes before …
-    then: I32  # (e,) … this one, beside every op after the producers of what it uses
+    # (e,) op first[i] runs before op then[i], in addition to the order of producers and users
+    first: I32
+    then: I32
 
     @classmethod
     def of(
@@ -46,10 +47,10 @@ class Ops:
 
 @dataclass(frozen=True, eq=False)
 class LowPeak:
-    """An order of ops, never worse than program order."""
+    """An order of ops whose peak is at most that of program order."""
 
     order: I32
-    """(n,) ops, the first one first."""
+    """(n,) ops in the order in which they run."""
     peak_bytes: int
     """Most live bytes while an op of `order` runs."""
     program_peak_bytes: int
@@ -57,16 +58,16 @@ class LowPeak:
 
 
 def low_peak_order(ops: Ops) -> LowPeak:
-    """Return the order with the least peak for up to 16 ops, a low one for more; deterministic.
+    """Return the order with the least peak for up to 16 ops, and one with a low peak for more; deterministic.
 
-    Program order with ops moved up that free more than they and the ops they enable allocate, then windows of
-    up to 64 ops around the peak ordered exactly, until none lowers it (after Shu et al. 2023, ROAM, whose
-    exact part are leaves of a tree).
+    From program order, ops that free more than they and the ops they enable allocate are moved up. Then
+    windows of up to 64 ops around the peak are ordered exactly, until none lowers the peak (after Shu et al.
+    2023, ROAM, which solves leaves of a tree exactly).
 
     Raises:
         ValueError: A number is out of range, or a use or pair contradicts program order.
     """
     order, peak_bytes, program_peak_bytes = _native.low_peak_order(
-        ops.count, ops.bytes, ops.producer, ops.stays, ops.use_op, ops.use_storage, ops.first, ops.then
+        ops.count, ops.bytes, ops.producer, ops.outlives, ops.use_op, ops.use_storage, ops.first, ops.then
     )
     return LowPeak(order, peak_bytes, program_peak_bytes)

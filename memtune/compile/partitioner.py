@@ -1,9 +1,9 @@
-"""Backends for torch.compile whose partitioner runs no random op twice.
+"""Backends for torch.compile whose partitioner never recomputes a random op.
 
-Under `activation_memory_budget` torch's partitioner may recompute any op that it has no rule for, and its
-rules for random ops name only three of them: `bernoulli`, which is dropout on CPU, was drawn again in
-backward (measured with torch 2.13), and a budget of exactly 0 has no rules at all. A mask drawn twice is a
-wrong gradient. So random ops are saved, and a budget of 0 is raised a little.
+Under `activation_memory_budget` torch's partitioner may recompute each op without a rule, and its rules cover
+three random ops only. `bernoulli`, the dropout on CPU, was drawn again in backward (torch 2.13), which makes
+gradients wrong. With a budget of exactly 0 there are no rules at all. So random ops are saved, and a budget
+of 0 is raised slightly.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from memtune.compile.graph_reordering import reorder
 from memtune.compile.low_peak_planner import LowPeak
 
 LEAST_BUDGET = 1e-6
-"""Replaces a budget of 0."""
+"""Budget that replaces 0."""
 LOW_PEAK = "memtune.low_peak_order"
-"""An addition to the settings of `torch._functorch.config`: order graphs for few live bytes."""
+"""Key, in addition to those of `torch._functorch.config`: reorder graphs for few live bytes."""
 _orders: ContextVar[list[LowPeak] | None] = ContextVar("orders", default=None)
 
 
 @contextmanager
 def partition_settings(settings: Mapping[str, Any], orders: list[LowPeak]) -> Iterator[None]:
-    """Make graphs with `settings` inside; the order of each reordered graph is added to `orders`."""
+    """Apply `settings` to graphs made in the context; append orders of reordered graphs to `orders`."""
     from torch._functorch import config
 
     token = _orders.set(orders if settings.get(LOW_PEAK) else None)
@@ -48,7 +48,7 @@ def aot_eager(
     Args:
         graph: The graph that Dynamo captured.
         inputs: Its example inputs.
-        as_inductor: With inductor's decompositions and its rules for what is cheap to recompute.
+        as_inductor: Use inductor's decompositions, and its rules for ops that are cheap to recompute.
         **options: Options of `torch.compile`; unused.
     """
     from torch._dynamo.backends.common import aot_autograd
@@ -79,14 +79,14 @@ def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMod
     orders = _orders.get()
     if orders is not None:
         ordered = [
-            reorder(each, inputs_stay=forward) for each, forward in zip(found, (True, False), strict=True)
+            reorder(each, inputs_outlive=forward) for each, forward in zip(found, (True, False), strict=True)
         ]
         orders += [each for each in ordered if each is not None]
     return found
 
 
 def in_inductor() -> AbstractContextManager[Any]:
-    """Make inductor partition with `partition` inside; no effect if this torch has no such setting."""
+    """Let inductor use `partition` in the context; no effect if this torch lacks that setting."""
     from torch._inductor import config
 
     if not hasattr(config, "custom_partitioner_fn"):

@@ -1,11 +1,7 @@
-"""torch.compile around a model or its blocks, with a check that graphs ran.
+"""torch.compile around a model or its blocks, with an audit that graphs ran.
 
-Rule 1. The module's `forward` is compiled, not the module: hooks (FSDP2's, a recorder's) stay outside the
-graph, and names, parameters and state dicts do not change. Equal blocks share one graph.
-Rule 2. Dynamo silently stays eager under a dispatch mode, after too many recompilations, and in code that it
-cannot follow. So every call is counted, and whether a graph of ours ran inside it; the audit fails for calls
-without one.
-Rule 3. The partitioner decides when a graph is made, so its settings are in force just then.
+Dynamo silently stays eager under a dispatch mode, after too many recompilations, and in code that it cannot
+trace. So each call is counted, and whether a compiled graph ran in it; the audit fails for calls without one.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ BACKENDS: dict[str, str | Callable[..., Any]] = {
     "recorded inductor": partial(partitioner.aot_eager, as_inductor=True),
     "recorded aot_eager": partitioner.aot_eager,
 }
-"""Backend by its name in a config; `recorded`: the same graphs, but run op by op."""
+"""Backend by its name in a config; those of recordings run the same graphs op by op."""
 _TORN = 3
 """Ops per graph below which a region with several graphs counts as not compiled."""
 
@@ -69,11 +65,11 @@ class CompiledModel:
         model: The model that is trained.
         regions: Qualified names of the modules whose forward is compiled; `''` is the model itself.
         backend: Name of the backend that runs the graphs.
-        partitioning: Settings of `torch._functorch.config` while graphs are made (Rule 3).
+        partitioning: Settings of `torch._functorch.config` while graphs are made.
 
     Attributes:
         sizes: Ops of each graph, in the order in which they were made.
-        orders: Of each graph that was ordered for few live bytes, forward and backward separately.
+        orders: Order of each graph that was reordered for few live bytes; forward and backward are separate.
         backend: Name of the backend that runs the graphs.
     """
 
@@ -97,6 +93,8 @@ class CompiledModel:
         """Replace each region's forward by a compiled one; graphs are made at its first call."""
         self._complaints = _complaints()
         for region in self.regions:
+            # Compile `forward`, not the module: hooks (FSDP2's, a recorder's) stay outside the graph, and
+            # names, parameters and state dicts do not change.
             before = region.module.forward
             region.module.forward = ForwardWrapper(
                 self._forward(region, torch.compile(before, backend=self._make_graph)), before
@@ -120,7 +118,7 @@ class CompiledModel:
 
     @cached_property
     def _make_graph(self) -> Callable[..., Any]:
-        """The backend for Dynamo; one object, so that equal blocks share their graphs."""
+        """Backend for Dynamo; one object, so that equal blocks share their graphs."""
         from torch._dynamo import lookup_backend
 
         inner = lookup_backend(BACKENDS[self.backend])
@@ -156,7 +154,7 @@ class CompiledModel:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for the audit: regions, graphs, calls and runs of graphs."""
+        """Return facts for the audit: numbers of regions, graphs, calls and graph runs."""
         return {
             "compiled_regions": len(self.regions),
             "graphs": len(self.sizes),
@@ -178,7 +176,7 @@ class CompiledModel:
         return {"graphs": len(self.orders), "graphs_lowered": len(lower), "most_bytes_saved": saved}
 
     def check(self) -> dict[str, Any]:
-        """Return `facts` if compilation is in effect (Rule 2).
+        """Return `facts` if compilation is in effect.
 
         Raises:
             ApplyError: A forward was replaced, a call ran without a graph, or the code broke into graphs of a

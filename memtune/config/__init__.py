@@ -1,4 +1,4 @@
-"""`TunedConfig`: the file that a search writes and `memtune.apply` reads, its YAML and its JSON schema."""
+"""`TunedConfig`, the file that a search writes and `memtune.apply` reads; its YAML and its JSON Schema."""
 
 from __future__ import annotations
 

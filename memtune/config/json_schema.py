@@ -1,5 +1,5 @@
-"""The JSON Schema of a config, for editors and other programs; `load_config` checks the same and says
-more.
+"""JSON Schema of a config, for editors and other programs; `load_config` checks the same, with better
+messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REF = "#/$defs/{model}"
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a whole config: every slot with every technique that may stand in it."""
+    """Return the JSON Schema (2020-12) of a whole config: every slot with every technique it accepts."""
     by_slot = {slot: [find(slot, kind) for kind in kinds(slot)] for slot in SLOTS}
     models: list[type[BaseModel]] = [
         Execution,
@@ -60,7 +60,7 @@ def schema() -> dict[str, Any]:
 
 
 def _kind(kind: str) -> dict[str, Any]:
-    # The techniques have a default for it, a config must spell it out.
+    # `kind` has a default in the technique's class, but a config must name it.
     return {"required": ["kind"], "properties": {"kind": {"const": kind}}}
 
 

@@ -1,4 +1,4 @@
-"""TunedConfig: what a search writes and `memtune.apply` reads. Short, commented, editable by hand, never
+"""`TunedConfig`: the config that a search writes and `memtune.apply` reads; short, commented, editable, never
 code.
 """
 
@@ -35,35 +35,33 @@ _SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "mad
 
 @dataclass(frozen=True)
 class Settings:
-    """How the step is executed, and one technique per slot; slots that are left out hold the null
-    technique.
-    """
+    """Execution of the step, and one technique per slot; omitted slots hold the null technique."""
 
     execution: Execution = field(default_factory=Execution)
     techniques: tuple[Technique, ...] = ()
-    """The techniques that are not null, in pass order; `Settings.of` makes them so."""
+    """The techniques that are not null, in pass order; use `Settings.of` to make them so."""
 
     @classmethod
     def of(cls, execution: Execution, techniques: Mapping[str, Technique]) -> Settings:
-        """Settings from techniques by slot."""
+        """Return settings made from techniques by slot."""
         used = (techniques.get(slot) for slot in PASS_ORDER)
         return cls(execution, tuple(each for each in used if each is not None and each != null(each.slot)))
 
     @cached_property
     def chosen(self) -> dict[str, Technique]:
-        """The techniques that are not null, by slot."""
+        """Techniques by slot, without null techniques."""
         return {each.slot: each for each in self.techniques}
 
     def technique(self, slot: str) -> Technique:
-        """The technique in `slot`, the null one where nothing was chosen."""
+        """Return the technique in `slot`, or the null technique if none was chosen."""
         return self.chosen.get(slot) or null(slot)
 
     def with_execution(self, **changes: Any) -> Settings:
-        """These settings with other fields of `execution`."""
+        """Return these settings with some fields of `execution` changed."""
         return Settings(Execution.model_validate({**self.execution.model_dump(), **changes}), self.techniques)
 
     def dump(self) -> dict[str, Any]:
-        """The `settings` of a config: nested by slot, null techniques and default knobs left out."""
+        """Return the `settings` of a config, nested by slot, without null techniques and default knobs."""
         settings: dict[str, Any] = {
             "execution": self.execution.model_dump(exclude_defaults=True, mode="json")
         }
@@ -76,16 +74,17 @@ class Settings:
         return settings
 
     def env(self) -> dict[str, str]:
-        """What must be set before the device starts."""
+        """Return environment variables that must be set before the device starts."""
         return {
             name: value
+            # A null allocator is not in `techniques`, but may still need a variable.
             for each in [*self.techniques, self.technique("allocator")]
             for name, value in each.env().items()
         }
 
 
 class MadeFor(BaseModel):
-    """What a config was tuned for; compared when it is applied."""
+    """Model, ranks and machine that a config was tuned for; compared when it is applied."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,9 +102,7 @@ class MadeFor(BaseModel):
 
 
 class TunedConfig(BaseModel):
-    """A whole config: settings, what was measured and predicted, what it was made for, and the plans it
-    needs.
-    """
+    """A whole config: settings, measurements, predictions, origin, and the plans of its techniques."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -116,11 +113,11 @@ class TunedConfig(BaseModel):
     certificate: dict[str, Any] = {}
     made_for: MadeFor | None = None
     plan: dict[str, Plan] = Field(default_factory=dict)
-    """Plans by slot; slots with an empty plan are left out."""
+    """Plans by slot, without empty plans."""
     study: dict[str, Any] = {}
 
     def document(self) -> dict[str, Any]:
-        """The config as plain data, empty sections left out."""
+        """Return the config as plain data, without empty sections."""
         document: dict[str, Any] = {"memtune": self.memtune, "settings": self.settings.dump()}
         sections = {
             "measured": self.measured,
@@ -139,8 +136,8 @@ def load_config(source: str | Path | Mapping[str, Any]) -> TunedConfig:
     """Read a config from a file, from YAML text (anything with a line break or a brace), or from plain data.
 
     Raises:
-        ConfigError: It is malformed, has unknown keys, or is of a newer schema; says where, and what is
-            close.
+        ConfigError: The config is malformed, has unknown keys, or is of a newer schema. The message has the
+            line, and the known key closest to an unknown one.
     """
     if isinstance(source, Mapping):
         return _validated(Document(_plain(source), {}, "config"))
@@ -155,7 +152,9 @@ def _plain(data: Mapping[str, Any]) -> Any:
         return json.loads(json.dumps(dict(data)))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"the config is not plain data:  {error}", fix="give what a YAML file can hold", code="MT202"
+            f"the config is not plain data:  {error}",
+            fix="use only mappings, lists, text, numbers, booleans and null",
+            code="MT202",
         ) from None
 
 
@@ -163,14 +162,14 @@ def _validated(document: Document) -> TunedConfig:
     data = document.data
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{document.source}:1  a config is a mapping, this is {_said(data)}.",
+            f"{document.source}:1  a config is a mapping, this is {_abbreviated(data)}.",
             fix="settings: {…}",
             code="MT202",
         )
     version = data.get("memtune", SCHEMA)
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ConfigError(
-            f"{document.where(('memtune',))}  memtune: {_said(version)} is no schema version.",
+            f"{document.where(('memtune',))}  memtune: {_abbreviated(version)} is no schema version.",
             fix="memtune: 1",
             code="MT202",
         )
@@ -213,8 +212,10 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
         kind = node.get("kind")
         if not isinstance(kind, str):
             raise ConfigError(
-                f"{document.where(path)}  {slot} does not say which technique it is.",
-                evidence=f"kind is the name of one technique, not {_said(kind)}." if "kind" in node else "",
+                f"{document.where(path)}  {slot} has no `kind`, which names its technique.",
+                evidence=f"kind is the name of one technique, not {_abbreviated(kind)}."
+                if "kind" in node
+                else "",
                 fix=f"{slot}: {{kind: {null(slot).kind}}}",
                 code="MT202",
             )
@@ -230,8 +231,8 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
             ) from None
         _known(document, path, node, tuple(technique.model_fields))
         try:
-            # Through JSON, where strict means what a config can say: a list is a tuple, a word an enum, "2"
-            # is no number.
+            # Pydantic's strict mode accepts a list as a tuple and a word as an enum only in JSON input, and
+            # still refuses "2" as a number.
             techniques[slot] = technique.model_validate_json(json.dumps({**node, "kind": kind}))
         except ValidationError as error:
             raise _explained(document, path, node, error) from None
@@ -246,22 +247,22 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
 
 
 def _plan(document: Document, technique: Technique, fields: dict[str, Any]) -> Plan:
-    """Return the plan of the technique in a slot, checked in all that needs no model."""
+    """Return the plan of the technique in a slot, validated without the model."""
     try:
         return technique.plan_from(fields)
     except ValidationError as error:
-        how = f"{technique.slot}: {{kind: {technique.kind}}}"
+        name = f"{technique.slot}: {{kind: {technique.kind}}}"
         raise _explained(
             document,
             ("plan", technique.slot),
             fields,
             error,
             code="MT316",
-            evidence="" if technique.plan_types else f"{how} plans nothing.",
+            evidence="" if technique.plan_types else f"{name} plans nothing.",
             fix=(
-                f"leave plan: {{{technique.slot}: …}} out"
+                f"remove plan: {{{technique.slot}: …}}"
                 if not technique.plan_types
-                else f"memtune search  or  memtune trial --config  makes a new plan for {how}"
+                else f"memtune search  or  memtune trial --config  makes a new plan for {name}"
             ),
         ) from None
 
@@ -271,7 +272,7 @@ def _slots_in(axis: str) -> tuple[str, ...]:
 
 
 def _at(document: Document, path: tuple[str, ...], data: dict[str, Any]) -> dict[str, Any]:
-    """The mapping at `path` below `settings`; axes hold their slots, and `execution` its own settings."""
+    """Return the mapping at `path` below `settings`; the axis `execution` also holds settings of its own."""
     node = data
     for depth, part in enumerate(path[1:], start=1):
         if depth > 1:
@@ -290,7 +291,7 @@ def _mapping(document: Document, path: tuple[str, ...], value: Any) -> dict[str,
         return {}
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{document.where(path)}  {'.'.join(path)} is a mapping, not {_said(value)}.",
+            f"{document.where(path)}  {'.'.join(path)} is a mapping, not {_abbreviated(value)}.",
             evidence="One technique stands there." if isinstance(value, list) and path[1:] else "",
             fix="write  kind: …  under it",
             code="MT202",
@@ -320,14 +321,14 @@ def _explained(
     *,
     code: str = "MT202",
     evidence: str = "",
-    fix: str = "memtune techniques  shows what each technique can be given",
+    fix: str = "memtune config schema  prints the knobs of each technique",
 ) -> ConfigError:
     first = error.errors()[0]
     where = (*path, *_place_in(data, first))
     wrong = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return ConfigError(
         f"{document.where(where)}  {'.'.join(map(str, where))}: {wrong}, but got"
-        f" {_said(first.get('input'))}.",
+        f" {_abbreviated(first.get('input'))}.",
         evidence=evidence,
         fix=fix,
         code=code,
@@ -335,8 +336,9 @@ def _explained(
 
 
 def _place_in(data: Any, error: Mapping[str, Any]) -> Iterator[str | int]:
-    """The keys that lead to what is wrong; pydantic also names the member of a union that it tried, which is
-    no key.
+    """Yield the keys that lead to the error.
+
+    Pydantic's location also names the member of a union that it tried, which is no key of the config.
     """
     for key in error["loc"]:
         if (isinstance(data, Mapping) and key in data) or (isinstance(data, list) and isinstance(key, int)):
@@ -346,7 +348,7 @@ def _place_in(data: Any, error: Mapping[str, Any]) -> Iterator[str | int]:
             yield key
 
 
-def _said(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -354,18 +356,18 @@ def _said(value: Any) -> str:
 # -- writing -------------------------------------------------------------------------------------------------
 
 _COMMENTS = {
-    "settings": "what memtune.apply does; edit by hand if you like, then  memtune config check",
+    "settings": "applied by memtune.apply; after an edit run  memtune config check",
     "measured": "in a fresh process, with these settings",
-    "predicted": "before the run, by the simulator",
-    "certificate": "what was checked",
+    "predicted": "by the simulator, before the run",
+    "certificate": "checks that passed",
     "made_for": "apply compares this with your model and ranks",
-    "plan": "decided once, in the search",
-    "study": "where it came from",
+    "plan": "decisions of the search",
+    "study": "origin",
 }
 
 
 def dump_yaml(config: TunedConfig) -> str:
-    """The config as commented YAML; reading it back gives an equal config."""
+    """Return the config as commented YAML; reading it returns an equal config."""
     lines: list[str] = []
     for name, value in config.document().items():
         if isinstance(value, Mapping):
@@ -392,8 +394,10 @@ def _is_short(value: Mapping[str, Any]) -> bool:
 
 
 def save(config: TunedConfig, path: str | Path) -> Path:
-    """Write the config so that a crash leaves the old file or the new one; raises EnvironmentFault if it
-    cannot be written.
+    """Write the config atomically: a crash leaves either the old file or the new one.
+
+    Raises:
+        EnvironmentFault: It cannot be written.
     """
     return save_text(path, dump_yaml(config))
 
@@ -402,9 +406,7 @@ def save(config: TunedConfig, path: str | Path) -> Path:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """`sha256:` over names, shapes and dtypes of the parameters, whatever their values and wherever
-    they are.
-    """
+    """Return `sha256:` over names, shapes and dtypes of the parameters; values and device do not matter."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
@@ -412,7 +414,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
-    """Compare the config with the model and ranks at hand; a config without `made_for` fits any.
+    """Compare the config with the present model and ranks; a config without `made_for` fits any.
 
     Raises:
         ConfigError: The config was made for another model or another number of ranks.
@@ -435,14 +437,15 @@ def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
 def check_machine(config: TunedConfig, device: str, hardware: str, torch_version: str) -> None:
     """Compare the machine with the one that the config was made on.
 
-    What was decided op by op (`plan`) holds for the ops of one torch on one kind of device and is refused
-    elsewhere; settings alone still train, and it is said that what was measured does not hold.
+    A plan is decided op by op, so it holds only for one release of torch and one kind of device, and is
+    refused on others. Settings without a plan still train; a warning reports that the measured figures do not
+    hold.
 
     Args:
         config: A config; one without `made_for` fits any machine.
         device: `cpu` or `cuda`.
-        hardware: Name of the machine, as `memtune doctor` says it.
-        torch_version: Of the torch at hand; patch releases and builds are not told apart.
+        hardware: Name of the machine, as `memtune doctor` prints it.
+        torch_version: Version of the present torch; patch releases and builds are not distinguished.
 
     Raises:
         ConfigError: The config has a plan, which was made with another torch or for another device.
@@ -465,24 +468,26 @@ def check_machine(config: TunedConfig, device: str, hardware: str, torch_version
             code="MT206",
         )
     warnings.warn(
-        f"this config was tuned elsewhere ({difference}): its measured figures do not hold here.",
+        f"this config was tuned on another machine ({difference}): its measured figures do not hold here.",
         stacklevel=5,
     )
 
 
 def _release(text: str) -> str:
-    """`2.13` of `2.13.0+cpu`; a name as it is."""
+    """Return `2.13` of `2.13.0+cpu`; other names unchanged."""
     return ".".join(text.split(".")[:2])
 
 
 def check_blocks(config: TunedConfig, model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise ConfigError where the model has no module of the name of a block that the config was made
-    with.
+    """Require that the model has every block that the config was made with.
+
+    Raises:
+        ConfigError: A block's name is no module of the model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if config.made_for is not None and any(name not in modules for name in blocks):
         raise _other_model(
-            config.made_for, model, "run  memtune search  on this model, or leave made_for out of the config"
+            config.made_for, model, "run  memtune search  on this model, or remove made_for from the config"
         )
 
 
@@ -500,16 +505,15 @@ def _other_model(made_for: MadeFor, model: nn.Module, fix: str) -> ConfigError:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Variables that must be set before the device starts."""
+    """Return environment variables that must be set before the device starts."""
     return settings.env()
 
 
 def check_environment(settings: Settings, *, device: str = "cuda") -> None:
-    """Check that what `environment` asks for was set when CUDA started; on CPU none of it has an effect.
+    """Check that the variables of `environment` were set when CUDA started; on CPU they have no effect.
 
     Raises:
-        ApplyError: A variable is missing or different, or came too late; the message holds the exact `export`
-            line.
+        ApplyError: A variable is missing, different, or was set too late. The message has the `export` line.
     """
     wanted = {} if device == "cpu" else environment(settings)
     found = [
@@ -529,11 +533,12 @@ def check_environment(settings: Settings, *, device: str = "cuda") -> None:
 
 
 def _started_without(wanted: Mapping[str, str]) -> bool:
-    """Whether CUDA runs in this process with other allocator settings than `wanted`, as torch itself
-    tells.
+    """Return True if torch reports that CUDA runs in this process with other allocator settings than
+    `wanted`.
     """
     import torch
 
+    # Private, and absent from older releases of torch; without it the environment alone is checked.
     in_effect: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if in_effect is None or not torch.cuda.is_initialized():
         return False

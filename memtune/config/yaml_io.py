@@ -1,9 +1,9 @@
-"""YAML 1.2 as untrusted data: parsed with line numbers and without tags, aliases or surprises; written short;
-saved whole.
+"""YAML 1.2 as untrusted data: parsed with line numbers and without tags or aliases, written short, saved
+atomically.
 
-Only mappings with text keys, lists, text, numbers, booleans and null exist here, which is what JSON can say.
-Scalars follow the YAML 1.2 core schema, so `no` is text and `1e-3` a number. Reading never recurses: depth
-costs nothing to an attacker.
+The data are mappings with text keys, lists, text, numbers, booleans and null, as in JSON. Scalars follow the
+YAML 1.2 core schema, so `no` is text and `1e-3` a number. Parsing never recurses, so deep nesting cannot
+overflow the stack.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from memtune.errors import ConfigError, EnvironmentFault
 MAX_BYTES = 2**20
 MAX_DEPTH = 20
 
-Trail = tuple[str | int, ...]
-"""Where a value stands: the keys and indices that lead to it."""
+KeyPath = tuple[str | int, ...]
+"""Keys and indices that lead to a value."""
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)")
@@ -35,20 +35,20 @@ _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+*-]*( [A-Za-z0-9_./+*-]+)*")
 
 
 class Document:
-    """Parsed data and the line on which each part of it stands.
+    """Parsed data with the line number of each part.
 
     Attributes:
         data: The value of the document; an empty document is an empty mapping.
-        source: What to call it in messages: a file name, or `config`.
+        source: Name for messages: a file name, or `config`.
     """
 
-    def __init__(self, data: Any, lines: Mapping[Trail, int], source: str) -> None:
+    def __init__(self, data: Any, lines: Mapping[KeyPath, int], source: str) -> None:
         self.data, self.source = data, source
         self._lines = lines
 
-    def where(self, path: Trail) -> str:
-        """`tuned.yaml:7` for the part at `path`, or for the nearest part around it that has a line; `config`
-        without lines.
+    def where(self, path: KeyPath) -> str:
+        """Return `tuned.yaml:7` for the part at `path`, or for the nearest enclosing part with a line;
+        `config` without lines.
         """
         for length in range(len(path), -1, -1):
             if path[:length] in self._lines:
@@ -57,14 +57,14 @@ class Document:
 
 
 class _Builder:
-    """Builds data from parser events: a stack of open containers, one step per event."""
+    """Builder of data from parser events: a stack of open containers, one step per event."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.root: Any = {}
-        self.lines: dict[Trail, int] = {}
-        self._open: list[tuple[Any, Trail]] = []  # containers and where they stand
-        self._keys: list[str | None] = []  # per container, the key whose value comes next
+        self.lines: dict[KeyPath, int] = {}
+        self._open: list[tuple[Any, KeyPath]] = []  # containers and their paths
+        self._keys: list[str | None] = []  # per container, the key whose value is next
         self._documents = 0
 
     def feed(self, event: Any) -> None:
@@ -114,8 +114,8 @@ class _Builder:
             raise self.refuse("a number of this length", line, "shorten it") from None
         self._place(value, line)
 
-    def _place(self, value: Any, line: int) -> Trail:
-        path: Trail = ()
+    def _place(self, value: Any, line: int) -> KeyPath:
+        path: KeyPath = ()
         if not self._open:
             self.root = value
         else:
@@ -138,7 +138,7 @@ def parse(text: str | bytes, source: str = "config") -> Document:
     """Parse one YAML 1.2 document of plain data.
 
     Raises:
-        ConfigError: It is no YAML, or holds tags, anchors, aliases, duplicate or non-text keys, more than one
+        ConfigError: It is no YAML, or has tags, anchors, aliases, duplicate or non-text keys, more than one
             document, more than 1 MiB, or more than 20 levels.
     """
     # Imported here: commands that read no config do not pay for it.
@@ -148,7 +148,7 @@ def parse(text: str | bytes, source: str = "config") -> Document:
     raw = text.encode("utf-8", errors="surrogatepass") if isinstance(text, str) else text
     if len(raw) > MAX_BYTES:
         raise ConfigError(
-            f"{source} is larger than {MAX_BYTES >> 20} MiB; no config is.",
+            f"{source} is larger than {MAX_BYTES >> 20} MiB, the limit for a config.",
             fix="check that this is the file you meant",
             code="MT205",
         )
@@ -165,9 +165,8 @@ def parse(text: str | bytes, source: str = "config") -> Document:
         raise ConfigError(
             f"{where}  this is not YAML:  {reason}", fix="correct that line", code="MT205"
         ) from error
-    except (
-        Exception
-    ) as error:  # the parser was not written for hostile text: whatever it trips over, the text is at fault
+    # ruamel raises errors of many types on hostile text; each of them means that the text is no YAML.
+    except Exception as error:
         raise ConfigError(
             f"{source} is not YAML:  {_first_line(error)}", fix="write it as UTF-8 text", code="MT205"
         ) from error
@@ -179,7 +178,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _resolve(text: str) -> Any:
-    """The value of a plain scalar under the core schema."""
+    """Return the value of a plain scalar under the core schema."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if _INT.fullmatch(text):
@@ -192,7 +191,7 @@ def _resolve(text: str) -> Any:
 
 
 def flow(value: Any) -> str:
-    """`value` on one line: `{kind: copy_out, ratio: 0.5}`. Parsing gives back an equal value."""
+    """Return `value` on one line, like `{kind: copy_out, ratio: 0.5}`; parsing it returns an equal value."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{flow(str(key))}: {flow(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -228,8 +227,10 @@ def _quoted(text: str) -> str:
 
 
 def read_text(path: Path) -> bytes:
-    """Bytes of the config file at `path`, at most one more than `MAX_BYTES`; raises ConfigError when it
-    cannot be read.
+    """Return at most `MAX_BYTES` + 1 bytes of the config file at `path`.
+
+    Raises:
+        ConfigError: It cannot be read.
     """
     try:
         if path.is_dir():
@@ -253,11 +254,11 @@ def read_text(path: Path) -> bytes:
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Write `text` to `path` so that a crash at any moment leaves the old file or the new one, whole and on
-    disk.
+    """Write `text` to `path` atomically: a crash at any moment leaves the old file or the new one, complete
+    and on disk.
 
     Returns:
-        The file written (a link is followed, not replaced).
+        The file written; a symbolic link is followed, not replaced.
 
     Raises:
         EnvironmentFault: The folder is missing, read-only or full; nothing is left behind.
@@ -265,7 +266,7 @@ def save_text(path: str | os.PathLike[str], text: str) -> Path:
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # 0o666 under the user's umask, as any editor would: a config is there to be shared.
+        # 0o666 under the user's umask, as an editor does, because configs are shared.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -276,6 +277,7 @@ def save_text(path: str | os.PathLike[str], text: str) -> Path:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        # The rename itself is durable only after fsync of the folder.
         folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

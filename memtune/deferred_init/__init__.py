@@ -1,4 +1,4 @@
-"""Builds a model without memory and fills only the shards that a rank holds."""
+"""Deferred initialization: models without memory, filled with the shards that a rank holds."""
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
-"""Deferred initialization: builds models larger than one rank without memory.
+"""Deferred initialization: models larger than one rank's memory are sharded first, then filled shard by
+shard.
 
-They are sharded first, and then filled shard by shard.
+`deferred` runs the user's code on fake tensors, records it, and leaves the model on the meta device. `apply`
+needs only names and shapes until the model is sharded:
 
-Rules:
-
-1. `deferred` runs the user's code on fake tensors and leaves the model on the meta device. Before sharding,
-  `apply` needs names and shapes only.
-2. Where FSDP2 shards parameters, their meta shards get their rows as each whole value becomes final: at no
-  time is more whole than what the construction still works on, which is one layer's parameters if layers
-  initialize their own weights.
-3. Where ranks share layers or have stages, each parameter is cut on the meta device, and a rank keeps its
-  piece of the value (`keep_only`); FSDP2 may divide that piece further.
-4. Other models are filled before the first technique that needs values.
-5. Ranks compare their generators' states: all must initialize the same model, whose values no rank has yet.
+- FSDP2: each shard gets its rows as soon as the full value is final (`fill_shards`). Only tensors on which
+  the construction still works exist in full, one layer's parameters if layers initialize their own weights.
+- Tensor parallelism and pipeline stages: each parameter is cut on the meta device, and a rank keeps its piece
+  of the value (`keep_only`); FSDP2 may shard that piece further.
+- Other models are filled before the first technique that needs values (`fill`).
 """
 
 from __future__ import annotations
@@ -75,23 +71,20 @@ def deferred(build: Callable[[], nn.Module], device: torch.device | str = "cpu")
 
     Raises:
         ApplyError: The construction cannot be deferred (MT398): it reads values that were drawn, changes
-            memory that other tensors have, or fails on tensors without memory. The message names the op, or
-            has the error.
+            memory that other tensors share, or fails on fake tensors. The message has the op or the error.
     """
     recorder = Recorder(torch.device(device))
     construction = recorder.construction
     with recorder.recording(), warnings.catch_warnings():
-        # Deep copies ask fake tensors for their address; the answer is right, and the user can do nothing
-        # about the warning.
+        # Deep copies read the address of fake tensors, which is harmless, and the user cannot avoid the
+        # warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             model = build()
         except MemtuneError:
             raise
         except Exception as error:  # user code may raise anything
-            raise not_deferred(
-                f"it fails on tensors without memory: {(str(error).splitlines() or [''])[0]}"
-            ) from error
+            raise not_deferred(f"it fails on fake tensors: {(str(error).splitlines() or [''])[0]}") from error
         for name, places in _places(model).items():
             fake = places[0][2]
             if isinstance(fake, FakeTensor):
@@ -123,7 +116,11 @@ def _own_attributes(parameter: Tensor) -> dict[str, Any]:
 
 
 def _require_none_left(model: nn.Module) -> None:
-    """Check that only parameters, buffers and attributes of modules hold tensors."""
+    """Check that containers in modules' attributes hold no fake tensors, which could not be filled.
+
+    Raises:
+        ApplyError: One does.
+    """
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             held = (
@@ -135,7 +132,7 @@ def _require_none_left(model: nn.Module) -> None:
             )
             if any(isinstance(each, FakeTensor) for each in held):
                 raise not_deferred(
-                    f"{path}.{attribute} holds tensors that are no parameters or buffers".lstrip(".")
+                    f"{path}.{attribute} holds tensors that are not parameters or buffers".lstrip(".")
                 )
 
 
@@ -145,17 +142,17 @@ def construction_of(model: nn.Module) -> Construction | None:
 
 
 def require_untouched(model: nn.Module) -> None:
-    """Check that a deferred model has the tensors that it was built with (Rule 1).
+    """Check that a deferred model has the tensors that it was built with.
 
     Raises:
         ApplyError: It was moved or converted since.
     """
     construction = construction_of(model)
     if construction is None:
-        strange = next((name for name, each in model.named_parameters() if each.is_meta), None)
-        if strange is not None:
+        unknown = next((name for name, each in model.named_parameters() if each.is_meta), None)
+        if unknown is not None:
             raise ApplyError(
-                f"{strange} is on the meta device, and nothing is known of its values.",
+                f"{unknown} is on the meta device, and its values are unknown.",
                 fix="model = memtune.deferred(build), where build() makes the model",
                 code="MT399",
             )
@@ -168,13 +165,13 @@ def require_untouched(model: nn.Module) -> None:
 
 
 def keep_only(model: nn.Module, pieces: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-    """Keep only `pieces` of a deferred model's parameters: functions by name (Rule 3)."""
+    """Keep only pieces of a deferred model's parameters: by name, a function of the full value."""
     if construction_of(model) is not None:
         vars(model)[_PIECES] = {**vars(model).get(_PIECES, {}), **pieces}
 
 
 def agreed_state(model: nn.Module) -> list[str]:
-    """Return descriptions of what all ranks must have alike (Rule 5)."""
+    """Return strings that must be equal on all ranks: the generators' states, so that all build one model."""
     construction = construction_of(model)
     if construction is None:
         return []
@@ -185,13 +182,13 @@ def agreed_state(model: nn.Module) -> list[str]:
 
 
 def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) -> None:
-    """Make all that this rank holds of a deferred model on its device (Rules 3 and 4).
+    """Fill a deferred model on its device: this rank's pieces of all parameters and buffers.
 
     Other models are left unchanged.
 
     Args:
-        model: Changed in place.
-        optimizer: Gets the new parameters.
+        model: Model; changed in place.
+        optimizer: Optimizer that is rebound to the new parameters.
         rebind: `parallel.sharding.fsdp_sharding.rebind`.
     """
     construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
@@ -213,10 +210,7 @@ def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) ->
 
 
 def _like(places: _Places, mine: Tensor, construction: Construction) -> Tensor:
-    """Return a copy of `mine` on its device, of the type of `places`.
-
-    It is a parameter or buffer, a DTensor or plain, as they are.
-    """
+    """Return a copy of `mine` on its device, of the type in `places`: parameter or buffer, DTensor or not."""
     old, value = places[0][2], _value(places, mine, construction)
     if isinstance(old, DTensor):
         value = DTensor.from_local(
@@ -229,7 +223,7 @@ def _like(places: _Places, mine: Tensor, construction: Construction) -> Tensor:
 
 
 def fill_shards(model: nn.Module) -> None:
-    """Make this rank's shards of a deferred model that FSDP2 has sharded on the meta device (Rule 2).
+    """Fill this rank's shards of a deferred model that FSDP2 has sharded on the meta device.
 
     Other models are left unchanged.
     """
@@ -293,11 +287,11 @@ def _places(model: nn.Module) -> dict[str, _Places]:
 
 def _put(places: _Places, value: Tensor) -> None:
     for module, attribute, _ in places:
-        setattr(module, attribute, value)  # recurrent layers keep a list of their own beside
+        setattr(module, attribute, value)  # setattr: recurrent layers update their own list of weights
 
 
 def _goes_along(places: _Places) -> bool:
-    """Return whether `Module.to` would move it: a parameter or a buffer, not a plain attribute."""
+    """Return whether `Module.to` would move the tensor: a parameter or buffer, not a plain attribute."""
     return any(
         attribute in module._parameters or attribute in module._buffers for module, attribute, _ in places
     )
@@ -311,16 +305,16 @@ def _value(places: _Places, whole: Tensor, construction: Construction) -> Tensor
         ).copy_(whole)
 
 
-# A model's construction, written down on fake tensors and run later, a tensor at a time.
+# The recorded construction of a model, which runs later, tensor by tensor.
 _FILLS = frozenset(
     f"aten.{name}_"
     for name in (
         "normal uniform zero fill copy random bernoulli exponential log_normal cauchy geometric".split()
     )
 )
-"""They write every element of their first argument, and read none."""
+"""Ops that write every element of their first argument and read none."""
 _SIZES = frozenset(("aten.resize_", "aten.set_"))
-"""They change a storage that other lines refer to."""
+"""Ops that change a storage to which other lines refer."""
 
 Place = Callable[[str, Tensor], None]
 """Receives a parameter or buffer by name when its value is final; the tensor is freed after the call."""
@@ -328,7 +322,7 @@ Place = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor: where it is in which storage."""
+    """A tensor as storage, sizes, strides and offset."""
 
     storage: int
     size: tuple[int, ...]
@@ -349,13 +343,13 @@ class Line:
     writes: frozenset[int]
     reads: frozenset[int]
     fills: int
-    """The storage that it overwrites whole without reading it; -1: none."""
+    """Storage that it overwrites completely without reading it; -1: none."""
     draws: bool
 
 
 @dataclass
 class Construction:
-    """The recorded construction of a model's tensors (Rule 1)."""
+    """The recorded construction of a model's tensors."""
 
     device: torch.device
     """Device of the model."""
@@ -363,14 +357,14 @@ class Construction:
     tensors: dict[str, Ref] = field(default_factory=dict)
     """Parameters and buffers of the finished model, one name each."""
     bytes: list[int] = field(default_factory=list)
-    """Of each storage."""
+    """Bytes of each storage."""
     places: list[torch.device] = field(default_factory=list)
     """Device of each storage in the user's code."""
     states: dict[Any, Tensor] = field(default_factory=dict)
-    """States of the generators at the beginning; None is torch's CPU generator, an index that of a GPU."""
+    """Initial states of the generators; None is torch's CPU generator, an index that of a GPU."""
 
     def run(self, place: Place) -> None:
-        """Make every parameter and buffer with its plain value; pass each to `place` (Rules 2, 3).
+        """Run the construction; pass each parameter and buffer to `place` when its value is final.
 
         torch's generators end as the plain construction would leave them, if they still have their initial
         states; if numbers were drawn since, they are restored.
@@ -394,7 +388,7 @@ class Construction:
                     for storage in self._touched(self.lines[at]) if needed[at] else ():
                         if last[storage] == at:
                             self._finish(storage, named.pop(storage, []), memory, place)
-                for storage, names in named.items():  # never written: empty tensors
+                for storage, names in named.items():  # storages that no line writes: empty tensors
                     self._finish(storage, names, memory, place)
         finally:
             if not untouched:
@@ -407,15 +401,15 @@ class Construction:
         memory.storages.pop(storage, None)
 
     def value(self, ref: Ref) -> Tensor:
-        """Return the tensor's current value (Rule 4).
+        """Return the tensor's value at this point of the construction.
 
         Raises:
-            ApplyError: It depends on random numbers.
+            ApplyError: It depends on random numbers, which must not be drawn twice.
         """
         needed = self._needed([ref], draws=False)
         drawn = next((self.lines[at] for at in needed if self.lines[at].draws), None)
         if drawn is not None:
-            raise not_deferred(f"it looks at a number that {drawn.func} has drawn")
+            raise not_deferred(f"it reads a value that {drawn.func} has drawn")
         with torch.no_grad(), tier(HOST):
             memory = _Memory(self)
             for at in sorted(needed):
@@ -423,7 +417,7 @@ class Construction:
             return memory.tensor(ref)
 
     def _needed(self, wanted: Iterable[Ref], *, draws: bool = True) -> dict[int, bool]:
-        """Return the lines to run, and whether for what they write or only for what they draw."""
+        """Return the lines to run; False for those whose outputs are not needed, but whose draws are."""
         live, needed = {ref.storage for ref in wanted}, dict[int, bool]()
         for at in range(len(self.lines) - 1, -1, -1):
             line = self.lines[at]
@@ -436,7 +430,7 @@ class Construction:
             elif line.draws and draws:
                 scratch = line.fills >= 0 and line.reads <= {line.fills}
                 needed[at] = not (scratch or not line.reads)
-                if needed[at]:  # what it draws depends on what it reads
+                if needed[at]:  # its draws depend on its inputs, so these must be computed
                     live -= made
                     live |= line.reads
         return needed
@@ -465,7 +459,7 @@ class _Memory:
         return empty.set_(storage, ref.offset, ref.size, ref.stride)
 
     def run(self, line: Line, *, useful: bool) -> None:
-        """Run the op of `line`; if it runs only to draw, its outputs are freed (Rule 2)."""
+        """Run the op of `line`; unless `useful`, it only advances a generator and its outputs are freed."""
         memory = self if useful else _Memory(self._of)
         real = _mapped(
             lambda each: memory.tensor(each) if isinstance(each, Ref) else each, (line.args, line.kwargs)
@@ -496,7 +490,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record all tensors that are made inside.
+        """Record all tensors that are made in the context.
 
         Raises:
             ApplyError: An op cannot be recorded.
@@ -530,7 +524,7 @@ class Recorder(TorchDispatchMode):
         """
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         if storage is None:
-            raise not_deferred("it uses a tensor without memory that was made before")
+            raise not_deferred("it uses a fake tensor that was made before")
         return Ref(
             storage, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
         )
@@ -544,20 +538,20 @@ class Recorder(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if given and not fakes:
             if draws:
-                raise not_deferred(f"{func} draws into a tensor that was made of values")
-            return func(*args, **kwargs)  # rule 5
+                raise not_deferred(f"{func} draws into a tensor with real values")
+            return func(*args, **kwargs)  # real tensors, made from values: not recorded
         if str(func.overloadpacket) in _SIZES:
-            raise not_deferred(f"{func} changes memory under other tensors")
+            raise not_deferred(f"{func} changes memory that other tensors share")
         try:
             with self._fake:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise not_deferred(f"{func} needs values") from None
         if func.namespace != "prim":
-            self._write_down(func, args, kwargs, fakes, out, draws)
+            self._record(func, args, kwargs, fakes, out, draws)
         return out
 
-    def _write_down(
+    def _record(
         self, func: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[Tensor], out: Any, draws: bool
     ) -> None:
         written = mutated(func, args, kwargs)
@@ -565,7 +559,7 @@ class Recorder(TorchDispatchMode):
         if not any(made) and not written:
             return  # a view
         if any(not isinstance(each, FakeTensor) for each in written):
-            raise not_deferred(f"{func} writes what was computed into a tensor that was made of values")
+            raise not_deferred(f"{func} writes a computed value into a tensor with real values")
         self._note_generator(kwargs)
         named, more = _mapped(self._as_now, (args, kwargs))
         fills = self._filled(args[0]) if str(func.overloadpacket) in _FILLS else -1
@@ -588,7 +582,7 @@ class Recorder(TorchDispatchMode):
         if storage._cdata in self._storages or not isinstance(tensor, FakeTensor):
             return None
         self._storages[storage._cdata] = len(self._alive)
-        self._alive.append(storage)  # so that its address is no one else's
+        self._alive.append(storage)  # keeps the address, the key of `_storages`, from being reused
         self.construction.bytes.append(int(storage.nbytes()))
         self.construction.places.append(tensor.device)
         return self.ref(tensor)
@@ -607,14 +601,14 @@ class Recorder(TorchDispatchMode):
 def not_deferred(why: str) -> ApplyError:
     """Return the error for a construction that cannot be deferred."""
     return ApplyError(
-        f"the model's construction cannot be put off: {why}.",
+        f"the model's construction cannot be deferred: {why}.",
         fix="build the model itself, without memtune.deferred",
         code="MT398",
     )
 
 
 def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Return `values` with `change` applied to everything in their tuples, lists and dicts."""
+    """Return `values` with `change` applied to every leaf of their tuples, lists and dicts."""
     if isinstance(values, dict):
         return {name: _mapped(change, value) for name, value in values.items()}
     if type(values) in (tuple, list):
@@ -623,7 +617,7 @@ def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor's elements fill the memory between its first and its last."""
+    """Return whether the tensor's elements are contiguous in memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1 and stride != expected:

@@ -1,4 +1,4 @@
-"""The machine as data: devices, links, rates, and how long ops and collectives take on them."""
+"""The machine as data: devices, links and rates, and the times of ops and collectives."""
 
 from __future__ import annotations
 

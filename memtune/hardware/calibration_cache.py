@@ -35,13 +35,13 @@ class Calibration:
     date: str
     """Day of the measurement, ISO 8601."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """By field of `Hardware`, in its units."""
+    """Values by field of `Hardware`, in its units."""
     how: Mapping[str, str] = field(default_factory=dict)
-    """Of each constant: what was measured."""
+    """Description of the measurement of each constant."""
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    """By op class."""
+    """Curves by op class."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Further figures for people: rates by size, pageable copies, what could not be measured and why."""
+    """Further figures for reports: rates by size, pageable copies, and reasons for missing measurements."""
     schema: int = SCHEMA
 
     @property
@@ -75,7 +75,7 @@ def load(device: str) -> Calibration | None:
 
 
 def save(device: str, found: Calibration) -> Path:
-    """Keep `found` for `device` on this machine; returns the file."""
+    """Save `found` for `device` on this machine; return the file."""
     path = _path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
@@ -85,7 +85,7 @@ def save(device: str, found: Calibration) -> Path:
 
 
 def forget(device: str) -> None:
-    """Remove what was measured for `device`."""
+    """Remove the measurement of `device`."""
     with contextlib.suppress(FileNotFoundError):
         _path(device).unlink()
 
@@ -104,7 +104,7 @@ def _positive(value: Any) -> float:
         or not math.isfinite(value)
         or value <= 0
     ):
-        raise ValueError(f"{value} is no rate")
+        raise ValueError(f"{value} is not a rate")
     return float(value)
 
 

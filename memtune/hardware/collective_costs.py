@@ -1,9 +1,8 @@
-"""Time of a collective by its algorithm, from the bytes on each class of link and the latency of every
-step.
+"""Time of a collective by its algorithm, from the bytes on each class of link and the latency of every step.
 
-n ranks, g of them on one node, k nodes, S bytes: the whole message, as the recorder counts it. Thakur,
-Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4, has the
-terms.
+There are n ranks, g of them on one node, k nodes, and S bytes: the whole message, as the recorder counts it.
+The terms are those of Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+MPICH" (2005), section 4.
 
 - ring: (n - 1)/n · S / bandwidth + (n - 1) · latency, all-reduce twice that; over nodes as slow as its
   slowest link, where every node sends through all of its network cards at once;
@@ -42,13 +41,13 @@ _PARTS = (
 
 
 def algorithm(name: str) -> Algorithm:
-    """The algorithm of a collective of this name; a ring unless the name says otherwise."""
+    """Return the algorithm of a collective of this name; a ring by default."""
     return next((found for found, parts in _PARTS if any(part in name for part in parts)), Algorithm.RING)
 
 
 @functools.lru_cache(maxsize=256)
 def _by_name(names: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], F64]:
-    """By name id: the algorithm, and how many times it goes round."""
+    """Return by name id: the algorithm, and the number of times a ring is run (2 for all-reduce)."""
     rounds = [2.0 if "all_reduce" in name or "allreduce" in name else 1.0 for name in names]
     return np.array([algorithm(name) for name in names], np.int64), np.array(rounds)
 
@@ -63,7 +62,7 @@ def collective_s(
     *,
     apart: npt.NDArray[np.int32] | int = 1,  # (c,) ranks from one member of the group to the next
 ) -> F64:
-    """(c,) seconds of each collective."""
+    """Return (c,) seconds of each collective."""
     algorithms, rounds = (column[name] for column in _by_name(names))
     steps = np.maximum(ranks - 1, 0.0)
     bytes_per_s, latency_s = _ring_link(
@@ -88,9 +87,7 @@ def collective_s(
 def _ring_link(
     resource: npt.NDArray[np.uint8], ranks: F64, local: npt.NDArray[Any] | int, hardware: Hardware
 ) -> tuple[F64, F64]:
-    """(c,) rate and latency of the link that a ring is as slow as; `local` members of it may be on one node,
-    with a card each.
-    """
+    """Return (c,) rate and latency of a ring's slowest link; `local` members per node have a card each."""
     inter = resource == Resource.INTER_LINK
     bytes_per_s = np.where(inter, hardware.inter_link_bytes_per_s, hardware.intra_link_bytes_per_s)
     latency_s = np.where(inter, hardware.inter_link_latency_s, hardware.intra_link_latency_s)

@@ -1,6 +1,4 @@
-"""Processor cores: how many there are, how ranks share them, and how many threads torch is given. Loads no
-torch by itself.
-"""
+"""CPU cores: their number, the threads of each rank, and torch's thread count. Imports torch only on use."""
 
 from __future__ import annotations
 
@@ -10,18 +8,18 @@ from contextlib import contextmanager
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
-    """CPU threads of each of `ranks` that share `cores`: more get in each other's way."""
+    """Return the CPU threads for each of `ranks` that share `cores`; more would contend."""
     return max(1, cores // ranks)
 
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Inside, torch computes on `count` CPU threads; None leaves them as they are."""
+    """Run torch on `count` CPU threads inside the context; None changes nothing."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,7 +1,7 @@
-"""A quick look at this machine's CPU: rates of matrix products and memory, and what one small op costs.
+"""Quick measurement of this machine's CPU: rates of matrix products and memory, and the time of a small op.
 
-One core is measured and the rest taken to be like it: a second thread would measure other processes on the
-machine.
+One core is measured, and the others are assumed equal: a second thread would measure other processes on the
+machine, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEMORY_CORES = 4  # cores beyond these seldom add memory bandwidth
 
 @dataclass(frozen=True)
 class CpuRates:
-    """Measured rates, for all cores together."""
+    """Measured rates of all cores together."""
 
     title: str
     cores: int
@@ -41,15 +41,13 @@ class CpuRates:
 
 
 def host_memory_bytes() -> int:
-    """Physical memory of this machine."""
+    """Return the physical memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache
 def cpu() -> CpuRates:
-    """Rates of this machine; measured in under half a second, once per process and machine (kept in the cache
-    directory).
-    """
+    """Return this machine's rates, measured in under half a second once per machine (cached on disk)."""
     file = _cache_file()
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = CpuRates(**json.loads(file.read_text()))
@@ -59,15 +57,13 @@ def cpu() -> CpuRates:
         ):
             return kept
     rates = _measure()
-    with contextlib.suppress(
-        OSError
-    ):  # a cache that cannot be written only costs the next process half a second
+    with contextlib.suppress(OSError):  # without a cache the next process measures again
         save(rates)
     return rates
 
 
 def save(rates: CpuRates) -> Path:
-    """Keep `rates` for this machine in the cache directory, where `cpu` reads them; returns the file.
+    """Save `rates` for this machine in the cache directory, where `cpu` reads them; return the file.
 
     Raises:
         OSError: The file cannot be written.
@@ -95,7 +91,7 @@ def _cache_file() -> Path:
 
 
 def title() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -104,8 +100,9 @@ def title() -> str:
 
 
 def best_s(run: Callable[[], object], budget_s: float) -> float:
-    """Shortest of as many runs as `budget_s` holds, two at least: the machine may be busy, never faster than
-    it is.
+    """Return the shortest time of as many runs as fit into `budget_s`, at least two.
+
+    The minimum, since other processes only make runs slower.
     """
     run()
     best, stop = float("inf"), time.perf_counter() + budget_s
@@ -145,11 +142,10 @@ def _matmul_flops_per_s(dtype: torch.dtype, n: int = 384) -> float:
 
 
 def _op_s(layers: int = 6, width: int = 8) -> float:
-    """Seconds per op of a training step that computes next to nothing: Python, autograd and dispatch, the
-    optimizer's part too.
+    """Return the overhead of an op: seconds per op of a tiny training step, with Python, autograd and
+    optimizer.
 
-    The median, not the best: what ops cost in a running program, its garbage collector and cold caches
-    included.
+    The median, not the minimum: it includes the garbage collector and cold caches of a real program.
     """
     parts = [
         part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
@@ -170,9 +166,9 @@ def _op_s(layers: int = 6, width: int = 8) -> float:
 def median_s(
     run: Callable[[], object], budget_s: float, clock: Callable[[], float] = time.process_time
 ) -> float:
-    """Median of as many runs as `budget_s` holds, three at least, after one that warms up.
+    """Return the median of as many runs as fit into `budget_s`, at least three, after a warm-up run.
 
-    `clock` is this process's own time, right for one thread: what others do to a busy machine is not in it.
+    The default `clock` is the CPU time of this process, which suits one thread and excludes other processes.
     """
     run()
     times: list[float] = []

@@ -1,8 +1,7 @@
-"""Floating-point operations of one ATen call: torch's own formulas for matrix products, one per element for
-the rest.
+"""FLOPs of one ATen call: torch's formulas for matrix products, one per output element for other ops.
 
-torch's formulas know CUDA's attention kernels and not the CPU's, nor recurrent layers: those are here, a
-multiply and an add counting as two as well.
+torch's formulas cover the attention kernels of CUDA, but not those of the CPU, nor recurrent layers; these
+are here. A multiply and an add count as two FLOPs, as in torch.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch.utils.flop_counter import flop_registry
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, products: tuple[int, int]) -> float:
-    """`products` matrix products over the query's and over the value's head size, all of queries × keys."""
+    """Return the FLOPs of `products` of queries × keys matrices over the head sizes of query and value."""
     *batch, rows, width = query.shape
     each = 2 * rows * key.shape[-2] * (products[0] * width + products[1] * value.shape[-1])
     return float(_numel(batch) * each)
 
 
 def _recurrent(input: Tensor, weights: tuple[Tensor, Tensor], passes: int) -> float:
-    """Two FLOPs a weight and sample of every step, `passes` times."""
+    """Return two FLOPs per weight, sample and time step, times `passes`."""
     return float(passes * 2 * input.shape[0] * input.shape[1] * sum(weight.numel() for weight in weights))
 
 
@@ -48,7 +47,7 @@ _HERE: dict[str, Callable[..., float]] = {
 
 
 def count(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """FLOPs of calling `func`; a multiply and an add count as two."""
+    """Return the FLOPs of a call of `func`; a multiply and an add count as two."""
     own = _HERE.get(str(func))
     if own is not None:
         return own(*args, **kwargs)

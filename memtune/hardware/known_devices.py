@@ -1,7 +1,7 @@
 """Constants of known GPUs and of the nodes that usually hold them: field of `Hardware` → (value, source).
 
-Rates are dense (no sparsity), with 32-bit accumulation, per direction. Memory is what torch reports as the
-total of such a card, which is less than its name says.
+Rates are dense (no sparsity), with 32-bit accumulation, per direction. Memory is the total that torch reports
+for the card, which is less than its nominal size.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ _COMMUNICATOR_SOURCE = (
 
 
 def _communicator_bytes(node: _NodeModel) -> int:
-    """Device memory of one NCCL communicator."""
+    """Return the device memory of one NCCL communicator."""
     return (16 if node.link > 100 else 2) * 2 * 4 * MIB
 
 
@@ -315,8 +315,9 @@ GPUS: Mapping[str, Constants] = {key: _constants(card) for key, card in _GPU_MOD
 
 
 def match(title: str, memory_bytes: int) -> str | None:
-    """The key of the card that a driver calls `title`, None if the table has none; memory tells variants
-    apart.
+    """Return the key of the card that the driver calls `title`, None if it is not in the table.
+
+    Variants of a card differ in memory.
     """
     words = title.lower().replace("-", " ").split()
     stems = {key: key.removeprefix("rtx-").split("-")[0] for key in _GPU_MODELS}
@@ -329,18 +330,18 @@ def match(title: str, memory_bytes: int) -> str | None:
 
 
 def cpu(rates: CpuRates) -> Constants:
-    """Constants of this machine as a device of its own."""
+    """Return the constants of this machine's CPU as a device."""
     measured = f"measured in {rates.measured_s:.2f} s on this machine, one core × {rates.cores} cores"
     system = "the operating system, this machine"
-    copies = rates.memory_bytes_per_s / 2  # one copying thread beside the training threads
+    copies = rates.memory_bytes_per_s / 2  # one copying thread next to the training threads
     gloo = "gloo over loopback, two ranks on a 2-core server, 1 MiB messages; not this machine"
     return {
         "title": (rates.title, system),
         "architecture": ("cpu", system),
         "memory_bytes": (rates.memory_bytes, system),
-        "context_bytes": (0, "the ledger counts from nothing"),
+        "context_bytes": (0, "the ledger counts all bytes"),
         "bf16_flops_per_s": (rates.bf16_flops_per_s, measured),
-        "fp16_flops_per_s": (rates.fp32_flops_per_s, "taken as float32"),
+        "fp16_flops_per_s": (rates.fp32_flops_per_s, "assumed equal to float32"),
         "tf32_flops_per_s": (rates.fp32_flops_per_s, measured),
         "fp32_flops_per_s": (rates.fp32_flops_per_s, measured),
         "memory_bytes_per_s": (rates.memory_bytes_per_s, measured),
@@ -362,7 +363,7 @@ def cpu(rates: CpuRates) -> Constants:
         "links_through_host": (False, "the device is the machine"),
         "link_slowdown": (
             0.0,
-            "not measured: gloo's threads beside training are in the measured rates of trials only",
+            "not measured: only the measured rates of trials include gloo's threads",
         ),
         "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
     }

@@ -1,4 +1,4 @@
-"""A clock around every op that runs: which op, how much it had to do, how long it took."""
+"""A clock around every op: its name, cost and time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from memtune.hardware import flops
 
 _LONG = 20
-"""Times the median: what lies between two ops for longer is no Python between them."""
+"""Multiple of the median gap between ops; a longer gap is time spent waiting, not Python."""
 
 
 @dataclass(frozen=True)
 class TimedOp:
-    """One op that ran."""
+    """One timed op."""
 
     name: str
     dtype: str
@@ -31,17 +31,16 @@ class TimedOp:
 
 
 class OpClock(TorchDispatchMode):
-    """Times every op that runs inside and is neither a view nor a read-out; on CUDA each op is waited for.
+    """Dispatch mode that times every op except views and reads of values; on CUDA it synchronizes per op.
 
     Args:
-        device: Where the ops run.
-        clock: Seconds from anywhere on; by default `clock_of` the device.
+        device: Device of the ops.
+        clock: Function that returns seconds; by default `clock_of(device)`.
 
     Attributes:
-        observed: The ops that computed.
-        others_s: Seconds in ops that do not compute: copies between tiers, collectives as far as they are
-            started.
-        gaps_s: Seconds between one op and the next, of any sort.
+        observed: Ops that computed.
+        others_s: Seconds in ops that do not compute: copies between tiers, and the start of collectives.
+        gaps_s: Seconds between consecutive ops of any kind.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
@@ -52,8 +51,8 @@ class OpClock(TorchDispatchMode):
         self._device, self._clock = device, clock or clock_of(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op, the device idle before and after it; of a divided tensor the op on this rank's part is
-        the one.
+        """Run the op with the device idle before and after it; for a DTensor, time the op on the local
+        tensor.
         """
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
@@ -84,10 +83,10 @@ class OpClock(TorchDispatchMode):
         return out
 
     def waiting(self) -> float:
-        """Share of the time in which this process did not compute: in ops that do not, and in gaps far longer
-        than most.
+        """Return the fraction of the time in which this process did not compute.
 
-        A rank that waits for others does so between two ops: `Work.wait` is none.
+        That is time in ops that do not compute, and in gaps far longer than the median: a rank waits for
+        other ranks in `Work.wait`, which is not an op.
         """
         usual_s = statistics.median(self.gaps_s) if self.gaps_s else 0.0
         waited_s = self.others_s + sum(gap_s - usual_s for gap_s in self.gaps_s if gap_s > _LONG * usual_s)
@@ -96,5 +95,5 @@ class OpClock(TorchDispatchMode):
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """On CPU the time this process had (of one thread), on CUDA the wall's."""
+    """Return the clock for `device`: the thread's CPU time on CPU, wall time on CUDA."""
     return time.process_time if device.type == "cpu" else time.perf_counter

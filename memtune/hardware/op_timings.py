@@ -14,7 +14,7 @@ _BINS_A_DECADE = 2
 
 
 class OpTime(BaseModel):
-    """The ops of one class and about one size in one step; figures are of one of them, on average."""
+    """Ops of one class and similar size in one step; figures are averages per op."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -23,10 +23,10 @@ class OpTime(BaseModel):
     flops: float = Field(ge=0)
     traffic_bytes: float = Field(ge=0)
     seconds: float = Field(gt=0)
-    """Its share of the step as it runs without a clock."""
+    """Share of the time of a step that runs without the clock."""
     count: int = Field(ge=1)
     ranks: int = Field(default=1, ge=1)
-    """Processes that shared the machine."""
+    """Processes on the machine."""
 
 
 def op_times(
@@ -37,12 +37,12 @@ def op_times(
     host_computes: bool = True,
     waiting: float = 0.0,
 ) -> list[OpTime]:
-    """Sum up what a clock saw of one step that takes `step_s` without the clock; the share `waiting` of it
-    belongs to no op.
+    """Return the op times of a step that takes `step_s` without the clock, grouped by class and size.
 
-    The clock and the dispatcher cost every op about what the shortest one took, so that is taken off. Where
-    the host computes, the rest of the step is Python's and autograd's, the same for every op; then the rows
-    add up to `step_s`. Ops that took longer than the whole step (the machine was busy) are scaled down to it.
+    The overhead of clock and dispatcher is about the time of the shortest op, which is subtracted from each.
+    If the host computes, the rest of the step is overhead of Python and autograd, spread evenly over the ops,
+    so that the rows add up to `step_s` without its fraction `waiting`. If the ops took longer than the step
+    (the machine was busy), they are scaled down to it.
     """
     step_s *= 1 - waiting
     if not observed or step_s <= 0:

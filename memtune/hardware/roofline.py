@@ -1,8 +1,7 @@
-"""Time that an op occupies its resource: a roofline by op class for compute, bytes and latencies for
-everything else.
+"""Time that an op occupies its resource: a roofline by op class for compute, bytes and latency for transfers.
 
-Everything is a handful of numpy operations over the columns of a Step; what depends only on its names is
-kept.
+Computed with a few numpy operations over the columns of a Step; results that depend on op names only are
+cached.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ from memtune.program import APART, F64, Kind, Resource, Step, columns_of
 
 
 class OpCosts(NamedTuple):
-    """(n,) seconds each."""
+    """Costs of ops: (n,) seconds each."""
 
     op_s: F64
     """Time that the op occupies its resource."""
     issue_s: F64
-    """Time of the host to issue it; 0 on CPU, where the host computes."""
+    """Time of the host to issue the op; 0 on CPU, where the host computes."""
 
 
 class _Roofline(NamedTuple):
-    """Fractions of the peak rates that ops of a class reach, and their overhead as a multiple of the usual
-    one on CPU.
-    """
+    """Fractions of the peak rates that an op class reaches, and its overhead on CPU relative to most ops'."""
 
     matmul: float
     memory: float
@@ -99,43 +96,43 @@ _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
 )
 CLASSES = tuple(name for name, *_ in _CLASSES)
 EVERY_CLASS = "every"
-"""Key of `Hardware.residuals` for the classes that it does not name."""
+"""Key of `Hardware.residuals` for all other classes."""
 
 
 def op_class(name: str) -> str:
-    """The class that decides what part of the peak rates an op of this name reaches."""
+    """Return the class of an op name, which determines the fraction of the peak rates that it reaches."""
     return _CLASSES[_class_index(name)][0]
 
 
-@functools.cache  # there are some hundreds of names
+@functools.cache  # at most some hundreds of names
 def _class_index(name: str) -> int:
     return next(i for i, (_, parts, _, _) in enumerate(_CLASSES) if any(part in name for part in parts))
 
 
 @functools.cache
 def _roofline(device: str) -> tuple[F64, F64, F64]:
-    """Fractions of the matmul and the memory rate and multiples of the overhead, by class."""
+    """Return by class: fractions of matmul and memory rate, and multiples of the overhead."""
     rows: list[_Roofline] = [cpu if device == "cpu" else cuda for _, _, cpu, cuda in _CLASSES]
     return tuple(np.array(values) for values in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=256)
 def _classes(names: tuple[str, ...]) -> npt.NDArray[np.intp]:
-    """Index of the class by name id."""
+    """Return the class index by name id."""
     return np.array([_class_index(name) for name in names])
 
 
 def peak_s(flops: F64, traffic_bytes: F64, flops_per_s: float, bytes_per_s: float) -> F64:
-    """The roofline at peak rates: what a curve's first coordinate is."""
+    """Return seconds of the roofline at peak rates, the first coordinate of a curve."""
     found: F64 = np.maximum(flops / flops_per_s, traffic_bytes / bytes_per_s)
     return found
 
 
 def on_curve(curve: Curve, at_peak_s: F64) -> F64:
-    """Seconds of ops that take `at_peak_s` at peak: between points on straight lines of logarithms, beyond
-    them as at their ends.
+    """Return the seconds of ops that take `at_peak_s` at peak rates, by log-log interpolation of `curve`.
 
-    Below the smallest point an op takes what that point took, above the largest one its efficiency.
+    Below the smallest point an op takes the time of that point; above the largest one it has that point's
+    efficiency.
     """
     x, y = np.log(np.array(curve).T)
     at = np.log(np.maximum(at_peak_s, 1e-12))
@@ -144,16 +141,14 @@ def on_curve(curve: Curve, at_peak_s: F64) -> F64:
 
 
 def factor_on(residual: Curve, at_peak_s: F64) -> F64:
-    """Measured over predicted seconds: between points on straight lines of logarithms, beyond them as at
-    their ends.
-    """
+    """Return measured over predicted seconds, by log-log interpolation; constant beyond the end points."""
     x, y = np.log(np.array(residual).T)
     found: F64 = np.exp(np.interp(np.log(np.maximum(at_peak_s, 1e-12)), x, y))
     return found
 
 
 def matmul_dtype(step: Step) -> str:
-    """Type in which matrix products run, as far as columns tell: that of most parameters, or 16 bits under
+    """Return the dtype of matrix products, inferred from columns: most parameters', or 16 bits under
     autocast.
     """
     if not step.parameters:
@@ -170,7 +165,7 @@ def _casts_weights(step: Step) -> bool:
     casts = step.ops.name[step.uses.op] == step.names.index("aten._to_copy.default")
     is_weight = (step.parameter_of >= 0) | (
         step.storages.kind == Kind.COMMUNICATION
-    )  # there, or gathered or brought in for its use
+    )  # resident, or unsharded or reloaded for its use
     casts &= (is_weight & (step.storages.bytes > 0))[step.uses.storage] & (
         step.uses.mode == 0
     )  # frames have the bytes of pages
@@ -186,10 +181,10 @@ def _casts_weights(step: Step) -> bool:
 
 
 def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
-    """Seconds of every op of `step` on one of `ranks` ranks.
+    """Return the seconds of every op of `step` on one of `ranks` ranks.
 
-    Ranks on one node share its host threads, and on CPU the cores and the memory as well. `traffic_bytes` of
-    a collective is its whole message, as the recorder counts it.
+    Ranks on one node share its host threads, and on CPU also its cores and memory. `traffic_bytes` of a
+    collective is its whole message, as the recorder counts it.
     """
     local = hardware.local_ranks(ranks)
     share = local if hardware.device == "cpu" else 1
@@ -206,7 +201,7 @@ def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
 
 
 def _compute_s(step: Step, hardware: Hardware, share: int) -> F64:
-    """Seconds of every op as if it computed."""
+    """Return the seconds of every op as if all were compute ops."""
     classes, traffic = _classes(step.names), step.ops.traffic_bytes
     return _seconds(classes, step.ops.name, step.ops.flops, traffic, matmul_dtype(step), hardware, share)
 
@@ -220,9 +215,7 @@ def _seconds(
     hardware: Hardware,
     share: int,
 ) -> F64:
-    """By the table's fractions, by a measured curve where a class has one, both times what trials showed to
-    be missing.
-    """
+    """Return seconds by the table's fractions or the class's measured curve, times the trials' residual."""
     matmul, memory, overhead = _roofline(hardware.device)
     flops_per_s, bytes_per_s = hardware.matmul_flops_per_s(dtype) / share, hardware.memory_bytes_per_s / share
     by_flops, by_bytes = (1.0 / (matmul * flops_per_s))[classes], (1.0 / (memory * bytes_per_s))[classes]
@@ -248,7 +241,7 @@ def _seconds(
 def op_s(
     kind: str, dtype: str, flops: float, traffic_bytes: float, hardware: Hardware, *, ranks: int = 1
 ) -> tuple[float, float]:
-    """Seconds of one op of class `kind` that computes: at peak rates, and as `op_costs` predicts them."""
+    """Return the seconds of a compute op of class `kind`: at peak rates, and as predicted by `op_costs`."""
     share = hardware.local_ranks(ranks) if hardware.device == "cpu" else 1
     work, traffic = np.array([flops]), np.array([traffic_bytes])
     rates = hardware.matmul_flops_per_s(dtype) / share, hardware.memory_bytes_per_s / share
@@ -261,7 +254,7 @@ def op_s(
 def _transfers_s(
     step: Step, ops: np.ndarray[tuple[int], np.dtype[np.intp]], hardware: Hardware, local: int
 ) -> F64:
-    """Seconds of ops that are not compute."""
+    """Return the seconds of ops that do not compute."""
     resource, group = step.ops.resource[ops], (step.ops.group[ops] % APART).astype(np.float64)
     bytes_per_s = np.array(_bytes_per_s(hardware, local))[resource]
     seconds: F64 = step.ops.traffic_bytes[ops] / bytes_per_s + np.array(_latency_s(hardware))[resource]
@@ -285,7 +278,7 @@ def _transfers_s(
 
 
 def _bytes_per_s(hardware: Hardware, local: int) -> list[float]:
-    """Rate by Resource; what the ranks of a node share is divided."""
+    """Return the rate by Resource; rates that the ranks of a node share are divided by their number."""
     shared = local if hardware.device == "cpu" else 1
     return [
         1.0,
@@ -301,7 +294,7 @@ def _bytes_per_s(hardware: Hardware, local: int) -> list[float]:
 
 
 def _latency_s(hardware: Hardware) -> list[float]:
-    """Latency by Resource, per copy or message."""
+    """Return the latency per copy or message, by Resource."""
     start = hardware.launch_s
     return [
         0.0,

@@ -1,6 +1,4 @@
-"""The machine a program is to run on: its memories, rates and links, each number with the place it comes
-from.
-"""
+"""Hardware of a program: memory sizes, rates and links, each with its source."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its node; rates are those of the data sheet, `op_costs` knows which fraction ops
-    reach.
+    """One device and its node.
+
+    Rates are those of the data sheet; `op_costs` applies the fraction that ops reach.
     """
 
     name: str
@@ -34,8 +33,9 @@ class Hardware:
     """Architecture by which kernels are chosen: `sm90`, `gfx942`, `cpu`."""
     memory_bytes: int
     context_bytes: int
-    """Device memory that a process has gone before it allocates: CUDA's context and its kernels. Trackers do
-    not count it.
+    """Device memory that a process uses before it allocates: CUDA's context and kernels.
+
+    Ledgers do not count it.
     """
     bf16_flops_per_s: float
     fp16_flops_per_s: float
@@ -56,21 +56,19 @@ class Hardware:
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
     host_memory_bytes: int
-    """Of the node."""
+    """Host memory of the node."""
     host_adam_bytes_per_s: float
-    """Bytes read and written by an optimizer on the node's host threads, all of them together."""
+    """Bytes that an optimizer reads and writes per second on all host threads of the node together."""
     cores: int
     gpus_per_node: int
     allocation_rounding_bytes: int
-    """The allocator hands out multiples of this; 1 is exact."""
+    """The allocator rounds requests up to multiples of this; 1 is exact."""
     gpus_per_pcie_root: int = 1
-    """Devices that share the link from one PCIe switch to the host, contiguous ones."""
+    """Consecutive devices that share the link from one PCIe switch to the host."""
     links_through_host: bool = False
-    """Devices of the node reach each other through host memory alone, so what they exchange crosses their
-    PCIe roots.
-    """
+    """Devices of the node exchange data through host memory only, so it crosses their PCIe roots."""
     link_slowdown: float = 0.0
-    """Part of its time by which compute is slower while a collective runs."""
+    """Fraction of its time by which compute is slower while a collective runs."""
     communicator_bytes: int = 0
     """Device memory of one communicator, outside PyTorch's allocator."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -78,14 +76,14 @@ class Hardware:
     curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
     """Measured times by op class, if any; see `op_costs`."""
     residuals: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
-    """By op class: (seconds at peak rates, measured over predicted seconds) from trials; see
+    """(Seconds at peak rates, measured over predicted seconds) from trials, by op class; see
     `autotune/predict/calibration.py`.
     """
     rates_from: str = field(default="table", compare=False)
-    """Basis of predictions: `table`, or `measured on this machine` and the day."""
+    """Basis of predictions: `table`, or `measured on this machine` with the date."""
 
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """Peak rate of matrix products of `dtype`: bfloat16, float16, tf32, all else as float32."""
+        """Return the peak rate of matrix products of `dtype`: bfloat16, float16, tf32; others as float32."""
         rates = {
             "bfloat16": self.bf16_flops_per_s,
             "float16": self.fp16_flops_per_s,
@@ -94,9 +92,7 @@ class Hardware:
         return rates.get(dtype, self.fp32_flops_per_s)
 
     def usable_bytes(self, ranks: int) -> int:
-        """Device memory that CUDA's context and, where there are several `ranks`, their communicator leave
-        for allocations.
-        """
+        """Return the device memory without CUDA's context and, with several `ranks`, their communicator."""
         return self.memory_bytes - self.context_bytes - (self.communicator_bytes if ranks > 1 else 0)
 
     def local_ranks(self, ranks: int) -> int:
@@ -104,7 +100,7 @@ class Hardware:
         return ranks if self.device == "cpu" else min(ranks, self.gpus_per_node)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain data."""
+        """Return all fields as plain data."""
         return {
             **asdict(self),
             "sources": dict(self.sources),
@@ -114,15 +110,15 @@ class Hardware:
 
 
 def names() -> tuple[str, ...]:
-    """Every key that `find` knows."""
+    """Return all keys of `find`."""
     return tuple(known_devices.GPUS)
 
 
 def find(name: str) -> Hardware:
-    """The table's entry for `name`; upper case, spaces and underscores are read as `h100-80g` is written.
+    """Return the table's entry for `name`; upper case, spaces and underscores are accepted for `h100-80g`.
 
     Raises:
-        UsageError: There is no such entry; the nearest ones are named.
+        UsageError: There is no such entry; the message has the most similar ones.
     """
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = known_devices.ALIASES.get(key, key)
@@ -139,13 +135,12 @@ def find(name: str) -> Hardware:
 
 
 def detect(device: Device = "cpu") -> Hardware:
-    """The present machine: what `memtune doctor --calibrate` measured, and for the rest the table or a quick
-    look.
+    """Return this machine's hardware: measurements of `memtune doctor --calibrate`, and defaults.
 
-    For CUDA the rest is the table's entry with this device's memory, for CPU what half a second finds.
+    Defaults are the table's entry with this device's memory on CUDA, and a half-second measurement on CPU.
 
     Raises:
-        EnvironmentFault: `cuda` is asked for and torch sees no CUDA device.
+        EnvironmentFault: `device` is `cuda` and torch sees no CUDA device.
     """
     found = _detect_cuda() if device == "cuda" else of_cpu(cpu_probe.cpu())
     known = calibration_cache.load(device)
@@ -153,12 +148,12 @@ def detect(device: Device = "cpu") -> Hardware:
 
 
 def of_cpu(rates: cpu_probe.CpuRates) -> Hardware:
-    """A CPU of these `rates` as a device of its own; what `rates` does not say is from the table."""
+    """Return a CPU with these `rates` as a device; other constants are from the table."""
     return _from_constants("cpu", "cpu", known_devices.cpu(rates))
 
 
 def with_measured(hardware: Hardware, known: calibration_cache.Calibration) -> Hardware:
-    """`hardware` with the constants and curves that were measured on it."""
+    """Return `hardware` with its measured constants and curves."""
     constants = {name: value for name, value in known.constants.items() if name in hardware.sources}
     return replace(
         hardware,
@@ -173,8 +168,8 @@ def with_measured(hardware: Hardware, known: calibration_cache.Calibration) -> H
 
 
 def gpu_name() -> str:
-    """Name of the first GPU as `detect("cuda")` gives it: the table's, else made of what the driver
-    calls it.
+    """Return the name of the first GPU as in `detect("cuda")`: the table's key, else made from the driver's
+    name.
     """
     found = torch.cuda.get_device_properties(0)
     return known_devices.match(found.name, found.total_memory) or re.sub(r"\W+", "-", found.name.lower())
@@ -188,8 +183,8 @@ def _detect_cuda() -> Hardware:
     found = torch.cuda.get_device_properties(0)
     known = known_devices.match(found.name, found.total_memory)
     seen = "torch.cuda, this machine"
-    # A card that the table lacks is taken for an A10 with this card's memory: slow enough that no plan is too
-    # hopeful.
+    # A card that is not in the table is predicted as an A10 with this card's memory: slow enough that plans
+    # are not too optimistic.
     constants = dict(known_devices.GPUS[known or "a10"])
     if known is None:
         constants = {
@@ -210,7 +205,7 @@ def _detect_cuda() -> Hardware:
 
 
 def _architecture(properties: Any) -> str:
-    """`sm90`, or on ROCm the name up to its features: `gfx942`."""
+    """Return the architecture: `sm90`, or on ROCm the name without features, `gfx942`."""
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
     return f"sm{properties.major}{properties.minor}"

@@ -63,7 +63,7 @@ def install(settings: ArenaSettings) -> None:
 
 
 def uninstall() -> None:
-    """Allocate storages with malloc again; those of the arena stay there until they are freed."""
+    """Allocate storages with malloc again; the arena keeps its storages until they are freed."""
     global _installed
     if _installed is not None:
         cpu_allocator.set_source(None, None)
@@ -78,7 +78,7 @@ def _make(settings: ArenaSettings) -> None:
             raise ApplyError(
                 f"this process trains with an allocator already, and {format_bytes(held)} are in use there.",
                 evidence=f"A model was tuned with allocator: {{kind: {_installed.kind}}} before.",
-                fix="apply one config with an allocator in a process, or let go of the first model",
+                fix="apply one config with an allocator per process, or delete the first model",
                 code="MT352",
             )
     if why := _native.arena_replace(_native.ARENA_CPU, settings.options()):

@@ -18,14 +18,14 @@ class ArenaSettings:
     kind: str
     """Kind of the technique that asked for it."""
     planned: bool = False
-    """Observe one step, plan its layout, and replay it from then on; other requests go to stitched memory."""
+    """Observe one step, plan its layout, and replay it from then on; other requests get stitched memory."""
     defragment: bool = True
     """Stitch free pieces of memory into one block."""
     stitch_from_mb: int = 2
     """Smaller requests (MiB) are stitched only if memory has run out."""
     reuse_limit: int = 10
     """A stitched block serves requests of at least 1/`reuse_limit` of its size."""
-    most_stitched_mb: int = 1 << 20
+    max_stitched_mb: int = 1 << 20
     """Addresses (MiB) in stitched blocks; beyond it the least recently used ones are released."""
     arena_below_mb: int = 2
     """Smaller requests (MiB) come from an expandable arena, in multiples of 512 bytes."""
@@ -55,7 +55,7 @@ class ArenaSettings:
         given = dict(each.split(":", 1) for each in text.split(","))
         kinds = {name: type(getattr(cls, name)) for name in cls.__dataclass_fields__ if name != "kind"}
         if set(given) - {"kind", *kinds}:
-            raise ValueError(f"{VARIABLE} knows no '{sorted(set(given) - {'kind', *kinds})[0]}'")
+            raise ValueError(f"{VARIABLE} has no option '{sorted(set(given) - {'kind', *kinds})[0]}'")
         values = {name: kinds[name](int(value)) for name, value in given.items() if name != "kind"}
         return cls(kind=given["kind"], **values)
 
@@ -65,7 +65,7 @@ class ArenaSettings:
             defragment=self.defragment,
             stitch_from_bytes=self.stitch_from_mb * MIB,
             reuse_limit=self.reuse_limit,
-            most_stitched_bytes=self.most_stitched_mb * MIB,
+            most_stitched_bytes=self.max_stitched_mb * MIB,
             arena_below_bytes=self.arena_below_mb * MIB,
             planned=self.planned,
             replan_after=self.replan_after,

@@ -104,7 +104,7 @@ def _load() -> ctypes.PyDLL | EnvironmentFault:
     try:
         if not path.exists():
             _build(path)
-        # PyDLL keeps the GIL: every call here is shorter than giving it up and taking it back.
+        # PyDLL keeps the GIL: every call here is shorter than releasing and acquiring it.
         library = ctypes.PyDLL(str(path))
     except EnvironmentFault as fault:
         return fault
@@ -137,7 +137,7 @@ def _library() -> ctypes.PyDLL:
 
 
 def available() -> EnvironmentFault | None:
-    """Return why the native ledger cannot be used here (no compiler, say), None if it can.
+    """Return the reason why the native ledger cannot be used (no compiler, for example), None if it can.
 
     Compiles it on first use.
     """
@@ -191,11 +191,9 @@ def set_budget(budget_bytes: int | None, tier: Tier = DEVICE) -> None:
 
 
 def set_source(take: int | None, give: int | None) -> None:
-    """Take memory of the device tier's storages from the C function at address `take`.
+    """Allocate the device tier's storages by the C function at address `take`; None: by malloc again.
 
-    None: from malloc again.
-
-    Each block is returned through the `give` of its source, also later on.
+    Each block is freed through the `give` of its source, even if the source has changed since.
 
     Args:
         take: `void* (int64_t bytes)`; null when it has no memory.

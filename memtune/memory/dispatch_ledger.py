@@ -1,21 +1,13 @@
-"""Counts live bytes per tier and kind op by op under a dispatch mode.
+"""Counts live bytes per tier and kind, op by op, under a dispatch mode.
 
-On any device, on fake tensors, without a compiler.
+It works on all devices and on fake tensors, without a compiler. It sees outputs of ops, but not the workspace
+that their kernels allocate and free (`memtune.memory.workspace` measures that), and costs tens of
+microseconds per op: the native ledger (`memtune.memory.cpu_allocator`) is for trials, this one for audits and
+dry runs.
 
-It sees the outputs of ops, not what their kernels allocate and free inside (`memtune.memory.workspace`
-measures that), and costs tens of microseconds per op: the native ledger (`memtune.memory.cpu_allocator`) is
-for trials, this one for audits and dry runs.
-
-Rules:
-1. Storages are counted, not tensors, from the op that returns them (or that first reads them) until their
-  finalizer runs.
-2. A finalizer may run in any thread at any time, so it only appends to a queue, which the next op empties.
-3. FSDP2 frees by `UntypedStorage.resize_(0)`, which is no operator: the method is replaced while the ledger
-  is entered.
-4. Wrapper subclasses (DTensor) are declined: they are dispatched again as ops on their local tensors, which
-  this rank holds.
-5. The kind of a storage may be known only later (a gradient is a temporary until autograd accumulates it), so
-  the peak is stored as a position in the event log and broken down on request.
+Storages are counted, not tensors, from the op that returns or first reads them until their finalizer runs.
+Finalizers may run in any thread at any time, so they only append to a queue (`_dead`), which the next op
+empties.
 """
 
 from __future__ import annotations
@@ -78,7 +70,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._workspace, self._keep_timeline = torch.device(device), workspace, keep_timeline
         self._records: dict[int, _Record] = {}  # by storage address
-        self._dead: deque[tuple[int, _Record]] = deque()  # Rule 2
+        self._dead: deque[tuple[int, _Record]] = deque()  # filled by finalizers; `append` is thread-safe
         self._live = dict.fromkeys(TIERS, 0)
         self._peak = dict.fromkeys(TIERS, 0)
         self._budget: dict[Tier, int] = {}
@@ -91,11 +83,11 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         self._resize: Any = None
         self.timeline: list[tuple[str, int]] = []
 
-    # -- what is asked ---------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------
 
     def live_bytes(self, tier: Tier = DEVICE) -> int:
         """Return the bytes live in `tier` now."""
-        self._bury()
+        self._drop_freed()
         return self._live[tier]
 
     def peak_bytes(self, tier: Tier = DEVICE) -> int:
@@ -108,7 +100,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
 
     def breakdown(self, tier: Tier = DEVICE) -> dict[Kind, int]:
         """Return the bytes live in `tier` now, by kind, without empty kinds."""
-        self._bury()
+        self._drop_freed()
         self._find_kinds()
         return _by_kind([(record, record.bytes) for record in self._records.values()], tier)
 
@@ -124,7 +116,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
 
         Call it once per step, as the log grows without bound.
         """
-        self._bury()
+        self._drop_freed()
         self._find_kinds()
         self._peak = dict(self._live)
         self._base = [(record, record.bytes) for record in self._records.values()]
@@ -141,7 +133,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         if budget_bytes is not None:
             self._budget[tier] = budget_bytes
 
-    # -- what it is told -------------------------------------------------------------------------------------
+    # -- kinds of storages -----------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Track the kinds of the tensors of `model` and `optimizer`, later ones included."""
@@ -200,7 +192,8 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
                 raise
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # Rule 3
+        # FSDP2 frees by `resize_(0)`, which is no operator and so bypasses the dispatch mode.
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -212,10 +205,10 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and count its outputs."""
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # Rule 4
+            return NotImplemented  # a DTensor: dispatched again as an op on this rank's local tensor
         kwargs = kwargs or {}
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        self._bury()
+        self._drop_freed()
         for tensor in inputs:
             for storage in storages_of(tensor):
                 if storage._cdata not in self._records:
@@ -224,7 +217,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         out = func(*args, **kwargs)
         if func.namespace in ("prim", "profiler") or func.is_view:
             return out
-        self._bury()
+        self._drop_freed()
         self._count(str(func), out)
         if func._schema.is_mutable:
             for tensor in inputs:
@@ -262,6 +255,8 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
                 raise torch.OutOfMemoryError(self._refusal(op, tier, high - before[tier], before[tier]))
             if high > self._peak[tier]:
                 self._peak[tier] = high
+                # A position in the log, broken down on request: a gradient's kind is known only after
+                # autograd has accumulated it.
                 self._peak_at[tier] = (len(self._events), op, scratch)
         if self._keep_timeline:
             self.timeline.append((op, self._live[DEVICE]))
@@ -274,7 +269,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
             f" {tier} {self._peak[tier]} bytes)"
         )
 
-    # -- the books -------------------------------------------------------------------------------------------
+    # -- records ---------------------------------------------------------------------------------------------
 
     def _tier_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> Tier:
         tier = tier_of_storage(storage)
@@ -286,7 +281,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         weakref.finalize(storage, self._dead.append, (address, record)).atexit = False
         self._change(record, storage.nbytes())
 
-    def _bury(self) -> None:
+    def _drop_freed(self) -> None:
         while self._dead:
             address, record = self._dead.popleft()
             if self._records.get(address) is record:
@@ -294,7 +289,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
             self._change(record, 0)
 
     def _resized(self, storage: torch.UntypedStorage, kind: Kind) -> None:
-        self._bury()
+        self._drop_freed()
         record = self._records.get(storage._cdata)
         if record is None or record.bytes == storage.nbytes():
             return

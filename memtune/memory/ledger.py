@@ -1,6 +1,5 @@
-"""The memory ledger for all devices.
-
-Live bytes, peaks, kinds, and a budget that raises the real out-of-memory error.
+"""Memory ledgers for all devices: live bytes, peaks, kinds, and a budget that raises the real out-of-memory
+error.
 
 | device | counted by | budget |
 |---|---|---|
@@ -35,7 +34,7 @@ class Ledger(abc.ABC):
     """Measures the memory of a trial. Open it before the model is built; it is a context manager."""
 
     counts_scratch = True
-    """The bytes include what kernels allocate and free inside."""
+    """The bytes include kernel workspace."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -157,7 +156,7 @@ class _ShimLedger(Ledger):
     def peak_reserved_bytes(self) -> int:
         if arena.installed() is None:
             return self.peak_allocated_bytes()
-        # Made before there was an allocator: malloc's, which keeps nothing.
+        # Storages from before the arena's installation are malloc's, which reserves nothing.
         outside = cpu_allocator.live_bytes() - cpu_allocator.source_live_bytes()
         return max(self.peak_allocated_bytes(), arena.statistics().peak_reserved_bytes + outside)
 
@@ -213,7 +212,7 @@ class _ModeBackend(Ledger):
 class _CudaLedger(Ledger):
     def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
         super().__init__()
-        # Torch sets a limit for a device that has its number only.
+        # torch sets limits only for a device with an index.
         number: int | None = device.index
         self._device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         self._limit(budget_bytes)

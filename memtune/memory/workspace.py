@@ -1,10 +1,8 @@
-"""Measures what kernels allocate in addition to their outputs, op by op.
+"""Measures kernel workspace op by op: memory that an op allocates and frees, which fake runs cannot see.
 
-Fake runs and dispatch modes cannot see it.
-
-An op is run alone, on the device, on inputs of the same shapes, strides and dtypes; its workspace is the peak
+An op runs alone, on the device, with inputs of the same shapes, strides and dtypes; its workspace is the peak
 during the run minus the larger of the live bytes before and after. It depends on the op, the sizes, the CPU's
-instruction set and the number of threads, so a table belongs to one machine and names it.
+instruction set and the number of threads, so a table belongs to one machine and records which.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ SCHEMA_VERSION = 1
 _CHILD_TIMEOUT_S = 600
 
 Signature = str
-"""An op with its arguments as canonical JSON: `["aten.mm.default",[{"t":["float32",[2,3],[3,1]]},…],{}]`."""
+"""Op with its arguments as canonical JSON: `["aten.mm.default",[{"t":["float32",[2,3],[3,1]]},…],{}]`."""
 
 TensorMeta = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Dtype, shape, stride."""
@@ -109,7 +107,7 @@ def _decode(value: Any, device: torch.device) -> Any:
         return device
     if tag == "generator":
         return torch.Generator(device)
-    raise NotImplementedError(f"an argument of type {content} cannot be made again")
+    raise NotImplementedError(f"an argument of type {content} cannot be recreated")
 
 
 def _described(tensor: Tensor) -> TensorMeta:

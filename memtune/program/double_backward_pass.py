@@ -1,13 +1,12 @@
-"""Backward that is differentiated itself (`create_graph`: gradient penalties, second derivatives), as
-recomputation meets it.
+"""Recompute under double backward (`create_graph`: gradient penalties, second derivatives).
 
-Rule 1. That backward saves what it reads of a block's second run; the derivative of backward finds the same
-tensors. Rule 2. `activations.recompute.activation_table` hands out each product once. The second backward
-through the block's own nodes asks for products
-        that are gone, so the block runs a third time, for all that autograd still holds; what nobody had
-        asked for after the second run is replaced then.
+The first backward is differentiated itself, so it saves tensors of a block's second run (the recomputation)
+that it reads, and the second backward reads the same tensors. The activation table returns each recomputed
+tensor once and then frees it. When the second backward unpacks the block's own saved tensors again, the block
+runs a third time, for all saves that autograd still holds; the third run also replaces tensors of the second
+run that were never unpacked.
 
-In a Step, backward under `create_graph` has phase RECOMPUTE, as all that runs forward ops inside of backward.
+In a Step, backward under `create_graph` has phase RECOMPUTE, like all forward ops that run inside backward.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 def saved_in_backward(step: Step, redirect: Mask, among: Mask) -> Mask:
-    """(saves,) which of `among` a backward that is differentiated itself saves of a second run's products
-    (Rule 1).
+    """Return (saves,) those of `among` that the first backward makes of a second run's tensors.
 
-    Autograd saves what an op reads just before the op runs; `redirect` (uses,) are the reads.
+    `redirect` (uses,) are its reads of these tensors: autograd saves a tensor just before the op that reads
+    it.
     """
     before = np.minimum(step.saves.packed_before, step.ops.n - 1)
     among = among & (step.ops.phase[before] != Phase.FORWARD)
@@ -39,9 +38,7 @@ def saved_in_backward(step: Step, redirect: Mask, among: Mask) -> Mask:
 
 
 def read_by_second_order(step: Step, again_saved: Mask, known: Mask) -> Mask:
-    """(uses,) what the derivative of a backward reads of what that backward saved, where nobody else saved
-    the same tensor.
-    """
+    """Return (uses,) reads by the second backward of tensors that only the first backward saved."""
     if not again_saved.any():
         return np.zeros(step.uses.n, bool)
     first, last = np.full(step.storages.n, step.ops.n, np.int32), np.full(step.storages.n, -1, np.int32)
@@ -55,46 +52,46 @@ def read_by_second_order(step: Step, again_saved: Mask, known: Mask) -> Mask:
 
 @dataclass(frozen=True)
 class ThirdRuns:
-    """Blocks that run a third time."""
+    """Third runs of blocks."""
 
     anchor: I32
-    """(blocks,) op before which each does, n_ops for never."""
+    """(blocks,) op before which each block's third run starts, n_ops if it has none."""
     stop: I32
-    """(blocks,) it stops before this forward op."""
+    """(blocks,) forward op before which the third run stops."""
     reads: Mask
-    """(uses,) what the last backward reads of the third run's products."""
+    """(uses,) reads of the third run's tensors by the last backward."""
     saves: I32
-    """(k,) rows of what the third run makes again."""
+    """(k,) saves that the third run recomputes."""
     asked: I32
-    """(k,) op before which backward asks for each the second time."""
+    """(k,) op before which backward unpacks each of them for the second time."""
     first_until: I32
-    """(k,) op after which the second run's tensor is let go, but for what else holds it."""
+    """(k,) op after which the second run's tensor is freed, unless another reference holds it."""
 
 
 def third_runs(step: Step, wanted: Mask, redirect: Mask, again_saved: Mask) -> ThirdRuns | None:
-    """Which blocks run a third time, None where none does (Rule 2).
+    """Return the blocks that run a third time, None if there are none.
 
     Args:
-        step: The step without recomputation.
-        wanted: (saves,) what the second run makes again.
-        redirect: (uses,) reads of the second run's products by the blocks' own nodes.
-        again_saved: (saves,) what backward saved of them.
+        step: The step without recompute.
+        wanted: (saves,) saves that the second run recomputes.
+        redirect: (uses,) reads of the second run's tensors by the blocks' own autograd nodes.
+        again_saved: (saves,) saves of these tensors by the first backward.
     """
     if not again_saved.any():
         return None
     asked = np.where(step.saves.unpacked_before >= 0, step.saves.unpacked_before, 0)
     popped = wanted & (step.saves.unpacked_before >= 0) & (step.ops.phase[asked] == Phase.RECOMPUTE)
-    gone = np.zeros(step.storages.n, bool)
-    gone[step.saves.storage[popped]] = True
-    late = redirect & (step.ops.phase[step.uses.op] == Phase.BACKWARD)
+    freed = np.zeros(step.storages.n, bool)
+    freed[step.saves.storage[popped]] = True
+    second_reads = redirect & (step.ops.phase[step.uses.op] == Phase.BACKWARD)
     blocks = step.ops.block[step.uses.op]
     n_blocks = len(step.blocks)
     begins = _node_begins(step)
-    anchor = np.full(n_blocks + 1, step.ops.n, np.int32)  # the last entry serves block -1
-    rows = late & gone[step.uses.storage]
+    anchor = np.full(n_blocks + 1, step.ops.n, np.int32)  # the last entry is for block -1
+    rows = second_reads & freed[step.uses.storage]
     np.minimum.at(anchor, blocks[rows], begins[step.uses.op[rows]])
     runs = anchor < step.ops.n
-    late &= runs[blocks]
+    second_reads &= runs[blocks]
     saves = np.flatnonzero(
         wanted & runs[step.saves.block] & (step.saves.held_until >= anchor[step.saves.block])
     ).astype(np.int32)
@@ -103,17 +100,15 @@ def third_runs(step: Step, wanted: Mask, redirect: Mask, again_saved: Mask) -> T
     stop = np.zeros(n_blocks, np.int32)
     np.maximum.at(stop, step.saves.block[saves], step.saves.packed_before[saves])
     first_read = np.full(step.storages.n, step.ops.n, np.int32)
-    np.minimum.at(first_read, step.uses.storage[late], begins[step.uses.op[late]])
+    np.minimum.at(first_read, step.uses.storage[second_reads], begins[step.uses.op[second_reads]])
     read = first_read[step.saves.storage[saves]]
     second = np.where(read < step.ops.n, read, step.saves.used_until[saves])
     until = np.where(popped[saves], step.saves.unpacked_before[saves], anchor[step.saves.block[saves]])
-    return ThirdRuns(anchor[:-1], stop, late, saves, second.astype(np.int32), until.astype(np.int32))
+    return ThirdRuns(anchor[:-1], stop, second_reads, saves, second.astype(np.int32), until.astype(np.int32))
 
 
 def _node_begins(step: Step) -> I32:
-    """(n,) first of the ops in a row that one autograd node runs: a node asks for all it saved before the
-    first.
-    """
+    """Return (n,) the first op of each op's autograd node, before which the node unpacks all its saves."""
     node = step.ops.sequence_nr
     new = np.ones(step.ops.n, bool)
     new[1:] = (node[1:] != node[:-1]) | (node[1:] < 0)

@@ -1,7 +1,7 @@
-"""How passes change a Step: collect copies, insertions and redirections, then build the new Step once.
+"""Edits that passes make to a Step: collect insertions, copies and changes, then build the new Step once.
 
-Ops are addressed by their row in the step at hand; new rows get the next numbers. Insertions at one place
-keep the order of the calls, and what goes after an op comes before what goes before the next one.
+Ops are addressed by their row in the original step; new rows get the next numbers. Insertions at one anchor
+keep the order of the calls; rows inserted after an op come before rows inserted before the next op.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _WRITTEN_IN_PLACE = ("bytes", "kind", "producer", "held_until", "grad_ready_afte
 
 
 class Edit:
-    """A Step under construction. Every method appends rows or changes columns; `done` sorts and renumbers."""
+    """A Step under construction. Methods append rows or change columns; `done` sorts and renumbers."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._names = list(step.names)
         self._new_ops: list[dict[str, Any]] = []  # per insertion, a value or an array per column
         self._anchors: list[I32] = []
-        self._after: list[bool] = []  # the anchor, else before it
+        self._after: list[bool] = []  # per insertion: after its anchors, else before them
         self.n_ops = step.ops.n
         self._new_storages: list[dict[str, Any]] = []
         self.n_storages = step.storages.n
-        # Tables of the step at hand: `set_ops` and so on replace columns, those that are copied here may be
-        # written in place.
+        # Tables of the original step: `set_ops` and the like replace columns. The columns copied here may be
+        # written in place, without changing the original step.
         self.ops, self.uses, self.saves = step.ops, step.uses, step.saves
         own = {name: getattr(step.storages, name).copy() for name in _WRITTEN_IN_PLACE}
         self.storages = replace(step.storages, **own)
@@ -64,7 +64,7 @@ class Edit:
         self._holds: list[tuple[I32, I32]] = []
 
     def name_id(self, name: str) -> int:
-        """Id of an op name, added to the table if it is new."""
+        """Return the id of an op name; add it to the table if it is new."""
         if name not in self._names:
             self._names.append(name)
         return self._names.index(name)
@@ -87,10 +87,10 @@ class Edit:
         stream: U8 | int = 0,
         prefetch: U8 | int = 0,
     ) -> I32:
-        """Insert one op per anchor in `before` or `after` (existing rows); returns the new rows.
+        """Insert one op per anchor in `before` or `after` (original rows); return the new rows.
 
-        Pass `before` = n_ops of the original step to append at the end, an array of `name_id`s to insert
-        several ops at once. For `stream` and `prefetch` see `Ops`.
+        `before` = n_ops of the original step appends at the end. `name` is an op name, or an array of
+        `name_id`s to insert several ops at once. All other arguments are columns of `Ops`.
         """
         anchor = before if before is not None else after
         assert anchor is not None
@@ -131,7 +131,7 @@ class Edit:
         held_until: I32 | None = None,
         owner: I32 | None = None,
     ) -> I32:
-        """Add storages made by the ops `producer` (-1: there before the step); returns their rows."""
+        """Add storages made by the ops `producer` (-1: they exist before the step); return their rows."""
         count = len(n_bytes)
         rows = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
         self._new_storages.append(
@@ -149,7 +149,7 @@ class Edit:
         return rows
 
     def add_uses(self, ops: I32, storages: I32, *, mode: int = READS) -> None:
-        """Op `ops[i]` uses storage `storages[i]`: READS, WRITES or DONATES."""
+        """Add a use of storage `storages[i]` by op `ops[i]`: READS, WRITES or DONATES."""
         self._more_uses.append((ops, storages, int(mode)))
 
     def add_saves(
@@ -164,12 +164,10 @@ class Edit:
         is_output: U8 | int = 0,
         used_until: I32 | None = None,
     ) -> None:
-        """Autograd saves storage `storages[i]` just before op `packed_before[i]` and frees it after op
+        """Add saves: autograd packs `storages[i]` just before op `packed_before[i]` and frees it after op
         `held_until[i]`.
 
-        Backward unpacks it before op `unpacked_before[i]` (-1: never), among others unpacked there in order
-        of `unpack_order[i]`. `is_output[i]`: the op just before saved its own output. Its last user in
-        backward is op `used_until[i]`; left out: the one after which it is freed.
+        The other arguments are columns of `Saves`; `used_until` defaults to `held_until`.
         """
         rows: dict[str, Any] = {
             "storage": storages,
@@ -187,18 +185,20 @@ class Edit:
     def copy_ops(
         self, ops: I32, before: I32, phase: Phase, end_of: I32, empty: npt.NDArray[np.bool_] | None = None
     ) -> tuple[I32, I32]:
-        """Run `ops` once more: op `ops[i]` again before op `before[i]`, with new storages for all it makes.
+        """Insert a copy of op `ops[i]` before op `before[i]`, with new storages for its outputs.
 
         Args:
-            ops: Rows of the original step, ascending; one given several times makes its storages one by one.
+            ops: Rows of the original step, ascending. The copies of a row given k times make its storages one
+                by one.
             before: Anchor of each copy.
             phase: Phase of the copies.
-            end_of: Last original op of the group that `ops[i]` belongs to. What Python held longer is let go
-                there, and what it held until some op is let go after the copy of the last copied op up to it.
-            empty: Which of `ops` only allocate what they make; None: none.
+            end_of: Last original op of the group that `ops[i]` belongs to. Python frees copied storages at
+                the latest there; one that it held until some op is freed after the last copy of an op up to
+                it.
+            empty: (ops,) True for copies that only allocate their outputs; None: none.
 
         Returns:
-            (n_ops,) copy of each original op and (m,) copy of each original storage, -1 where there is none.
+            (n_ops,) copy of each original op and (m,) copy of each original storage, -1 if there is none.
         """
         step, count = self._step, len(ops)
         new_op = np.full(step.ops.n, -1, np.int32)
@@ -218,18 +218,19 @@ class Edit:
         group_end = np.full(step.ops.n, -1, np.int32)
         group_end[ops] = end_of
         held = np.minimum(step.storages.held_until[made], group_end[step.storages.producer[made]])
-        let_go = ops[np.maximum(np.searchsorted(ops, held, side="right") - 1, 0)]
+        last_copied = ops[np.maximum(np.searchsorted(ops, held, side="right") - 1, 0)]
         makers = step.storages.producer[made]
-        nth = np.zeros(step.storages.n, np.int32)  # of those that its op makes
+        nth = np.zeros(step.storages.n, np.int32)  # number of the storage among its producer's outputs
         order = made[np.argsort(makers, kind="stable")]
         nth[order] = np.arange(len(order)) - np.searchsorted(
             step.storages.producer[order], step.storages.producer[order]
         )
+        # `new_op` is the last of an op's copies; its n-th output is made by the n-th copy.
         spare = np.bincount(ops, minlength=step.ops.n)[makers] - 1 - nth[made]
         rows = self.add_storages(
             step.storages.bytes[made],
             producer=new_op[makers] - np.maximum(spare, 0).astype(np.int32),
-            held_until=np.where(held >= 0, new_op[let_go], -1),
+            held_until=np.where(held >= 0, new_op[last_copied], -1),
             owner=step.storages.owner[made],
         )
         self._new_storages[-1].update(tier=step.storages.tier[made], kind=step.storages.kind[made])
@@ -238,6 +239,7 @@ class Edit:
 
         copied = new_op[step.uses.op] >= 0
         storages, readers = step.uses.storage[copied], step.uses.op[copied]
+        # A copy reads copies of its own group only; storages of other groups are read in the original.
         same_group = (new_storage[storages] >= 0) & (
             group_end[step.storages.producer[storages]] == group_end[readers]
         )
@@ -247,7 +249,7 @@ class Edit:
         return new_op, new_storage
 
     def _only_allocating(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
-        """The columns in which ops that do no more than allocate differ from those they are copies of."""
+        """Return the columns in which copies that only allocate differ from their originals."""
         nothing: dict[str, Any] = {
             "name": self.name_id("aten.empty_strided.default"),
             "resource": Resource.NOTHING,
@@ -279,20 +281,16 @@ class Edit:
         """Replace `columns` of the saved tensors."""
         self.saves = replace(self.saves, **columns)
 
-    def let_go_before(self, storages: I32, ops: I32) -> None:
-        """Python lets go of `storages[i]` just before op `ops[i]` runs (and not earlier than it
-        already did).
-        """
+    def release_before(self, storages: I32, ops: I32) -> None:
+        """Let Python free `storages[i]` just before op `ops[i]` runs; never earlier than it did."""
         self._releases.append((storages, ops))
 
     def hold_through(self, storages: I32, ops: I32) -> None:
-        """Python holds `storages[i]` at least until op `ops[i]` has run; the op may be a new one."""
+        """Hold `storages[i]` by Python at least until op `ops[i]`, an original or new one, has run."""
         self._holds.append((storages, ops))
 
     def hold_to_the_end_of_backward(self, op: int) -> None:
-        """What Python holds until backward returns (the batch, the loss) is still there when the new op `op`
-        runs.
-        """
+        """Hold tensors that live until backward returns (the batch, the loss) through the new op `op`."""
         step = self._step
         last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
         mine = (
@@ -304,12 +302,11 @@ class Edit:
         self.hold_through(storages, np.full(len(storages), op, np.int32))
 
     def hold_to_the_end_of_step(self, op: int, *, gradients: bool = False) -> None:
-        """What forward made and Python holds to the end of the step (the loss) is still there when the new op
-        `op` runs.
+        """Hold forward tensors that live until the step ends (the loss) through the new op `op`.
 
         Args:
-            op: The last one.
-            gradients: Of those, too, that a tiled loss makes in forward.
+            op: The new last op.
+            gradients: Hold the gradients that a tiled loss makes in forward, too.
         """
         step = self._step
         mine = (
@@ -321,7 +318,7 @@ class Edit:
         self.hold_through(storages, np.full(len(storages), op, np.int32))
 
     def drop_ops(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Remove original ops with all their uses; the storages they made must have no other use."""
+        """Remove original ops with all their uses; storages they made must have no other use."""
         self._drop_ops |= rows
         self._drop_uses |= rows[self._step.uses.op]
 
@@ -330,15 +327,15 @@ class Edit:
         self._drop_uses |= rows
 
     def drop_storages(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Remove original storages that their ops no longer make; nothing may use or save them."""
+        """Remove original storages that their ops no longer make; no op or save may use them."""
         self._drop_storages |= rows
 
     def drop_saves(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Autograd no longer saves these original rows."""
+        """Remove original saves."""
         self._drop_saves |= rows
 
     def done(self) -> Step:
-        """The new Step: ops in their new order, everything renumbered; storages of removed ops are gone."""
+        """Return the new Step: ops in order, rows renumbered, storages of removed ops removed."""
         order = self._order()
         storages, renumber = self._done_storages(order)
         if renumber is None:
@@ -381,7 +378,7 @@ class Edit:
         return replace(self.ops, **columns)
 
     def _done_storages(self, order: _Order) -> tuple[Storages, I32 | None]:
-        """All storages, and the new number of each, None where they keep their numbers."""
+        """Return all storages and the new number of each; None if all keep their numbers."""
         sizes = [len(each["bytes"]) for each in self._new_storages]
         columns = _stacked(self.storages, self._new_storages, sizes)
         producer = columns["producer"]
@@ -390,20 +387,19 @@ class Edit:
         if self._releases:
             storages, ops = (np.concatenate(parts) for parts in zip(*self._releases, strict=True))
             np.maximum.at(held, storages, order.position[ops] - 1)
-        if self._holds:  # what is held FOREVER stays so: no position is larger
+        if self._holds:  # FOREVER is larger than any position, so maximum keeps it
             storages, ops = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
             np.maximum.at(held, storages, order.before[ops])
         columns["held_until"] = held
         columns["grad_ready_after"] = order.moved(columns["grad_ready_after"], none=-1)
-        columns["producer"] = order.position[producer]  # its last entry serves -1
+        columns["producer"] = order.position[producer]  # producer -1 reads the last entry, which is -1
         if self._drop_ops.any() or self._drop_storages.any():
-            stays = (producer < 0) | (columns["producer"] >= 0)
-            stays[: len(self._drop_storages)] &= ~self._drop_storages
-            if not stays.all():
-                renumber = np.append(
-                    np.cumsum(stays, dtype=np.int32) - 1, np.int32(-1)
-                )  # the last entry serves -1
-                return Storages(**{name: column[stays] for name, column in columns.items()}), renumber
+            remains = (producer < 0) | (columns["producer"] >= 0)
+            remains[: len(self._drop_storages)] &= ~self._drop_storages
+            if not remains.all():
+                # The appended entry maps -1 to -1.
+                renumber = np.append(np.cumsum(remains, dtype=np.int32) - 1, np.int32(-1))
+                return Storages(**{name: column[remains] for name, column in columns.items()}), renumber
         return Storages(**columns), None
 
     def _done_uses(self, order: _Order, renumber: I32 | None) -> Uses:
@@ -435,7 +431,7 @@ class Edit:
 
 
 def _stacked(table: Table, parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """The columns of `table`, then the new rows of them."""
+    """Return the columns of `table` with the new rows appended."""
     columns = table.columns()
     if not parts:
         return columns
@@ -447,7 +443,7 @@ def _stacked(table: Table, parts: list[dict[str, Any]], sizes: list[int]) -> dic
 def _joined(
     column: str, dtype: npt.DTypeLike, parts: list[dict[str, Any]], sizes: list[int]
 ) -> npt.NDArray[Any]:
-    """Each part's value of `column`, repeated where it is one number."""
+    """Return each part's value of `column`, broadcast to the part's size if it is a scalar."""
     out = np.empty(sum(sizes), dtype)
     start = 0
     for part, size in zip(parts, sizes, strict=True):
@@ -458,7 +454,7 @@ def _joined(
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """Where ops go: `_native.order_rows`."""
+    """New positions of all ops, from `_native.order_rows`."""
 
     rows: I32
     position: I32
@@ -466,8 +462,9 @@ class _Order:
     following: I32
 
     def moved(self, ops: I32, *, none: int | None = None) -> I32:
-        """The new positions of `ops`, or for removed ones of the last op before them; negative ones become
-        `none` if given.
+        """Return the new positions of `ops`; for a removed op, that of the last remaining op before it.
+
+        Negative entries become `none` if it is given.
         """
         moved: I32 = self.before[np.minimum(np.maximum(ops, 0), len(self.before) - 1)]
         if none is not None:
@@ -475,7 +472,7 @@ class _Order:
         return moved
 
     def next(self, ops: I32) -> I32:
-        """The new positions of `ops`, or for removed ones of the first op after them."""
+        """Return the new positions of `ops`; for a removed op, that of the first remaining op after it."""
         found: I32 = self.following[np.minimum(np.maximum(ops, 0), len(self.following) - 1)]
         return np.minimum(found, np.int32(len(self.rows) - 1))
 
@@ -485,9 +482,9 @@ def _renumbered(storages: I32, renumber: I32 | None) -> I32:
 
 
 def accumulate_gradients(step: Step) -> Step:
-    """The step of a later micro-batch: each gradient is added to the one already there and freed.
+    """Return the step of a later micro-batch, which adds each gradient to its sum and frees it.
 
-    Autograd adds where it would otherwise have put the gradient in place; the sum is there from the first
+    Autograd adds after the op after which it would have stored the first gradient. Sums live from the first
     micro-batch to the end.
     """
     gradients = step.grad_order[step.storages.producer[step.grad_order] >= 0]
@@ -525,15 +522,18 @@ def accumulate_gradients(step: Step) -> Step:
     return edit.done()
 
 
-# Copies of saved activations that are on their way to the host, or there, where another pass inserts ops.
 TO_HOST = "memtune.to_host.default"
+"""Op name of the copies of saved activations to the host."""
 
 
-def waiting_sources(step: Step, firsts: I32) -> tuple[I32, I32]:
-    """Which of the ops `firsts` are copies to the host, and what the copy before each holds until then, pair
-    by pair.
+def pending_copy_sources(step: Step, firsts: I32) -> tuple[I32, I32]:
+    """Find those of the ops `firsts` that are copies to the host, and the source that the copy before holds.
 
-    Whatever is put before such an op still sees that: a source is let go just before the next copy starts.
+    A copy's source is freed just before the next copy starts, so an op inserted before that copy still counts
+    it.
+
+    Returns:
+        Pairs as two columns: index into `firsts`, storage.
     """
     pairs: list[tuple[int, int]] = []
     copies = (
@@ -552,14 +552,16 @@ def waiting_sources(step: Step, firsts: I32) -> tuple[I32, I32]:
     return found[:, 0], found[:, 1]
 
 
-def hold_until_asked(edit: Edit, step: Step, after: I32, rows: I32) -> None:
-    """Copies on the host that came back ahead, and stay until the op behind one of `after` asks for them, are
-    there for `rows`.
+def hold_prefetched_copies(edit: Edit, step: Step, after: I32, rows: I32) -> None:
+    """Hold host copies of prefetched activations through the new ops `rows`.
+
+    A prefetched activation keeps its host copy until backward asks for it. Where that is right after an op of
+    `after`, the new op behind it still finds the copy.
 
     Args:
-        edit: Of `step`, with `rows` in it.
-        step: Before the edit.
-        after: (n,) behind which op each new one stands.
+        edit: An edit of `step` that contains `rows`.
+        step: The step before the edit.
+        after: (n,) op after which each new op was inserted.
         rows: (n,) the new ops.
     """
     if TO_HOST not in step.names:
@@ -569,5 +571,5 @@ def hold_until_asked(edit: Edit, step: Step, after: I32, rows: I32) -> None:
     made = made[step.ops.name[step.storages.producer[made]] == step.names.index(TO_HOST)].astype(np.int32)
     last = np.full(step.ops.n, -1, np.int32)
     np.maximum.at(last, after, rows)
-    there = made[last[step.storages.held_until[made]] >= 0]
-    edit.hold_through(there, last[step.storages.held_until[there]])
+    found = made[last[step.storages.held_until[made]] >= 0]
+    edit.hold_through(found, last[step.storages.held_until[found]])

@@ -1,14 +1,10 @@
-"""The other moments of a run, each as a Step made from the steady one: the first step, an evaluation, a
-checkpoint.
+"""Steps of the other moments of a run, derived from the steady step: first step, evaluation, checkpoint.
 
-Three rules:
-
-1. Optimizer state is made when the optimizer first updates; from then on it is always there.
-2. An evaluation is the forward of the plain step as it is sharded, under `model.eval()` and
-   `torch.no_grad()`: autograd saves nothing, so nothing is recomputed or moved, and dropout hands its input
-   on.
-3. A checkpoint gathers what is divided: parameters first, then the optimizer's state, all of it held until it
-   is written.
+- First step: optimizer state is allocated at the first update, and exists from then on.
+- Evaluation: the forward of the sharded plain step under `model.eval()` and `torch.no_grad()`. Autograd saves
+  nothing, so nothing is recomputed or offloaded, and dropout returns its input.
+- Checkpoint: all-gathers of sharded parameters, then of sharded optimizer state; all are held until they are
+  written.
 """
 
 from __future__ import annotations
@@ -20,32 +16,32 @@ from memtune.program.parameter_columns import columns_of
 from memtune.program.step import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 _DROPOUTS = ("aten.bernoulli_.", "aten.native_dropout.")
-_ALSO_IN_EVALUATION = {
+_OUTPUTS_IN_EVALUATION = {
     **dict.fromkeys(
         ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"),
         1,
     ),
     **dict.fromkeys(("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"), 3),
 }
-"""How many of their outputs these kernels make outside training; the others (batch statistics, reserves) are
-for backward.
+"""Op → number of outputs that it makes outside training; the others (batch statistics, reserves) are for
+backward.
 """
 
 
 def first_step(step: Step) -> Step:
-    """`step` as the first of a run: its optimizer state appears just before the first update (rule 1).
+    """Return `step` as the first of a run: optimizer state is allocated just before the first update.
 
-    An upper end for optimizers that make the state of each parameter at its own update (SGD's momentum):
-    there the state of the later parameters is not yet beside the temporaries of the earlier ones.
+    This is an upper bound for optimizers that allocate a parameter's state at its own update (SGD's
+    momentum): there the temporaries of earlier parameters do not coincide with the state of later ones.
     """
-    return step.with_storages(producer=with_state_made(step))
+    return step.with_storages(producer=state_producers(step))
 
 
-def with_state_made(step: Step) -> I32:
-    """(m,) the producer of each storage in the first step.
+def state_producers(step: Step) -> I32:
+    """Return (m,) the producer of each storage in the first step.
 
-    torch's optimizers make the state of a whole group of parameters before they update the first one; one
-    that is given its parameters one by one, inside backward, makes the state of each before it updates it.
+    torch's optimizers allocate the state of a whole parameter group before they update its first parameter.
+    An optimizer that updates parameters one by one inside backward allocates state per parameter.
     """
     updates = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
     state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0)
@@ -54,20 +50,18 @@ def with_state_made(step: Step) -> I32:
     begins = np.full(step.storages.n, updates[0], np.int32)
     if updates_inside_backward(step):
         used = np.flatnonzero(state[step.uses.storage] & (step.use_phase == Phase.OPTIMIZER))[::-1]
-        begins[step.uses.storage[used]] = step.uses.op[used]  # the first one is written last
+        begins[step.uses.storage[used]] = step.uses.op[used]  # reversed, so the first use is assigned last
     return np.where(state, begins, step.storages.producer).astype(np.int32)
 
 
 def updates_inside_backward(step: Step) -> bool:
-    """Whether parameters are updated while backward goes on."""
+    """Return whether parameters are updated during backward."""
     updates = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
     return bool(len(updates) and (step.ops.phase[updates[0] :] < Phase.BOUNDARY).any())
 
 
 def evaluation(step: Step) -> Step:
-    """The forward of `step` alone (rule 2); `step` is rewritten by all passes but those of recompute and
-    activations.
-    """
+    """Return the forward of `step`, rewritten by all passes but those of recompute and activations."""
     edit = Edit(step)
     unsaved = _without_dropout(edit, step)
     edit.drop_ops((step.ops.phase > Phase.FORWARD) | unsaved)
@@ -76,8 +70,8 @@ def evaluation(step: Step) -> Step:
         (step.storages.kind == Kind.GRADIENT)
         & (step.storages.producer < 0)
         & (step.storages.held_until != FOREVER)
-    ] = 0  # sums of micro-batches
-    for name, count in _ALSO_IN_EVALUATION.items():
+    ] = 0  # gradient sums of earlier micro-batches
+    for name, count in _OUTPUTS_IN_EVALUATION.items():
         for op in (
             np.flatnonzero(step.ops.name == step.names.index(name)).tolist() if name in step.names else ()
         ):
@@ -86,29 +80,29 @@ def evaluation(step: Step) -> Step:
 
 
 def _without_dropout(edit: Edit, step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Let every dropout hand its input on; returns (n,) the ops that thereby do not run.
+    """Replace the output of every dropout by its input; return (n,) the ops that no longer run.
 
     On CPU a mask is allocated, drawn, scaled and multiplied with the input; on CUDA one op makes mask and
     output.
     """
     ops = np.zeros(step.ops.n, bool)
-    stands_for = np.arange(step.storages.n, dtype=np.int32)
+    replacement = np.arange(step.storages.n, dtype=np.int32)
     for mask, made, output, source in _dropouts(step):
         ops[step.storages.producer[[mask, output]]] = True
         ops[step.uses.op[(step.uses.storage == mask) & (step.uses.op <= made)]] = True
-        stands_for[output] = stands_for[source]
-    moved = np.flatnonzero(stands_for != np.arange(step.storages.n))
+        replacement[output] = replacement[source]  # dropouts may follow one another
+    replaced = np.flatnonzero(replacement != np.arange(step.storages.n))
     np.maximum.at(
         edit.storages.held_until,
-        stands_for[moved],
-        np.minimum(step.storages.held_until[moved], step.ops.n - 1),
+        replacement[replaced],
+        np.minimum(step.storages.held_until[replaced], step.ops.n - 1),
     )
-    edit.set_uses(storage=stands_for[step.uses.storage])
+    edit.set_uses(storage=replacement[step.uses.storage])
     return ops
 
 
 def _dropouts(step: Step) -> list[tuple[int, int, int, int]]:
-    """Of every dropout in forward: its mask, the op that makes the output, the output, the input."""
+    """Return mask, op that makes the output, output and input of every dropout in forward."""
     found = []
     draws = np.asarray([name.startswith(_DROPOUTS) for name in step.names], bool)
     for op in np.flatnonzero(draws[step.ops.name] & (step.ops.phase == Phase.FORWARD)).tolist():
@@ -138,14 +132,14 @@ def _made_by(step: Step, op: int) -> I32:
 
 
 def checkpoint(step: Step, *, parameters: int, optimizer: int, stages_messages: bool, uploads: bool) -> Step:
-    """What `Tuned.state_dict()` does between two steps (rule 3): whole tensors on the device of every rank.
+    """Return the step of `Tuned.state_dict()` between two steps: full tensors on the device of every rank.
 
     Args:
-        step: The rewritten step; what it leaves behind is what is there.
-        parameters: Ranks that share one copy of the parameters, 1 for none.
-        optimizer: The same for the optimizer's state.
-        stages_messages: Whether collectives copy their whole message first (gloo).
-        uploads: Whether state on the host comes to the device to be gathered (CUDA).
+        step: The rewritten step; storages that outlive it are live.
+        parameters: Ranks over which parameters are sharded, 1 for none.
+        optimizer: Ranks over which optimizer state is sharded, 1 for none.
+        stages_messages: Collectives copy their whole message first (gloo).
+        uploads: State on the host is copied to the device to be gathered (CUDA).
     """
     edit = Edit(step)
     edit.drop_ops(np.ones(step.ops.n, bool))
@@ -161,9 +155,8 @@ def checkpoint(step: Step, *, parameters: int, optimizer: int, stages_messages: 
     if not len(shards):
         return edit.done()
     ranks = np.where(step.storages.kind[shards] == Kind.OPTIMIZER, optimizer, parameters)
-    whole: I64 = (
-        step.storages.bytes[shards] * ranks
-    )  # uneven shards are padded, and what is cut off stays in the buffer
+    # Uneven shards are padded; the padding stays in the gathered buffer.
+    whole: I64 = step.storages.bytes[shards] * ranks
     gathers = edit.add_ops(
         "c10d.all_gather_into.default",
         before=np.full(len(shards), step.ops.n, np.int32),
@@ -186,14 +179,12 @@ def checkpoint(step: Step, *, parameters: int, optimizer: int, stages_messages: 
 
 
 def _parameters(step: Step, ranks: int) -> I32:
-    """Parameters on the device that are divided, in the order of the state dict."""
+    """Return the sharded parameters, in the order of the state dict."""
     return columns_of(step.parameters).storage if ranks > 1 else np.empty(0, np.int32)
 
 
 def _state(step: Step, ranks: int) -> I32:
-    """State that is divided with its parameter, parameter by parameter; counters of steps are whole
-    everywhere.
-    """
+    """Return optimizer state that is sharded with its parameter, in parameter order; not step counters."""
     if ranks == 1:
         return np.empty(0, np.int32)
     columns = columns_of(step.parameters)
@@ -201,8 +192,8 @@ def _state(step: Step, ranks: int) -> I32:
         (step.storages.kind == Kind.OPTIMIZER) & (step.storages.owner >= 0) & (step.storages.producer < 0)
     ).astype(np.int32)
     numel = columns.numel[step.storages.owner[mine]]
-    divided = mine[
+    sharded = mine[
         (step.storages.bytes[mine] % np.maximum(numel, 1) == 0) & (step.storages.bytes[mine] >= numel)
     ]
-    ordered: I32 = divided[np.argsort(step.storages.owner[divided], kind="stable")]
+    ordered: I32 = sharded[np.argsort(step.storages.owner[sharded], kind="stable")]
     return ordered

@@ -1,4 +1,4 @@
-"""Bytes on links in a whole optimizer step, of all its micro-batches."""
+"""Bytes on links in an optimizer step, over all its micro-batches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy.typing as npt
 from memtune.program.step import READS, Kind, Phase, Resource, Step, Tier
 
 REPEATED: Final = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
-"""What runs in each micro-batch."""
+"""Phases that run in each micro-batch."""
 
 
 def traffic_bytes(step: Step, accumulate: int) -> npt.NDArray[np.int64]:
-    """Bytes that each op of `step` moves in an optimizer step of `accumulate` micro-batches.
+    """Return the bytes that each op of `step` moves in an optimizer step of `accumulate` micro-batches.
 
-    What runs in each of them counts as often, but for reads of gradients' sums so far: the first micro-batch
-    has none.
+    Ops of the body count once per micro-batch. Reads of gradient sums count one time fewer, since the first
+    micro-batch has no sums yet.
     """
     body = np.isin(step.ops.phase, REPEATED)
     times = np.where(body, accumulate, 1)
@@ -27,7 +27,7 @@ def traffic_bytes(step: Step, accumulate: int) -> npt.NDArray[np.int64]:
 
 
 def _reads_sums(step: Step) -> npt.NDArray[np.bool_]:
-    """Ops that read from SSD what earlier micro-batches have summed up there."""
+    """Return (n,) True for reads of gradient sums of earlier micro-batches from SSD."""
     found = np.zeros(step.ops.n, bool)
     sums = (
         (step.storages.kind == Kind.GRADIENT)

@@ -1,9 +1,7 @@
-"""Steps that passes remember beside the search's own tree of programs: one limit for all of them, the longest
-unused go first.
+"""Memoization of passes with one memory limit for all results; the least recently used are dropped first.
 
-An `lru_cache` of a pass counts its entries, and an entry may be a step of a hundred rows or of a million.
-What is decorated with `remembered` is counted in rows instead, each step once however many entries hold it,
-as result or as argument.
+`functools.lru_cache` counts entries, and an entry may be a step of a hundred rows or of a million. `memoized`
+counts op rows instead, and each step once, however many entries refer to it as result or argument.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_ROWS = 1_000_000
-"""Op rows of all remembered steps, about 0.15 GB; what is used at the moment stays even if it has more."""
+"""Most op rows of all steps in the cache, about 0.15 GB; the newest entry is kept even if it has more."""
 
 
 @dataclass(slots=True)
@@ -29,11 +27,11 @@ class _Entry:
     steps: list[Step]
 
 
-class Memory:
-    """What all decorated functions have returned so far.
+class StepCache:
+    """Least-recently-used cache of the results of all decorated functions, limited in op rows.
 
     Attributes:
-        n_rows: Of the steps that are held.
+        n_rows: Op rows of the steps that entries refer to.
     """
 
     def __init__(self) -> None:
@@ -42,22 +40,22 @@ class Memory:
         self._holders: dict[Step, int] = {}
 
     def find(self, key: Hashable) -> _Entry | None:
-        """What is remembered under `key`, which is the youngest then."""
+        """Return the entry of `key`, now the most recently used one; None if there is none."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
     def keep(self, key: Hashable, value: Any, *holds: Any) -> None:
-        """Remember `value`, which keeps the steps in `holds` in memory."""
+        """Store `value`, whose entry keeps the steps in `holds` in memory."""
         self._entries[key] = _Entry(value, [])
         self.add(key, *holds)
 
     def add(self, key: Hashable, *holds: Any) -> None:
-        """What is remembered under `key` holds these as well from now on."""
+        """Count the steps in `holds` for the entry of `key`, too, and drop entries over the limit."""
         entry = self._entries.get(key)
         if entry is None:
-            return  # forgotten meanwhile
+            return  # dropped since
         self._entries.move_to_end(key)
         for step in _steps(holds):
             entry.steps.append(step)
@@ -76,39 +74,39 @@ class Memory:
                 self.n_rows -= step.ops.n
 
 
-MEMORY = Memory()
-"""Of this process; a forked one goes on with a copy."""
+STEP_CACHE = StepCache()
+"""The cache of this process; a forked process continues with a copy."""
 
 
-class Remembered(Generic[P, T]):
-    """A function whose results are remembered by its arguments, which are hashable."""
+class Memoized(Generic[P, T]):
+    """A function whose results are cached by its hashable arguments."""
 
     def __init__(self, make: Callable[P, T]) -> None:
         functools.update_wrapper(self, make)
         self._make = make
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result, made now if it is not remembered."""
+        """Return the result, computed now unless it is in the cache."""
         key = self._key(args, kwargs)
-        entry = MEMORY.find(key)
+        entry = STEP_CACHE.find(key)
         if entry is not None:
             found: T = entry.value
             return found
         value = self._make(*args, **kwargs)
-        MEMORY.keep(key, value, *args, *kwargs.values(), value)
+        STEP_CACHE.keep(key, value, *args, *kwargs.values(), value)
         return value
 
     def holds(self, made: object, *args: P.args, **kwargs: P.kwargs) -> None:
-        """The result for these arguments, a list say, has got `made` into it."""
-        MEMORY.add(self._key(args, kwargs), made)
+        """Count `made`, which was added to the cached result (a list, for example) for these arguments."""
+        STEP_CACHE.add(self._key(args, kwargs), made)
 
     def _key(self, args: Any, kwargs: Any) -> Hashable:
         return (self._make, args, tuple(sorted(kwargs.items())))
 
 
-def remembered(make: Callable[P, T]) -> Remembered[P, T]:
-    """Decorate a function that is asked for the same steps again and again."""
-    return Remembered(make)
+def memoized(make: Callable[P, T]) -> Memoized[P, T]:
+    """Cache the results of a function that is called repeatedly for the same steps."""
+    return Memoized(make)
 
 
 def _steps(values: Any) -> Iterator[Step]:

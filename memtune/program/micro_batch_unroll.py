@@ -1,5 +1,7 @@
-"""A rank's step written down anew from the rows of another, parts of it several times with storages of their
-own.
+"""Unroll a rank's step of a pipeline: rows of the step of all stages, once per stage and micro-batch.
+
+Each stage and micro-batch gets its own copies of the storages that the stage makes. Rows of prologue,
+boundary and optimizer are appended once, for the rank's own parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from memtune.program.step import (
 )
 
 Key = tuple[Hashable, int]
-"""A stage (or what is uploaded) and a micro-batch."""
+"""A stage (or "upload") and a micro-batch."""
 _BODY = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 _EMPTY = np.empty(0, np.int32)
 _STORAGE_COLUMNS = ("bytes", "tier", "kind", "owner")
@@ -36,19 +38,19 @@ _STORAGE_COLUMNS = ("bytes", "tier", "kind", "owner")
 
 @dataclass(eq=False)
 class _Copy:
-    """A stage's storages of one micro-batch."""
+    """Storages and rows of one stage and micro-batch."""
 
     made: I32
-    """Storages of the step, in the order of their numbers here."""
+    """Storages of the old step that have copies, in the order of the copies' numbers."""
     start: int
-    """Number of the first."""
-    number: I32  # (m,) by storage of the step: its number for this stage and micro-batch, -1: not here
-    received: set[int] = field(default_factory=set)
+    """Number of the first copy."""
+    number: I32  # (m,) number of each old storage for this stage and micro-batch, -1: none
+    received: set[int] = field(default_factory=set)  # numbers that other stages or micro-batches share
     parts: dict[bool, tuple[I32, I32]] = field(default_factory=dict)
-    """Backward or not → its rows, and the rows of the step that they were made from, both ascending."""
+    """Backward or not → new rows, and the old rows that they are copies of, both ascending."""
 
     def row_of(self, ops: I32) -> I32:
-        """The row of each of `ops`, which have run in one of the parts."""
+        """Return the new row of each of the old `ops`, -1 if it was not appended."""
         found = np.full(len(ops), -1, np.int32)
         for rows, made_from in self.parts.values():
             at = np.minimum(np.searchsorted(made_from, ops), max(len(rows) - 1, 0))
@@ -57,9 +59,9 @@ class _Copy:
         return found
 
     def last_row(self, until: I32) -> I32:
-        """The row of the last op that has run up to each of `until`."""
+        """Return the new row of the last appended op up to each old op in `until`, -1 if there is none."""
         found = np.full(len(until), -1, np.int32)
-        for backward in (False, True):
+        for backward in (False, True):  # backward rows are later, so they replace forward rows
             rows, made_from = self.parts.get(backward, (_EMPTY, _EMPTY))
             at = np.searchsorted(made_from, until, side="right") - 1
             found[at >= 0] = rows[at[at >= 0]]
@@ -67,11 +69,11 @@ class _Copy:
 
 
 class UnrolledRows:
-    """The rows so far.
+    """A rank's step under construction.
 
     Args:
-        step: Where rows are taken from.
-        held: (parameters,) what this rank holds; what belongs to others is left out.
+        step: The old step, of all stages.
+        held: (parameters,) True for parameters of this rank; rows and storages of others are omitted.
     """
 
     def __init__(self, step: Step, held: npt.NDArray[np.bool_]) -> None:
@@ -94,13 +96,13 @@ class UnrolledRows:
 
     @cached_property
     def _mine(self) -> npt.NDArray[np.bool_]:
-        """(m,) storages that belong to no parameter, or to one that is here."""
+        """(m,) True for storages of no parameter, or of a parameter of this rank."""
         of = self._owner
         return (of < 0) | self._held[of]
 
     @cached_property
     def _owner(self) -> I32:
-        """(m,) the parameter that each storage belongs to, -1 none."""
+        """(m,) parameter of each storage, -1 for none."""
         owner: I32 = np.where(
             self._step.parameter_of >= 0, self._step.parameter_of, self._step.storages.owner
         )
@@ -118,20 +120,20 @@ class UnrolledRows:
         return np.arange(self._n_storages - len(rows), self._n_storages, dtype=np.int32)
 
     def declare(self, stage: Hashable, made: I32) -> None:
-        """The storages that a stage makes, each micro-batch its own."""
+        """Declare the storages that `stage` makes; each micro-batch has its own copies."""
         self._made[stage] = made
 
-    def keep(self, stage: Hashable, made: I32) -> None:
-        """Of what a stage makes, these are made for the first micro-batch and serve the others."""
+    def share_with_later(self, stage: Hashable, made: I32) -> None:
+        """Declare storages of `stage` that its first micro-batch makes and the later ones share."""
         self._once[stage] = made
 
-    def alias(self, stage: Hashable, storage: int, stands_for: int) -> None:
-        """In `stage`, `storage` is not made: `stands_for` takes its place."""
-        self._alias.setdefault(stage, []).append((storage, stands_for))
+    def alias(self, stage: Hashable, storage: int, replacement: int) -> None:
+        """Declare that `stage` does not make `storage` and uses `replacement` instead."""
+        self._alias.setdefault(stage, []).append((storage, replacement))
 
-    def sums(self, part: I32, total: I32) -> None:
-        """In each stage's first micro-batch gradient `part[i]` is not added to `total[i]` but is what others
-        are added to.
+    def declare_sums(self, part: I32, total: I32) -> None:
+        """Declare gradient sums: the first micro-batch makes gradient `part[i]` in place of its sum
+        `total[i]`, to which later micro-batches add theirs.
         """
         self._part, self._total = part, total
 
@@ -150,21 +152,21 @@ class UnrolledRows:
                 number[once] = self._copies[key[0], 0].number[once]
             number[made] = self._append(made)
             number[first] = number[self._total[: len(first)]]
-            for storage, stands_for in self._alias.get(key[0], ()):
-                number[storage] = number[stands_for]
+            for storage, replacement in self._alias.get(key[0], ()):
+                number[storage] = number[replacement]
             known = self._copies[key] = _Copy(made, self._n_storages - len(made), number)
         return known
 
-    def of(self, key: Key, storage: int) -> int:
-        """The number of `storage` for a stage and micro-batch."""
+    def number_of(self, key: Key, storage: int) -> int:
+        """Return the number of `storage` for a stage and micro-batch."""
         return int(self._copy(key).number[storage])
 
-    def once(self, storage: int) -> int:
-        """The number of what is there once."""
+    def single_number(self, storage: int) -> int:
+        """Return the number of a storage that all stages and micro-batches share."""
         return int(self._single[storage])
 
-    def received(self, key: Key, storage: int) -> int:
-        """`storage` is received for a stage and micro-batch by the next op; its number."""
+    def add_received(self, key: Key, storage: int) -> int:
+        """Add a copy of `storage` that the next op receives for `key`; return its number."""
         copy = self._copy(key)
         number = int(self._append(np.array([storage]))[0])
         self._storages[-1]["kind"], self._storages[-1]["producer"] = np.array([Kind.TEMPORARY]), self.n_ops
@@ -173,7 +175,7 @@ class UnrolledRows:
         copy.received.add(number)
         return number
 
-    def new(
+    def add_storage(
         self,
         n_bytes: int,
         tier: Tier,
@@ -183,34 +185,36 @@ class UnrolledRows:
         forever: bool = False,
         left: bool = False,
     ) -> int:
-        """A storage that the next op makes, or that is there from before the step, for ever or `left` to be
-        used; its number.
+        """Add a storage with these columns of `Storages`, made by the next op; return its number.
+
+        With `forever` it exists before the step and outlives it. With `left` the previous step left it: it
+        exists before the step and is freed after its last use.
         """
         self._storages.append({"bytes": [n_bytes], "tier": [tier], "kind": [kind], "owner": [owner]})
         self._storages[-1] |= {"held_until": FOREVER} if forever else {} if left else {"producer": self.n_ops}
         self._n_storages += 1
         return self._n_storages - 1
 
-    def changed(self, storages: I32, column: str, value: int) -> None:
-        """Set the bytes or the tier of `storages` of the step that are there from before it."""
+    def set_initial(self, storages: I32, column: str, value: int) -> None:
+        """Set the bytes or the tier of `storages` that exist before the step."""
         self._storages[0][column][self._single[storages]] = value
 
-    def stands_for(self, storage: int, number: int) -> None:
-        """Stages and micro-batches that begin from here on find `number` where the step has `storage`."""
+    def replace_from_now(self, storage: int, number: int) -> None:
+        """Replace `storage` by `number` for stages and micro-batches that begin from now on."""
         self._single[storage] = number
 
-    def put(self, key: Key, storage: int, number: int) -> None:
-        """A stage and micro-batch finds `number`, which others hold as well, where the step has `storage`."""
+    def set_number(self, key: Key, storage: int, number: int) -> None:
+        """Replace `storage` by `number`, which others hold as well, for one stage and micro-batch."""
         copy = self._copy(key)
         copy.number[storage] = number
         copy.received.add(number)
 
     def hold_number(self, number: int, until: int) -> None:
-        """The storage of that number is held until that row at least."""
+        """Hold the storage `number` at least until row `until`."""
         self._holds.append((number, until))
 
-    def there(self, n_bytes: int, until: int) -> None:
-        """As many bytes of the batch are there from the beginning until that row."""
+    def add_batch(self, n_bytes: int, until: int) -> None:
+        """Add `n_bytes` of the batch that exist before the step and are held until row `until`."""
         self._storages.append(
             {"bytes": [n_bytes], "tier": [Tier.DEVICE], "kind": [Kind.BATCH], "owner": [-1]}
         )
@@ -218,21 +222,19 @@ class UnrolledRows:
         self._n_storages += 1
 
     def hold(self, key: Key, storage: int, until: int) -> None:
-        """`storage` of a stage and micro-batch is held until that row at least."""
-        self._holds.append((self.of(key, storage), until))
+        """Hold `storage` of a stage and micro-batch at least until row `until`."""
+        self._holds.append((self.number_of(key, storage), until))
 
-    def hold_as(self, key: Key, storages: I32, other: Key) -> None:
-        """`storages` of a stage and micro-batch are held until where `other`, of that stage, would let go of
-        its own.
-        """
+    def hold_like(self, key: Key, storages: I32, other: Key) -> None:
+        """Hold `storages` of `key` until `other`, of the same stage, would free its own copies."""
         until = self._copies[other].last_row(self._step.storages.held_until[storages])
         self._holds += [
-            (self.of(key, storage), row)
+            (self.number_of(key, storage), row)
             for storage, row in zip(storages.tolist(), until.tolist(), strict=True)
         ]
 
     def hold_all(self, key: Key, until: int) -> None:
-        """All that a stage has made for a micro-batch is held until that row at least."""
+        """Hold all storages of a stage and micro-batch at least until row `until`."""
         copy = self._copies[key]
         self._holds += [(number, until) for number in range(copy.start, copy.start + len(copy.made))]
 
@@ -250,7 +252,7 @@ class UnrolledRows:
         stream: int = 0,
         prefetch: int = 0,
     ) -> int:
-        """Append one op, which uses storages by their numbers here; returns its row."""
+        """Append one new op, whose `uses` are (number, mode) pairs; return its row."""
         if name not in self._names:
             self._names.append(name)
         self._ops.append(
@@ -273,43 +275,39 @@ class UnrolledRows:
             }
         )
         if uses:
-            storages, hows = zip(*uses, strict=True)
+            storages, modes = zip(*uses, strict=True)
             self._uses.append(
                 (
                     np.full(len(uses), self.n_ops, np.int32),
                     np.array(storages, np.int32),
-                    np.array(hows, np.uint8),
+                    np.array(modes, np.uint8),
                 )
             )
         self.n_ops += 1
         return self.n_ops - 1
 
-    def take(self, ops: I32, key: Key, *, backward: bool = False) -> None:
-        """Append `ops`, ascending rows of the step, for a stage and micro-batch; what was taken before comes
-        before them.
-        """
+    def append_ops(self, ops: I32, key: Key, *, backward: bool = False) -> None:
+        """Append old `ops`, ascending, for a stage and micro-batch, after those appended for it before."""
         step, copy = self._step, self._copy(key)
         rows, before = copy.parts.get(backward, (_EMPTY, _EMPTY))
         now = np.arange(self.n_ops, self.n_ops + len(ops), dtype=np.int32)
         copy.parts[backward] = np.concatenate([rows, now]), np.concatenate([before, ops])
         uses = self._uses_of(ops)
-        storages, hows = copy.number[step.uses.storage[uses]], step.uses.mode[uses].copy()
-        hows[(hows == DONATES) & np.isin(storages, list(copy.received))] = (
-            READS  # whoever received it holds it
-        )
+        storages, modes = copy.number[step.uses.storage[uses]], step.uses.mode[uses].copy()
+        # The receiver holds a reference, so autograd cannot donate a received storage.
+        modes[(modes == DONATES) & np.isin(storages, list(copy.received))] = READS
         here = storages >= 0
-        self._taken(ops, uses[here], storages[here], hows[here])
+        self._append_columns(ops, uses[here], storages[here], modes[here])
 
     def rows_of(self, key: Key, ops: I32) -> I32:
-        """The row of each of `ops`, which were taken for a stage and micro-batch."""
+        """Return the row of each of the old `ops`, which were appended for a stage and micro-batch."""
         return self._copies[key].row_of(ops)
 
-    def take_rest(self, of: npt.NDArray[np.bool_] | None = None) -> None:
-        """Append the ops that run once, of what this rank holds; one that works on several parameters does on
-        fewer.
+    def append_remaining(self, of: npt.NDArray[np.bool_] | None = None) -> None:
+        """Append the ops that run once per step, restricted to parameters of this rank.
 
         Args:
-            of: (parameters,) those that they work on; None: all that are here.
+            of: (parameters,) the parameters that they use; None: all of this rank.
         """
         step, owner = self._step, self._owner[self._step.uses.storage]
         here = (owner < 0) | (self._held if of is None else of)[owner]
@@ -325,9 +323,9 @@ class UnrolledRows:
         self._storages[-1]["held_until"] = self._in_rest(step.storages.held_until[made])
         uses = self._uses_of(ops)
         storages = self._single[step.uses.storage[uses]]
-        there = here[uses] & (storages >= 0)
-        self._taken(
-            ops, uses[there], storages[there], step.uses.mode[uses[there]], share=self._share(ops, here)
+        known = here[uses] & (storages >= 0)
+        self._append_columns(
+            ops, uses[known], storages[known], step.uses.mode[uses[known]], share=self._share(ops, here)
         )
 
     def _uses_of(self, ops: I32) -> npt.NDArray[np.intp]:
@@ -335,33 +333,37 @@ class UnrolledRows:
         taken[ops] = True
         return np.flatnonzero(taken[self._step.uses.op])
 
-    def _taken(self, ops: I32, uses: npt.NDArray[Any], storages: I32, hows: Any, share: Any = 1.0) -> None:
+    def _append_columns(
+        self, ops: I32, uses: npt.NDArray[Any], storages: I32, modes: Any, share: Any = 1.0
+    ) -> None:
         columns = {name: column[ops] for name, column in self._step.ops.columns().items()}
         columns["traffic_bytes"] = (columns["traffic_bytes"] * share).astype(np.int64)
         columns["flops"] = columns["flops"] * share
         self._ops.append(columns)
         self._uses.append(
-            ((self.n_ops + np.searchsorted(ops, self._step.uses.op[uses])).astype(np.int32), storages, hows)
+            ((self.n_ops + np.searchsorted(ops, self._step.uses.op[uses])).astype(np.int32), storages, modes)
         )
         self.n_ops += len(ops)
 
     def _share(self, ops: I32, here: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """(ops,) how much of the bytes that each uses is of this rank."""
+        """Return (ops,) the fraction of the bytes each op uses that belongs to this rank (a foreach op's
+        cost).
+        """
         step = self._step
         weights = step.storages.bytes[step.uses.storage].astype(np.float64)
-        whole, part = (np.bincount(step.uses.op, each, step.ops.n)[ops] for each in (weights, weights * here))
-        return np.divide(part, whole, out=np.ones(len(ops)), where=whole > 0)
+        total, part = (np.bincount(step.uses.op, each, step.ops.n)[ops] for each in (weights, weights * here))
+        return np.divide(part, total, out=np.ones(len(ops)), where=total > 0)
 
     # -- the step --------------------------------------------------------------------------------------------
 
     def _in_rest(self, until: I32) -> I32:
-        """The row of the last op up to each of `until` among those that run once."""
+        """Return the row of the last op up to each of `until` among the ops that run once."""
         start, ops = self._rest
         row = start + np.maximum(np.searchsorted(ops, until, side="right") - 1, 0)
         return np.where(until == FOREVER, FOREVER, np.where(until < 0, -1, row)).astype(np.int32)
 
     def _lifetimes(self) -> tuple[I32, I32]:
-        """(storages,) producer, and until when Python holds each."""
+        """Return (storages,) the producer of each storage, and the row until which Python holds it."""
         step = self._step
         producer, held = np.full(self._n_storages, -1, np.int32), np.full(self._n_storages, -1, np.int32)
         held[: len(self._before)] = self._in_rest(step.storages.held_until[self._before])
@@ -387,7 +389,7 @@ class UnrolledRows:
         return producer, held
 
     def _saves(self) -> Iterator[dict[str, Any]]:
-        """What autograd saves, for each stage and micro-batch that it does so in."""
+        """Yield the saves of each stage and micro-batch."""
         step = self._step
         used = np.where(step.saves.used_until >= 0, step.saves.used_until, step.saves.held_until)
         for copy in self._copies.values():
@@ -409,13 +411,13 @@ class UnrolledRows:
             }
 
     def done(self) -> Step:
-        """The rank's step."""
+        """Return the rank's step."""
         step = self._step
         producer, held = self._lifetimes()
         ops = _joined(self._ops, step.ops.columns())
         storages = _joined(self._storages, {name: getattr(step.storages, name) for name in _STORAGE_COLUMNS})
         saves = _joined(list(self._saves()), step.saves.columns())
-        use_op, use_storage, hows = (np.concatenate(column) for column in zip(*self._uses, strict=True))
+        use_op, use_storage, modes = (np.concatenate(column) for column in zip(*self._uses, strict=True))
         by_op = np.argsort(use_op, kind="stable")
         nothing = np.zeros(len(step.blocks) + 1, np.int32)
         parameters, index = self._parameters()
@@ -434,7 +436,7 @@ class UnrolledRows:
             uses=Uses(
                 op=use_op[by_op].astype(np.int32),
                 storage=use_storage[by_op].astype(np.int32),
-                mode=hows[by_op].astype(np.uint8),
+                mode=modes[by_op].astype(np.uint8),
             ),
             saves=replace(step.saves, **saves),
             calls=replace(step.calls, inputs=step.calls.inputs.rows(slice(0))),
@@ -447,7 +449,7 @@ class UnrolledRows:
         )
 
     def _parameters(self) -> tuple[Any, I32]:
-        """The parameters that are here, and the number here of each of the step's; -1 stays -1."""
+        """Return this rank's parameters, and (parameters + 1,) each one's new index; -1 maps to -1."""
         known, keep = columns_of(self._step.parameters), np.flatnonzero(self._held)
         index = np.full(len(known) + 1, -1, np.int32)
         index[keep] = np.arange(len(keep), dtype=np.int32)
@@ -467,7 +469,7 @@ class UnrolledRows:
 
 
 def _joined(parts: Sequence[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any]:
-    """The columns `like` of all parts, in their types."""
+    """Return the columns `like` of all parts concatenated, in their dtypes."""
     return {
         name: np.concatenate([each[name] for each in parts]).astype(column.dtype)
         for name, column in like.items()

@@ -1,4 +1,4 @@
-"""Builds a run of new ops for an Edit, one after the other: what each reads, writes and makes."""
+"""A sequence of new ops for an Edit, with the storages they read, write and make."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from memtune.program.step import DONATES, READS, WRITES, Phase
 
 @dataclass
 class NewOps:
-    """New ops in their order, with what they read and make."""
+    """A sequence of new ops; `insert` adds all of it to the edit at one place."""
 
     edit: Edit
     first: int
     names: list[int] = field(default_factory=list)
     flops: list[float] = field(default_factory=list)
     traffic: list[int] = field(default_factory=list)
-    uses: list[tuple[int, int, int]] = field(default_factory=list)  # op, storage, how
+    uses: list[tuple[int, int, int]] = field(default_factory=list)  # op, storage, mode
     made: list[tuple[int, int]] = field(default_factory=list)  # bytes, producer
     held: list[tuple[int, int]] = field(default_factory=list)
     _first_storage: int = 0
@@ -37,11 +37,20 @@ class NewOps:
         name: str,
         *reads: int,
         writes: int = -1,
-        hands_over: int = -1,
+        donates: int = -1,
         like: int = -1,
         share: float = 1.0,
     ) -> int:
-        """Append an op; `like` an op of the step whose cost it shares. Returns its row."""
+        """Append an op; return its row.
+
+        Args:
+            name: Op name.
+            reads: Storages that it reads.
+            writes: Storage that it writes to, -1 for none.
+            donates: Storage that it donates to its output, -1 for none.
+            like: Op of the step from which it takes `share` of FLOPs and traffic; -1: it costs nothing.
+            share: Fraction of the cost of `like`.
+        """
         step = self.edit._step
         self.names.append(self.edit.name_id(name))
         self.flops.append(float(step.ops.flops[like]) * share if like >= 0 else 0.0)
@@ -49,17 +58,17 @@ class NewOps:
         self.uses += [(self.last, each, READS) for each in dict.fromkeys(reads)]
         if writes >= 0:
             self.uses += [(self.last, writes, WRITES)]
-        if hands_over >= 0:
-            self.uses += [(self.last, hands_over, DONATES)]
+        if donates >= 0:
+            self.uses += [(self.last, donates, DONATES)]
         return self.last
 
     def makes(self, n_bytes: int) -> int:
-        """The last op makes a storage; returns its row."""
+        """Add an output of `n_bytes` to the last op; return the storage's row."""
         self.made.append((n_bytes, self.last))
         return self._first_storage + len(self.made) - 1
 
     def hold(self, storage: int, op: int) -> None:
-        """`storage` stays at least until `op`, one of these, has run."""
+        """Hold `storage` at least until `op`, one of these ops, has run."""
         self.held.append((storage, op))
 
     def insert(
@@ -71,7 +80,7 @@ class NewOps:
         module: int,
         call: int = -1,
     ) -> None:
-        """Put all of it into the edit."""
+        """Insert all ops into the edit, after op `after` or before op `before`."""
         anchor = np.full(len(self.names), before if after is None else after, np.int32)
         self.edit.add_ops(
             np.asarray(self.names, np.int32),
@@ -86,11 +95,11 @@ class NewOps:
         if self.made:
             n_bytes, producer = (np.asarray(column) for column in zip(*self.made, strict=True))
             self.edit.add_storages(n_bytes.astype(np.int64), producer=producer.astype(np.int32))
-        for how in (READS, WRITES, DONATES):
-            pairs = [(op, storage) for op, storage, used in self.uses if used == how]
+        for mode in (READS, WRITES, DONATES):
+            pairs = [(op, storage) for op, storage, used in self.uses if used == mode]
             if pairs:
                 ops, storages = (np.asarray(column, np.int32) for column in zip(*pairs, strict=True))
-                self.edit.add_uses(ops, storages, mode=how)
+                self.edit.add_uses(ops, storages, mode=mode)
         if self.held:
             storages, ops = (np.asarray(column, np.int32) for column in zip(*self.held, strict=True))
             self.edit.hold_through(storages, ops)

@@ -1,4 +1,4 @@
-"""The parameters of a step: one record each, and the same as columns for passes that treat many at once."""
+"""Parameters of a step, as records and as columns for vectorized passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 
 class Parameter(NamedTuple):
-    """One parameter of the model and the storages that belong to it (-1: none)."""
+    """One parameter of the model, with its storages (-1: none)."""
 
     name: str
     storage: int
@@ -27,9 +27,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParameterColumns(Sequence[Parameter]):
-    """Parameters as columns, one entry each; as a sequence it gives their records, made when one is first
-    asked for.
-    """
+    """Parameters as columns. As a sequence it yields records, which are made on first access."""
 
     names: tuple[str, ...]
     storage: npt.NDArray[np.int32]
@@ -42,7 +40,7 @@ class ParameterColumns(Sequence[Parameter]):
 
     @cached_property
     def records(self) -> tuple[Parameter, ...]:
-        """The parameters these columns describe."""
+        """The parameters as records."""
         rows = zip(
             self.names,
             self.storage.tolist(),
@@ -70,16 +68,16 @@ class ParameterColumns(Sequence[Parameter]):
 
 
 _REMEMBERED = 128
-"""Tuples whose columns are kept, about 40 kB each for 300 parameters."""
+"""Most tuples whose columns are cached, about 40 kB each for 300 parameters."""
 _known: dict[int, tuple[Sequence[Parameter], ParameterColumns]] = {}
 
 
 def columns_of(parameters: Sequence[Parameter]) -> ParameterColumns:
-    """The columns of `parameters`; made once per tuple, since the steps of many candidates share it."""
+    """Return the columns of `parameters`, cached by tuple, since the steps of many candidates share it."""
     if isinstance(parameters, ParameterColumns):
         return parameters
     known = _known.get(id(parameters))
-    if known is not None and known[0] is parameters:  # an id may come again when its tuple is gone
+    if known is not None and known[0] is parameters:  # ids are reused after a tuple is freed
         return known[1]
     names, storage, gradient, shapes, itemsize, trainable, block = (
         zip(*parameters, strict=True) if parameters else ((),) * 7
@@ -95,11 +93,11 @@ def columns_of(parameters: Sequence[Parameter]) -> ParameterColumns:
         numel_of(shapes),
     )
     if len(_known) >= _REMEMBERED:
-        del _known[next(iter(_known))]  # the oldest
+        del _known[next(iter(_known))]  # dicts keep insertion order: this is the oldest
     _known[id(parameters)] = parameters, columns
     return columns
 
 
 def numel_of(shapes: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.int64]:
-    """Elements of each shape."""
+    """Return the number of elements of each shape."""
     return np.asarray([math.prod(shape) for shape in shapes], np.int64)

@@ -1,9 +1,8 @@
-"""Blocks that run several times in one forward (ALBERT's shared layers, a GAN's discriminator): each call as
-a block of its own.
+"""View of a Step with one block per call, for blocks that run several times in one forward.
 
-A pass that runs a block once more, or moves what it saved, must do so per call, since each call has inputs,
-products and a backward of its own. The recorder numbers the calls as it sees each begin; ops, saves and
-inputs name theirs.
+Examples are ALBERT's shared layers and a GAN's discriminator. Each call has its own inputs, outputs and
+backward, so passes that recompute a block or offload its saved tensors work per call. The recorder numbers
+calls in the order in which they begin; rows of ops, saves and inputs refer to them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from memtune.program.step import Step
 
 
 def split_calls(step: Step) -> Step:
-    """`step` with one block per call, in the order of the calls; `step` itself where no block runs twice."""
+    """Return `step` with one block per call, in call order; `step` itself if no block runs twice."""
     if len(step.calls.block) == len(step.blocks):
         return step
     blocks = tuple(step.blocks[each] for each in step.calls.block)
@@ -27,7 +26,7 @@ def split_calls(step: Step) -> Step:
 
 
 def join_calls(step: Step, like: Step) -> Step:
-    """`step`, which has one block per call of `like`, with the blocks of `like` again."""
+    """Return `step`, which has one block per call of `like`, with the blocks of `like` restored."""
     if len(like.calls.block) == len(like.blocks):
         return step
     return replace(step, blocks=like.blocks, block_outputs=like.block_outputs).with_calls(

@@ -1,9 +1,8 @@
-"""In which order a rank of a pipeline runs forwards and backwards, as torch.distributed.pipelining does, and
-what stands idle.
+"""Pipeline schedules, in the order of torch.distributed.pipelining, and their idle share.
 
-p ranks, v stages on each (stage s on rank s mod p), m micro-batches, a multiple of p where they go in rounds.
-Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM, sections 2.2.1 and 2.2.2.
+There are p ranks with v stages each (stage s is on rank s mod p) and m micro-batches; interleaved schedules
+run micro-batches in rounds of p, so m is a multiple of p there. Source: Narayanan et al. 2021, Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, sections 2.2.1 and 2.2.2.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "gpipe"]
 
 
 class StageAction(NamedTuple):
-    """A forward or backward of one micro-batch in one stage."""
+    """Forward or backward of one micro-batch in one stage."""
 
     stage: int
     micro_batch: int
@@ -26,16 +25,14 @@ class StageAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """How blocks are divided among the ranks of a pipeline, known while a step still is that of all of
-    them.
-    """
+    """Division of blocks among the ranks of a pipeline, while a step has the blocks of all ranks."""
 
     starts: tuple[int, ...]
-    """The first block of each stage; stage s is on rank s % ranks."""
+    """First block of each stage; stage s is on rank s % ranks."""
     ranks: int
     schedule: PipelineSchedule
     in_slots: bool = False
-    """Copies of saved activations follow the schedule's slots (`activations.offload.pipeline_slots`)."""
+    """Copies of saved activations run in the schedule's slots (`activations.offload.pipeline_slots`)."""
 
     @property
     def per_rank(self) -> int:
@@ -43,29 +40,30 @@ class Stages:
         return len(self.starts) // self.ranks
 
     def blocks(self, stage: int, n_blocks: int) -> range:
-        """The blocks of a stage, of `n_blocks` in all."""
+        """Return the blocks of a stage, out of `n_blocks`."""
         return range(self.starts[stage], (*self.starts, n_blocks)[stage + 1])
 
     def of_rank(self, rank: int) -> range:
-        """The stages on a rank."""
+        """Return the stages on a rank."""
         return range(rank, len(self.starts), self.ranks)
 
-    def times(self, micro_batches: int) -> int:
-        """How often written rows stand for rounds of `ranks` micro-batches: two rounds or a few show what is
-        held.
+    def repeats(self, micro_batches: int) -> int:
+        """Return how many times the unrolled rows repeat in a step of `micro_batches`.
+
+        Rows are unrolled for a few rounds of `ranks` micro-batches, at least two, which suffices for the
+        peak.
         """
-        if self.schedule == "gpipe":  # all of them are held
+        if self.schedule == "gpipe":  # activations of all micro-batches are live at once
             return 1
         rounds = micro_batches // self.ranks
         return rounds // next((each for each in range(2, rounds + 1) if rounds % each == 0), 1)
 
 
 def slots_between(actions: Sequence[StageAction]) -> dict[int, int]:
-    """Stage → the fewest forwards and backwards of others that a rank runs between a micro-batch's forward
-    and its backward.
+    """Return stage → the fewest actions that a rank runs between forward and backward of one micro-batch.
 
     Args:
-        actions: What the rank runs, in order.
+        actions: The rank's actions, in order.
     """
     began = {(each.stage, each.micro_batch): n for n, each in enumerate(actions) if not each.backward}
     found: dict[int, int] = {}
@@ -77,41 +75,44 @@ def slots_between(actions: Sequence[StageAction]) -> dict[int, int]:
 
 
 def idle_share(ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Seconds that a rank waits over those that it works, with equal stages: (p - 1) / (v · m)."""
+    """Return the idle time of a rank divided by its busy time, with equal stages: (p - 1) / (v · m)."""
     return (ranks - 1) / (stages_per_rank * micro_batches)
 
 
-def order(
+def stage_actions(
     schedule: PipelineSchedule, rank: int, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> list[StageAction]:
-    """What `rank` runs, in order."""
+    """Return the actions of `rank`, in order: forwards to fill the pipeline, pairs (1F1B), the last
+    backwards.
+    """
     total = stages_per_rank * micro_batches
     if schedule == "gpipe":
-        ahead, together = total, 0
+        warm_up, paired = total, 0
     elif schedule == "1f1b":
-        ahead = min(micro_batches, ranks - rank) - 1
-        together = total - ahead
+        warm_up = min(micro_batches, ranks - rank) - 1
+        paired = total - warm_up
     else:
-        in_a_round = micro_batches // max(1, micro_batches // ranks)
-        ahead = min((stages_per_rank - 1) * in_a_round + 2 * (ranks - 1 - rank), total)
-        together = total - ahead
-    forwards = _in_turn(rank, ranks, stages_per_rank, micro_batches, backward=False)
-    backwards = _in_turn(rank, ranks, stages_per_rank, micro_batches, backward=True)
-    pairs = [action for pair in zip(forwards[ahead:], backwards[:together], strict=True) for action in pair]
-    return [*forwards[:ahead], *pairs, *backwards[together:]]
+        per_round = micro_batches // max(1, micro_batches // ranks)
+        warm_up = min((stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank), total)
+        paired = total - warm_up
+    forwards = _round_robin(rank, ranks, stages_per_rank, micro_batches, backward=False)
+    backwards = _round_robin(rank, ranks, stages_per_rank, micro_batches, backward=True)
+    pairs = [action for pair in zip(forwards[warm_up:], backwards[:paired], strict=True) for action in pair]
+    return [*forwards[:warm_up], *pairs, *backwards[paired:]]
 
 
-def _in_turn(
+def _round_robin(
     rank: int, ranks: int, stages_per_rank: int, micro_batches: int, *, backward: bool
 ) -> list[StageAction]:
-    """Forwards take a round of micro-batches through one stage after the other, backwards begin with the last
-    stage.
+    """Return a rank's forwards, or backwards: a round of micro-batches per stage, stage by stage.
+
+    Backwards begin with the last stage.
     """
-    in_a_round = micro_batches // max(1, micro_batches // ranks)
+    per_round = micro_batches // max(1, micro_batches // ranks)
     seen: Counter[int] = Counter()
     found = []
     for step in range(stages_per_rank * micro_batches):
-        nth = step // in_a_round % stages_per_rank
+        nth = step // per_round % stages_per_rank
         stage = (stages_per_rank - 1 - nth if backward else nth) * ranks + rank
         found.append(StageAction(stage, seen[stage], backward))
         seen[stage] += 1

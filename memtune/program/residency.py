@@ -1,15 +1,14 @@
-"""Which units are on the device when: planned once from the order in which they are used, followed by
-mechanism and pass.
+"""Residency plans: the offload units on the device at each moment, computed from the order of use.
 
-A step has a *moment* for each use of a unit: forward of the first to the last one, backward of the last to
-the first one. When a moment begins, some units are let go, then some are brought in. After the last moment
-none is on the device, since the weights change.
+The runtime and the pass follow the same plan. A step has one *moment* per use of a unit: forward from the
+first to the last, backward from the last to the first. When a moment begins, some units are freed, then some
+are loaded. No unit is resident after the last moment, since the optimizer changes the weights.
 
-Two families of rules. A *window* slides over the units: those that are used next come in ahead of their use,
-at a price of the slots they take. A *cache* brings a unit in when it is used and lets one go when it must:
-the one used longest ago (LRU), the one used least often lately (LFU, what is long ago counts less), or the
-one that is used again last of all (Belady 1966, "A study of replacement algorithms for a virtual-storage
-computer", which no other rule beats in moves). A moment may use several units, and have slots of its own.
+There are two families of rules. A *window* slides over the units and prefetches those used next, which takes
+slots. A *cache* loads a unit when it is used and evicts one if no slot is free: the least recently used
+(LRU); the least frequently used with decaying counts (LFU); or the one whose next use is farthest (Belady
+1966, "A study of replacement algorithms for a virtual-storage computer"), which minimizes loads. A moment may
+use several units, and moments may differ in slots.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from typing import Final, Literal, TypeVar
 Rule = Literal["belady", "lru", "lfu"]
 Units = tuple[int, ...]
 DECAY = 0.9
-"""By which a count of uses is multiplied in every moment."""
+"""Factor per moment of LFU's counts of uses."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What happens when each moment begins; the last entry is the end of backward."""
+    """Units freed and loaded at the begin of each moment; the last entry is the end of backward."""
 
     drops: tuple[Units, ...]
-    """Units that are let go."""
+    """Units that are freed, per moment."""
     loads: tuple[Units, ...]
-    """Units that come in then, the one that is used first."""
+    """Units that are loaded after that, per moment, in the order of their use."""
 
     @property
     def moves(self) -> int:
-        """Times that a unit comes in."""
+        """Number of loads."""
         return sum(map(len, self.loads))
 
     def resident(self) -> list[frozenset[int]]:
-        """Units on the device in each moment."""
+        """Return the resident units of each moment."""
         found: list[frozenset[int]] = []
         now: frozenset[int] = frozenset()
         for drops, loads in zip(self.drops, self.loads, strict=True):
@@ -52,29 +51,32 @@ class Residency:
 
 
 @functools.lru_cache(maxsize=64)
-def reads_ahead(residency: Residency, ahead: int) -> tuple[tuple[Units, Units], ...]:
-    """Of each moment, the units that are read from SSD then: before they come in themselves, and after what
-    comes in has.
+def ssd_reads_by_moment(residency: Residency, read_ahead: int) -> tuple[tuple[Units, Units], ...]:
+    """Return the units that are read from SSD in each moment: to load them at once, and as read-ahead.
 
     Args:
-        residency: What comes in when.
-        ahead: Moments by which a unit is read before it comes in; what the first moment needs is read when it
-            begins.
+        residency: The loads of each moment.
+        read_ahead: Moments between the read of a unit and its load; units of the first moments are read at
+            the begin of the first one.
+
+    Returns:
+        Per moment: units read before the moment's loads, since they are among them, and units read after
+        them.
     """
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in residency.loads]
     for moment, units in enumerate(residency.loads):
-        at = max(moment - ahead, 0)
+        at = max(moment - read_ahead, 0)
         found[at][at != moment].extend(units)
     return tuple((tuple(now), tuple(later)) for now, later in found)
 
 
 def order_of_use(units: int, *, gathered: bool = False) -> Units:
-    """The unit of each moment of a step over `units` units; -1 for none.
+    """Return the unit that each moment of a step uses; -1 for none.
 
     Args:
-        units: How many there are.
-        gathered: A unit is gathered from ranks, in backward one moment ahead; so what is used then are the
-            next one's rows.
+        units: Number of units.
+        gathered: Units are sharded. FSDP2 prefetches the all-gather of the next unit in backward, so a moment
+            of backward uses the rows of the next unit.
     """
     return (
         (*range(units), *reversed(range(units - 1)), -1)
@@ -84,10 +86,10 @@ def order_of_use(units: int, *, gathered: bool = False) -> Units:
 
 
 @functools.lru_cache(maxsize=64)
-def window(units: int, slots: int, *, gathered: bool = False) -> Residency:
-    """`slots` consecutive units slide over the model and back, each there `slots` - 1 moments before its use.
+def window_residency(units: int, slots: int, *, gathered: bool = False) -> Residency:
+    """Return a window of `slots` consecutive units that slides over the model and back.
 
-    `gathered` is as in `order_of_use`.
+    Each unit is loaded `slots` - 1 moments before its use. `gathered` is as in `order_of_use`.
 
     Raises:
         ValueError: `slots` is not between 1 and `units`.
@@ -98,10 +100,11 @@ def window(units: int, slots: int, *, gathered: bool = False) -> Residency:
     firsts += [max(unit - slots + 1 - gathered, 0) for unit in reversed(range(units))]
     wanted = [frozenset(range(first, first + slots)) for first in firsts]
     uses = order_of_use(units, gathered=gathered)
-    ahead = [lambda unit: unit] * units + [lambda unit: -unit] * units
+    # Loads in the order of use: backward uses the last unit first.
+    sort_keys = [lambda unit: unit] * units + [lambda unit: -unit] * units
     loads = [
         tuple(sorted(now - before, key=key))
-        for now, before, key in zip(wanted, [frozenset(), *wanted], ahead, strict=False)
+        for now, before, key in zip(wanted, [frozenset(), *wanted], sort_keys, strict=False)
     ]
     drops = [tuple(sorted(before - now)) for now, before in zip(wanted, [frozenset(), *wanted], strict=False)]
     assert all(use < 0 or use in now for use, now in zip(uses, wanted, strict=True))
@@ -109,13 +112,13 @@ def window(units: int, slots: int, *, gathered: bool = False) -> Residency:
 
 
 @functools.lru_cache(maxsize=512)
-def cached(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Residency:
-    """At most `slots` units at once, each brought in when it is used and not there.
+def cache_residency(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Residency:
+    """Return the plan of a cache with `slots` slots, which loads a unit when it is used and not resident.
 
     Args:
-        uses: The units of each moment, as recorded; all of them are there in it.
-        slots: Units that may be on the device in each moment.
-        rule: Which of the others go when there is no slot left.
+        uses: The recorded units of each moment; all of them are resident in it.
+        slots: Most resident units of each moment.
+        rule: Eviction rule.
 
     Raises:
         ValueError: A moment uses more units than it has slots.
@@ -123,51 +126,52 @@ def cached(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Residency:
     now: set[int] = set()
     drops: list[Units] = []
     loads: list[Units] = []
-    seen = _Seen(uses)
+    history = _UseHistory(uses)
     for moment, (units, room) in enumerate(zip(uses, slots, strict=True)):
         if len(units) > room:
             raise ValueError(f"moment {moment} uses {len(units)} units and has {room} slots")
         missing = tuple(unit for unit in units if unit not in now)
-        leaving = max(len(now) + len(missing) - room, 0)
+        excess = max(len(now) + len(missing) - room, 0)
         others = (
-            sorted(now.difference(units), key=lambda unit: (*seen.value(unit, rule), unit)) if leaving else []
+            sorted(now.difference(units), key=lambda unit: (*history.value(unit, rule), unit))
+            if excess
+            else []
         )
-        gone = tuple(others[:leaving])
-        now.difference_update(gone)
+        evicted = tuple(others[:excess])
+        now.difference_update(evicted)
         now.update(missing)
-        drops.append(gone)
+        drops.append(evicted)
         loads.append(missing)
-        seen.use(units)
+        history.use(units)
     return Residency((*drops, tuple(sorted(now))), (*loads, ()))
 
 
 def lru_moves(uses: tuple[Units, ...]) -> Units:
-    """(units + 1,) by slots, how many times a unit comes in under LRU: `cached(...).moves` where every moment
-    has as many slots.
+    """Return (units + 1,) the number of loads under LRU for each number of slots.
 
-    Entries below the most units of one moment mean nothing. With n slots, what is there is always the n units
-    that were used last (of one moment's, the larger numbers first), so one walk tells for all n at once.
+    Entry n is `cache_residency(uses, (n,) * moments, "lru").moves`; entries below the most units of one
+    moment are meaningless. With n slots the n most recently used units are resident (of one moment's, the
+    larger numbers first), so one walk over stack distances serves all n.
 
     Source: Mattson et al. 1970, Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2),
     stack distances.
     """
     latest: list[int] = []
-    at_least = [0] * (
-        len({unit for units in uses for unit in units}) + 1
-    )  # uses that so many slots are too few for
+    # Uses by stack distance; the last entry counts first uses, which miss in a cache of any size.
+    at_distance = [0] * (len({unit for units in uses for unit in units}) + 1)
     for units in uses:
         for unit in units:
-            at_least[latest.index(unit) if unit in latest else -1] += 1
+            at_distance[latest.index(unit) if unit in latest else -1] += 1
         latest = sorted(units, reverse=True) + [unit for unit in latest if unit not in units]
-    return tuple(itertools.accumulate(reversed(at_least)))[::-1]
+    return tuple(itertools.accumulate(reversed(at_distance)))[::-1]
 
 
-class _Seen:
-    """What has been used, and what will be: the unit of the smallest `value` is the one to let go."""
+class _UseHistory:
+    """Past and future uses of units; the unit with the smallest `value` is evicted."""
 
     def __init__(self, uses: tuple[Units, ...]) -> None:
         self._moment, self._never = 0, len(uses)
-        self._to_come: dict[int, list[int]] = {}  # moments, the next one last
+        self._to_come: dict[int, list[int]] = {}  # moments of future uses, the next one last
         for moment in reversed(range(len(uses))):
             for unit in uses[moment]:
                 self._to_come.setdefault(unit, []).append(moment)
@@ -175,7 +179,7 @@ class _Seen:
         self._last: dict[int, int] = {}
 
     def use(self, units: Units) -> None:
-        """The moment is over."""
+        """End the moment, which used `units`."""
         for unit in units:
             since = self._moment - self._last.get(unit, self._moment)
             self._count[unit] = self._count.get(unit, 0.0) * DECAY**since + 1.0
@@ -184,6 +188,7 @@ class _Seen:
         self._moment += 1
 
     def value(self, unit: int, rule: Rule) -> tuple[float, ...]:
+        """Return the sort key of `unit` under `rule`."""
         if rule == "belady":
             to_come = self._to_come[unit]
             return (-(to_come[-1] if to_come else self._never),)
@@ -192,65 +197,68 @@ class _Seen:
 
 
 def smallest_window(compute_s: Sequence[float], load_s: Sequence[float], *, gathered: bool = False) -> int:
-    """Slots of the smallest window under which no unit is waited for: STRONGHOLD's inequality.
+    """Return the slots of the smallest window whose loads are hidden by compute: STRONGHOLD's inequality.
 
-    The unit that comes in when moment i begins is used slots - 1 moments later: its load must fit into what
-    is computed until then. At least 2, or nothing could come in ahead; all units if no smaller window does.
+    A unit loaded at the begin of moment i is used slots - 1 moments later, so its load must take no longer
+    than the compute until then. The result is at least 2, for a prefetch, and all units if no smaller window
+    suffices.
 
     Args:
         compute_s: (moments,) seconds of compute in each moment, in the order of `order_of_use`.
-        load_s: (units,) seconds that each unit takes to come in.
+        load_s: (units,) seconds of each unit's load.
         gathered: As in `order_of_use`.
 
-    Source: Sun et al. 2022, STRONGHOLD (SC 22), the inequality for transfers in; gradients leave on a link of
-    their own.
+    Source: Sun et al. 2022, STRONGHOLD (SC 22), the inequality for H2D copies; D2H copies of gradients use
+        the
+    other direction of the link.
     """
     units = len(load_s)
     for slots in range(min(2, units), units):
-        arrivals = _arrivals(units, slots, gathered)
-        # Rounded once: a load as long as what it hides behind is not waited for.
+        arrivals = _prefetches(units, slots, gathered)
+        # The tolerance covers rounding: a load exactly as long as its compute is hidden.
         if all(load_s[unit] <= math.fsum(compute_s[at:use]) * (1 + 1e-12) for at, use, unit in arrivals):
             return slots
     return units
 
 
-def _arrivals(units: int, slots: int, gathered: bool) -> list[tuple[int, int, int]]:
-    """Of each load that a window does ahead of use: the moment in which it begins, the one that uses it, the
-    unit.
-    """
+def _prefetches(units: int, slots: int, gathered: bool) -> list[tuple[int, int, int]]:
+    """Return the prefetches of a window: moment of the load, moment of the use, unit."""
     uses = order_of_use(units, gathered=gathered)
     found = []
-    for at, loads in enumerate(window(units, slots, gathered=gathered).loads):
-        if at:  # what the first moment needs is waited for whatever the window
+    for at, loads in enumerate(window_residency(units, slots, gathered=gathered).loads):
+        if at:  # loads of the first moment are exposed with any window
             found += [(at, next(i for i in range(at, len(uses)) if uses[i] == unit), unit) for unit in loads]
     return found
 
 
-# In which order tensors are read from SSD before they are asked for: shared by the mechanisms and the passes.
 WRITES_IN_FLIGHT: Final = 2
-"""Tensors that are being written at once; before another write begins, the oldest is finished."""
+"""Most concurrent SSD writes of tensors; the oldest one is awaited before another begins."""
 T = TypeVar("T")
 
 
-def reads(left: Sequence[T], asked: Sequence[T], ahead: int) -> list[tuple[T, T]]:
-    """The reads of `activations.offload.ssd_spill`, Rule 3: (the tensor that is fetched, a tensor that is
-    read then), in order.
+def ssd_spill_reads(offloaded: Sequence[T], fetched: Sequence[T], read_ahead: int) -> list[tuple[T, T]]:
+    """Return the SSD reads of `activations.offload.ssd_spill` in order, shared by its runtime and its pass.
+
+    A fetch reads its tensor, unless it was read ahead, then further tensors, the last offloaded one first.
 
     Args:
-        left: Tensors that are fetched some time, in the order in which they left.
-        asked: The same ones in the order in which they are fetched.
-        ahead: How many tensors are read before they are asked for.
+        offloaded: Tensors that will be fetched, in the order in which they were offloaded.
+        fetched: The same tensors in the order in which they are fetched.
+        read_ahead: Tensors that are read before they are fetched.
+
+    Returns:
+        Pairs: the tensor that is fetched, a tensor that is read at that time.
     """
-    shelved, waiting, found = list(left), 0, []
+    on_ssd, waiting, found = list(offloaded), 0, []
     is_read: set[T] = set()
-    for each in asked:
+    for each in fetched:
         if each in is_read:
             waiting -= 1
         else:
-            shelved.remove(each)
+            on_ssd.remove(each)
             found.append((each, each))
-        while shelved and waiting < ahead:
-            found.append((each, shelved.pop()))
+        while on_ssd and waiting < read_ahead:
+            found.append((each, on_ssd.pop()))
             is_read.add(found[-1][1])
             waiting += 1
     return found

@@ -1,9 +1,9 @@
-"""A step written anew from another one: ranges of its rows, each as often as it runs, with storages of their
-own, and new ops.
+"""Build a step by replaying rows of another one, possibly several times, with new storages, and adding new
+ops.
 
-A storage that was there before the step has one number throughout (`here`), which may come to stand for
-another one: a weight that has been brought in, a sum of gradients. What a range of rows makes is looked up in
-a table that the caller keeps (`made`).
+A storage that exists before the step has one number at a time (`initial_number`); a pass may replace it, for
+example by the loaded copy of a weight or by a sum of gradients. The caller keeps one table (`made`) per
+replay with the numbers of the storages that its rows made.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from memtune.program.step import (
 RowIndex = npt.NDArray[np.intp]
 RowMask = npt.NDArray[np.bool_]
 _NONE = np.empty(0, np.int32)
-_OF_NEW = ("name", "call", "phase", "resource", "traffic_bytes", "group", "stream", "prefetch")
-_NEUTRAL = {"sequence_nr": -1, "copy_of": -1}
+_NEW_OP_COLUMNS = ("name", "call", "phase", "resource", "traffic_bytes", "group", "stream", "prefetch")
+_DEFAULTS = {"sequence_nr": -1, "copy_of": -1}  # of the other columns; 0 for those not in it
 
 
 @dataclass(frozen=True)
 class NewOp:
-    """An op that the old step does not have."""
+    """An op that is not in the old step."""
 
     name: str
     phase: Phase
@@ -50,20 +50,20 @@ class NewOp:
 
 
 @dataclass(eq=False)
-class Turn:
-    """Rows that run together once, in ascending order, and what they made."""
+class RowRun:
+    """One replay of old rows, in ascending order, and the storages that they made."""
 
-    rows: list[RowIndex] = field(default_factory=list)
-    positions: list[I32] = field(default_factory=list)
-    storages: list[I32] = field(default_factory=list)
-    numbers: list[I32] = field(default_factory=list)
+    rows: list[RowIndex] = field(default_factory=list)  # old ops
+    positions: list[I32] = field(default_factory=list)  # the same ops in the new step
+    storages: list[I32] = field(default_factory=list)  # old storages that the rows make
+    numbers: list[I32] = field(default_factory=list)  # the same storages in the new step
 
 
-class Replay:
-    """A step under construction.
+class RowReplay:
+    """A step under construction from the rows of another one.
 
     Args:
-        step: What its rows are taken from.
+        step: The old step.
     """
 
     def __init__(self, step: Step) -> None:
@@ -73,10 +73,10 @@ class Replay:
         self._by_producer = np.argsort(step.storages.producer, kind="stable")
         self._made = np.searchsorted(step.storages.producer[self._by_producer], np.arange(step.ops.n + 1))
         self._uses = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1))
-        self.there = step.storages.producer < 0
-        before = np.flatnonzero(self.there)
-        self.here = np.full(step.storages.n, -1, np.int32)
-        self.here[before] = np.arange(len(before), dtype=np.int32)
+        self.is_initial = step.storages.producer < 0
+        before = np.flatnonzero(self.is_initial)
+        self.initial_number = np.full(step.storages.n, -1, np.int32)
+        self.initial_number[before] = np.arange(len(before), dtype=np.int32)
         self.n_storages = 0
         self._storages: list[tuple[Any, ...]] = []
         self._pending_storages: list[tuple[int, ...]] = []
@@ -98,7 +98,7 @@ class Replay:
         self.first_position = np.full(step.ops.n, -1, np.int32)
 
     def add_storages(self, n_bytes: Any, tier: Any, kind: Any, producer: Any, owner: Any, held: Any) -> I32:
-        """New storages; each argument is a column or one value for all. Returns their numbers."""
+        """Add storages; each argument is a column or one value for all. Return their numbers."""
         self._flush_storages()
         count = len(n_bytes)
         numbers = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
@@ -118,8 +118,15 @@ class Replay:
         makes: tuple[int, Tier, Kind, int] | None = None,
         call: int = -1,
     ) -> int:
-        """Append `op`; `makes`: bytes, tier, kind and owner of what it makes. Returns the number of that, -1
-        for nothing.
+        """Append `op`; return the number of the storage that it makes, -1 for none.
+
+        Args:
+            op: The op.
+            traffic_bytes: As in `Ops`.
+            reads: Numbers of the storages that it reads.
+            writes: Numbers of the storages that it writes to.
+            makes: Bytes, tier, kind and owner of its output; None: it makes none.
+            call: As in `Ops`.
         """
         name = self._names.setdefault(op.name, len(self._names))
         self._pending.append(
@@ -137,9 +144,9 @@ class Replay:
         self.n_storages += 1
         return self.n_storages - 1
 
-    def run(
+    def append_rows(
         self,
-        turn: Turn,
+        run: RowRun,
         rows: RowIndex,
         made: I32,
         kept: I32,
@@ -147,15 +154,15 @@ class Replay:
         *,
         again: I32 | None = None,
     ) -> None:
-        """Append the ops `rows`.
+        """Append the old ops `rows` to the new step.
 
         Args:
-            turn: What they are part of.
-            rows: Of the old step, ascending.
-            made: (m,) the number of each old storage that a run has made; gets those of this one.
-            kept: (m,) numbers of an earlier run …
-            from_kept: (m,) … which are read in the place of `made` where this is True.
-            again: (n,) where each row ran first; then this is a recomputation of those of forward.
+            run: The replay that they are part of.
+            rows: Ops of the old step, ascending.
+            made: (m,) number of each old storage that the replay has made; updated with those of `rows`.
+            kept: (m,) numbers that an earlier replay made, kept for this one.
+            from_kept: (m,) True for storages that are read from `kept` instead of `made`.
+            again: (n,) position at which each row ran first: forward rows become recomputation of those.
         """
         if not len(rows):
             return
@@ -186,38 +193,38 @@ class Replay:
         index, user = _expanded(self._uses[rows], self._uses[rows + 1])
         storages = self.number(step.uses.storage[index], made, kept, from_kept)
         self._op_uses.append((positions[user], storages, step.uses.mode[index]))
-        turn.rows.append(rows)
-        turn.positions.append(positions)
-        turn.storages.append(new.astype(np.int32))
-        turn.numbers.append(numbers)
+        run.rows.append(rows)
+        run.positions.append(positions)
+        run.storages.append(new.astype(np.int32))
+        run.numbers.append(numbers)
 
     def number(self, storages: I32, made: I32, kept: I32, from_kept: RowMask) -> I32:
-        """New numbers of old `storages`; see `run`."""
+        """Return the numbers of old `storages`; `made`, `kept` and `from_kept` as in `append_rows`."""
         mine = np.where(from_kept[storages], kept[storages], made[storages])
-        found: I32 = np.where(self.there[storages], self.here[storages], mine).astype(np.int32)
+        found: I32 = np.where(self.is_initial[storages], self.initial_number[storages], mine).astype(np.int32)
         return found
 
     def hold(self, numbers: Any, until: Any) -> None:
-        """Storages `numbers` are there through op `until`."""
+        """Hold storages `numbers` through op `until`."""
         numbers = np.atleast_1d(np.asarray(numbers, np.int32))
         if len(numbers):
             self._holds.append((numbers, np.broadcast_to(np.asarray(until, np.int32), len(numbers))))
 
-    def remake(self, number: int, kind: Kind) -> None:
-        """The storage `number` turns out to be of another kind."""
+    def set_kind(self, number: int, kind: Kind) -> None:
+        """Change the kind of the storage `number`."""
         self._kinds.append((number, int(kind)))
 
-    def empty(self, storages: I32) -> None:
-        """Of old `storages`, which were there before the step, no byte is left."""
-        self._emptied = np.union1d(self._emptied, self.here_before(storages)).astype(np.int32)
+    def empty_initial(self, storages: I32) -> None:
+        """Set the bytes of old `storages`, which exist before the step, to zero."""
+        self._emptied = np.union1d(self._emptied, self.first_number(storages)).astype(np.int32)
 
     def _flush(self) -> None:
-        """New ops become columns: rows follow in their order."""
+        """Convert pending new ops to columns, so that the next rows follow them in order."""
         if not self._pending:
             return
-        values = dict(zip(_OF_NEW, zip(*self._pending, strict=True), strict=True))
+        values = dict(zip(_NEW_OP_COLUMNS, zip(*self._pending, strict=True), strict=True))
         count, columns = len(self._pending), self._columns
-        neutral = {name: [_NEUTRAL.get(name, 0)] * count for name in columns}
+        neutral = {name: [_DEFAULTS.get(name, 0)] * count for name in columns}
         self._ops.append(
             {
                 name: np.asarray(column).astype(columns[name].dtype)
@@ -233,12 +240,12 @@ class Replay:
             )
             self._pending_storages = []
 
-    def done(self, gradient: I32, landing: I32) -> Step:
-        """The new step.
+    def done(self, gradient: I32, grad_order: I32) -> Step:
+        """Return the new step.
 
         Args:
-            gradient: (parameters,) number of each one's gradient, -1 for none.
-            landing: Numbers of the gradients in the order in which they land.
+            gradient: (parameters,) number of each parameter's gradient, -1 for none.
+            grad_order: Numbers of the gradients in the order in which they are ready.
         """
         self._flush()
         self._flush_storages()
@@ -259,7 +266,7 @@ class Replay:
             numbers, until = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
             np.maximum.at(columns["held_until"], numbers, until)
         blocks = columns_of(step.parameters)
-        known = self.here_before(blocks.storage)
+        known = self.first_number(blocks.storage)
         columns["grad_ready_after"] = np.full(self.n_storages, -1, np.int32)
         return replace(
             step,
@@ -270,7 +277,7 @@ class Replay:
             uses=self._uses_of_all(),
             saves=step.saves.rows(slice(0)),
             calls=replace(step.calls, inputs=step.calls.inputs.rows(slice(0))),
-            grad_order=landing,
+            grad_order=grad_order,
             returned=_NONE,
             partly_written=_NONE,
             read_by_host=_NONE,
@@ -278,9 +285,9 @@ class Replay:
             forward_ends=self.first_position[np.maximum(step.forward_ends, 0)],
         )
 
-    def here_before(self, storages: I32) -> I32:
-        """The numbers that storages which were there before the step have always had."""
-        order = np.cumsum(self.there) - 1
+    def first_number(self, storages: I32) -> I32:
+        """Return the numbers that storages from before the step began with."""
+        order = np.cumsum(self.is_initial) - 1
         found: I32 = order[storages].astype(np.int32)
         return found
 
@@ -294,36 +301,39 @@ class Replay:
         return Uses(op=op[order], storage=storage[order], mode=mutates[order])
 
 
-def settle(replay: Replay, turn: Turn, saved: Saved, cap: int, end: int, *, ignore: RowMask) -> None:
-    """Say how long the storages that `turn` made are held: by Python as in the old step, by autograd until it
-    lets go.
+def set_lifetimes(
+    replay: RowReplay, run: RowRun, saved: Saved, cap: int, end: int, *, ignore: RowMask
+) -> None:
+    """Hold the storages that `run` made: by Python as long as in the old step, by autograd until it frees
+    them.
 
     Args:
         replay: The step under construction.
-        turn: All its rows have run.
-        saved: What autograd saved in these rows: numbers, and the rows after which it lets go.
-        cap: Row of the old step with which the code that holds on to things returns …
-        end: … and where that is in the new one.
-        ignore: (m,) storages that are held in another way.
+        run: A replay whose rows have all been appended.
+        saved: Tensors that autograd saved in these rows: numbers, and the old rows after which it frees them.
+        cap: Old row at which the user's code returns and drops its references.
+        end: Position of that row in the new step.
+        ignore: (m,) storages whose lifetime is set by the caller.
     """
     step = replay.step
-    rows, positions = np.concatenate(turn.rows), np.concatenate(turn.positions)
-    storages, numbers = np.concatenate(turn.storages), np.concatenate(turn.numbers)
+    rows, positions = np.concatenate(run.rows), np.concatenate(run.positions)
+    storages, numbers = np.concatenate(run.storages), np.concatenate(run.numbers)
     held = step.storages.held_until[storages]
     mine = (held >= 0) & ~ignore[storages]
     storages, numbers, held = storages[mine], numbers[mine], held[mine]
-    late = (held >= cap) & (step.ops.phase[step.storages.producer[storages]] == Phase.FORWARD)
-    until = np.where(late, end, positions[np.maximum(np.searchsorted(rows, held, side="right") - 1, 0)])
+    to_end = (held >= cap) & (step.ops.phase[step.storages.producer[storages]] == Phase.FORWARD)
+    # Otherwise the last replayed row up to the old one: later rows belong to another replay.
+    until = np.where(to_end, end, positions[np.maximum(np.searchsorted(rows, held, side="right") - 1, 0)])
     replay.hold(numbers, np.where(held == FOREVER, FOREVER, until))
     if len(saved[0]):
         replay.hold(saved[0], positions[np.maximum(np.searchsorted(rows, saved[1], side="right") - 1, 0)])
 
 
-Saved = tuple[I32, I32]
+Saved = tuple[I32, I32]  # numbers, old rows after which autograd frees them
 
 
 def _expanded(begin: Any, end: Any) -> tuple[Any, Any]:
-    """All indices of the ranges [begin, end), and the range that each is of."""
+    """Return all indices of the ranges [begin, end), and the range of each index."""
     count = end - begin
     total = np.cumsum(count)
     within = np.arange(total[-1] if len(total) else 0) - np.repeat(total - count, count)

@@ -1,6 +1,4 @@
-"""What is divided of a step, for every way of dividing it: rows of the parameters, and what belongs to
-them.
-"""
+"""Shards of a step's parameters, gradients and state as columns, shared by all sharding passes."""
 
 from __future__ import annotations
 
@@ -21,20 +19,18 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The largest shard (rank 0's) of every parameter, which is also what the others are padded to; one entry
-    each.
-    """
+    """Rank 0's shard of every parameter: the largest one, to which the others are padded; one entry each."""
 
     shapes: tuple[tuple[int, ...], ...]
     numel: I64
     n_bytes: I64
     uneven: Mask
-    """Whether the ranks do not divide the first dimension."""
+    """The number of ranks does not divide the first dimension."""
 
 
 @functools.lru_cache(maxsize=64)
 def shards_of(columns: ParameterColumns, degree: int) -> Shards:
-    """The shards of every parameter over `degree` ranks."""
+    """Return the shards of every parameter over `degree` ranks."""
     shapes = tuple((-(-shape[0] // degree), *shape[1:]) if shape else shape for shape in columns.shapes)
     numel = numel_of(shapes)
     uneven = np.asarray([not shape or shape[0] % degree > 0 for shape in columns.shapes], bool)
@@ -42,7 +38,12 @@ def shards_of(columns: ParameterColumns, degree: int) -> Shards:
 
 
 def add_storages(edit: Edit, parts: list[tuple[I64, I32, I64, Kind]]) -> I32:
-    """Add storages given by kind: (place among the new ones, producer, bytes, kind) each."""
+    """Add storages of several kinds; return their rows.
+
+    Args:
+        edit: The edit.
+        parts: Per kind: positions among the new rows, producers, bytes, kind.
+    """
     count = sum(len(place) for place, *_ in parts)
     return edit.add_storages(
         column(count, np.int64, *((place, n_bytes) for place, _, n_bytes, _ in parts)),
@@ -52,12 +53,11 @@ def add_storages(edit: Edit, parts: list[tuple[I64, I32, I64, Kind]]) -> I32:
 
 
 def raw_gradients(step: Step) -> I32:
-    """(parameters,) the storage that this micro-batch's gradient is made in, -1 for none."""
+    """Return (parameters,) the storage of this micro-batch's gradient before accumulation, -1 for none."""
     gradient = columns_of(step.parameters).gradient
     raw = np.full(len(gradient), -1, np.int32)
-    index = np.full(
-        step.storages.n + 1, -1, np.int32
-    )  # (m + 1,) parameter whose gradient it is; the last serves -1
+    # (m + 1,) parameter of each gradient; the last entry is for parameters without a gradient (-1).
+    index = np.full(step.storages.n + 1, -1, np.int32)
     index[gradient] = np.arange(len(gradient), dtype=np.int32)
     index[-1] = -1
     made = (gradient >= 0) & (step.storages.producer[gradient] >= 0)
@@ -70,7 +70,7 @@ def raw_gradients(step: Step) -> I32:
     adds &= step.use_phase < Phase.BOUNDARY
     is_sum = np.zeros(step.storages.n, bool)
     is_sum[step.uses.storage[adds]] = True
-    added = np.full(step.ops.n, -1, np.int32)  # what each of these ops adds
+    added = np.full(step.ops.n, -1, np.int32)  # storage that each of these ops adds to a sum
     others = ~is_sum[step.uses.storage]
     added[step.uses.op[others][::-1]] = step.uses.storage[others][::-1]
     raw[index[step.uses.storage[adds]]] = added[step.uses.op[adds]]
@@ -78,8 +78,11 @@ def raw_gradients(step: Step) -> I32:
 
 
 @functools.lru_cache(maxsize=8)
-def divided(step: Step) -> tuple[I32, I32]:
-    """Storages that are divided with their parameter, and the row of that parameter."""
+def sharded_storages(step: Step) -> tuple[I32, I32]:
+    """Return the storages that are sharded with their parameter, and the row of that parameter.
+
+    Raw gradients are not: they exist in full before they are reduced.
+    """
     columns = columns_of(step.parameters)
     mine = np.flatnonzero(step.storages.owner >= 0).astype(np.int32)
     owner = step.storages.owner[mine]
@@ -93,23 +96,22 @@ def divided(step: Step) -> tuple[I32, I32]:
     return mine[whole], owner[whole]
 
 
-# The units in which FSDP2 gathers parameters, as columns: one row a unit, its parameters as a ragged list.
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Parts of different lengths, one after the other."""
+    """A ragged array: parts of different lengths, concatenated."""
 
     values: npt.NDArray[Any]
     count: I64
-    """(parts,) values of each."""
+    """(parts,) number of values of each part."""
 
     @cached_property
     def starts(self) -> I64:
-        """(parts,) place of the first value of each."""
+        """(parts,) position of each part's first value."""
         return np.cumsum(self.count) - self.count
 
     @cached_property
     def part(self) -> I64:
-        """(values,) part that each belongs to."""
+        """(values,) part of each value."""
         return np.repeat(np.arange(len(self.count)), self.count)
 
     @cached_property
@@ -117,28 +119,27 @@ class Ragged:
         return np.arange(len(self.values)) - self.starts[self.part]
 
     def places(self, begin: I64) -> I64:
-        """(values,) where each value lies if part `i` begins at `begin[i]`."""
+        """Return (values,) the position of each value if part `i` begins at `begin[i]`."""
         return begin[self.part] + self._within
 
     def sums(self) -> I64:
-        """(parts,) sum of each."""
-        return np.bincount(self.part, self.values, len(self.count)).astype(
-            np.int64
-        )  # float64 is exact up to 2^53 bytes
+        """Return (parts,) the sum of each part."""
+        # bincount sums in float64, which is exact up to 2^53 bytes.
+        return np.bincount(self.part, self.values, len(self.count)).astype(np.int64)
 
     def picked(self, parts: npt.NDArray[np.intp]) -> Ragged:
-        """The given parts in the given order."""
+        """Return the given parts in the given order."""
         count = self.count[parts]
         picked = Ragged(np.empty(int(count.sum()), self.values.dtype), count)
         return Ragged(self.values[picked.places(self.starts[parts])], count)
 
     def where(self, kept: npt.NDArray[np.bool_]) -> Ragged:
-        """The values in `kept` alone; parts may become empty."""
+        """Return the values for which `kept` is True; parts may become empty."""
         return Ragged(self.values[kept], np.bincount(self.part[kept], minlength=len(self.count)))
 
 
 def column(size: int, dtype: npt.DTypeLike, *parts: tuple[npt.NDArray[Any] | slice, Any]) -> npt.NDArray[Any]:
-    """(size,) the values of each part (places, values), zero elsewhere."""
+    """Return (size,) a column with the values of each part (positions, values), and zeros."""
     made = np.zeros(size, dtype)
     for places, values in parts:
         made[places] = values
@@ -147,32 +148,32 @@ def column(size: int, dtype: npt.DTypeLike, *parts: tuple[npt.NDArray[Any] | sli
 
 @dataclass(frozen=True, eq=False)
 class FsdpUnits:
-    """Parameters that are gathered together, in forward order, and where in the step that happens: (units,)
-    each.
+    """FSDP units in forward order: parameters that are unsharded together, and the ops around their use.
 
-    The root, what is in no block, comes first: its forward starts first.
+    Columns are (units,). The root unit, with parameters outside of all blocks, is first: its forward starts
+    first.
     """
 
     parameters: Ragged
     """Rows of `step.parameters`, in the order in which FSDP2 lays them out."""
     has_root: bool
     first_forward: I32
-    """Gathered before this op …"""
+    """Op before which the unit is unsharded."""
     last_forward: I32
-    """… and freed after this one."""
+    """Op after which it is resharded."""
     first_backward: I32
     last_backward: I32
 
     def __len__(self) -> int:
-        """Number of units."""
+        """Return the number of units."""
         return len(self.first_forward)
 
 
 @functools.lru_cache(maxsize=8)
 def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
-    """The units of `step`; blocks without parameters or without a backward have none."""
+    """Return the FSDP units of `step`; blocks without parameters or without a backward have none."""
     n_blocks = len(step.blocks)
-    n_units = 1 + -(-n_blocks // blocks_per_unit)  # row 0 is the root until it is known whether there is one
+    n_units = 1 + -(-n_blocks // blocks_per_unit)  # unit 0 is the root, removed below if it is empty
     block = columns_of(step.parameters).block
     order = np.asarray(gathering_order(columns_of(step.parameters).names), np.int32)
     order = order[np.argsort(block[order], kind="stable")]
@@ -182,7 +183,7 @@ def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
         (step.ops.phase == Phase.BACKWARD) | (step.ops.phase == Phase.RECOMPUTE)
     ).astype(np.int32)
     first_backward, last_backward = _first_and_last(step, backward, n_units, blocks_per_unit)
-    # What an earlier pass put around a block's forward (copies to the host) runs inside FSDP2's hooks.
+    # Ops that an earlier pass inserted around a block's forward (D2H copies) run inside FSDP2's hooks.
     forward = np.flatnonzero(step.ops.phase == Phase.FORWARD).astype(np.int32)
     first_forward, last_forward = _first_and_last(step, forward, n_units, blocks_per_unit)
     starts = np.arange(0, n_blocks, blocks_per_unit)
@@ -196,14 +197,14 @@ def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
     end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
     inside = backward[step.ops.module[backward] != 0]
     first_forward[0], last_forward[0] = step.forward_starts[n_blocks], step.forward_ends[n_blocks]
-    # Copies back of what the last block saved may come before any op of a module.
+    # Reloads of the last block's saved tensors may come before the first backward op of a module.
     first_backward[0] = min(
         int(inside[0]) if len(inside) else int(end), int(first_backward[1:].min(initial=end))
     )
     last_backward[0] = end
-    there = np.flatnonzero((count > 0) & (last_backward >= 0))
-    parameters = Ragged(order, count).picked(there)
-    columns = (column[there] for column in (first_forward, last_forward, first_backward, last_backward))
+    existing = np.flatnonzero((count > 0) & (last_backward >= 0))
+    parameters = Ragged(order, count).picked(existing)
+    columns = (column[existing] for column in (first_forward, last_forward, first_backward, last_backward))
     return FsdpUnits(parameters, bool(count[0]), *columns)
 
 
@@ -213,21 +214,17 @@ def _unit(block: I32, blocks_per_unit: int) -> I32:
 
 
 def _first_and_last(step: Step, ops: I32, n_units: int, blocks_per_unit: int) -> tuple[I32, I32]:
-    """(units,) first and last of `ops` in the blocks of each unit: beyond every op and -1 where there is
-    none.
-    """
+    """Return (units,) the first and last of `ops` in each unit's blocks; n_ops and -1 if there are none."""
     unit = _unit(step.ops.block[ops], blocks_per_unit)
     first, last = np.full(n_units, step.ops.n, np.int32), np.full(n_units, -1, np.int32)
-    first[unit[::-1]] = ops[::-1]  # the first one is written last
+    first[unit[::-1]] = ops[::-1]  # reversed, so each unit's first op is assigned last
     last[unit] = ops
     return first, last
 
 
 @functools.lru_cache(maxsize=16)
 def gathering_order(names: tuple[str, ...]) -> list[int]:
-    """Rows of `names` in FSDP2's order: a module's own parameters after those of its children
-    (post-order).
-    """
+    """Return rows of `names` in FSDP2's post-order: a module's own parameters after its children's."""
     tree: dict[str, Any] = {}
     for index, name in enumerate(names):
         *modules, own = name.split(".")

@@ -1,13 +1,13 @@
-"""A training step as plain data: operations, storages, and who holds what until when.
+"""A training step as plain data: ops, storages and lifetimes.
 
 A `Step` has five tables of numpy columns: `ops` (n rows), `storages` (m), `uses` (u), `saves` (v) and `calls`
-(c) of blocks. Nothing here knows torch.
+(c) of blocks. This module does not import torch.
 
-Time is the op index. A storage is allocated by its `producer` (-1: it was there before the step) and is freed
+Time is the op index. A storage is allocated by its `producer` (-1: it existed before the step). It is freed
 right after the *last* of: the last op that uses it, the op after which Python drops its last reference
-(`storages.held_until`), the op after which autograd frees it (`saves.held_until`). Bytes are counted while an
-op runs: after its outputs exist, before anything it frees; a storage that is donated to an output (`DONATES`)
-is freed before.
+(`storages.held_until`), the op after which autograd frees it (`saves.held_until`). Live bytes of an op are
+counted after its outputs are allocated and before it frees anything; a storage that it donates to an output
+(`DONATES`) is freed before.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from memtune.program.parameter_columns import columns_of
 from memtune.program.pipeline_order import Stages
 
 FOREVER = np.int32(2**31 - 1)
-"""`held_until` of what outlives the step: parameters, buffers, optimizer state."""
+"""`held_until` of storages that outlive the step: parameters, buffers, optimizer state."""
 READS, WRITES, DONATES = 0, 1, 2
-"""How an op uses a storage. A donated one is read, and the op's output takes its memory unless somebody holds
-it.
+"""Values of `Uses.mode`. A donated storage is read, and the op's output takes its memory unless another
+reference holds it.
 """
 OWN_GENERATOR = 2
-"""See `Ops.rng`."""
+"""Value of `Ops.rng`: the op draws from a generator passed to it, not from the default one."""
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -41,8 +41,9 @@ F64 = npt.NDArray[np.float64]
 
 
 class Phase(IntEnum):
-    """Which part of the step an op belongs to; prologue, boundary and optimizer run once, the rest per
-    micro-batch.
+    """Part of the step that an op belongs to.
+
+    Prologue, boundary and optimizer run once per step; forward, recompute and backward once per micro-batch.
     """
 
     PROLOGUE = 0
@@ -54,7 +55,7 @@ class Phase(IntEnum):
 
 
 class Resource(IntEnum):
-    """What an op occupies while it runs; each serves its ops in program order."""
+    """Resource that an op occupies while it runs. Each resource runs its ops in program order."""
 
     COMPUTE = 0
     HOST_TO_DEVICE = 1
@@ -64,11 +65,11 @@ class Resource(IntEnum):
     SSD_READ = 5
     SSD_WRITE = 6
     HOST_THREADS = 7
-    NOTHING = 8  # allocation only
+    NOTHING = 8  # the op only allocates
 
 
 class Tier(IntEnum):
-    """Where a storage lives."""
+    """Memory that a storage is in."""
 
     DEVICE = 0
     HOST = 1
@@ -76,9 +77,7 @@ class Tier(IntEnum):
 
 
 class Kind(IntEnum):
-    """What a storage is for. A saved activation is a TEMPORARY that autograd holds; reports tell them
-    apart.
-    """
+    """Purpose of a storage. A saved activation is a TEMPORARY in `Saves`; reports list the two separately."""
 
     PARAMETER = 0
     GRADIENT = 1
@@ -91,14 +90,13 @@ class Kind(IntEnum):
 
 
 ON_GPU_ONLY = 128
-"""In `Ops.elementwise_bytes`: on this device the op makes other bits where it runs in parts, on a GPU it
-would not.
+"""Flag in `Ops.elementwise_bytes`: running the op in tiles is bitwise exact on a GPU, but not on this device.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows as columns of one length."""
+    """A table: numpy columns of equal length."""
 
     def columns(self) -> dict[str, Any]:
         """Return the columns by name, without derived ones."""
@@ -106,7 +104,7 @@ class Table:
         return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
     def rows(self, index: Any) -> Self:
-        """Return the rows at `index`, anything that indexes an array."""
+        """Return the rows at `index`: a slice, a mask or row numbers."""
         return replace(self, **{name: column[index] for name, column in self.columns().items()})
 
     @cached_property
@@ -117,7 +115,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class CallInputs(Table):
-    """Storages among the arguments of the calls: one row (i) per pair, in the order of the arguments."""
+    """Tensor arguments of the calls: one row (i) per call and storage, in argument order."""
 
     call: I32  # (i,) row of Calls
     storage: I32  # (i,) row of Storages
@@ -127,18 +125,16 @@ class CallInputs(Table):
 class Calls(Table):
     """Calls of blocks: one row (c) each, in forward order."""
 
-    block: I32  # (c,) index into Step.blocks; where no block runs twice, call i is of block i
+    block: I32  # (c,) index into Step.blocks; equals the row number if no block runs twice
     grad_enabled: U8
-    """(c,) 1 where the call began in grad mode and no checkpoint of the model's own replaces what autograd
-    saves.
-    """
+    """(c,) 1 if the call began in grad mode and outside the model's own `torch.utils.checkpoint`."""
     inputs: CallInputs
 
     def block_of(self, call: I32) -> I32:
-        """Return the block of each of the rows `call`, -1 for -1."""
+        """Return the block of each row in `call`, -1 for -1."""
         if self._once_each:
             return call
-        return np.append(self.block, np.int32(-1))[call]  # the last entry serves -1
+        return np.append(self.block, np.int32(-1))[call]  # index -1 reads the appended entry
 
     @cached_property
     def _once_each(self) -> bool:
@@ -146,7 +142,7 @@ class Calls(Table):
 
     @cached_property
     def input_block(self) -> I32:
-        """(i,) block that was given `inputs.storage`."""
+        """(i,) block whose call received `inputs.storage`."""
         return self.block_of(self.inputs.call)
 
 
@@ -166,26 +162,23 @@ class Ops(Table):
     resource: U8  # (n,) Resource
     flops: F64  # (n,) FLOPs
     traffic_bytes: I64  # (n,) read + written by the kernel; for copies and collectives, bytes on the link
-    # (n,) 1: draws random numbers from the default generator; OWN_GENERATOR: from one it is given; 0: draws
-    # none
+    # (n,) 1: draws random numbers from the default generator; OWN_GENERATOR: from a generator passed to it;
+    # 0: draws none
     rng: U8
-    # (n,) ranks in the collective, 0 for none; + APART · (a - 1) where members are a ranks apart, not
-    # neighbours
+    # (n,) ranks in the collective, 0 for none; + APART · (a - 1) if members are a ranks apart instead of
+    # consecutive
     group: I32
     sequence_nr: I32  # (n,) autograd's sequence number of the node that runs a backward op, -1 for all others
     copy_of: I32  # (n,) the forward op that this op recomputes or only allocates for, -1 for all others
-    # (n,) its order: 0 its resource's own stream, 1 the compute stream, 2 to 7 a side stream, which goes
-    # first
+    # (n,) 0: the resource's own stream; 1: the compute stream; 2 to 7: a side stream, which has priority
     stream: U8
-    # (n,) 0: runs as early as issued; d: once compute comes to the place of the (d - 1)-th such op before it
+    # (n,) 0: starts as soon as it is issued; d: starts when compute reaches the (d - 1)-th such op before it
     prefetch: U8
     match: I32  # (n,) ops of several rank classes with the same number start together, 0 for none
     elementwise_bytes: U8
-    """(n,) bytes of an element of its one output where each element is made of the same one of what it reads,
-    else 0; plus ON_GPU_ONLY.
-    """
+    """(n,) bytes per output element if the op is elementwise with one output, else 0; plus ON_GPU_ONLY."""
     calls: Calls = field(default=_NO_CALLS, repr=False)
-    """The table that `call` points into; the Step sets it."""
+    """The table that `call` indexes; the Step sets it."""
 
     @cached_property
     def block(self) -> I32:
@@ -195,21 +188,21 @@ class Ops(Table):
 
 @dataclass(frozen=True, eq=False)
 class Storages(Table):
-    """Storages: one row (m) each, in the order in which the step first has them."""
+    """Storages: one row (m) each, in the order of their first appearance."""
 
     bytes: I64  # (m,) size
     tier: U8  # (m,) Tier
     kind: U8  # (m,) Kind
     producer: I32  # (m,) op that allocates it, -1 before the step
-    held_until: I32  # (m,) op after which Python or a module drops its last reference, -1 nobody holds it
+    held_until: I32  # (m,) op after which Python or a module drops its last reference, -1 if there is none
     grad_ready_after: I32  # (m,) op after which autograd has accumulated this gradient, -1 for all others
-    # (m,) index into Step.parameters of what this gradient, state or optimizer temporary belongs to, -1 none
+    # (m,) index into Step.parameters of this gradient's, state's or optimizer temporary's parameter, -1 none
     owner: I32
 
 
 @dataclass(frozen=True, eq=False)
 class Uses(Table):
-    """Which op reads or writes which storage: one row (u) per pair, sorted by op."""
+    """Accesses of ops to storages: one row (u) per pair, sorted by op."""
 
     op: I32  # (u,) row of Ops
     storage: I32  # (u,) row of Storages
@@ -218,20 +211,18 @@ class Uses(Table):
 
 @dataclass(frozen=True, eq=False)
 class Saves(Table):
-    """Saved tensors, which autograd keeps for backward: one row (v) each, in the order in which it packed
-    them.
-    """
+    """Tensors that autograd saves for backward: one row (v) each, in the order of the pack hooks."""
 
     storage: I32  # (v,) row of Storages
     packed_before: I32  # (v,) the pack hook was called just before this op of forward
     held_until: I32  # (v,) op after which autograd frees it
-    used_until: I32  # (v,) last op of the backward node that used it; autograd itself frees it a little later
-    unpacked_before: I32  # (v,) backward first unpacked it just before this op, -1 if it never did
-    unpack_order: I32  # (v,) orders what is unpacked before the same op
-    is_output: U8  # (v,) 1 where the op just before saved its own output, which it still held while it packed
+    used_until: I32  # (v,) last op of the backward node that used it; autograd frees it a little later
+    unpacked_before: I32  # (v,) op before which backward first unpacked it, -1 if it never did
+    unpack_order: I32  # (v,) order among the saves that are unpacked before the same op
+    is_output: U8  # (v,) 1 if an op saved its own output, and so still held it in the pack hook
     call: I32  # (v,) row of Calls whose forward was running, -1 outside
     calls: Calls = field(default=_NO_CALLS, repr=False)
-    """The table that `call` points into; the Step sets it."""
+    """The table that `call` indexes; the Step sets it."""
 
     @cached_property
     def block(self) -> I32:
@@ -241,15 +232,18 @@ class Saves(Table):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One training step of one rank in SSA form: five tables, and what is none.
+    """One training step of one rank in SSA form.
 
-    See the module docstring for how lifetimes follow from the tables.
+    Lifetimes follow from the tables: see the module docstring.
     """
 
     names: tuple[str, ...]
     """Op names by id: `aten.addmm.default`, `memtune.to_host.default`."""
     modules: tuple[str, ...]
-    """Qualified module names by id; id 0 is `(outside)`: loss function and optimizer; the root is ''."""
+    """Qualified module names by id. Id 0 is `(outside)`: loss function and optimizer.
+
+    The root module is ''.
+    """
     blocks: tuple[str, ...]
     """Qualified names of the repeated blocks, in forward order."""
     parameters: Sequence[Parameter]
@@ -260,38 +254,34 @@ class Step:
     saves: Saves
     calls: Calls
 
-    forward_starts: I32  # (blocks + 1,) op before which each block's forward began, then the whole model's
-    forward_ends: (
-        I32  # (blocks + 1,) op after which each block's forward had returned, then the whole model's
-    )
+    # (blocks + 1,) op before which each block's forward began; the last entry is the whole model's
+    forward_starts: I32
+    # (blocks + 1,) op after which each block's forward returned; the last entry is the whole model's
+    forward_ends: I32
     grad_order: I32
-    """(g,) gradient storages in the order in which autograd accumulated them; `storages.grad_ready_after`
-    says when.
-    """
+    """(g,) gradient storages in the order in which autograd accumulated them, after op `grad_ready_after`."""
     returned: I32
     """(r,) storages of the tensors that the model's forward returned."""
     partly_written: I32
-    """(p,) storages that autograd saved in parts while other parts were still written into
-    (`activations.offload.offloaded_tensor`): they stay.
+    """(p,) storages of which autograd saved one view while forward still wrote to another; not offloaded
+    (`activations.offload.offloaded_tensor`).
     """
     read_by_host: I32
-    """(h,) storages of which the model's code read a number (`.item()`): what it does next may follow from
-    it.
+    """(h,) storages of which the model's code read a value (`.item()`), on which its control flow may depend.
     """
     model_calls: int = 1
-    """How often the whole model's forward ran; `forward_starts` is that of the first one, `forward_ends` of
-    the last.
+    """Calls of the whole model.
+
+    Its `forward_starts` is that of the first call, `forward_ends` of the last.
     """
     lazy_values: bool = False
-    """Whether an op of forward or backward was given a tensor that torch conjugates or negates as it is read:
-    complex numbers.
-    """
-    by_schedules: bool = False
-    """Whether blocks run by schedules: what they save is what these keep, and what runs again does so op by
-    op.
-    """
+    """An op of forward or backward received a lazily conjugated or negated tensor (complex numbers)."""
+    runs_schedules: bool = False
+    """Blocks run by schedules, which decide op by op what is saved and recomputed."""
     block_outputs: tuple[str, ...] = ()
-    """What each block returns (`block_outputs.form_of`), its last call if it has several."""
+    """Structure of each block's output (`workload.output_structure.structure_of`); of its last call if it has
+    several.
+    """
 
     def __post_init__(self) -> None:
         if self.ops.calls is not self.calls:
@@ -300,7 +290,7 @@ class Step:
             object.__setattr__(self, "saves", replace(self.saves, calls=self.calls))
 
     def values(self) -> dict[str, Any]:
-        """Return all that the step says by name: columns as `ops.name`, what is no table by its own name."""
+        """Return all fields by name: table columns as `ops.name`, other fields under their own names."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         tables = {name: value for name, value in found.items() if isinstance(value, Table)}
         rest = {name: value for name, value in found.items() if name not in tables}
@@ -333,8 +323,9 @@ class Step:
 
     @cached_property
     def freed_after(self) -> I32:
-        """(m,) op after which each storage is freed; FOREVER for what outlives the step."""
+        """(m,) op after which each storage is freed; FOREVER if it outlives the step."""
         end = np.maximum(self.storages.held_until, self.storages.producer)
+        # A donated storage is freed before its op's output is allocated, that is, after the op before.
         np.maximum.at(end, self.uses.storage, self.uses.op - (self.uses.mode == DONATES))
         np.maximum.at(end, self.saves.storage, self.saves.held_until)
         return end
@@ -353,8 +344,10 @@ class Step:
         return phase
 
     def without_donations(self, ops: I32 | None = None) -> Step:
-        """Return this step where `ops` (None: all) allocate their outputs: as under a dispatch mode or
-        without autograd.
+        """Return this step with donated uses of `ops` (None: all) as plain reads.
+
+        Under a dispatch mode, or without autograd, another reference holds the input, so the output is
+        allocated.
         """
         donated = self.uses.mode == DONATES
         if ops is not None:
@@ -366,7 +359,7 @@ class Step:
         )
 
     def live_bytes(self, tier: Tier = Tier.DEVICE) -> I64:
-        """(n,) bytes of `tier` that are live while each op runs."""
+        """Return (n,) the bytes of `tier` that are live while each op runs."""
         mine = self.storages.tier == tier
         start = np.maximum(self.storages.producer[mine], 0)
         stop = np.minimum(self.freed_after[mine], self.ops.n - 1)
@@ -376,34 +369,35 @@ class Step:
         return np.cumsum(delta[:-1])
 
     def peak_bytes(self, tier: Tier = Tier.DEVICE) -> int:
-        """Largest value of `live_bytes`, 0 for a step without ops."""
+        """Return the largest value of `live_bytes`, 0 for a step without ops."""
         return int(self.live_bytes(tier).max(initial=0))
 
     def saved_bytes(self, block: int | None = None) -> int:
-        """Bytes that autograd holds after forward, each storage once, parameters and what outlives the step
-        left out.
+        """Return the bytes that autograd holds after forward, without storages that outlive the step.
+
+        Args:
+            block: Count saves of this block only; None: of all.
         """
         rows = slice(None) if block is None else self.saves.block == block
         storages = np.unique(self.saves.storage[rows])
         producer = self.storages.producer[storages]
-        later = (producer >= 0) & (
-            self.ops.phase[producer] > Phase.FORWARD
-        )  # made, or made again, by backward
+        # Recompute and double backward save storages that do not exist yet when forward ends.
+        later = (producer >= 0) & (self.ops.phase[producer] > Phase.FORWARD)
         return int(
             self.storages.bytes[storages][(self.storages.held_until[storages] != FOREVER) & ~later].sum()
         )
 
     def saved_by_autograd(self) -> npt.NDArray[np.bool_]:
-        """(m,) True where autograd holds the storage for backward."""
+        """Return (m,) True for storages that autograd saves for backward."""
         saved = np.zeros(self.storages.n, bool)
         saved[self.saves.storage] = True
         return saved
 
     def validate(self) -> None:
-        """Check every invariant of the form.
+        """Check the invariants of the tables.
 
         Raises:
-            ValueError: naming the first invariant that is broken and the rows that break it.
+            ValueError: An invariant is broken; the message has its name and the rows.
         """
         n, m = self.ops.n, self.storages.n
         _check("uses.op within the ops", (self.uses.op >= 0) & (self.uses.op < n))
@@ -414,7 +408,7 @@ class Step:
         _check("bytes not negative", self.storages.bytes >= 0)
         _check("no use before its producer", self.uses.op >= self.storages.producer[self.uses.storage])
         _check(
-            "autograd lets go after it saved",
+            "no save is freed before its producer",
             self.saves.held_until >= self.storages.producer[self.saves.storage],
         )
         _check("names cover ops.name", (self.ops.name >= 0) & (self.ops.name < len(self.names)))
@@ -435,48 +429,46 @@ def _check(invariant: str, holds: npt.NDArray[np.bool_]) -> None:
 
 
 APART = 1 << 16
-"""See `Ops.group`."""
+"""Factor in `Ops.group` of the distance between the members of a strided group."""
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that run the same step; equal where it is one step, not where it is an equal one."""
+    """Ranks that run the same step. Two classes are equal only if their steps are one object."""
 
     count: int
     step: Step
     ranks: tuple[int, ...] = ()
-    """Which ones, rising; empty where they are those after the ranks of the classes before."""
+    """The ranks, ascending; empty if they follow those of the classes before."""
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one optimizer step does on every rank: prologue, body × `accumulate`, boundary, optimizer
-    (`Ops.phase`).
+    """One optimizer step of all ranks: prologue, body × `accumulate`, boundary, optimizer (`Ops.phase`).
 
-    With `accumulate` > 1 the step is a *later* micro-batch, whose gradients are added to those already there:
-    the first one needs no more memory, so peaks are the same, and `accumulate` times the body is the step's
-    time.
+    With `accumulate` > 1 the step is that of a *later* micro-batch, which adds its gradients to the sums of
+    the earlier ones. The first micro-batch needs no more memory, so the peak is that of the step, and the
+    time of the body is `accumulate` times that of the step.
     """
 
     rank_classes: tuple[RankClass, ...]
     micro_batch: int
     accumulate: int = 1
     notes: tuple[str, ...] = ()
-    """What was assumed on the way, for people to read."""
+    """Assumptions of the passes, for reports."""
     sharers: int = 1
-    """Consecutive ranks that work on one micro-batch together; each brings its own, so `accumulate` counts
-    those of all.
+    """Consecutive ranks that work on one micro-batch together (micro-batch rotation). Each provides
+    micro-batches, so `accumulate` counts those of all of them.
     """
-    copies_in_turn: bool = False
-    """Of the ranks behind one PCIe root one copies at a time in each direction, first come first served."""
+    serial_copies: bool = False
+    """Of the ranks behind one PCIe root one copies at a time per direction, in order of arrival."""
     unrolled: int = 1
-    """Micro-batches that the steps themselves hold, on their way through the stages of a pipeline."""
+    """Micro-batches that the steps contain: the number in the pipeline at once."""
     idle: float = 0.0
-    """Seconds that a rank of a pipeline waits for its neighbours, over those in which it runs forward and
-    backward.
+    """Time that a pipeline rank waits for its neighbours, divided by the time of its forwards and backwards.
     """
     stages: Stages | None = None
-    """How the blocks are divided in a pipeline, where the step still has all of them."""
+    """Division of the blocks into pipeline stages, while the step still has all blocks."""
 
     @property
     def samples(self) -> int:
@@ -494,66 +486,62 @@ class Program:
         return self.rank_classes[0].step
 
     def with_step(self, step: Step, **changes: Any) -> Program:
-        """This program with `step` on every rank (for passes that treat all ranks alike)."""
+        """Return this program with `step` on every rank, for passes that treat all ranks alike."""
         return replace(self, rank_classes=(RankClass(self.ranks, step),), **changes)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the user's code that other devices answer with other kernels, and which rows of its Step it
-    became.
-    """
+    """A call in the user's code whose kernels depend on the device, and its rows in the Step."""
 
     kind: str
     """`attention`, `dropout`, `recurrent`."""
     ops: tuple[int, int]
-    """First op and the one after the last; all of them ran inside the call."""
+    """First op of the call and the one after its last."""
     nodes: tuple[int, int]
-    """Autograd's sequence number when the call began and when it returned: backward ops of these nodes are
-    its own.
+    """Autograd's sequence numbers at the begin and end of the call; backward ops of these nodes belong to it.
     """
     saves: tuple[int, int]
-    """First save and the one after the last."""
+    """First save of the call and the one after its last."""
     inputs: tuple[int, ...]
-    """Storage of each tensor it was given, in the order of the arguments."""
+    """Storages of its tensor arguments, in argument order."""
     output: int
-    """Storage of what it returned."""
+    """Storage of its result."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors it was given, in the order of the arguments."""
+    """Shapes of its tensor arguments, in argument order."""
     dtype: str
-    """What the kernel computes in: autocast's type where it is on, else the first tensor's."""
+    """Type that the kernel computes in: autocast's if it is on, else the first tensor's."""
     options: Mapping[str, float] = field(default_factory=dict)
-    """What else kernels are chosen by: `dropout`, `causal`, `masked`, `aligned`, …"""
+    """Further inputs of the kernel choice: `dropout`, `causal`, `masked`, `aligned`, …"""
 
 
 @dataclass(frozen=True, eq=False)
 class Hints:
-    """What a Step cannot say and another device's kernels depend on."""
+    """Facts about a recording that a Step does not hold and that translation to another device needs."""
 
     calls: tuple[Call, ...] = ()
     signatures: tuple[str, ...] = ()
-    """(n,) each op with its arguments, the key of a workspace table; empty for what is not an op."""
+    """(n,) op with its arguments, the key of a workspace table; '' for rows that are no torch op."""
     foreach: Step | None = None
-    """The optimizer phase as it would be with foreach kernels, None where the optimizer has none or the user
-    chose.
-    """
+    """The optimizer phase with foreach kernels; None if the optimizer has none or the user set `foreach`."""
     step_counters: tuple[int, ...] = ()
-    """Storages of the optimizer's step counters, which torch keeps on the host beside a model on CUDA."""
+    """Storages of the optimizer's step counters, which torch keeps on the host even if the model is on CUDA.
+    """
 
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What the user's optimizer cannot do, which no Step shows; empty where it can."""
+    """Limits of the user's optimizer, which no Step shows; '' means no limit."""
 
-    not_natively: str = ""
-    """Why memtune's own update cannot take the place of its step."""
+    native_refusal: str = ""
+    """Reason why memtune's native update cannot replace its step."""
     not_one_by_one: str = ""
-    """Why it cannot update some parameters now and others later."""
+    """Reason why it cannot update parameters at different times."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A step recorded at two micro-batches, so that every size is known as a function of the micro-batch.
+    """A step recorded at two micro-batches, with every size as a function of the micro-batch.
 
     Sizes are affine in the micro-batch: value(b) = value(small) + (b - small) * slope.
     """
@@ -565,41 +553,41 @@ class Recording:
     flops_slope: F64  # (n,) FLOPs per sample
     traffic_slope: I64  # (n,) bytes per sample
     rung: str
-    """Which rung of the ladder recorded it: fake, meta, real-init, real-step."""
+    """Recording rung: fake, meta, real-init or real-step."""
     notes: tuple[str, ...] = ()
     record_s: float = 0.0
     checked: frozenset[int] = field(default_factory=frozenset)
-    """Micro-batches that were recorded themselves, not extrapolated."""
+    """Micro-batches that were recorded, not extrapolated."""
     exact: Mapping[int, Step] = field(default_factory=dict)
     """Steps recorded at further micro-batches, used instead of the affine sizes."""
     device: str = "cpu"
-    """Whose kernels the steps hold; `autotune.translate.translation` makes the one of the other."""
+    """Device type of the kernels; `autotune.translate.translation` rewrites steps for another one."""
     hints: Mapping[int, Hints] = field(default_factory=dict)
-    """By micro-batch, for the steps that were recorded themselves."""
+    """Hints by micro-batch, for recorded steps."""
     optimizer: OptimizerFacts = OptimizerFacts()
 
     def at(self, micro_batch: int) -> Step:
-        """The step with all sizes evaluated at `micro_batch` samples."""
+        """Return the step with all sizes evaluated at `micro_batch` samples."""
         return self.exact[micro_batch] if micro_batch in self.exact else at_micro_batch(self, micro_batch)
 
 
 def at_micro_batch(recording: Recording, micro_batch: int) -> Step:
-    """Evaluate the affine sizes of `recording` at `micro_batch` samples."""
+    """Return the step with the affine sizes of `recording` evaluated at `micro_batch` samples."""
     more, step = micro_batch - recording.small, recording.step
     ops, storages = step.ops, step.storages
+    # The line through two sizes may be negative far from the recorded micro-batches.
     return step.with_storages(bytes=np.maximum(storages.bytes + more * recording.bytes_slope, 0)).with_ops(
         flops=np.maximum(ops.flops + more * recording.flops_slope, 0.0),
         traffic_bytes=np.maximum(ops.traffic_bytes + more * recording.traffic_slope, 0),
     )
 
 
-# The first ops of a step alone: what decides about forward and backward need not look at the optimizer, most
-# of a step's ops.
 def forward_and_backward(step: Step) -> Step:
-    """`step` up to the op after backward, equal live bytes op by op; `step` itself where its storages are not
-    in order.
+    """Return `step` up to the op after backward, with equal live bytes op by op.
 
-    What lives on at the end is held to the last op.
+    Planners of forward and backward skip the optimizer this way, which has most of a step's ops. Storages
+    that outlive the last op are held to it. Return `step` itself if its storages are not in order of their
+    producers.
     """
     training = np.flatnonzero(step.ops.phase <= Phase.BACKWARD)
     n_ops = min(int(training.max(initial=-1)) + 2, step.ops.n)

@@ -17,11 +17,11 @@ from torch.autograd import Variable
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 
-_LOAD = "load the last checkpoint with Tuned.load_state_dict, and go on from there"
+_LOAD = "load the last checkpoint with Tuned.load_state_dict, and continue from there"
 
 
 class BackwardEnd:
-    """Queues `ends` once for each backward.
+    """Queue of a callback for the end of each backward.
 
     Args:
         ends: Called at the end of each backward in which `expect` was called.
@@ -33,14 +33,12 @@ class BackwardEnd:
         self._queued: weakref.ref[_Queued] | None = None
 
     def expect(self) -> bool:
-        """Queue the callback for the backward that is running; return True for the first call in this
-        backward.
-        """
+        """Queue the callback for the running backward; return True for the first call in this backward."""
         self.settle()
         if self._queued is not None:
             return False
         queued = _Queued(self._end)
-        self._queued = weakref.ref(queued)
+        self._queued = weakref.ref(queued)  # weak: only the engine may keep it alive
         Variable._execution_engine.queue_callback(queued)
         return True
 
@@ -61,7 +59,7 @@ class BackwardEnd:
 
 
 class _Queued:
-    """A callback that only the autograd engine references."""
+    """Callback that only the autograd engine references."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -71,8 +69,8 @@ class _Queued:
 
 
 class EarlyUpdates:
-    """Updates made before `optimizer.step()`, which cannot be undone; tracked until that call ends the step
-    or a state is loaded.
+    """Updates made before `optimizer.step()`, which cannot be undone; tracked until that call or a loaded
+    state ends the step.
 
     Args:
         context: Context of the model.
@@ -116,8 +114,9 @@ class EarlyUpdates:
 
 
 class PartialStep:
-    """Tracks an optimizer step that raised between its first and its last update: later steps would start
-    from partly updated weights.
+    """Tracker of an optimizer step that raised between its first and its last update.
+
+    Later steps would start from partly updated weights.
 
     Args:
         context: Context of the model; loading weights there clears the flag.
@@ -133,8 +132,10 @@ class PartialStep:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Wrap all updates of a step; an exception inside leaves the step partial. Raises as `refuse`
-        does.
+        """Wrap all updates of a step; an exception inside leaves the step partial.
+
+        Raises:
+            ApplyError: An earlier step is partial.
         """
         self.refuse()
         try:
@@ -153,8 +154,7 @@ class PartialStep:
             raise ApplyError(
                 "optimizer.step() raised in the middle of an update.",
                 evidence=(
-                    "Some weights, or their state, are updated and others are not, which cannot be taken"
-                    " back."
+                    "Some weights, or their state, are updated and others are not, which cannot be undone."
                 ),
                 fix=_LOAD,
                 code="MT368",
@@ -167,7 +167,7 @@ def unfinished_step_error(n_updated: int, what: str, fix: str) -> ApplyError:
     """
     evidence = (
         f"{n_updated} {what}{'s were' if n_updated > 1 else ' was'} updated inside backward, which cannot be"
-        " taken back."
+        " undone."
     )
     return ApplyError(
         "A step was begun and optimizer.step() did not end it.", evidence=evidence, fix=fix, code="MT368"

@@ -40,18 +40,16 @@ class Traffic(Protocol):
 
 
 class Activations(Protocol):
-    """The claims on the blocks' activations; `apply` makes one table and installs it after all slots have
+    """Claims on the blocks' activations; `apply` makes one table and installs it after all slots have
     claimed.
     """
 
-    shelf: Any
+    ssd_spill: Any
     """Host copies spilled to SSD (`activations.offload.ssd_spill`)."""
-    ahead: Any
-    """Host copies that are prefetched to the device (`activations.offload.prefetch`)."""
+    prefetcher: Any
+    """Host copies prefetched to the device (`activations.offload.prefetch`)."""
     slots: Any
-    """Activations on the host under a pipeline's schedule (`activations.offload.pipeline_slots.Slots`), or
-    None.
-    """
+    """Host copies under a pipeline's schedule (`activations.offload.pipeline_slots.Slots`), or None."""
     out_at_once: int
     """Maximal number of copies to the host in flight."""
     stages: list[int]
@@ -154,8 +152,8 @@ def _held(attributes: dict[str, Any]) -> dict[str, tuple[Any, dict[Any, Any] | N
 
 
 def _put_back(attributes: dict[str, Any], held: dict[str, tuple[Any, dict[Any, Any] | None]]) -> None:
-    """Restore attributes. Dictionaries are refilled, not replaced: handles of the user's hooks reference
-    them.
+    """Restore attributes. Dictionaries are refilled, not replaced, because handles of the user's hooks
+    reference them.
     """
     attributes.clear()
     for name, (value, content) in held.items():

@@ -1,11 +1,8 @@
 """Version counter for writes through `weight.data`, which the weight's own `_version` does not count.
 
-Two rules:
-
-1. A tracked weight has a subclass that overrides `data` alone: every access returns an alias of one stored
-  tensor, with which it shares the version counter, as views do. Assignment (`p.data = ...`) replaces the
-  stored tensor.
-2. Copies and pickles of a weight are of torch's own class.
+A tracked weight has a subclass that overrides `data`: every access returns an alias of one stored tensor,
+with which it shares the version counter, as views do. Assignment (`p.data = ...`) replaces the stored tensor.
+Copies and pickles of a weight are of torch's own class.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ _DATA: Any = torch._C.TensorBase.data
 
 
 class _AliasedData(Tensor):
-    """Overrides `data` (rule 1) and copies (rule 2)."""
+    """Tensor with an overridden `data`, whose copies and pickles are of the plain class."""
 
     _kept: Tensor | None = None
 
@@ -38,10 +35,10 @@ class _AliasedData(Tensor):
     def data(self, value: Tensor) -> None:
         _DATA.__set__(self, value)
         vars(self).pop("_kept", None)
-        if not value.is_inference():  # those have no version
-            self._kept = (
-                value.detach()
-            )  # written before, as in  p.data = p.data.mul_(2), or later through another name
+        if not value.is_inference():  # inference tensors have no version counter
+            # An alias of `value`, whose counter includes writes before the assignment
+            # (p.data = p.data.mul_(2)) and later ones through another name.
+            self._kept = value.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _as_plain(self, lambda plain: copy.deepcopy(plain, memo))

@@ -10,21 +10,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__
-    """A mode under which compiled graphs are made and run; under any other active mode Dynamo runs
-    eagerly.
-    """
+    """Mode under which compiled graphs are made and run; under any other active mode Dynamo runs eagerly."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Inactive while graphs are made, active while they run: graphs that run op by op are seen op
-        by op.
+        """Return True: inactive while graphs are made, active while they run, so graphs that run op by op are
+        observed op by op.
         """
         return True
 
 
-# The fake mode in which models are built that are recorded, or made later.
 class _Converter(FakeTensorConverter):
-    """Does not memoize outputs of ops: `Module.to` cannot swap a parameter that has a weak reference."""
+    """Converter that does not memoize outputs of ops, because `Module.to` cannot swap a parameter that has a
+    weak reference.
+    """
 
     def set_tensor_memo(self, t: torch.Tensor, v: FakeTensor) -> None:
         """Memoize real tensors only, which may be converted again."""
@@ -33,7 +32,7 @@ class _Converter(FakeTensorConverter):
 
 
 class OneFakeMode(FakeTensorMode):
-    """One mode for a whole model.
+    """One fake mode for a whole model that is recorded, or initialized later.
 
     A model may be built from deep copies of a layer (`nn.TransformerEncoder`), and the copy of a fake tensor
     copies the mode it belongs to as well: under another mode its views have storages of their own, so that

@@ -1,4 +1,4 @@
-"""Training mode without dropout: two runs that divide their batch differently then compute the same."""
+"""Training mode without dropout, so that two runs that divide their batch differently compute the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NEVER: Final = 1e-300
-"""A rate at which the ops of dropout run and nothing drops: 1 - p is 1 to the bit. On CPU only: a GPU's
+"""Rate at which the ops of dropout run but drop nothing: 1 - p is 1 to the bit. On CPU only, because a GPU's
 generators may return 1, which would drop.
 """
 _DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
@@ -20,16 +20,16 @@ _DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alph
 
 @contextmanager
 def no_dropout(model: nn.Module) -> Iterator[None]:
-    """Disable dropout in `model` inside. On CPU dropout's ops still run, so that plans made for them, such as
-    a schedule, remain valid.
+    """Disable dropout in `model` in this context.
+
+    On CPU dropout's ops still run, so that plans made for them, such as a schedule, remain valid.
 
     The functions that modules and users call are replaced. A torch function mode would be inactive in
     backward, where blocks run again. Functions that a user's module imported from `torch.nn.functional` by
     name are covered if they are written in Python (all but attention).
     """
-    recurrent = [
-        (each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)
-    ]  # inside their kernel
+    # Recurrent kernels apply dropout themselves.
+    recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
     functions = [
         (owner, name + end, 1, "p") for owner in (torch, torch._VF) for name in _DROPOUTS for end in ("", "_")
     ]
@@ -48,7 +48,7 @@ def no_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _without(function: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
-    """Return `function` at a rate, its argument at `position` or by `name`, at which nothing drops."""
+    """Return `function` with a rate, its argument at `position` or by `name`, at which it drops nothing."""
 
     @wraps(function)
     def dropping_nothing(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def _without(function: Callable[..., Any], position: int, name: str) -> Callable
             args = (*args[:position], never, *args[position + 1 :])
         else:
             kwargs[name] = never
-        with torch.random.fork_rng(devices=[]):  # the next batch is drawn as if nothing had been drawn here
+        with torch.random.fork_rng(devices=[]):  # so that later draws, such as the next batch, do not change
             return function(*args, **kwargs)
 
     return dropping_nothing

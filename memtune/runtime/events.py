@@ -38,7 +38,7 @@ class Event(Generic[P]):
 
 
 class GradReady(Event[[Tensor]]):
-    """An event whose emitter costs a hook per parameter or message, and therefore starts at the first
+    """Event whose emitter costs a hook per parameter or message, and therefore starts at the first
     subscription.
     """
 
@@ -64,10 +64,8 @@ class GradReady(Event[[Tensor]]):
         """
         assert self.has_emitter
         super().subscribe(callback)
-        start, self._start = (
-            self._start,
-            None,
-        )  # `emit` becomes a tensor's hook, which must not keep the model alive
+        # Dropped after the first use: `emit` becomes a tensor's hook, which must not keep the model alive.
+        start, self._start = self._start, None
         if start is not None:
             start()
 

@@ -25,8 +25,8 @@ DEVICE, HOST, SSD = TIERS
 _local = threading.local()
 _marked: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier]] = {}
 
-# Both are set by memtune.memory.cpu_allocator when it installs the native ledger: how this thread's tier
-# reaches the allocator, and how the tier of a storage that the allocator made is read back.
+# Set by memtune.memory.cpu_allocator when it installs the native ledger: one sends this thread's tier to the
+# allocator, the other returns the tier of a storage that the allocator made.
 _tell_native: Callable[[int], object] | None = None
 _ask_native: Callable[[int], int] | None = None
 
@@ -57,7 +57,9 @@ def _switch(to: Tier) -> None:
 
 @contextlib.contextmanager
 def tier(name: Tier) -> Iterator[None]:
-    """Assign storages that this thread makes inside to tier `name`; nests, and restores the previous tier."""
+    """Assign storages that this thread makes in this context to tier `name`; nests, and restores the previous
+    tier.
+    """
     if name not in TIERS:
         raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {name!r}")
     before = current_tier()
@@ -82,7 +84,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def mark(tensor: torch.Tensor, name: Tier) -> None:
-    """Assign `tensor`'s storages to tier `name`, for as long as they exist; overrides the tier in which they
+    """Assign `tensor`'s storages to tier `name` for as long as they exist, instead of the tier in which they
     were made.
     """
     for storage in storages_of(tensor):
@@ -93,8 +95,7 @@ def mark_storage(storage: torch.UntypedStorage, name: Tier) -> None:
     """Assign `storage` to tier `name`, for as long as it exists."""
     key = storage._cdata
 
-    # An address is used again once its storage is gone, so a late clean-up must not drop the entry of the
-    # next owner.
+    # Addresses are reused, so a delayed clean-up must not drop the entry of the next storage at this address.
     def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
         if key in _marked and _marked[key][0] is reference:
             del _marked[key]
@@ -118,7 +119,7 @@ def tier_of_storage(storage: torch.UntypedStorage) -> Tier:
     return TIERS[made] if made >= 0 else DEVICE
 
 
-# The parameters and buffers of a module, found at every step: several times as fast as by their names.
+# Used at every step: several times as fast as `named_parameters` and `named_buffers`.
 def members_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Return parameters and buffers of `module` and its submodules, each once."""
     parameters: dict[int, nn.Parameter] = {}
@@ -134,7 +135,6 @@ def members_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
     return list(parameters.values()), list(buffers.values())
 
 
-# Small helpers on tensors that may be sharded.
 def local(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` on this rank: the local shard of a DTensor, otherwise `tensor` itself."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor

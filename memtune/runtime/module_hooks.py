@@ -38,8 +38,9 @@ class _OwnHook:
 def before_step(
     optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None], *, last: bool = False
 ) -> None:
-    """Call `hook` when the optimizer's step begins, after the user's hooks, and before or after (`last`)
-    those registered here so far.
+    """Call `hook` when the optimizer's step begins, after the user's hooks.
+
+    It runs before the hooks registered here so far, or after them with `last`.
     """
     hooks: Any = optimizer._optimizer_step_pre_hooks
     hooks.move_to_end(optimizer.register_step_pre_hook(_OwnHook(hook)).id, last=last)
@@ -79,7 +80,7 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
 
     @functools.wraps(type(optimizer).step)  # GradScaler and others read its signature
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True  # what the scheduler's wrapper would note
+        self._opt_called = True  # set by the scheduler's wrapper, which this function replaces
         _order_hooks(self)
         return step(*args, **kwargs)
 
@@ -97,8 +98,9 @@ def with_hooks(optimizer: Optimizer, update: Callable[..., Any]) -> Callable[...
 
 
 def keep_groups(optimizer: Optimizer) -> None:
-    """Keep the parameter group objects when a state is loaded: `load_state_dict` makes new ones, and updaters
-    hold references to the old ones.
+    """Keep the parameter group objects when a state is loaded.
+
+    `load_state_dict` makes new ones, while updaters hold references to the old ones.
     """
     kept = list(optimizer.param_groups)
 
@@ -112,13 +114,13 @@ def keep_groups(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_post_hook(put_back)
 
 
-# Hooks that do not keep alive whom they call, and hooks that are no part of what is copied.
 P = ParamSpec("P")
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """Return a hook that calls the bound `method` while its owner lives; another object, such as a hook of
-    the optimizer, must keep the owner alive.
+    """Return a hook that calls the bound `method` while its owner lives.
+
+    Another object, such as a hook of the optimizer, must keep the owner alive.
     """
     found = weakref.WeakMethod(method)
 
@@ -131,9 +133,7 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
 
 
 class UncopiedHook:
-    """A module's hook that calls `call` without arguments, and that is not copied or pickled with the
-    module.
-    """
+    """Module hook that calls `call` without arguments, and that is not copied or pickled with the module."""
 
     __slots__ = ("_call",)
 
@@ -156,9 +156,8 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-# A module whose forward another one stands in for.
 class ForwardWrapper:
-    """Replaces a module's forward by a function; copies and pickles of the module get the original forward.
+    """Replacement of a module's forward; copies and pickles of the module get the original forward.
 
     With the function itself, a copy would run the original module with the original's weights.
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
-    """The ranks that share a copy of the model state, as nodes × ranks of a node; groups are those of this
+    """Ranks that share a copy of the model state, as nodes × ranks of a node; groups are those of this
     rank.
     """
 

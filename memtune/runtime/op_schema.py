@@ -24,15 +24,16 @@ READ_OUTS = frozenset(
 )
 """Ops that return a number of a tensor to Python (`.item()`, `float(x)`, `if x:`)."""
 _SENDS = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan")
-"""Collectives that write into none of their arguments."""
-# BatchNorm kernels that write running_mean and running_var (arguments 3 and 4) without saying so in their
-# schema.
+"""Collectives that write none of their arguments."""
+# BatchNorm kernels that write running_mean and running_var (arguments 3 and 4), which their schema does not
+# declare.
 _UNDECLARED = {
     "aten.native_batch_norm.default": 5,
     "aten.cudnn_batch_norm.default": 5,
     "aten.miopen_batch_norm.default": 5,
 }
-# RReLU's noise, which it fills (argument 1): autograd saves it before, and does not count this write.
+# RReLU fills its noise (argument 1). Autograd saves the noise before, and the version counter does not count
+# this write.
 _FILLS = frozenset({torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default})
 
 
@@ -76,8 +77,9 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return True for attention without dropout, which is tagged as random and draws nothing; its backward
-    gets forward's state, regardless of its tags.
+    """Return True for attention without dropout, which is tagged as random but draws nothing.
+
+    Its backward gets forward's state, regardless of its tags.
     """
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == "philox_seed":
@@ -96,10 +98,10 @@ def one_pass_bytes(inputs: list[Tensor], written: list[Tensor]) -> int:
 
 @functools.cache
 def _writes(func: Any) -> tuple[int | None, tuple[tuple[int, str], ...]]:
-    """Return the index of the argument that enables undeclared writes (None: there are none), and the written
-    arguments.
+    """Return the index of the argument that enables undeclared writes (None if there are none), and the
+    written arguments.
     """
-    if func.namespace == "c10d":  # no schema there says that the first argument is what arrives
+    if func.namespace == "c10d":  # its schemas do not declare that the first argument is written
         return None, () if func._schema.name in _SENDS else ((0, func._schema.arguments[0].name),)
     arguments = enumerate(func._schema.arguments)
     declared = (
@@ -117,21 +119,21 @@ def group_size(args: Any, kwargs: Any) -> int:
     return numbers[-1] if numbers else torch.distributed.get_world_size()
 
 
-# Kernels that look at the grad mode although they run below autograd: oneDNN's LSTM keeps what backward needs
-# only under it.
+# Kernels that read the grad mode although they run below autograd: oneDNN's LSTM saves tensors for backward
+# only if it is on.
 READS_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default"})
 """Ops with such kernels."""
 
 
 @contextmanager
 def grad_mode_on() -> Iterator[None]:
-    """Enable the grad mode for kernels inside, without autograd recording."""
+    """Enable the grad mode for kernels in this context, without autograd recording."""
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
-# Ops that make each element of one tensor of the same element of what they read: run in parts, they make the
-# same bits.
+# Elementwise ops: each output element depends on the same element of the inputs. Run in parts, they return
+# the same bits.
 _EXACT = """
     abs.default add.Tensor bitwise_not.default clamp.default clamp_max.default clamp_min.default div.Scalar div.Tensor eq.Scalar
     eq.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor hardtanh.default hardtanh_backward.default le.Scalar le.Tensor
@@ -146,14 +148,14 @@ _ON_GPU = """
 BY_ELEMENT, BY_ELEMENT_ON_GPU = (
     frozenset(f"aten.{name}" for name in names.split()) for names in (_EXACT, _ON_GPU)
 )
-"""By name."""
+"""Names of the ops that are bitwise equal in parts on all devices, and of those that are so on a GPU only."""
 _KWARGS = ("alpha", "approximate", "dtype")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool)
 
 
 def element_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes of an element of `out` if `func(*args, **kwargs)` is elementwise, else 0; adds
-    `ON_GPU_ONLY` ops if not on CPU.
+    `ON_GPU_ONLY` if not so on CPU.
 
     Args:
         func: An ATen op.
@@ -183,9 +185,8 @@ def may_be_by_element(func: Any, kwargs: Any, *, on_gpu: bool) -> bool:
     name = str(func)
     if (name not in BY_ELEMENT and not (on_gpu and name in BY_ELEMENT_ON_GPU)) or kwargs.get("alpha", 1) != 1:
         return False
-    return all(
-        value is None for name, value in kwargs.items() if name not in _KWARGS
-    )  # a cast to another device, say
+    # Any other keyword, such as the device of a cast, changes more than the elements.
+    return all(value is None for name, value in kwargs.items() if name not in _KWARGS)
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:

@@ -20,15 +20,15 @@ class RemoteParameters(Protocol):
     def absent(self) -> Mapping[str, torch.Size]:
         """Full shapes of the parameters that are not on this rank."""
 
-    def answers(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Return True if this rank sends the value of `name` to the others."""
 
-    def whole(self, name: str, here: Any) -> Any:
+    def full_value(self, name: str, here: Any) -> Any:
         """Return the value of `name` from the rank that holds it; collective, in the same order on all
         ranks.
         """
 
-    def states(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer state of `name` from the rank that holds it; collective."""
 
 
@@ -37,8 +37,8 @@ class Placement:
     """Location of the model state; written while techniques are applied, in the order of `apply`."""
 
     model_parallel_size: int = 1
-    """Consecutive ranks that hold one copy of the model together, each a part of it; 1 if each rank has a
-    full copy.
+    """Number of consecutive ranks that hold one copy of the model together, each a part of it; 1 if each has
+    a full copy.
 
     Written by `sharding.parallel`; read by mechanisms that shard states, average gradients or form groups of
     ranks.
@@ -51,10 +51,10 @@ class Placement:
     """
 
     offload: Effects = NO_EFFECTS
-    """Effects of the technique under `offload.states`: which gradients it averages, which calls it acts on.
+    """Effects of the technique under `offload.states`: the gradients it averages, the calls it acts on.
 
-    Written by `apply` before `sharding.parallel` is applied; read by what replicates or shards states and by
-    schedules.
+    Written by `apply` before `sharding.parallel` is applied; read by mechanisms that replicate or shard
+    states and by schedules.
     """
     remote_parameters: RemoteParameters | None = None
     """Parameters that only other ranks hold; None if this rank has all, or a shard of each.
@@ -91,7 +91,7 @@ class Placement:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that hold the same part of the model: states are sharded or replicated over
+        """Number of ranks that hold the same part of the model; states are sharded or replicated over
         these.
         """
         return self.world_size // self.model_parallel_size

@@ -1,9 +1,9 @@
-"""The random state a region starts with, so that its second run draws the same numbers. It lives on the host.
+"""Random state at the start of a region, on the host, so that its second run draws the same numbers.
 
-Generators of the user's own (`y.bernoulli_(p, generator=mine)`) are part of it as far as they are known: the
-attributes of the region's modules, and those that ops of its first run were given.
+The user's own generators (`y.bernoulli_(p, generator=mine)`) are included as far as they are known:
+attributes of the region's modules, and arguments of ops of its first run.
 
-`kept` is for states that passes count: no op makes them, so a recorder is told of them (`observe_kept`).
+`kept` is for states that passes count. No op makes them, so a recorder is notified (`observe_kept`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memtune.runtime.op_schema import draws
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU generator, and of the CUDA generator of the module's device where it has one."""
+    """State of the CPU generator, and of the CUDA generator of the module's device if it has one."""
 
     cpu: Tensor  # uint8, on the host tier
     cuda: Tensor | None
@@ -33,7 +33,7 @@ class RandomState:
     own: tuple[tuple[Generator, Tensor], ...] = ()
     """States of the user's own generators."""
     counted: bool = False
-    """By a pass; then so is what `restored` puts aside."""
+    """A pass counts it, and then also the state that `restored` saves."""
 
     @classmethod
     def capture(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
@@ -48,10 +48,10 @@ class RandomState:
 
     @classmethod
     def kept(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
-        """Return the same as `capture`, for a state held until a region has run again, as
-        `activations.recompute.rng_state_pass` counts it.
+        """Return the same as `capture`, for a state held until a region has run again
+        (`activations.recompute.rng_state_pass`).
         """
-        return replace(cls.capture(module, generators), counted=True)._told()
+        return replace(cls.capture(module, generators), counted=True)._notify()
 
     def is_now(self, module: nn.Module) -> bool:
         """Return True if nothing has been drawn since; fake tensors draw nothing."""
@@ -67,13 +67,13 @@ class RandomState:
         with _disable_current_modes():
             return all(torch.equal(then, state) for then, state in pairs)
 
-    def beside(self, others: Iterable[tuple[Generator, Tensor]]) -> RandomState:
+    def with_generators(self, others: Iterable[tuple[Generator, Tensor]]) -> RandomState:
         """Return the state with the states of `others` added."""
         return replace(self, own=(*self.own, *others))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Draw from this state inside; restore the current state afterwards."""
+        """Draw from this state in this context; restore the current state afterwards."""
         now = self._now()
         self._set()
         try:
@@ -89,10 +89,10 @@ class RandomState:
         with tier(HOST):
             cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)
             own = tuple((each, each.get_state()) for each, _ in self.own)
-            return RandomState(torch.get_rng_state(), cuda, self.device, own, self.counted)._told()
+            return RandomState(torch.get_rng_state(), cuda, self.device, own, self.counted)._notify()
 
-    def _told(self) -> RandomState:
-        """Return the state itself; notify recorders of it, if it is counted."""
+    def _notify(self) -> RandomState:
+        """Return the state itself, after notifying recorders if it is counted."""
         for note in _notes if self.counted else ():
             note(self.cpu)
         return self
@@ -107,7 +107,9 @@ class RandomState:
 
 @contextmanager
 def observe_kept(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `note` inside with the CPU part of every state that a pass counts, when it is captured."""
+    """Call `note` in this context with the CPU part of every state that a pass counts, when it is
+    captured.
+    """
     _notes.append(note)
     try:
         yield
@@ -133,7 +135,7 @@ def generator_of(kwargs: Any) -> Generator | None:
 
 
 class NoteGenerators(WatchingMode):
-    """Records generators that are passed to ops and not in `known` yet, with their states before the first
+    """Mode that records generators passed to ops and not in `known` yet, with their states before the first
     such op.
 
     Attributes:
@@ -156,9 +158,8 @@ class NoteGenerators(WatchingMode):
         return func(*args, **(kwargs or {}))
 
 
-# Autocast as it is at some moment, for code that runs again later.
 def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Return context makers that restore the current autocast state."""
+    """Return context makers that restore the current autocast state, for code that runs again later."""
 
     def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

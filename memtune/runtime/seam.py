@@ -1,16 +1,16 @@
-"""The seam: every act that leaves PyTorch's own ops is a `torch.ops.memtune.*` operator with a declared
-resource and tier.
+"""Seam: every act outside of PyTorch's own ops is a `torch.ops.memtune.*` operator with a declared resource
+and tier.
 
 On real tensors an operator moves bytes or calls native code; on fake tensors it does nothing but make the
 output. So a recorder, a dry run and a byte counter see the same operators as the training step.
 
 This file has the registry, the copies between host and device (`runtime.transfer`) and the collectives. Each
-other mechanism registers its own operators in the module of their kernels, which whatever calls them imports:
+other mechanism registers its own operators in the module of their kernels, which its callers import:
 
 | operator | registered in | resource | its output lives on |
 |---|---|---|---|
 | `to_device(x, device)` | here | host → device | device |
-| `to_device_beside(x, beside, device)` | here | host → device | device |
+| `to_device_with_tail(x, tail, device)` | here | host → device | device |
 | `to_host(x)` | here | device → host | host |
 | `copy_to_host_(host, x)` | here | device → host | – |
 | `copy_to_device_(x, host)` | here | host → device | – |
@@ -60,12 +60,12 @@ _SPIN_S: Final = 2e-4
 _NAP_S: Final = 2e-4
 _LITTLE_PATIENCE_S: Final = 0.01
 _patience_s = 10.0
-"""How long `_wait_released` waits."""
+"""Timeout of `_wait_released`."""
 
 
 @dataclass(frozen=True)
 class SeamOp:
-    """Properties of one operator of the seam for the simulator."""
+    """Properties of one operator of the seam, for the simulator."""
 
     resource: Resource
     output_tier: TierId = TierId.DEVICE
@@ -112,7 +112,7 @@ def link_of(func: torch._ops.OpOverload, args: Sequence[object]) -> Resource:
     return Resource.INTER_LINK if is_between_nodes(_group(str(name))) else Resource.INTRA_LINK
 
 
-# torch 2.13 has new names for these and warns of the old ones, which are all that 2.11 has.
+# torch 2.13 renamed these and deprecates the old names, which 2.11 has alone.
 all_gather_single: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -148,8 +148,9 @@ def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str
 
 
 def _all_gather_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather by a broadcast of each rank's part in place: gloo's own all-gather copies the whole output,
-    and that copy's release cannot be awaited.
+    """All-gather by a broadcast of each rank's part in place.
+
+    gloo's own all-gather copies the whole output, and that copy's release cannot be awaited.
     """
     parts = list(out.view(group.size(), -1))
     parts[group.rank()].copy_(x.view(-1))
@@ -159,7 +160,7 @@ def _all_gather_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Non
     while sent:
         if (work := sent.pop()) is not None:
             work.wait()
-    del work  # it holds its tensor
+    del work  # holds its tensor
     _wait_released(parts)
 
 
@@ -194,7 +195,7 @@ def _wait_released(sent: list[Tensor]) -> None:
 
 
 def _use_count(tensor: Tensor) -> int:
-    return int(getattr(tensor, "_use_count", int)())  # private in torch: 0 where it is not there
+    return int(getattr(tensor, "_use_count", int)())  # private in torch: 0 if it is missing
 
 
 def _all_reduce(x: Tensor, group: str, ranks: int, op: str) -> None:
@@ -214,7 +215,7 @@ def _all_to_all_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
 
 
 def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    """Do one step of a ring: send `x` to the next rank of the group, receive from the one before into
+    """Run one step of a ring: send `x` to the next rank of the group, receive from the previous one into
     `out`.
     """
     members, mine, theirs = _group(group), out.detach(), x.detach()
@@ -232,8 +233,8 @@ def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
 
 
 def _shift_into(out: Tensor | None, x: Tensor | None, group: str, distance: int, ranks: int) -> None:
-    """Send `x` to the rank at `distance`, receive from the one as far before into `out`; either may be None
-    on some ranks.
+    """Send `x` to the rank at `distance`, receive into `out` from the one at minus `distance`; either may be
+    None on some ranks.
     """
     members = _group(group)
     here = members.rank()
@@ -255,7 +256,7 @@ def _shift_into(out: Tensor | None, x: Tensor | None, group: str, distance: int,
 
 
 def _all_gather_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    """Gather every rank's `x` (samples, positions, …) along dim 1, one sample at a time: without a staging
+    """Gather every rank's `x` (samples, positions, …) along dim 1, one sample at a time, without a staging
     copy.
     """
     members = _group(group)
@@ -289,8 +290,8 @@ def _reduce_scatter_positions(out: Tensor, x: Tensor, group: str, ranks: int) ->
 
 
 def _below_autograd(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return `kernel` such that `activations.recompute.collective_guard` does not take its collectives for
-    the user's (rule 3 there).
+    """Return `kernel` with its collectives below autograd, so that `activations.recompute.collective_guard`
+    does not refuse them.
     """
 
     @wraps(kernel)
@@ -305,8 +306,8 @@ def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
 
-def _fake_to_device_beside(x: Tensor, beside: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(x.numel() + beside.numel(), dtype=x.dtype, device=device)
+def _fake_to_device_with_tail(x: Tensor, tail: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(x.numel() + tail.numel(), dtype=x.dtype, device=device)
 
 
 def fake_to_host(x: Tensor) -> Tensor:
@@ -317,10 +318,10 @@ def fake_to_host(x: Tensor) -> Tensor:
 _UP, _DOWN = SeamOp(Resource.HOST_TO_DEVICE), SeamOp(Resource.DEVICE_TO_HOST)
 register("to_device(Tensor x, Device device) -> Tensor", _UP, transfer.to_device, _fake_to_device)
 register(
-    "to_device_beside(Tensor x, Tensor beside, Device device) -> Tensor",
+    "to_device_with_tail(Tensor x, Tensor tail, Device device) -> Tensor",
     SeamOp(Resource.HOST_TO_DEVICE, first_crosses=True),
-    transfer.to_device_beside,
-    _fake_to_device_beside,
+    transfer.to_device_with_tail,
+    _fake_to_device_with_tail,
 )
 register(
     "to_host(Tensor x) -> Tensor",

@@ -22,7 +22,7 @@ class Rotation(Protocol):
     def of(self, batches: Iterable[Any]) -> list[Any]:
         """Return the micro-batches of all ranks of the group; collective."""
 
-    def upload(self, turn: Any, device: torch.device) -> Any:
+    def upload(self, batch: Any, device: torch.device, /) -> Any:
         """Return one of them on `device`, broadcast by its owner; collective."""
 
     def own_numbers(self, device: torch.device) -> AbstractContextManager[None]:
@@ -70,7 +70,8 @@ class TrainingLoop:
     applied later and needs the last micro-batch too wraps the former context in its own.
     """
     order: Order | None = None
-    """Runs micro-batches in another order than one after the other; written by layer-major parameter offload.
+    """Runs micro-batches in another order than one after the other; written by layer-major parameter
+    offload.
     """
     rotation: Rotation | None = None
     """Distributes micro-batches among ranks that run one at a time; written by model parallelism."""
@@ -125,8 +126,14 @@ class TrainingLoop:
             return train_step(
                 model, optimizer, loss, batches, device, sync=self.micro_batch, order=self.order
             )
-        turns = self.rotation.of(batches)
+        rotated = self.rotation.of(batches)
         with self.rotation.own_numbers(device):
             return train_step(
-                model, optimizer, loss, turns, device, sync=self.micro_batch, upload=self.rotation.upload
+                model,
+                optimizer,
+                loss,
+                rotated,
+                device,
+                sync=self.micro_batch,
+                upload=self.rotation.upload,
             )

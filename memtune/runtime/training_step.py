@@ -1,5 +1,5 @@
-"""The training step. The recorder, the trials and `Tuned.step` all run this function, so recorded, measured
-and real steps hold the same tensors.
+"""The training step. The recorder, the trials and `Tuned.step` all run it, so recorded, measured and real
+steps hold the same tensors.
 """
 
 from __future__ import annotations
@@ -84,7 +84,11 @@ def accumulate(
             loss.backward()
             part = loss.detach()
             total = part if total is None else total + part
-            del loss, here, part
+            del (
+                loss,
+                here,
+                part,
+            )
     assert total is not None
     return total
 
@@ -112,11 +116,10 @@ def update(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-# What memtune switches off in a model before anything is recorded or measured, because training never needs
-# it.
 def prepare_model(model: nn.Module) -> nn.Module:
-    """Disable the key-value cache of Hugging Face models: it is for generation, and a second run would fill
-    it twice.
+    """Disable the key-value cache of Hugging Face models before anything is recorded or measured.
+
+    It is for generation only, and a second run of a block would fill it twice.
     """
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -1,13 +1,12 @@
 """Copies between tiers: a side stream with events on CUDA, a thread on CPU, and a counter of the bytes on
 every link.
 
-Another tier that fills host memory (`ssd.ssd_tensors`) says so by `started`, and its reads are waited for in
-the same way.
+`to_host` and `copy_to_host` only *start* a copy; the caller must call `wait` before it reads the host tensor
+or frees the source. `to_device` and `copy_to_device` wait for their source and are complete, in stream order,
+when they return. Inside `prefetching_separately`, `to_device` only starts, and `wait_tensor` completes it.
 
-`to_host` and `copy_to_host` only *start* a copy; whoever reads the host tensor or frees the source calls
-`wait` first. `to_device` and `copy_to_device` wait for what they read and are complete, in stream order, when
-they return; but `to_device` inside `prefetching_separately` only starts, and `wait_tensor` says when what it
-returned is there.
+Another tier that fills host memory (`ssd.ssd_tensors`) registers its reads by `started`; they are awaited in
+the same way.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from memtune.runtime.memory_tiers import HOST, tier
 
 @runtime_checkable
 class Pending(Protocol):
-    """A copy into host memory that is under way on another thread or engine."""
+    """Copy into host memory that is in flight on another thread or engine."""
 
     def result(self) -> object:
-        """Return when it is complete, or raise what went wrong."""
+        """Return when it is complete, or raise its error."""
 
 
 class ByteCounters:
@@ -51,7 +50,7 @@ class ByteCounters:
             self._bytes[link] += n_bytes
 
     def take(self) -> dict[str, int]:
-        """The counts so far, by link; starts again from zero."""
+        """Return the counts so far, by link, and reset them to zero."""
         with self._lock:
             counted, self._bytes = dict(self._bytes), Counter()
         return counted
@@ -62,14 +61,14 @@ _pool: ThreadPoolExecutor | None = None
 _upload_pool: ThreadPoolExecutor | None = None
 _side_streams: dict[int, torch.cuda.Stream] = {}
 _upload_streams: dict[int, torch.cuda.Stream] = {}
-# What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA,
+# Copies in flight, by address of the host storage: the thread's future on CPU, the stream's event on CUDA,
 # another tier's read.
 _pending: dict[int, Pending | torch.cuda.Event] = {}
 _prefetched: dict[int, Future[None] | torch.cuda.Event] = {}
-"""What comes `prefetching_separately`, by address of the storage on the device."""
-_is_apart = False
+"""Copies started inside `prefetching_separately`, by address of the storage on the device."""
+_is_separate = False
 _pending_limit = _PENDING_LIMIT = 256
-"""Number of entries in `_pending` from which on finished events are searched for and dropped."""
+"""Number of entries in `_pending` at which passed events are searched for and dropped."""
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -102,7 +101,7 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _like(x: Tensor, locked: bool) -> Tensor:
     memory = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=locked)
-    return memory if locked else in_huge_pages(memory)  # what is locked has been backed already
+    return memory if locked else in_huge_pages(memory)  # pinned memory already has its pages
 
 
 def _start(host: Tensor, x: Tensor) -> None:
@@ -111,7 +110,7 @@ def _start(host: Tensor, x: Tensor) -> None:
     key = host.untyped_storage()._cdata
     if x.is_cuda:
         stream = _side_stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
+        stream.wait_stream(torch.cuda.current_stream(x.device))  # `x` may still be computed there
         with torch.cuda.stream(stream):
             host.copy_(x, non_blocking=True)
             event = torch.cuda.Event()
@@ -126,14 +125,14 @@ def _forget_passed() -> None:
     """Drop events that have passed, of host tensors that no caller waits for."""
     global _pending_limit
     if len(_pending) >= _pending_limit:
-        waiting = list(_pending.items())  # at once: other threads read from SSD meanwhile
+        waiting = list(_pending.items())  # a snapshot, because other threads add SSD reads meanwhile
         for key in [key for key, each in waiting if isinstance(each, torch.cuda.Event) and each.query()]:
             _pending.pop(key, None)
         _pending_limit = max(_PENDING_LIMIT, 2 * len(_pending))
 
 
 def _copy(pair: list[Tensor]) -> None:
-    """Copy the second of `pair` into the first, and drop the references once the copy is known to be done."""
+    """Copy the second of `pair` into the first, and drop the references once the copy is complete."""
     with torch.no_grad():
         pair[0].copy_(pair[1], non_blocking=True)
     pair.clear()
@@ -146,12 +145,12 @@ def wait(host: Tensor) -> None:
         pending.result()
     elif pending is not None:
         pending.wait()
-        if not pending.query():  # the host has not waited: `finish` has to yet
+        if not pending.query():  # only the stream waits: `finish` must still find the event
             _pending[host.untyped_storage()._cdata] = pending
 
 
 def finish(host: Tensor) -> None:
-    """Return once the copy into `host` is complete for the host as well: host code may read it."""
+    """Return once the copy into `host` is complete for the host as well, so that host code may read it."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
     if isinstance(pending, Pending):
         pending.result()
@@ -160,7 +159,7 @@ def finish(host: Tensor) -> None:
 
 
 def started(host: Tensor, pending: Pending) -> None:
-    """Have `wait` and `finish` wait for `pending`, which another tier has started and which fills `host`."""
+    """Register `pending`, which another tier has started and which fills `host`, for `wait` and `finish`."""
     _pending[host.untyped_storage()._cdata] = pending
 
 
@@ -185,30 +184,30 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return out
 
 
-def to_device_beside(x: Tensor, beside: Tensor, device: torch.device) -> Tensor:
+def to_device_with_tail(x: Tensor, tail: Tensor, device: torch.device) -> Tensor:
     """Return a new 1-D tensor on `device`: the values of the host tensor `x`, then those of the device tensor
     `tail`.
     """
     wait(x)
-    out = torch.empty(x.numel() + beside.numel(), dtype=x.dtype, device=device)
+    out = torch.empty(x.numel() + tail.numel(), dtype=x.dtype, device=device)
     with torch.no_grad():
-        out[x.numel() :].copy_(beside)
-    if beside.is_cuda:
-        beside.record_stream(torch.cuda.current_stream(device))  # the caller lets go of it now
+        out[x.numel() :].copy_(tail)
+    if tail.is_cuda:
+        tail.record_stream(torch.cuda.current_stream(device))  # the caller may free it right after this call
     _fill(out[: x.numel()], x)
     return out
 
 
 def _fill(out: Tensor, x: Tensor) -> None:
-    """Copy the host tensor `x` into `out`, or start to do so where it comes `prefetching_separately`."""
+    """Copy the host tensor `x` into `out`; inside `prefetching_separately` only start the copy."""
     COUNTERS.add("host_to_device", x.nbytes)
     key = out.untyped_storage()._cdata
-    if _is_apart and out.device.type != "cuda":
+    if _is_separate and out.device.type != "cuda":
         _prefetched[key] = _upload_threads().submit(_copy, [out, x])
         return
     with torch.no_grad():
         out.copy_(x, non_blocking=True)
-    if _is_apart:
+    if _is_separate:
         event = torch.cuda.Event()
         event.record()
         _prefetched[key] = event
@@ -216,10 +215,11 @@ def _fill(out: Tensor, x: Tensor) -> None:
 
 @contextlib.contextmanager
 def prefetching(device: torch.device) -> Iterator[None]:
-    """Copies to `device` inside, and memory taken for them, are on a stream of their own, after all work
+    """Run copies to `device` in this context, and allocations for them, on a separate stream after all work
     issued so far.
 
-    So memory that compute has just given back is not overwritten under it; see `wait_prefetched`.
+    The wait protects memory that compute has just freed from being overwritten while in use; see
+    `wait_prefetched`.
     """
     if device.type != "cuda":
         yield
@@ -231,7 +231,7 @@ def prefetching(device: torch.device) -> Iterator[None]:
 
 
 def wait_prefetched(device: torch.device) -> None:
-    """The current stream goes on when all that was copied `prefetching` is there."""
+    """Make the current stream wait for all copies started inside `prefetching`."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_upload_stream(device))
 
@@ -247,27 +247,27 @@ def issued(device: torch.device) -> torch.cuda.Event | None:
 
 @contextlib.contextmanager
 def prefetching_separately(device: torch.device) -> Iterator[None]:
-    """As `prefetching`, and each tensor that `to_device` gives is waited for by itself (`wait_tensor`); on
-    CPU a thread copies.
+    """Like `prefetching`, with a separate wait (`wait_tensor`) for each tensor of `to_device`; on CPU a
+    thread copies.
     """
-    global _is_apart
-    _is_apart = True
+    global _is_separate
+    _is_separate = True
     try:
         with prefetching(device):
             yield
     finally:
-        _is_apart = False
+        _is_separate = False
 
 
 def wait_tensor(out: Tensor) -> None:
-    """Return once `out`, which came `prefetching_separately`, is there (CPU), or make the current stream wait
-    for it (CUDA).
+    """Wait for `out`, a tensor from `prefetching_separately`: the host waits on CPU, the current stream on
+    CUDA.
     """
-    coming = _prefetched.pop(out.untyped_storage()._cdata, None)
-    if isinstance(coming, Future):
-        coming.result()
-    elif coming is not None:
-        coming.wait()
+    pending = _prefetched.pop(out.untyped_storage()._cdata, None)
+    if isinstance(pending, Future):
+        pending.result()
+    elif pending is not None:
+        pending.wait()
 
 
 def copy_to_host(host: Tensor, x: Tensor) -> None:
@@ -289,15 +289,15 @@ def abandon(host: Tensor) -> None:
         finish(host)
 
 
-# Host memory in pages of 2 MiB: what streams through it each step (gradients, masters, moments) walks fewer
-# page tables.
+# Huge pages of 2 MiB, for tensors that are streamed each step (gradients, masters, moments): fewer page-table
+# walks.
 PAGE_BYTES = 2 << 20
 
 
 def in_huge_pages(memory: Tensor) -> Tensor:
-    """Ask the system for large pages for `memory`, which must not have been written yet; return `memory`.
+    """Ask the system for huge pages for `memory`, which must not have been written yet; return `memory`.
 
-    It is a hint: a system without large pages ignores it. Only whole large pages inside the tensor are
+    It is a hint: a system without huge pages ignores it. Only whole huge pages inside the tensor are
     requested, so resident memory does not grow.
     """
     if memory.nbytes >= PAGE_BYTES and not (isinstance(memory, FakeTensor) or memory.is_meta):
@@ -305,17 +305,15 @@ def in_huge_pages(memory: Tensor) -> Tensor:
     return memory
 
 
-# Host memory that copies to and from a GPU go through: page-locked, and pageable where the system gives no
-# more of that.
 _reported = False
 
 
 def page_locked(make: Callable[[bool], Tensor], wanted: bool) -> Tensor:
-    """Return `make(locked)`, page-locked if `wanted` and the system allows it; report once per process if it
-    does not.
+    """Return `make(locked)`, pinned if `wanted` and the system allows it; warn once per process if it does
+    not.
 
     Args:
-        make: Makes a new tensor in host memory; called with whether to page-lock it.
+        make: Makes a new tensor in host memory; its argument is True for pinned memory.
         wanted: True if copies to or from a GPU use the tensor.
     """
     if wanted:
@@ -331,8 +329,7 @@ def _report(reason: str) -> None:
     if not _reported:
         _reported = True
         warnings.warn(
-            f"The system locks no more host memory for copies to the GPU ({reason}): they go through pageable"
-            " memory, which is slower. Give the container more memory or a higher limit, or move less to the"
-            " host.",
+            f"The system pins no more host memory for copies to the GPU ({reason}): they use pageable memory,"
+            " which is slower. Give the container more memory or a higher limit, or offload less.",
             stacklevel=4,
         )

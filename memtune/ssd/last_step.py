@@ -1,19 +1,16 @@
-"""Resume training from the last complete step after a crash (`resume: last_step`).
+"""Resume of training from the last complete step after a crash (`resume: last_step`).
 
 Each piece of state on SSD has two slots. A step writes the slot that the last manifest does not name; when
-all is written
-and flushed, one of two manifests is replaced by a rename. States of a slot:
+all is written and flushed, one of two manifests is replaced by a rename. States of a slot:
 
     spare --a step writes it--> written --manifest replaced--> complete (the other slot is spare then)
 
-1. A manifest is complete or absent: it has a hash, and replaces its predecessor by a rename.
-2. It is written after all that it names has been flushed to the drive.
-3. All ranks resume the newest step that every one of them has.
-4. Folders of earlier runs are removed once this run has a complete step.
+- A manifest is complete or absent: it has a hash, and replaces its predecessor by a rename.
+- It is written after all that it names has been flushed to the drive.
+- All ranks resume the newest step that every one of them has.
 
-A resumed run behaves as a step does: its own values are in one slot, and the values of the manifest are
-copied to the
-other, from which weights are copied to the device. A failed `apply` therefore finds its own values unchanged.
+A resume works like a step: this run's own values are in one slot, and the values of the manifest are copied
+to the other, from which weights are copied to the device. So a failed `apply` finds its own values unchanged.
 """
 
 from __future__ import annotations
@@ -54,38 +51,40 @@ class Slots(Protocol):
         """Return the facts that must be equal in the run that resumes."""
 
     def look(self, key: str, manifests: list[Manifest]) -> None:
-        """Find and lock what `manifests` name outside of their own run's folder."""
+        """Find and lock the places that `manifests` name outside of their own run's folder."""
 
     def holders(self) -> object:
         """Return the objects that own all slots in this run's folder."""
 
     def durable(self) -> Durable:
-        """Flush all that the step has written, and return its place."""
+        """Flush all that the step has written, and return its places."""
 
     def complete(self) -> None:
-        """Let later writes go to the other slots; a manifest names these."""
+        """Let later writes use the other slots, because a manifest names these."""
 
-    def take_up(self, run: DeadRun, manifest: Manifest) -> None:
-        """Bring what `manifest` names into the slots that are written next, and weights to the device."""
+    def resume_from(self, run: DeadRun, manifest: Manifest) -> None:
+        """Copy the state that `manifest` names into the slots that are written next, and weights to the
+        device.
+        """
 
     def back(self) -> None:
         """Restore the weights from before `resume_from`, even if it was interrupted."""
 
     def forget(self) -> None:
-        """Drop everything that is kept."""
+        """Drop all kept state."""
 
     def remove_before(self) -> None:
-        """Remove what `look` found."""
+        """Remove the places that `look` found."""
 
     def release_before(self) -> None:
-        """Unlock what `look` found."""
+        """Unlock the places that `look` found."""
 
 
 class LastStep:
-    """Keeps each complete step of one rank, and resumes the newest one that all ranks have.
+    """Keeper of each complete step of one rank; resumes the newest step that all ranks have.
 
     Args:
-        context: Its model's buffers, device and ranks.
+        context: Context with the model, its device and ranks.
         kept: State on SSD, with two slots for everything.
 
     Attributes:
@@ -94,9 +93,7 @@ class LastStep:
 
     def __init__(self, context: Context, kept: Slots) -> None:
         self._context, self._kept = context, kept
-        self._saved = set(
-            context.model.state_dict()
-        )  # of the buffers those that a checkpoint would hold, too
+        self._saved = set(context.model.state_dict())  # persistent buffers only, as in a checkpoint
         self._key = self._key_of()
         self._before: list[DeadRun] = []
         self.steps = 0
@@ -109,7 +106,7 @@ class LastStep:
         Raises:
             EnvironmentFault: Kept bytes cannot be read back as they were written; names the tensor.
         """
-        self._forget()  # of the same model, trained before in this process
+        self._forget()  # manifests of the same model, trained before in this process
         self._before = dead_runs(offload_dir.all_checked(), self._key)
         self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
@@ -120,14 +117,13 @@ class LastStep:
         source, manifest = next(
             (run, each) for run in self._before for each in run.manifests if each.step == agreed
         )
-        self._take_up(source, manifest)
-        for each in (
-            run for run in self._before if run is not source
-        ):  # runs that crash one after the other fill no drive
+        self._resume_from(source, manifest)
+        # Older runs are removed now, so that a series of crashes does not fill the drive.
+        for each in (run for run in self._before if run is not source):
             each.remove()
         self._before = [source]
-        told = f"memtune goes on after step {agreed}, the last complete one of a run that ended."
-        warnings.warn(told, stacklevel=_level_of_caller())
+        message = f"memtune resumes after step {agreed}, the last complete step of a run that ended."
+        warnings.warn(message, stacklevel=_level_of_caller())
         return agreed
 
     def complete(self, steps: int = 1) -> None:
@@ -139,10 +135,10 @@ class LastStep:
         """
         self.steps += steps
         self._write_manifest()
-        self._remove_before()  # Rule 4
+        self._remove_before()  # this run has a complete step now, so earlier runs are not needed
 
     def finish(self) -> None:
-        """Drop everything that is kept."""
+        """Drop all kept steps."""
         ssd_tensors.folder().remove()
         self._kept.forget()
         self._remove_before()
@@ -177,16 +173,16 @@ class LastStep:
         dist.all_reduce(steps, op=dist.ReduceOp.MIN)
         return int(steps)
 
-    def _take_up(self, run: DeadRun, manifest: Manifest) -> None:
+    def _resume_from(self, run: DeadRun, manifest: Manifest) -> None:
         placement = self._context.placement
         buffers = {name: local(value).clone() for name, value in self._buffers()}
         weights = (
             {}
             if placement.all_gather_weights is None
-            else {p: local(p).detach().to("cpu", copy=True) for p in self._whole()}
+            else {p: local(p).detach().to("cpu", copy=True) for p in self._gathered_weights()}
         )
         self._context.undo.callback(self._back, buffers | _random(self._context), weights)
-        self._on_all_ranks(lambda: self._kept.take_up(run, manifest))
+        self._on_all_ranks(lambda: self._kept.resume_from(run, manifest))
         if placement.all_gather_weights is not None:
             placement.all_gather_weights()
         self._set(manifest.values)
@@ -198,16 +194,16 @@ class LastStep:
         failed: Exception | None = None
         try:
             act()
-        except Exception as error:  # whatever it is, the others wait for this rank
+        except Exception as error:  # of any type, because the other ranks wait in `_agreed`
             failed = error
         if self._agreed(failed is None) == 0:
             raise failed or EnvironmentFault(
-                "Another rank cannot go on from the step that it kept.",
+                "Another rank cannot resume the step that it kept.",
                 fix="see that rank's message",
                 code="MT365",
             )
 
-    def _whole(self) -> list[nn.Parameter]:
+    def _gathered_weights(self) -> list[nn.Parameter]:
         """Return the weights of which this rank updates rows and gathers the others."""
         return [
             parameter
@@ -263,8 +259,8 @@ def _random(context: Context) -> dict[str, Tensor]:
     return found
 
 
-# What is on SSD after a step, as a file that is whole or not there: where the pieces are, their checksums,
-# and what is small.
+# The manifest of a step on SSD: places and checksums of the pieces, and small values. It is complete or
+# absent.
 SCHEMA: Final = 1
 _PATIENCE_S: Final = 1.0
 
@@ -283,15 +279,15 @@ class Manifest:
     """One complete step of one rank."""
 
     key: str
-    """Of model, optimizer and rank: no other run may resume from it."""
+    """Hash of model, optimizer and rank: no other run may resume from it."""
     step: int
     pieces: list[Extent]
     counters: list[float | None]
-    """Steps that each piece's optimizer state counts."""
+    """Step count of each piece's optimizer state."""
     values: dict[str, Tensor] = field(default_factory=dict)
     """Buffers that a checkpoint would have, and states of random number generators."""
     folders: list[str] = field(default_factory=list)
-    """Names of the folders with the pieces, where that is not the run's own; never paths."""
+    """Names of the folders with the pieces, if not the run's own; never paths."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Further facts for the component that wrote the pieces, as plain JSON."""
 
@@ -347,13 +343,13 @@ class Manifest:
             os.replace(new, place)
             offload_dir.flush(folder)
         except OSError as error:
-            gone = error.errno == errno.ENOENT
+            gone = error.errno == errno.ENOENT  # another process removed the folder
             raise EnvironmentFault(
                 f"Step {self.step} cannot be kept for resuming:"
                 f" {'its folder was removed' if gone else error.strerror}.",
                 evidence=f"In {offload_dir.given(folder)}.",
                 fix=(
-                    "let nothing else write into the offload directory; go on from a checkpoint"
+                    "let nothing else write into the offload directory; resume from a checkpoint"
                     if gone
                     else "free space in the offload directory, or set  resume: checkpoint"
                 ),
@@ -423,9 +419,8 @@ def dead_runs(directories: Iterable[Path], key: str) -> list[DeadRun]:
             continue
         if (lock := offload_dir.locked(left.path, _PATIENCE_S)) is None:
             continue
-        if mine := _kept(
-            left.path, key
-        ):  # another run may have gone on from it, and ended, before the lock was taken
+        # Read again under the lock: another run may have resumed it, and ended, before the lock was taken.
+        if mine := _kept(left.path, key):
             found.append(DeadRun(left.path, lock, mine))
         else:
             os.close(lock)

@@ -11,11 +11,10 @@ _NODES: Final = Path("/sys/devices/system/node")
 
 
 def cores_of_drive(directory: Path, block: Path = _BLOCK, nodes: Path = _NODES) -> set[int] | None:
-    """Return the cores of the node of `directory`'s drive that this process may use; None where it is
-    unknown.
+    """Return the cores of the node of `directory`'s drive that this process may use; None if it is unknown.
 
     Args:
-        directory: On the drive.
+        directory: A directory on the drive.
         block: The system's folder of block devices.
         nodes: The system's folder of NUMA nodes.
     """
@@ -35,6 +34,6 @@ def cores_of_drive(directory: Path, block: Path = _BLOCK, nodes: Path = _NODES) 
 
 
 def cores_in(text: str) -> set[int]:
-    """Return `0-3,8` as a set."""
+    """Return a list such as `0-3,8` as a set."""
     ranges = [part.split("-") for part in text.strip().split(",") if part]
     return {core for each in ranges for core in range(int(each[0]), int(each[-1]) + 1)}

@@ -1,22 +1,18 @@
-"""The offload directory: the directory on SSD that the user allows, with a locked folder for each process
-that uses it.
+"""Offload directory: the directory on SSD that the user allows, with a locked folder for each process that
+uses it.
 
 `MEMTUNE_OFFLOAD_DIR` (`--offload-dir` sets it) names the directory, never a config, which may come from a
-stranger: no key
-of a config is a path, so none leads out of the directory. Several directories, on drives of their own, are a
-list
-(`/one:/two`). States of a run's folder:
+stranger: no key of a config is a path, so none can point outside of the directory. Several directories, on
+separate drives, are a list (`/one:/two`). States of a run's folder:
 
     made (.memtune-new-) --rename--> owned (locked) --close--> removed
                                        |--process ends--> dead --clean, next run--> removed
-                                       |--manifest--> resumable: only `memtune clean` or a resumed run removes
-                                       it
+                                       |--manifest--> resumable: removed by `memtune clean` or a resumed run
 
 The kernel releases a folder's lock when its process ends in any way, so a dead run is known for certain.
 
 The directory itself must not be a link, which another user with write access next to it could redirect. Links
-above it are
-followed, since machines have them (`/scratch`, homes), and their target is checked.
+above it are followed, since machines have them (`/scratch`, homes), and their target is checked.
 """
 
 from __future__ import annotations
@@ -80,13 +76,13 @@ _MEMORY: Final = ("tmpfs", "ramfs")
 _MAX_LINKS: Final = 40
 """The limit of Linux for links in a path."""
 _WARNED: Final[set[Path]] = set()
-"""Directories in memory about which this process has been warned."""
+"""Directories in memory about which this process has already warned."""
 _RUN, _NEW = "memtune-run-", ".memtune-new-"
 _OWNER = "owner"
 _BEING_MADE_S: Final = 60.0
-"""A folder without a lock after this time is one whose creator was killed while it made the folder."""
+"""A folder still without a lock after this time was left by a process killed while making it."""
 _GLANCE_S: Final = 0.1
-"""A process that checks whether a folder is dead has released its lock by then."""
+"""Time after which a process that checks whether a folder is dead has released its lock."""
 MANIFEST: Final = "manifest-"
 """Prefix of the manifests from which training can resume (`ssd.last_step`); folders with one are kept."""
 
@@ -106,12 +102,11 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
 
     Args:
         root: The directory; default: `allowed()`.
-        quiet: Do not warn; the process that uses it will.
+        quiet: Do not warn, because the process that uses the directory will.
 
     Raises:
-        EnvironmentFault: None was given, it is missing, not a directory, a link, on a network mount, not
-            writable, or
-            writable by all users.
+        EnvironmentFault: None was given, or it is missing, not a directory, a link, on a network mount, not
+            writable, or writable by all users.
     """
     text = allowed() if root is None else root
     if not text:
@@ -119,16 +114,15 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
             "No directory for tensors on SSD was given.",
             fix=f"export {VARIABLE}=/path/on/your/drive, or --offload-dir",
         )
-    path = Path(text).absolute()  # the process may go elsewhere
+    path = Path(text).absolute()  # the process may change its working directory
     for each in _asked(path):
         _must_not_be_on_network(path, _mounted_at(each))
     _must_be_a_plain_directory(Path(text))
     _must_not_be_on_network(path, file_system(path))
-    if (
-        not quiet and given(path) == path and path not in _WARNED
-    ):  # whoever lent a folder of its own has been warned
-        if told := in_memory(path):
-            warnings.warn(told, stacklevel=2)
+    # A path inside another run's folder was passed on by a process that has warned already.
+    if not quiet and given(path) == path and path not in _WARNED:
+        if warning := in_memory(path):
+            warnings.warn(warning, stacklevel=2)
         _WARNED.add(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise _fault(
@@ -136,7 +130,7 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
         )
     mode = path.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise _fault(f"Everybody may write into the offload directory {path}.", fix=f"chmod o-w {path}")
+        raise _fault(f"The offload directory {path} is writable by all users.", fix=f"chmod o-w {path}")
     return path
 
 
@@ -148,7 +142,7 @@ def all_checked() -> list[Path]:
     """
     found = [checked()]
     for root in all_allowed()[1:]:
-        with contextlib.suppress(EnvironmentFault):  # whoever writes there says so
+        with contextlib.suppress(EnvironmentFault):  # a process that writes there raises it
             found.append(checked(root, quiet=True))
     return found
 
@@ -158,8 +152,7 @@ def in_memory(path: Path) -> str:
     if (kind := file_system(path)) not in _MEMORY:
         return ""
     return (
-        f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a"
-        " drive's."
+        f"The offload directory {path} is in memory ({kind}): tensors there occupy host memory, not a drive."
     )
 
 
@@ -188,7 +181,7 @@ def _must_be_a_plain_directory(path: Path) -> None:
     if stat.S_ISLNK(mode):
         raise _fault(
             f"The offload directory {path} is a symbolic link.",
-            fix=f"give what it points to: {os.path.realpath(path)}",
+            fix=f"give its target: {os.path.realpath(path)}",
         )
     if not stat.S_ISDIR(mode):
         raise _fault(f"The offload directory {path} is a file.", fix="choose a directory")
@@ -212,7 +205,7 @@ class _Mount(NamedTuple):
 
 
 def _mounts() -> Iterator[_Mount]:
-    """Yield the mounts, the last one first; none where the kernel does not list them."""
+    """Yield the mounts, the last one first; none if the kernel does not list them."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -236,7 +229,7 @@ def _asked(path: Path) -> Iterator[Path]:
 
 
 def _link(path: Path) -> str:
-    """Return the target of the link `path`; "" if it is none."""
+    """Return the target of the link `path`; "" if it is no link."""
     try:
         return os.readlink(path)
     except (OSError, ValueError):  # ValueError: a null byte
@@ -251,8 +244,8 @@ def _mounted_at(path: Path) -> str:
 
 
 def free_bytes() -> int | None:
-    """Return the free bytes of the drives of all allowed directories, dead runs' files included; None: not
-    known.
+    """Return the free bytes of the drives of all allowed directories, dead runs' files included; None if
+    unknown.
 
     Files of resumable runs are not counted.
     """
@@ -269,7 +262,7 @@ def free_bytes() -> int | None:
 
 
 class RunFolder:
-    """A folder of this process, mode 0700, locked while the process lives, removed by `close` or at a normal
+    """Folder of this process, mode 0700, locked while the process lives, removed by `close` or at a normal
     end.
 
     A resumable one is kept; `remove` removes it.
@@ -293,9 +286,8 @@ class RunFolder:
                 undo.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.write(lock, f"{os.getpid()}\n".encode())
-                self.path = made.rename(
-                    directory / f"{_RUN}{os.getpid()}-{made.name.removeprefix(_NEW)}"
-                )  # `clean` looks now
+                # From the rename on `clean` of other processes checks the folder's lock, already held.
+                self.path = made.rename(directory / f"{_RUN}{os.getpid()}-{made.name.removeprefix(_NEW)}")
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 raise _fault(
@@ -321,16 +313,15 @@ def folders_of_own() -> list[RunFolder]:
     """Return a new folder in every allowed directory for other processes (a trial's ranks); none if one
     cannot be used.
 
-    Steps kept in one are never mistaken for those of the user's own training, and are removed with it however
-    those processes
-    end.
+    Steps kept there are never mistaken for those of the user's own training, and are removed with the folder
+    however those processes end.
     """
     with contextlib.ExitStack() as undo:
         made = []
         for each in all_allowed():
             try:
                 made.append(RunFolder(checked(each, quiet=True)))
-            except EnvironmentFault:  # whoever uses it says so
+            except EnvironmentFault:  # the process that uses the directory raises it
                 return []
             undo.callback(made[-1].remove)
         undo.pop_all()
@@ -338,7 +329,7 @@ def folders_of_own() -> list[RunFolder]:
 
 
 def _remove_own(path: Path, lock: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child holds the same lock and must leave the folder alone
+    if os.getpid() == pid:  # a forked child inherits the lock, and must not remove the folder
         if not is_resumable(path):
             shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
@@ -360,7 +351,7 @@ def is_resumable(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Left:
-    """The folder of a dead run."""
+    """Folder of a dead run."""
 
     path: Path
     n_bytes: int
@@ -387,7 +378,7 @@ def orphans(directory: Path) -> Iterator[Left]:
         entries += sorted(os.scandir(directory), key=lambda each: each.name)
     for entry in entries:
         left = None
-        with contextlib.suppress(OSError):  # another run removes it just now
+        with contextlib.suppress(OSError):  # another run may be removing it
             left = _left_in(entry)
         if left is not None:
             yield left
@@ -403,8 +394,8 @@ def _left_in(entry: os.DirEntry[str]) -> Left | None:
 
 def _is_dead(path: Path) -> bool:
     if path.name.startswith(_NEW) and time.time() - path.lstat().st_mtime < _BEING_MADE_S:
-        return False  # whoever makes it is between two calls: it has no lock yet
-    if (lock := _lock(path, fcntl.LOCK_SH)) is not None:  # shared: others may be looking too
+        return False  # its process has made it and not locked it yet
+    if (lock := _lock(path, fcntl.LOCK_SH)) is not None:  # shared, because others may check it as well
         os.close(lock)
         return True
     return not (path / _OWNER).is_file()
@@ -449,9 +440,8 @@ def clean(directory: Path, *, resumable: bool = True) -> list[Left]:
 
 
 def _removed(path: Path, resumable: bool) -> bool:
-    """Remove the folder `path`; return whether it is gone.
-
-    It is kept where a run has locked it since the check, or has become resumable.
+    """Remove the folder `path`, unless a run has locked it or made it resumable since the check; return
+    whether it is gone.
     """
     lock = locked(path, _GLANCE_S)
     if lock is None and (path / _OWNER).exists():

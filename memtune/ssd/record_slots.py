@@ -23,16 +23,16 @@ from memtune.ssd.ssd_tensors import TENSORS, Extent
 
 
 class RecordSlots:
-    """Pieces in this process's own file; implements `last_step.Kept`.
+    """Pieces in this process's own file; implements `last_step.Slots`.
 
     Args:
-        pieces: Each has its spare slot.
-        optimizer: Owns their state; a loaded state dict replaces it.
+        pieces: Pieces with spare slots.
+        optimizer: Owner of their state, which a loaded state dict replaces.
     """
 
     def __init__(self, pieces: list[Piece], optimizer: Optimizer) -> None:
         self._pieces, self._optimizer = pieces, optimizer
-        self._taken: list[Piece] = []
+        self._resumed: list[Piece] = []
 
     def facts(self) -> list[Any]:
         """Return names, shapes, types and moments."""
@@ -41,7 +41,7 @@ class RecordSlots:
         ]
 
     def look(self, key: str, manifests: list[Manifest]) -> None:
-        """Do nothing: all is in the run's folder."""
+        """Do nothing: all pieces are in the run's folder."""
 
     def holders(self) -> object:
         """Return both slots of all pieces."""
@@ -60,33 +60,33 @@ class RecordSlots:
         for piece in self._pieces:
             piece.fresh = False
 
-    def take_up(self, run: DeadRun, manifest: Manifest) -> None:
-        """Through the host, piece by piece.
+    def resume_from(self, run: DeadRun, manifest: Manifest) -> None:
+        """Copy the pieces of `manifest` through the host, piece by piece.
 
         Raises:
-            EnvironmentFault: It cannot be read back as it was written; says whose bytes.
+            EnvironmentFault: Bytes cannot be read back as they were written; names the tensor.
         """
         with tensors_of(run, manifest.step) as file:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
-                self._take_up_piece(piece, extent, counter, file)
+                self._resume_piece(piece, extent, counter, file)
 
-    def _take_up_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
+    def _resume_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
         host = copy_to_slot(extent, piece.target, file)
-        _up(piece, host)
+        _copy_to_device(piece, host)
         state = self._optimizer.state[piece.held]
         if counter is not None:
             state["step"].fill_(counter)
-        piece.turn(state)
-        self._taken.append(piece)
+        piece.switch(state)
+        self._resumed.append(piece)
 
     def back(self) -> None:
         """Restore the weights from the other slots, which have this run's own values."""
-        for piece in self._taken:
+        for piece in self._resumed:
             assert piece.spare is not None
-            _up(piece, piece.spare)
+            _copy_to_device(piece, piece.spare)
 
     def forget(self) -> None:
-        """Do nothing: all is removed with the run's folder."""
+        """Do nothing: the pieces are removed with the run's folder."""
 
     def remove_before(self) -> None:
         """Do nothing, as `forget`."""
@@ -97,7 +97,7 @@ class RecordSlots:
 
 @contextmanager
 def tensors_of(run: DeadRun, step: int) -> Iterator[int]:
-    """Yield the file of the tensors that `run` kept of `step`.
+    """Open the file of the tensors that `run` kept of `step`, in this context.
 
     Raises:
         EnvironmentFault: It cannot be opened.
@@ -106,9 +106,9 @@ def tensors_of(run: DeadRun, step: int) -> Iterator[int]:
         file = os.open(run.path / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise EnvironmentFault(
-            f"What the run kept of step {step} cannot be read: {error.strerror}.",
+            f"The tensors that the run kept of step {step} cannot be read: {error.strerror}.",
             evidence=f"In {offload_dir.given(run.path)}.",
-            fix="memtune clean, and go on from a checkpoint",
+            fix="memtune clean, and resume from a checkpoint",
             code="MT365",
         ) from None
     try:
@@ -127,44 +127,41 @@ def copy_to_slot(extent: Extent, target: Tensor, file: int) -> Tensor:
     return host
 
 
-def _up(piece: Piece, host: Tensor) -> None:
+def _copy_to_device(piece: Piece, host: Tensor) -> None:
     weight = local(piece.device).detach()
     torch.ops.memtune.copy_to_device_(weight, piece.parts(host)[0].detach().to(weight.dtype))
 
 
-# One parameter's weight and moments on SSD, one after the other.
 @dataclass(eq=False)
 class Piece:
-    """Places of a parameter's weight and moments."""
+    """A parameter's weight and moments on SSD, one after the other."""
 
     name: str
     device: nn.Parameter
-    held: nn.Parameter  # what the optimizer holds in its place, on SSD
+    held: nn.Parameter  # the optimizer's replacement of it, on SSD
     ssd: Tensor
     group: dict[str, Any]
     moments: list[str]
     spare: Tensor | None = None
-    """The other slot, in which the last complete step is kept."""
+    """The other slot, which has the last complete step."""
     fresh: bool = False
-    """Written since that step was complete: the other slot has the last complete step and must not be
-    written.
-    """
+    """Written since the last complete step, which is in the other slot; that slot must not be written."""
 
     def parts(self, of: Tensor) -> list[Tensor]:
         """Return the weight and moments in `of`, which has the layout of the piece."""
-        if self.held.numel() == 0:  # a shard that is not there
+        if self.held.numel() == 0:  # an empty shard
             return [of.view(self.held.shape)] * (1 + len(self.moments))
         return [part.view(self.held.shape) for part in of.split(self.held.numel())]
 
     @property
     def target(self) -> Tensor:
-        """The slot that a step writes; never the one with the last complete step."""
+        """Slot that a step writes; never the one with the last complete step."""
         return self.ssd if self.spare is None or self.fresh else self.spare
 
-    def turn(self, state: dict[str, Any]) -> None:
-        """What is written in `target` is the piece from now on; `state` and what the optimizer holds follow.
+    def switch(self, state: dict[str, Any]) -> None:
+        """Make `target` the piece from now on; `state` and the optimizer's parameter follow.
 
-        State that was loaded, and that nobody has put into the piece yet, stays what it is.
+        Loaded state that has not been written to the piece yet is not replaced.
         """
         if self.spare is None or self.fresh:
             return

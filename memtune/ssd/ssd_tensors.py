@@ -1,9 +1,8 @@
 """Tensors on SSD: one preallocated file per process, and extents in it.
 
 A tensor on SSD is a torch tensor whose memory is its extent of the file, mapped but never accessed: it has a
-shape, a type
-and a lifetime, and its extent is free again when the last reference is dropped. `write` and `read` alone move
-bytes.
+shape, a type and a lifetime, and its extent is free again when the last reference is dropped. Only `write`
+and `read` move bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +34,12 @@ from memtune.ssd import offload_dir
 from memtune.ssd.offload_dir import given, orphans
 from memtune.units import MIB, format_bytes
 
-# One preallocated file on SSD: extents in it, reads and writes of plain memory by the native engine
-# (`csrc/io`).
 ALIGN: Final[int] = _native.IO_ALIGN
 _GROW: Final = 64 * MIB
 TENSORS: Final = "tensors"
 """Name of the file in a run's folder."""
 WRITE_PRIORITY: Final = 1 << 40
-"""Priority of writes: behind every read."""
+"""Priority of writes, lower than that of every read."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -60,9 +57,9 @@ class Extent:
 class Ticket:
     """A running transfer; `result` returns when it is over.
 
-    Each call raises a copy of the error: an error refers to the frames that it passed, these refer to the
-    graph whose tensors
-    on SSD keep their file, and the file refers to the ticket. That cycle would never be freed.
+    Each call raises a copy of the error. An error refers to the frames that it passed, these refer to the
+    graph whose tensors on SSD keep their file, and the file refers to the ticket: a cycle that would never be
+    freed.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -74,7 +71,7 @@ class Ticket:
         """Return once the bytes have arrived; may be called any number of times, from any thread.
 
         Raises:
-            EnvironmentFault: They have not arrived, or not as they were written; names the tensor.
+            EnvironmentFault: The transfer failed, or the bytes are not those written; names the tensor.
         """
         with self._lock:
             finish, self._finish = self._finish, None
@@ -113,7 +110,7 @@ class _Free:
 
 
 class SsdFile:
-    """One file and the engine that serves it.
+    """A file and the engine that serves it.
 
     Args:
         path: The file, which is created.
@@ -141,7 +138,8 @@ class SsdFile:
         ]
         self._fd, self.direct = _opened(path)
         self._bytes = self.used_bytes = 0
-        self._free, self._lock = _Free(), threading.RLock()  # a tensor may be let go while another is made
+        # Re-entrant: garbage collection may free a tensor, and so its extent, while another one is reserved.
+        self._free, self._lock = _Free(), threading.RLock()
         self._under_way: dict[int, tuple[Bytes, Extent]] = {}  # by the engine's ticket
         weakref.finalize(self, _close, self._engine, self._fd, self._under_way)
 
@@ -158,7 +156,7 @@ class SsdFile:
         """Return an extent of `n_bytes`, which are allocated on the drive when this returns.
 
         Raises:
-            EnvironmentFault: The drive is full; with the bytes wanted and free.
+            EnvironmentFault: The drive is full; the message has the bytes wanted and free.
         """
         padded = max(-(-n_bytes // ALIGN) * ALIGN, ALIGN)
         with self._lock:
@@ -179,10 +177,8 @@ class SsdFile:
             self.used_bytes -= padded
 
     def _grow(self, name: str, n_bytes: int) -> None:
-        for more in (
-            -(-n_bytes // _GROW) * _GROW,
-            n_bytes,
-        ):  # a nearly full disk may still have what is needed now
+        # A nearly full disk may have room for these bytes, although not for a whole step of growth.
+        for more in (-(-n_bytes // _GROW) * _GROW, n_bytes):
             try:
                 os.posix_fallocate(self._fd, self._bytes, more)
             except OSError as error:
@@ -191,7 +187,7 @@ class SsdFile:
             self._free.give(self._bytes, more)
             self._bytes += more
             return
-        os.truncate(self._fd, self._bytes)  # a failed fallocate may leave part of what it took
+        os.truncate(self._fd, self._bytes)  # a failed fallocate may have extended the file
         raise self._error(name, failed, 0, wanted=n_bytes)
 
     # -- bytes -----------------------------------------------------------------------------------------------
@@ -206,8 +202,7 @@ class SsdFile:
         """Start to write `flat`, as long as the extent, or to read into it (from `file` if given).
 
         `flat` and the extent are referenced until the transfer is over, or if its result is never awaited
-        until the file is
-        closed. Smaller priorities run first.
+        until the file is closed. Smaller priorities run first.
         """
         ticket = self.engine.start(
             write, self._fd if file is None else file, extent.offset, flat, extent.sums, priority
@@ -226,11 +221,11 @@ class SsdFile:
         full = error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         what, fix, code = _FULL if full else _FAILURES.get(error, _OTHER)
         fix = (
-            "raise the limit on the size of files (ulimit -f), or move less to SSD"
+            "raise the limit on the size of files (ulimit -f), or offload less to SSD"
             if error == errno.EFBIG
             else fix
         )
-        text = os.strerror(error) if error > 0 else "it was given up"
+        text = os.strerror(error) if error > 0 else "the transfer was cancelled"
         where = given(self.path.parent)
         evidence = (
             f"{format_bytes(wanted)} more wanted, {_room(where)}."
@@ -244,28 +239,28 @@ def _room(where: Path) -> str:
     """Return a text with the bytes free in the directory `where`, and those that could be freed."""
     try:
         there = os.statvfs(where)
-    except OSError:  # somebody has removed it
-        return f"{where} is gone"
+    except OSError:  # another process has removed it
+        return f"{where} was removed"
     kept = sum(each.n_bytes for each in orphans(where) if each.resumable)
     more = (
-        f"; runs that ended keep {format_bytes(kept)} to go on from, which memtune clean removes"
+        f"; runs that ended keep {format_bytes(kept)} to resume from, which memtune clean removes"
         if kept
         else ""
     )
     return f"{format_bytes(there.f_bavail * there.f_frsize)} free in {where}{more}"
 
 
-_FULL: Final = ("There is no room for {name} on SSD: {text}.", "free space, or move less to SSD", "MT362")
-_OTHER: Final = ("{name} could not be moved to or from SSD: {text}.", "check the drive", "MT365")
+_FULL: Final = ("There is no room for {name} on SSD: {text}.", "free space, or offload less to SSD", "MT362")
+_OTHER: Final = ("{name} could not be copied to or from SSD: {text}.", "check the drive", "MT365")
 _FAILURES: Final[dict[int, tuple[str, str, str]]] = {
     _native.IO_WRONG_CHECKSUM: (
-        "The bytes of {name} that came back from SSD are not those that were written.",
-        "check the drive; go on from a checkpoint",
+        "The bytes of {name} read from SSD are not those that were written.",
+        "check the drive; resume from a checkpoint",
         "MT363",
     ),
     _native.IO_END_OF_FILE: (
-        "The file with {name} on SSD has been cut off.",
-        "let nothing else write into the offload directory; go on from a checkpoint",
+        "The file with {name} on SSD has been truncated.",
+        "let nothing else write into the offload directory; resume from a checkpoint",
         "MT364",
     ),
 }
@@ -274,12 +269,12 @@ _FAILURES: Final[dict[int, tuple[str, str, str]]] = {
 def _close(engine: list[_native.IoEngine], file: int, under_way: dict[int, tuple[Bytes, Extent]]) -> None:
     engine[0].close()
     engine.clear()
-    under_way.clear()  # not before: its thread writes checksums, and what it reads, into this memory
+    under_way.clear()  # after the engine: its thread writes data and checksums into this memory
     os.close(file)
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """Create a file, without the page cache where the file system supports that."""
+    """Create a file, without the page cache (`O_DIRECT`) if the file system supports that."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     for direct in (getattr(os, "O_DIRECT", 0), 0):
         try:
@@ -291,7 +286,7 @@ def _opened(path: Path) -> tuple[int, bool]:
                     fix="choose another offload directory",
                     code="MT361",
                 ) from None
-            path.unlink(missing_ok=True)  # some kernels make the file before they refuse
+            path.unlink(missing_ok=True)  # some kernels create the file before they refuse `O_DIRECT`
     raise AssertionError("unreachable")
 
 
@@ -323,7 +318,7 @@ class Disk(SsdFile):
         extent = self.reserve(name, bytes_of(like).numel())
         try:
             return self._over(extent, like)
-        except BaseException:  # the system gives a process so many mappings and no more
+        except BaseException:  # the number of mappings of a process is limited
             self.release(extent)
             raise
 
@@ -332,10 +327,10 @@ class Disk(SsdFile):
         n_bytes = extent.n_bytes
         try:
             mapped = mmap.mmap(self._fd, max(n_bytes, 1), offset=extent.offset)
-        except (ValueError, OSError) as error:  # ValueError: somebody has cut the file off
+        except (ValueError, OSError) as error:  # ValueError: another process has truncated the file
             failed = error.errno or errno.EIO if isinstance(error, OSError) else _native.IO_END_OF_FILE
             raise self._error(extent.name, failed, 0) from None
-        with warnings.catch_warnings():
+        with warnings.catch_warnings():  # torch warns that the buffer might be read-only
             warnings.simplefilter("ignore")
             flat = torch.frombuffer(mapped, dtype=torch.uint8, count=max(n_bytes, 1))
         out = torch.empty(0, dtype=like.dtype)
@@ -394,7 +389,7 @@ class Disk(SsdFile):
                 try:
                     before.result()
                 except EnvironmentFault:
-                    pass  # nobody will read it
+                    pass  # its bytes are no longer needed
             self.release(extent)
 
 
@@ -406,7 +401,9 @@ def verified(ssd: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes that `tensor` spans without a copy: its own if contiguous, else all of its storage."""
+    """Return the bytes that `tensor` spans, without a copy: its own if contiguous, else all of its
+    storage.
+    """
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     if not tensor.is_contiguous():
         return whole
@@ -449,8 +446,7 @@ def _current() -> tuple[Disk, offload_dir.RunFolder]:
 
 
 def to_ssd(host: Tensor, name: str) -> Tensor:
-    """A tensor on SSD to which a write of `host` has been started, once the copy into `host` is complete for
-    the host as well.
+    """Return a tensor on SSD after starting a write of `host` to it, once the copy into `host` is complete.
 
     Raises:
         EnvironmentFault: There is no room, with `name` in the message; or the offload directory cannot be
@@ -465,19 +461,17 @@ def to_ssd(host: Tensor, name: str) -> Tensor:
 
 
 def from_ssd(ssd: Tensor) -> Tensor:
-    """A host tensor of `ssd`'s layout into which a read has been started; `transfer.wait` and `finish` wait
+    """Return a host tensor of `ssd`'s layout after starting a read into it; `transfer.wait` and `finish` wait
     for it.
     """
-    host = transfer.host_like(
-        ssd, locked=torch.cuda.is_available()
-    )  # it goes on to a device, where there is one
+    host = transfer.host_like(ssd, locked=torch.cuda.is_available())  # pinned, for the reload to the device
     transfer.COUNTERS.add("ssd_read", ssd.nbytes)
     transfer.started(host, current().load(host, ssd))
     return host
 
 
 def write_ssd(ssd: Tensor, host: Tensor) -> None:
-    """Start writing `host` to the tensor `ssd`, in whose order of memory."""
+    """Start writing `host` to the tensor `ssd`, in the memory order of `ssd`."""
     transfer.finish(host)
     if host.stride() != ssd.stride() and not (host.is_contiguous() and ssd.is_contiguous()):
         with tier(HOST):
@@ -487,7 +481,9 @@ def write_ssd(ssd: Tensor, host: Tensor) -> None:
 
 
 def written(ssd: Tensor) -> None:
-    """Return once what was stored in `ssd` is there, or raise what went wrong; nothing for a fake tensor."""
+    """Return once the last write to `ssd` is on the drive, or raise its error; does nothing for a fake
+    tensor.
+    """
     if not isinstance(ssd, FakeTensor):
         current().written(ssd)
 

@@ -1,4 +1,4 @@
-"""The conformance suite for techniques: drift check, seeded defects, training runs."""
+"""Conformance suite for techniques: drift test, seeded defects, training runs."""
 
 from memtune.testing.drift_check import compare, drift, recorded, rewritten
 from memtune.testing.seeded_defects import Mutation, mutations

@@ -1,4 +1,4 @@
-"""The drift test: a technique's real `apply`, recorded, against its `rewrite` of the plain recording."""
+"""Drift test: a technique's real `apply`, recorded, against its `rewrite` of the plain recording."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _LINKS = (
 
 @cache
 def recording_of(path: Path) -> Recording:
-    """The plain recording of the workload in `path`, once per process."""
+    """Return the plain recording of the workload in `path`, cached in this process."""
     return record(Workload.load(path))
 
 
 def plain_program(path: Path, micro_batch: int = 2) -> Program:
-    """The workload in `path` as a program of one rank, without any technique."""
+    """Return the workload in `path` as a program of one rank, without techniques."""
     return Program((RankClass(1, recording_of(path).at(micro_batch)),), micro_batch)
 
 
 def target_of(*techniques: Technique) -> Target:
-    """This machine's CPU, one rank, with `techniques` chosen."""
+    """Return the target: one rank on this machine's CPU with `techniques`."""
     return Target(hardware.detect("cpu"), chosen={each.slot: each for each in techniques})
 
 
 def in_order(techniques: tuple[Technique, ...]) -> list[Technique]:
-    """`techniques` as `apply` nests them."""
+    """Return `techniques` in the order of `apply`."""
     return sorted(techniques, key=lambda each: PASS_ORDER.index(each.slot))
 
 
 def planned(path: Path, *techniques: Technique, micro_batch: int = 2) -> tuple[Program, dict[str, Plan]]:
-    """The program under `techniques`, and their plans."""
+    """Return the program under `techniques`, and their plans."""
     program, target, plans = plain_program(path, micro_batch), target_of(*techniques), {}
     for technique in in_order(techniques):
         plans[technique.slot] = technique.plan(program, target)
@@ -55,14 +55,12 @@ def planned(path: Path, *techniques: Technique, micro_batch: int = 2) -> tuple[P
 
 
 def rewritten(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
-    """The step that the passes predict."""
+    """Return the step that the passes predict."""
     return planned(path, *techniques, micro_batch=micro_batch)[0].step
 
 
 def recorded(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
-    """The step that a recorder sees when the techniques are applied for real, on the rung of the plain
-    recording.
-    """
+    """Return the recorded step of the really applied techniques, on the rung of the plain recording."""
     session = start_session(Workload.load(path), recording_of(path).rung)
     _, plans = planned(path, *techniques, micro_batch=micro_batch)
     settings = Settings.of(Execution(), {each.slot: each for each in techniques})
@@ -72,7 +70,7 @@ def recorded(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
 
 
 def drift(path: Path, *techniques: Technique, micro_batch: int = 2) -> str:
-    """The first difference between prediction and recording, '' for none."""
+    """Return the first difference between prediction and recording, '' for none."""
     return compare(
         rewritten(path, *techniques, micro_batch=micro_batch),
         recorded(path, *techniques, micro_batch=micro_batch),
@@ -80,7 +78,7 @@ def drift(path: Path, *techniques: Technique, micro_batch: int = 2) -> str:
 
 
 def compare(predicted: Step, real: Step) -> str:
-    """The first difference in ops, live bytes of any tier at any op, or bytes on a link; '' for none."""
+    """Return the first difference in ops, live bytes of any tier at an op, or link bytes; '' for none."""
     one, other = ([step.names[i] for i in step.ops.name] for step in (predicted, real))
     for op, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
@@ -105,7 +103,7 @@ def compare(predicted: Step, real: Step) -> str:
 
 
 def _identity(predicted: Step, real: Step, op: int) -> str:
-    """Storages that only one of the two holds at `op`: bytes and op that made them."""
+    """Describe the storages that only one of the two steps holds at `op`: bytes and producer."""
 
     def live(step: Step) -> set[tuple[int, int, str]]:
         rows = np.flatnonzero((step.storages.producer <= op) & (step.freed_after >= op))

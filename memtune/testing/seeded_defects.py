@@ -1,7 +1,7 @@
-"""Seeded defects of `rewrite` and `apply`: a suite that does not fail under each of them proves nothing.
+"""Seeded defects of `rewrite` and `apply` (mutation testing): the suite must fail under each of them.
 
-A mutation changes a mechanism or a technique while its context is entered, and says which check of the suite
-shows it.
+A mutation patches a mechanism or a technique while its context is entered, and names the check that must
+fail.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ Check = Literal["drift", "training", "untouched"]
 
 @dataclass(frozen=True)
 class Mutation:
-    """One defect."""
+    """One seeded defect."""
 
     name: str
     shown_by: Check
     seed: Callable[[type[Technique]], AbstractContextManager[Any]]
-    """Context in which the defect is there, given the technique that is tested."""
+    """Returns the context in which the technique has the defect."""
     needs: str = ""
-    """Model of the suite that it takes to show it; '' for any."""
+    """Model of the suite that shows it; '' for any."""
 
     def __str__(self) -> str:
-        """The name."""
+        """Return the name."""
         return self.name
 
 
 def mutations(technique: type[Technique]) -> list[Mutation]:
-    """The defects that the suite of `technique` must notice."""
+    """Return the defects that the suite of `technique` must find."""
     found = [
-        Mutation("rewrite frees a tensor one op late", "drift", _late),
+        Mutation("rewrite frees a tensor one op too late", "drift", _delayed_free),
         Mutation("rewrite loses an op", "drift", _lost_op),
     ]
     if _is_null(technique):
@@ -75,7 +75,7 @@ def _is_null(technique: type[Technique]) -> bool:
 
 
 def _rewrites(change: Callable[[Step], Step]) -> Callable[[type[Technique]], AbstractContextManager[Any]]:
-    """Every rewrite of the technique is followed by `change`."""
+    """Return a seed that applies `change` after the technique's rewrite."""
 
     def seed(technique: type[Technique]) -> AbstractContextManager[Any]:
         original = technique.rewrite
@@ -112,7 +112,7 @@ def _without_last_op(step: Step) -> Step:
     return cut.with_saves(held_until=np.minimum(step.saves.held_until, last - 1))
 
 
-_late, _lost_op = _rewrites(_one_op_delayed), _rewrites(_without_last_op)
+_delayed_free, _lost_op = _rewrites(_one_op_delayed), _rewrites(_without_last_op)
 
 
 def _no_rewrite(technique: type[Technique]) -> AbstractContextManager[Any]:
@@ -136,7 +136,7 @@ def _claims(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 
 def _dropped_claim(verb: str) -> Callable[[type[Technique]], AbstractContextManager[Any]]:
-    """The first block's claim is lost."""
+    """Return a seed that drops the first block's claim."""
 
     def seed(technique: type[Technique]) -> AbstractContextManager[Any]:
         original = getattr(ActivationTable, verb)
@@ -156,7 +156,7 @@ def _keeps_too_much(technique: type[Technique]) -> AbstractContextManager[Any]:
     def claim(self: ActivationTable, index: int, keep: Keep | None = None) -> None:
         if isinstance(keep, OpAddresses):
             norm = ("aten.native_layer_norm.default", 0)
-            original(self, index, replace(keep, kept=keep.kept ^ {norm}, left_out=keep.left_out - {norm}))
+            original(self, index, replace(keep, kept=keep.kept ^ {norm}, skipped=keep.skipped - {norm}))
         else:
             original(self, index, lambda op: "layer_norm" in str(op) or (keep is not None and keep(op)))
 
@@ -173,11 +173,11 @@ def _one_block_less(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 
 def _replay_mixes_up(technique: type[Technique]) -> AbstractContextManager[Any]:
-    """The first tensor that is handed out is one too large."""
+    """Add one to the first recomputed tensor."""
     original = activation_table._Frame.keep_back
 
     def keep_back(self: Any, n: int, tensor: Any) -> None:
-        with _disable_current_modes():  # not one of the calls that are counted
+        with _disable_current_modes():  # so that no mode counts the addition
             original(self, n, tensor + 1 if n == 0 and tensor.is_floating_point() else tensor)
 
     return patch.object(activation_table._Frame, "keep_back", keep_back)
@@ -224,43 +224,43 @@ def _skipped_copy(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _weights_not_reloaded(technique: type[Technique]) -> Iterator[None]:
-    from memtune.offload.experts import ExpertStore
+    from memtune.offload.experts import ExpertOffloader
     from memtune.offload.near_storage import Updaters
     from memtune.offload.optimizer import HostOptimizer
     from memtune.offload.ssd_states import SsdOptimizer
 
-    original = HostOptimizer._weights_up
+    original = HostOptimizer._copy_weights_to_device
 
-    def up(self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def copy_weights(self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
         pairs, self._pairs = self._pairs, self._pairs[1:]
         original(self, optimizer, args, kwargs)
         self._pairs = pairs
         pairs[0][1].grad = None
 
-    def stays(self: Any, piece: Any, host: Any, seed: int) -> Any:
-        if seed:  # others may not be there
+    def keep_first(self: Any, piece: Any, host: Any, seed: int) -> Any:
+        if seed:  # other pieces may not be resident
             return on_ssd(self, piece, host, seed)
         before = local(piece.device).clone()
         on_ssd(self, piece, host, seed)
         local(piece.device).copy_(before)
         return None
 
-    def one_stays(self: Any, domain: int, *args: Any) -> None:
+    def keep_one(self: Any, domain: int, *args: Any) -> None:
         before = self._parameters[0].device.clone()
         from_updater(self, domain, *args)
         self._parameters[0].device.copy_(before)
 
-    def others_stay(self: Any, expert: int) -> None:
+    def zero_others(self: Any, expert: int) -> None:
         bring(self, expert)
         if expert:
-            self._held_by.pieces[expert][0].device.data.zero_()
+            self._expert_optimizer.pieces[expert][0].device.data.zero_()
 
-    on_ssd, from_updater, bring = SsdOptimizer._update, Updaters._up, ExpertStore._bring
+    on_ssd, from_updater, bring = SsdOptimizer._update, Updaters._reload_weights, ExpertOffloader._load_expert
     patches = (
-        patch.object(HostOptimizer, "_weights_up", up),
-        patch.object(SsdOptimizer, "_update", stays),
-        patch.object(Updaters, "_up", one_stays),
-        patch.object(ExpertStore, "_bring", others_stay),
+        patch.object(HostOptimizer, "_copy_weights_to_device", copy_weights),
+        patch.object(SsdOptimizer, "_update", keep_first),
+        patch.object(Updaters, "_reload_weights", keep_one),
+        patch.object(ExpertOffloader, "_load_expert", zero_others),
     )
     with patches[0], patches[1], patches[2], patches[3]:
         yield
@@ -274,9 +274,9 @@ def _gradient_not_freed(technique: type[Technique]) -> Iterator[None]:
     from memtune.offload.ssd_states import SsdOptimizer
 
     kept: list[Any] = []
-    original = HostOptimizer._arrived
+    original = HostOptimizer._finish_copy
 
-    def arrived(self: Any, host: Any) -> None:
+    def finish_copy(self: Any, host: Any) -> None:
         kept.append(self._source.grad)
         original(self, host)
 
@@ -288,16 +288,20 @@ def _gradient_not_freed(technique: type[Technique]) -> Iterator[None]:
         kept.extend(each.held.grad for each in self._parameters)
         to_updater(self, *args)
 
-    def land(self: Any, parameter: Any) -> None:
+    def offload(self: Any, parameter: Any) -> None:
         kept.append(parameter.grad)
-        landed(self, parameter)
+        on_grad_ready(self, parameter)
 
-    on_ssd, to_updater, landed = SsdOptimizer._update, Updaters._down, ParameterOffloader._landed
+    on_ssd, to_updater, on_grad_ready = (
+        SsdOptimizer._update,
+        Updaters._offload_gradients,
+        ParameterOffloader._on_grad_ready,
+    )
     patches = (
-        patch.object(HostOptimizer, "_arrived", arrived),
+        patch.object(HostOptimizer, "_finish_copy", finish_copy),
         patch.object(SsdOptimizer, "_update", update),
-        patch.object(Updaters, "_down", down),
-        patch.object(ParameterOffloader, "_landed", land),
+        patch.object(Updaters, "_offload_gradients", down),
+        patch.object(ParameterOffloader, "_on_grad_ready", offload),
     )
     with patches[0], patches[1], patches[2], patches[3]:
         yield
@@ -309,7 +313,7 @@ def _state_on_device(step: Step) -> Step:
     return step.with_storages(tier=tier)
 
 
-# -- of frozen schedules -------------------------------------------------------------------------------------
+# -- of schedules --------------------------------------------------------------------------------------------
 
 
 def _schedule_loses_repetitions(technique: type[Technique]) -> AbstractContextManager[Any]:
@@ -318,7 +322,7 @@ def _schedule_loses_repetitions(technique: type[Technique]) -> AbstractContextMa
         assert not isinstance(region, str), region
         return program.with_step(run_schedule(program.step, region, plain_schedule(region.graph)))
 
-    return patch.object(technique, "rewrite", rewrite)  # the plan is made as ever
+    return patch.object(technique, "rewrite", rewrite)  # `plan` is unchanged
 
 
 def _nothing_is_freed(technique: type[Technique]) -> AbstractContextManager[Any]:
@@ -332,14 +336,14 @@ def _nothing_is_freed(technique: type[Technique]) -> AbstractContextManager[Any]
 
 
 def _gradient_is_wrong(technique: type[Technique]) -> AbstractContextManager[Any]:
-    original = scheduled_region.FrozenRun._run_on
+    original = scheduled_region.ScheduledRun._run_on
 
     def run_on(self: Any) -> Any:
         found = original(self)
-        self._landed[:] = [gradient + 1 for gradient in self._landed]
+        self._ready[:] = [gradient + 1 for gradient in self._ready]
         return found
 
-    return patch.object(scheduled_region.FrozenRun, "_run_on", run_on)
+    return patch.object(scheduled_region.ScheduledRun, "_run_on", run_on)
 
 
 def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]:
@@ -348,10 +352,10 @@ def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]
 
 def _of_schedule() -> list[Mutation]:
     return [
-        Mutation("rewrite runs nothing again", "drift", _schedule_loses_repetitions),
-        Mutation("a schedule's values are not let go", "drift", _nothing_is_freed),
+        Mutation("rewrite recomputes nothing", "drift", _schedule_loses_repetitions),
+        Mutation("a schedule's values are not freed", "drift", _nothing_is_freed),
         Mutation("a gradient is wrong", "training", _gradient_is_wrong),
-        Mutation("the random state is not put back", "training", _no_random_state, needs="gpt"),
+        Mutation("the random state is not restored", "training", _no_random_state, needs="gpt"),
         Mutation("BatchNorm's statistics are updated twice", "training", _statistics_twice, needs="cnn_bn"),
     ]
 
@@ -363,15 +367,15 @@ def _of_recompute(technique: type[Technique]) -> list[Mutation]:
         Mutation("apply drops a claim", "drift", _dropped_claim("claim_recompute")),
         Mutation("rewrite recomputes one block less", "drift", _one_block_less),
         Mutation("apply keeps an op that is recomputed", "drift", _keeps_too_much, needs="gpt"),
-        Mutation("what a second run needs is never let go", "drift", _frames_not_freed),
+        Mutation("saved tensors of a second run are never freed", "drift", _frames_not_freed),
         Mutation("a recomputed tensor is wrong", "training", _replay_mixes_up),
-        Mutation("the random state is not put back", "training", _no_random_state, needs="gpt"),
-        Mutation("BatchNorm's statistics are not put back", "training", _buffers_not_freed, needs="cnn_bn"),
+        Mutation("the random state is not restored", "training", _no_random_state, needs="gpt"),
+        Mutation("BatchNorm's statistics are not restored", "training", _buffers_not_freed, needs="cnn_bn"),
     ]
 
 
 def _lost_part(technique: type[Technique]) -> AbstractContextManager[Any]:
-    """The gradients of the first rows are not added."""
+    """Drop the gradients of the first rows."""
     original = tiled_loss._Gradients.add
 
     def add(self: Any, gradient: Any, x: Any, weight: Any, rows: slice) -> None:
@@ -395,13 +399,13 @@ _BY_SLOT: dict[str, Callable[[type[Technique]], list[Mutation]]] = {
     ],
     "offload.activations": lambda _: [
         Mutation("apply drops a claim", "drift", _dropped_claim("claim_move")),
-        Mutation("the source is not let go", "drift", _source_not_freed),
+        Mutation("the source of a copy is not freed", "drift", _source_not_freed),
         Mutation("a copy is skipped", "training", _skipped_copy),
     ],
     "offload.states": lambda _: [
         Mutation("rewrite leaves the state on the device", "drift", _rewrites(_state_on_device)),
-        Mutation("gradients are not let go", "drift", _gradient_not_freed),
-        Mutation("one weight does not come back", "training", _weights_not_reloaded),
+        Mutation("offloaded gradients are not freed", "drift", _gradient_not_freed),
+        Mutation("one weight is not reloaded", "training", _weights_not_reloaded),
         Mutation("a copy is skipped", "training", _skipped_copy),
     ],
 }

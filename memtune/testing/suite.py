@@ -1,4 +1,4 @@
-"""The conformance suite: the tests that every technique must pass, built-in or third-party."""
+"""Conformance suite: the tests that every technique must pass, built-in or third-party."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memtune.testing.seeded_defects import Mutation, mutations
 from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train_under
 
 _FINALIZERS = ("forget", "_forget", "__del__")
-"""Called by the collector, which prints what they raise and goes on: no failure of `apply`."""
+"""Functions that the garbage collector calls; it prints their exceptions, so they cannot fail `apply`."""
 _ROOMS = (
     "activations",
     "checkpointer",
@@ -43,7 +43,7 @@ _ROOMS = (
 _OURS = tuple(f"memtune.{room}" for room in _ROOMS)
 _PLAIN = ("_pass", "_planner", "_plan", "_pattern")
 _WAY_BACK = (".context", ".memory_tiers", ".error_propagation")
-"""It does not fail itself; the last one ends when all is applied."""
+"""Functions in which no error is injected; the last one returns when all techniques are applied."""
 
 
 class TechniqueSuite:
@@ -52,10 +52,10 @@ class TechniqueSuite:
     Attributes:
         technique: The class under test.
         models: Workload files by name; every test that trains or records runs on each.
-        others: Names and files of further models, which single tests name themselves.
-        variants: Knob settings to test; the defaults when empty.
-        quick: Names of the models on which the seeded mutations are tried, cheapest first.
-        not_shown: Names of mutations that change nothing about this technique; add the reason as a comment.
+        others: Names and files of further models, which single tests use.
+        variants: Knob settings to test; empty: the defaults.
+        quick: Names of the models for the seeded defects, cheapest first.
+        not_shown: Names of mutations that do not affect this technique; give the reason in a comment.
         tolerance: For `Exactness.REORDERED`: largest difference relative to the largest value of a tensor.
     """
 
@@ -68,10 +68,9 @@ class TechniqueSuite:
     tolerance: ClassVar[float] = 0.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives the subclass a copy of every test, once per model, variant or mutation.
+        """Copy every test to the subclass, parametrized by model, variant or mutation.
 
-        The grids carry the mark `drawn(n)`: a test run that takes too long may leave all but n of a grid's
-        cases to a longer one.
+        Grids have the mark `drawn(n)`: a short test run may sample n cases of a grid and skip the others.
         """
         import pytest
 
@@ -86,11 +85,11 @@ class TechniqueSuite:
         mutation = pytest.mark.parametrize("mutation", shown, ids=str)
         drawn = pytest.mark.drawn
         for name, marks in {
-            "test_survives_yaml_and_json": (variant,),
+            "test_config_survives_yaml_and_json": (variant,),
             "test_plan_is_plain_data_and_stable": (model, variant, drawn(2)),
             "test_trains_as_the_plain_model": (model, variant, drawn(3)),
             "test_rewrite_equals_the_recording_of_apply": (model, variant, drawn(3)),
-            "test_failed_apply_leaves_everything_untouched": (variant, drawn(1)),
+            "test_failed_apply_leaves_no_trace": (variant, drawn(1)),
             "test_suite_fails_under": (mutation, drawn(3)),
         }.items():
             if name not in vars(cls):
@@ -104,13 +103,13 @@ class TechniqueSuite:
 
     @classmethod
     def default(cls) -> Technique:
-        """The technique with default knobs."""
+        """Return the technique with default knobs."""
         return cls.technique(kind=cls.technique.__module__.rpartition(".")[2])
 
     # -- the catalogue ---------------------------------------------------------------------------------------
 
-    def test_kind_is_the_file_and_slot_the_folder(self) -> None:
-        """`find(slot, kind)` is this class, and its record names what it configures."""
+    def test_kind_and_slot_match_file_and_folder(self) -> None:
+        """`find(slot, kind)` returns this class."""
         technique = self.default()
         assert technique.kind in kinds(self.technique.slot)
         assert find(self.technique.slot, technique.kind) is self.technique
@@ -119,15 +118,15 @@ class TechniqueSuite:
         assert self.technique.source
         assert json.dumps(technique.record(target_of(technique)))
 
-    def test_survives_yaml_and_json(self, variant: Technique) -> None:
-        """A config that holds it is equal after a round trip."""
+    def test_config_survives_yaml_and_json(self, variant: Technique) -> None:
+        """A config with the technique is equal after a round trip."""
         config = TunedConfig(settings=Settings.of(Execution(), {variant.slot: variant}))
         assert load_config(dump_yaml(config)) == config
         assert load_config(json.loads(json.dumps(config.document()))) == config
         assert config.settings.technique(variant.slot) == variant
 
     def test_plan_is_plain_data_and_stable(self, model: str, variant: Technique) -> None:
-        """Two plans for one program have one hash, and survive JSON."""
+        """Two plans for one program have equal hashes and survive JSON."""
         one, other = self._plan(model, variant), self._plan(model, variant)
         assert one.sha256 == other.sha256
         assert type(one).model_validate_json(one.model_dump_json()) == one
@@ -135,27 +134,21 @@ class TechniqueSuite:
     # -- against the plain model -----------------------------------------------------------------------------
 
     def test_trains_as_the_plain_model(self, model: str, variant: Technique) -> None:
-        """Losses, every gradient, and the weights and buffers after three optimizer steps, in its class of
-        exactness.
-        """
+        """Losses, gradients, and weights and buffers after three steps are equal within the exactness."""
         self._skip_unless_it_fits(model, variant)
         self.check_training(model, variant)
 
     def test_rewrite_equals_the_recording_of_apply(self, model: str, variant: Technique) -> None:
-        """Ops, live bytes of every tier at every op, and bytes on every link."""
+        """Ops, live bytes of every tier at every op, and bytes on every link are equal."""
         self._skip_unless_it_fits(model, variant)
         self.check_drift(model, variant)
 
-    def test_failed_apply_leaves_everything_untouched(self, variant: Technique) -> None:
-        """A failure anywhere in `apply` leaves model and optimizer able to train as if nothing had been
-        tried.
-        """
+    def test_failed_apply_leaves_no_trace(self, variant: Technique) -> None:
+        """A failure anywhere in `apply` leaves model and optimizer unchanged."""
         self.check_untouched(self._quick()[0], variant)
 
-    def test_audit_tells_whether_it_is_in_effect(self) -> None:
-        """The audit passes after a step, and fails when a parameter is in no group or the technique was
-        undone.
-        """
+    def test_audit_finds_technique_not_in_effect(self) -> None:
+        """The audit passes after a step; it fails if a parameter is in no group or `apply` is undone."""
         workload, model, optimizer = build(self._path(self._quick()[0]))
         tuned = apply(model, optimizer, self._config(self._quick()[0], self.default()), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -164,7 +157,7 @@ class TechniqueSuite:
         self._must_notice(tuned, _forget_parameters)
 
     def sabotage(self, tuned: Tuned) -> bool:
-        """Undo the technique behind memtune's back; False where there is nothing to undo."""
+        """Undo the technique without memtune's knowledge; return False if there is nothing to undo."""
         table = tuned._context.activations
         claimed = any(region.recompute or region.move for region in table.regions)
         table.remove()
@@ -180,7 +173,7 @@ class TechniqueSuite:
     # -- the suite itself ------------------------------------------------------------------------------------
 
     def test_suite_fails_under(self, mutation: Mutation) -> None:
-        """The check that should show a seeded defect does."""
+        """The check named by a seeded defect fails under it."""
         if mutation.needs and mutation.needs not in self.models:
             import pytest
 
@@ -191,7 +184,7 @@ class TechniqueSuite:
             "untouched": self.check_untouched,
         }[mutation.shown_by]
         model = mutation.needs or self._quick()[0]
-        plain(self._path(model))  # what it is compared with is made before the defect
+        plain(self._path(model))  # cache the plain model's results before the defect is seeded
         variant = (self.variants or (self.default(),))[0]
         with mutation.seed(self.technique):
             try:
@@ -203,22 +196,22 @@ class TechniqueSuite:
     # -- the checks ------------------------------------------------------------------------------------------
 
     def check_training(self, model: str, variant: Technique) -> None:
-        """Raise AssertionError where training with `variant` differs from the plain model's."""
+        """Raise AssertionError if training with `variant` differs from the plain model's."""
         path = self._path(model)
         tolerance = self.tolerance if variant.exactly() is not Exactness.BITWISE else 0.0
         found = differences(train_under(path, self._config(model, variant)), plain(path), tolerance)
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
     def check_drift(self, model: str, variant: Technique) -> None:
-        """Raise AssertionError where the recording of `apply` differs from `rewrite`."""
+        """Raise AssertionError if the recording of `apply` differs from `rewrite`."""
         found = drift(self._path(model), variant)
         assert not found, found
 
     def check_untouched(self, model: str, variant: Technique) -> None:
-        """Raise AssertionError where a failure in `apply` leaves a trace."""
+        """Raise AssertionError if a failure in `apply` changes model or optimizer."""
         path = self._path(model)
         config = self._config(model, variant)
-        for _ in range(2):  # what is imported or built at the first use is not counted
+        for _ in range(2):  # a first run, so that imports and lazy initialization are not counted
             calls = _Failing(None)
             workload, net, optimizer = build(path)
             with calls:
@@ -270,19 +263,17 @@ def _forget_parameters(tuned: Tuned) -> None:
 
 
 class _InjectedError(Exception):
-    """The failure that the suite injects."""
+    """Error that the suite injects."""
 
 
 class _Failing:
-    """Inside, the `at`-th call of a function of memtune's mechanisms fails; with None, calls are only
-    counted.
-    """
+    """Context in which the `at`-th call of a function of memtune's mechanisms fails; None: count calls."""
 
     def __init__(self, at: int | None) -> None:
         self.count, self._at = 0, at
 
     def __enter__(self) -> _Failing:
-        gc.collect()  # what ends meanwhile, of models before this one, is not counted
+        gc.collect()  # finalizers of earlier models run now and are not counted
         gc.disable()
         self._before = sys.gettrace()
         sys.settrace(self._call)
@@ -304,8 +295,9 @@ class _Failing:
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state that a failed `apply` must leave unchanged, by identity: modules and their attributes,
-    parameters, optimizer groups, state and hooks.
+    """Return identities of the state that a failed `apply` must not change.
+
+    These are modules and their attributes, parameters, and the optimizer's groups, state and hooks.
     """
     return {
         "modules": {name: (type(module), _all_ids(vars(module))) for name, module in model.named_modules()},
@@ -335,13 +327,13 @@ def _named(technique: Technique) -> str:
 
 
 def _one_thread(self: Any) -> Iterator[None]:
-    """The models are small: threads only wait for each other."""
+    """Run torch on one thread: the models are small, so more threads only add waiting."""
     with cpu_threads(1):
         yield
 
 
 def _copied(function: Any) -> Any:
-    """A function of its own with the same body, so that marks on it stay with one suite."""
+    """Return a copy of `function`, so that pytest marks on it belong to one suite."""
     twin = type(function)(
         function.__code__,
         function.__globals__,

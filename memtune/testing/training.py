@@ -1,4 +1,4 @@
-"""Real training under a config, step by step, and what differs from the plain model's."""
+"""Short training runs under a config, and their differences from the plain model's."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SEED = 7
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Losses, gradients and weights of a few training steps, copied."""
+    """Copies of losses, gradients and weights of a few training steps."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor]]
-    """By parameter name, one mapping per step; parameters without a gradient are left out."""
+    """Gradients by parameter name, one mapping per step; without parameters that have none."""
     weights: dict[str, Tensor]
     """Parameters and buffers after the last step."""
 
 
 def settings_of(*techniques: Technique) -> dict[str, Any]:
-    """`settings` of a config that holds the given techniques, as plain data."""
+    """Return the `settings` of a config with the given techniques, as plain data."""
     from memtune.config import Settings
     from memtune.search_spaces.execution import Execution
 
@@ -42,7 +42,7 @@ def settings_of(*techniques: Technique) -> dict[str, Any]:
 
 
 def config_of(path: Path, *techniques: Technique, micro_batch: int = 2) -> dict[str, Any]:
-    """A config that holds the given techniques, with the plans that they make for the workload in `path`."""
+    """Return a config with the given techniques and their plans for the workload in `path`."""
     from memtune.testing.drift_check import planned
 
     plans = (
@@ -57,7 +57,7 @@ def config_of(path: Path, *techniques: Technique, micro_batch: int = 2) -> dict[
 
 
 def build(path: Path) -> tuple[Workload, nn.Module, Optimizer]:
-    """The workload in `path`, its model in training mode, and its optimizer, from a fixed seed."""
+    """Return the workload in `path`, its model in training mode and its optimizer, from a fixed seed."""
     workload = Workload.load(path)
     torch.manual_seed(SEED)
     model = prepare_model(workload.build_model()).train()
@@ -65,12 +65,11 @@ def build(path: Path) -> tuple[Workload, nn.Module, Optimizer]:
 
 
 def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int = 2, size: int = 2) -> Run:
-    """Train the workload in `path` for a few optimizer steps with `techniques` applied; none of them: the
-    plain model.
+    """Train the workload in `path` for a few optimizer steps with `techniques`; without any, the plain model.
 
     Args:
-        path: The workload's file.
-        techniques: One per slot, in any order.
+        path: File of the workload.
+        techniques: At most one per slot, in any order.
         steps: Optimizer steps.
         micro_batches: Micro-batches per step.
         size: Samples per micro-batch.
@@ -82,7 +81,7 @@ def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int
 def train_under(
     path: Path, config: Mapping[str, Any] | None, *, steps: int = 3, micro_batches: int = 2, size: int = 2
 ) -> Run:
-    """Train as `train` does, with the config's document instead of techniques."""
+    """Train like `train`, with a config document instead of techniques."""
     workload, model, optimizer = build(path)
     tuned = None if config is None else apply(model, optimizer, config, strict=False)
     losses, gradients = [], []
@@ -100,7 +99,7 @@ def train_under(
 
 @cache
 def plain(path: Path) -> Run:
-    """`train` without techniques, once per process."""
+    """Return `train` without techniques, cached in this process."""
     return train(path)
 
 
@@ -114,7 +113,7 @@ def one_step(
     micro_batches: int = 2,
     size: int = 2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One optimizer step whose batches and random numbers follow from `seed`; returns loss and gradients."""
+    """Run one optimizer step with batches and random numbers from `seed`; return loss and gradients."""
     torch.manual_seed(seed)
     with tier(HOST):
         batches = [workload.make_batch(size) for _ in range(micro_batches)]
@@ -131,7 +130,7 @@ def one_step(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded."""
+    """Return the full tensor of a tensor that may be a DTensor."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 
@@ -141,9 +140,8 @@ def differences(got: Run, wanted: Run, tolerance: float = 0.0) -> list[str]:
 
     Args:
         got: A run with techniques.
-        wanted: The plain model's.
-        tolerance: Largest difference allowed, relative to the largest value of the tensor; 0 asks for equal
-            bits.
+        wanted: The run of the plain model.
+        tolerance: Largest difference relative to the largest value of the tensor; 0 requires equal bits.
     """
     found = []
     for step, (one, other) in enumerate(zip(got.losses, wanted.losses, strict=True)):

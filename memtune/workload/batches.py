@@ -1,4 +1,4 @@
-"""Structure of a batch: tensors in lists, tuples, dicts, dataclasses and mappings such as Hugging Face's
+"""Batches as nested containers of tensors: lists, tuples, dicts, dataclasses, and mappings like
 BatchEncoding.
 """
 
@@ -16,38 +16,38 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A copy of `batch` with every tensor replaced by `change(tensor)`; the containers keep their types."""
+    """Return `batch` with every tensor replaced by `change(tensor)`; containers keep their types."""
     return _map(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of `batch` with everything in its containers replaced by `change(it)`."""
+    """Return a copy of `batch` with every leaf replaced by `change(leaf)`."""
     return _map(batch, change)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in `batch`, in the order in which its containers hold them."""
+    """Return the tensors in `batch`, in container order."""
     found: list[Tensor] = []
     map_tensors(batch, found.append)
     return found
 
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
-    """The shape of each tensor in `batch`, in order."""
+    """Return the shapes of the tensors in `batch`, in order."""
     return [tuple(tensor.shape) for tensor in tensors_of(batch)]
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """The number of samples: the first dimension that most tensors of `batch` share; None if no tensor has
-    one.
-    """
+    """Return the number of samples: the most frequent first dimension; None if no tensor has a dimension."""
     sizes = Counter(tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0)
     return int(sizes.most_common(1)[0][0]) if sizes else None
 
 
 def to_device(batch: Any, device: torch.device | str, copy: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """`batch` on `device`: tensors by `copy`, by default `.to`; leaves with a `.to` (a PyG batch, a
-    PackedSequence) by that.
+    """Return `batch` on `device`.
+
+    Tensors are copied by `copy` if it is given. Tensors otherwise, and other leaves with a `.to` (a PyG
+    batch, a PackedSequence), are copied by their `.to`.
     """
 
     def move(leaf: Any) -> Any:
@@ -59,10 +59,10 @@ def to_device(batch: Any, device: torch.device | str, copy: Callable[[Tensor], T
 
 
 def split_batch(batch: Any, parts: int, size: int | None = None) -> list[Any] | str:
-    """Cuts `batch` into `parts` equal micro-batches, or returns the reason why it cannot be cut.
+    """Split `batch` into `parts` equal micro-batches; return the reason if it cannot be split.
 
-    Every tensor whose first dimension is the batch size is cut into views; so is a list of that length which
-    holds no such tensor (the targets of a detector). All else is the same object in every part.
+    A tensor whose first dimension is the batch size is split into views. A list of that length without such
+    tensors (the targets of a detector) is sliced. All other leaves are the same objects in every part.
 
     Args:
         batch: Return value of the user's `batch(size)`.
@@ -104,7 +104,7 @@ def _map(value: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool
         items = {key: _map(item, change, is_leaf) for key, item in value.items()}
         if type(value) is dict:
             return items
-        new = copy.copy(value)  # keeps what else a BatchEncoding or a ModelOutput carries
+        new = copy.copy(value)  # keeps further attributes of a BatchEncoding or ModelOutput
         for key, item in items.items():
             new[key] = item  # type: ignore[index]
         return new

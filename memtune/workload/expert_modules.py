@@ -1,5 +1,6 @@
-"""Experts of a model (mixture of experts), and which of them host memory holds: for
-`offload.experts.expert_offload` and its pass.
+"""Experts of a mixture-of-experts model, and the cache of experts in host memory.
+
+Shared by `offload.experts.expert_offload` and its pass.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from memtune.program import DECAY, Rule, Step, Units, columns_of, order_of_use, window
+from memtune.program import DECAY, Rule, Step, Units, columns_of, order_of_use, window_residency
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,11 +18,11 @@ Shape = tuple[int, ...]
 
 
 class Expert(NamedTuple):
-    """One of several equal modules in a block."""
+    """One expert: a module of a list of equal modules in a block."""
 
     block: int
     name: str
-    """Of the module."""
+    """Qualified name of the module."""
     parameters: Units
     """Indices among the model's parameters."""
 
@@ -29,13 +30,12 @@ class Expert(NamedTuple):
 def find_experts(
     names: Sequence[str], shapes: Sequence[Shape], block_of: Sequence[int]
 ) -> tuple[Expert, ...]:
-    """Modules in a list whose name says `experts`, inside a block, two or more of them and all with the same
-    parameters.
+    """Return the experts: two or more equal modules of a list in a block, with `expert` in the list's name.
 
     Args:
         names: Qualified names of the model's parameters.
-        shapes: Of each.
-        block_of: The block that holds each, -1 for none.
+        shapes: Shape of each parameter.
+        block_of: Block of each parameter, -1 for none.
     """
     found: dict[tuple[int, str], dict[str, list[tuple[str, Shape, int]]]] = {}
     for index, (name, shape, block) in enumerate(zip(names, shapes, block_of, strict=True)):
@@ -54,7 +54,7 @@ def find_experts(
 
 
 def experts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Expert, ...]:
-    """The experts of a live model with these blocks; indices are into `model.parameters()`."""
+    """Return the experts of a live model with these blocks; indices are into `model.parameters()`."""
     block_of = {id(p): i for i, name in enumerate(blocks) for p in model.get_submodule(name).parameters()}
     named = list(model.named_parameters())
     shapes = [tuple(parameter.shape) for _, parameter in named]
@@ -64,16 +64,12 @@ def experts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Expert, ...]:
 
 
 def is_in_expert(name: str) -> bool:
-    """Return True if the parameter `name` is in a list of experts: not every sample, and so not every rank,
-    uses it.
-    """
+    """Return whether the parameter `name` is in a list of experts, which not every sample (and rank) uses."""
     return _split(name) is not None
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
-    """Path of the list, number in it, and the rest of a parameter's name; None where it is in no list of
-    experts.
-    """
+    """Split a parameter's name into path of the experts' list, number and rest; None if it is in no list."""
     parts = name.split(".")
     for i in range(1, len(parts) - 1):
         if parts[i].isdigit() and "expert" in parts[i - 1]:
@@ -82,16 +78,16 @@ def _split(name: str) -> tuple[str, str, str] | None:
 
 
 class HostCache:
-    """Cache of experts in host memory; without room, the expert of the smallest value is evicted.
+    """Cache of experts in host memory; when it is full, the expert with the smallest value is evicted.
 
-    Least often used recently (LFU with decay), used longest ago (LRU), or used again last of all (Belady, for
-    the order of blocks, which is known; which of a block's experts are used is not).
+    Rules are LFU with decay, LRU, and Belady for the order of blocks, which is known; the experts that a
+    block will use are not.
 
     Args:
-        slots: Experts that there is room for.
-        rule: Which one goes.
-        block_of: The block of each expert.
-        uses: (blocks,) the moments in which each block's experts are used, as `moments_of` says.
+        slots: Most experts in the cache.
+        rule: Eviction rule.
+        block_of: Block of each expert.
+        uses: (blocks,) moments in which each block's experts are used, from `moments_of`.
     """
 
     def __init__(self, slots: int, rule: Rule, block_of: Sequence[int], uses: Sequence[Units]) -> None:
@@ -102,15 +98,15 @@ class HostCache:
         self._clock = 0
 
     def take(self, expert: int, moment: int) -> tuple[bool, int | None]:
-        """It comes in where it is not there: whether it does, and which one goes for it."""
+        """Put `expert` into the cache; return whether it must be read, and the expert evicted for it."""
         if expert in self.held:
             return False, None
-        gone = None
+        evicted = None
         if len(self.held) == self.slots:
-            gone = min(self.held, key=lambda each: (*self._value(each, moment), each))
-            del self.held[gone]
+            evicted = min(self.held, key=lambda each: (*self._value(each, moment), each))
+            del self.held[evicted]
         self.held[expert] = None
-        return True, gone
+        return True, evicted
 
     def use(self, expert: int) -> None:
         """Count a use."""
@@ -122,45 +118,43 @@ class HostCache:
     def _value(self, expert: int, moment: int) -> tuple[float, ...]:
         if self._rule == "belady":
             uses, period = self._uses[self._block_of[expert]], 2 * len(self._uses) + 1
-            return (
-                -min((use - moment - 1) % period for use in uses),
-                -expert,
-            )  # within a block, in their order
-        last = self._last.get(expert, self._clock)  # one that is read ahead is as good as used
+            # Experts of one block tie; the last one is evicted first.
+            return (-min((use - moment - 1) % period for use in uses), -expert)
+        last = self._last.get(expert, self._clock)  # an expert that was read ahead counts as used
         if self._rule == "lru":
             return (last,)
         return (self._count.get(expert, 1.0) * DECAY ** (self._clock - last), last)
 
 
 def moments_of(blocks: int, on_device: int, gathered: bool = False) -> tuple[Units, ...]:
-    """(blocks,) the moments in which a block's experts are wanted on the host: to come to the device, and to
-    be updated.
+    """Return (blocks,) the moments in which a block's experts are needed on the host: for loads and the
+    update.
 
     `gathered` is as in `order_of_use`.
     """
-    loads = window(blocks, min(on_device, blocks), gathered=gathered).loads
+    loads = window_residency(blocks, min(on_device, blocks), gathered=gathered).loads
     return tuple(
         (*(m for m, units in enumerate(loads) if block in units), 2 * blocks - block)
         for block in range(blocks)
     )
 
 
-def read_ahead(
+def experts_to_read(
     moment: int,
-    ahead: int,
+    read_ahead: int,
     slots: int,
     forward: Sequence[Sequence[int]],
     back: Sequence[Sequence[int]],
     gathered: bool = False,
 ) -> list[int]:
-    """Experts that are read when `moment` begins: of blocks used in the `prefetch` moments after it, as many
-    as there is room for.
+    """Return the experts to read from SSD when `moment` begins: those of the next moments, as far as slots
+    allow.
 
     Args:
-        moment: The one that begins.
-        ahead: Moments.
-        slots: Experts that host memory has room for, those of the moment included.
-        forward: (blocks,) experts that each block's forward is thought to use.
+        moment: The moment that begins.
+        read_ahead: Number of moments after it whose experts are read.
+        slots: Slots of the host cache, including those for the moment's own experts.
+        forward: (blocks,) experts that each block's forward is predicted to use.
         back: (blocks,) experts that its backward uses.
         gathered: As in `order_of_use`.
     """
@@ -172,82 +166,83 @@ def read_ahead(
     if moment >= len(used):
         return []
     wanted: dict[int, None] = {}
-    for each in used[moment : moment + 1 + ahead]:
+    for each in used[moment : moment + 1 + read_ahead]:
         wanted.update(dict.fromkeys(each))
     now = set(used[moment])
     return [expert for expert in list(wanted)[:slots] if expert not in now]
 
 
 class ExpertTraffic(NamedTuple):
-    """Experts that are written to and read from SSD when a moment begins, in their order."""
+    """Experts that are written to and read from SSD when a moment begins, in order."""
 
     written: Units
     read: Units
     room_for: Units
-    """For which expert each one that is written goes; none at the end of a step, where all stay."""
+    """Expert for which each written one is evicted; empty at the end of a step, where none is evicted."""
 
 
-def trace(
+def expert_traffic(
     block_of: Sequence[int],
     blocks: int,
     slots: int,
     rule: Rule,
-    ahead: int,
+    read_ahead: int,
     on_device: int,
     gathered: bool = False,
     keeps: bool = False,
 ) -> tuple[ExpertTraffic, ...]:
-    """(moments,) what crosses to and from SSD in a steady step in which every expert is used, by the rules of
-    `offload.experts.expert_offload`.
+    """Return (moments,) the SSD traffic of a steady step that uses every expert.
 
     Args:
-        block_of: The block of each expert, ascending.
-        blocks: How many there are.
-        slots: Experts that host memory has room for.
-        rule: Which one goes.
-        ahead: Moments by which experts are read ahead.
-        on_device: Blocks whose experts are on the device at once.
+        block_of: Block of each expert, ascending.
+        blocks: Number of blocks.
+        slots: Slots of the host cache.
+        rule: Eviction rule.
+        read_ahead: Moments by which experts are read ahead.
+        on_device: Blocks whose experts are resident at once.
         gathered: As in `order_of_use`.
-        keeps: All that has changed is written at the end of the step, which is one moment more.
+        keeps: Write all dirty experts at the end of the step, in one more moment (for resuming).
     """
     cache, members = (
         HostCache(slots, rule, block_of, moments_of(blocks, on_device, gathered)),
         _members(block_of, blocks),
     )
-    residency, dirty = window(blocks, min(on_device, blocks), gathered=gathered), set[int]()
+    residency, dirty = window_residency(blocks, min(on_device, blocks), gathered=gathered), set[int]()
     found: list[ExpertTraffic] = []
-    for _ in range(3):  # what the first steps find is not what later ones do
+    for _ in range(3):  # the cache is in a steady state after the first steps
         found = []
         for moment in range(2 * blocks + 1):
             written: list[tuple[int, int]] = []
             read: list[int] = []
 
-            def bring(
+            def load(
                 expert: int,
                 moment: int = moment,
                 written: list[tuple[int, int]] = written,
                 read: list[int] = read,
             ) -> None:
-                comes, gone = cache.take(expert, moment)
-                if gone is not None and gone in dirty:
-                    dirty.discard(gone)
-                    written.append((gone, expert))
-                if comes:
+                must_read, evicted = cache.take(expert, moment)
+                if evicted is not None and evicted in dirty:
+                    dirty.discard(evicted)
+                    written.append((evicted, expert))
+                if must_read:
                     read.append(expert)
 
             for expert in (each for block in residency.loads[moment] for each in members[block]):
-                bring(expert)
+                load(expert)
                 cache.use(expert)
             if moment > blocks:
                 for expert in members[2 * blocks - moment]:
-                    bring(expert)
+                    load(expert)
                     cache.use(expert)
                     dirty.add(expert)
-            for expert in read_ahead(moment, ahead, slots, members, members, gathered):
-                bring(expert)
+            for expert in experts_to_read(moment, read_ahead, slots, members, members, gathered):
+                load(expert)
             found.append(
                 ExpertTraffic(
-                    tuple(gone for gone, _ in written), tuple(read), tuple(expert for _, expert in written)
+                    tuple(evicted for evicted, _ in written),
+                    tuple(read),
+                    tuple(expert for _, expert in written),
                 )
             )
         if keeps:
@@ -261,13 +256,13 @@ def _members(block_of: Sequence[int], blocks: int) -> list[list[int]]:
 
 
 def experts_in(step: Step) -> tuple[Expert, ...]:
-    """The experts that are trained; indices are into `step.parameters`."""
+    """Return the experts that are trained; indices are into `step.parameters`."""
     gradient = columns_of(step.parameters).gradient
     return tuple(each for each in _all_in(step) if all(gradient[index] >= 0 for index in each.parameters))
 
 
-def frozen_in(step: Step) -> str:
-    """Name of a parameter of an expert that is not trained, empty where there is none."""
+def frozen_expert_parameter(step: Step) -> str:
+    """Return the name of a frozen parameter of an expert, '' if there is none."""
     columns = columns_of(step.parameters)
     frozen = (index for each in _all_in(step) for index in each.parameters if columns.gradient[index] < 0)
     return next((columns.names[index] for index in frozen), "")

@@ -1,14 +1,13 @@
-"""Pairs of linear layers that tensor parallelism may cut: what widens by its outputs, what narrows again by
-its inputs.
+"""Pairs of linear layers that tensor parallelism may shard: the first by columns, the second by rows
+(Megatron).
 
-Found from names and shapes of weights alone, so that a recorded step and a live model give the same pairs.
-Two patterns:
+They are found from names and shapes of weights alone, so a recorded step and a live model give the same
+pairs. There are two patterns:
 
-1. Attention: query, key and value with one output layer, recognized by name; all four cut by heads.
-2. An MLP: the last linear layer of a module takes what each of the others (one, or two where one gates the
-   other) makes.
+1. Attention: query, key, value and one output layer, recognized by name; all four are sharded by heads.
+2. MLP: the last linear layer of a module takes the outputs of the others (one, or two with a gate).
 
-Whether the code between them treats each head or feature alike is not seen here: a recording tells
+A recording checks that the code between the layers treats each head or feature alike
 (`autotune.record_parallel.sharded_recording`).
 """
 
@@ -23,36 +22,36 @@ _KEY_VALUE = re.compile(r"(linear_)?(to_)?(w_?)?(k|v|key|value)(_?(proj|lin))?")
 _OUTPUT = re.compile(r"(linear_)?(to_)?(w_?)?(o|out)(_?(proj|lin))?|proj|c_proj|dense")
 _FUSED = re.compile(r"qkv|c_attn|query_key_value|in_proj|kv", re.IGNORECASE)
 _MOST_COLUMNS = 2
-"""Linear layers of an MLP that share their input: up, and a gate."""
+"""Most linear layers of an MLP that share their input: up and gate."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Linear layers between which each rank holds its share of the features."""
+    """Linear layers with sharded features between them."""
 
     columns: tuple[str, ...]
-    """Qualified names; each rank holds a share of their outputs."""
+    """Qualified names of the layers that are sharded by outputs."""
     row: str
-    """Each rank holds the share of its inputs that the columns make."""
+    """Qualified name of the layer that is sharded by inputs."""
     attention: bool
 
     @property
     def owner(self) -> str:
-        """The module whose children they are."""
+        """Qualified name of the module that contains the layers."""
         return self.row.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs that may be sharded, and modules that look like attention and may not."""
+    """Pairs that may be sharded, and attention modules that may not."""
 
     found: tuple[Pair, ...]
     refused: tuple[str, ...]
-    """One line for each attention that cannot be cut: which, and why."""
+    """One line per attention that cannot be sharded: its name and the reason."""
 
 
 def find_pairs(shapes: Iterable[tuple[str, tuple[int, ...]]], blocks: Iterable[str]) -> Pairs:
-    """The pairs inside `blocks`.
+    """Return the pairs inside `blocks`.
 
     Args:
         shapes: Name and shape of every parameter, in order of registration; linear weights are (outputs,
@@ -77,7 +76,7 @@ def find_pairs(shapes: Iterable[tuple[str, tuple[int, ...]]], blocks: Iterable[s
 
 
 def _attention(owner: str, layers: Mapping[str, tuple[int, ...]]) -> Pair | str | None:
-    """Pattern 1, or why what is named like it is not it; None where nothing is."""
+    """Return a pair of pattern 1, or the reason why layers named like it do not match; None otherwise."""
     last = {module: module.rpartition(".")[2] for module in layers}
     fused = [
         module for module, name in last.items() if _FUSED.search(name) and not _KEY_VALUE.fullmatch(name)
@@ -85,7 +84,7 @@ def _attention(owner: str, layers: Mapping[str, tuple[int, ...]]) -> Pair | str 
     if fused:
         return (
             f"{fused[0]} makes query, key and value in one product, whose outputs are not in the order of the"
-            " heads"
+            " heads"  # a rank's slice of them would mix query and key
         )
     columns = tuple(m for m, name in last.items() if _QUERY.fullmatch(name) or _KEY_VALUE.fullmatch(name))
     if not columns:
@@ -99,9 +98,7 @@ def _attention(owner: str, layers: Mapping[str, tuple[int, ...]]) -> Pair | str 
         )
     query = next(module for module in columns if _QUERY.fullmatch(last[module]))
     if layers[query][0] != layers[rows[0]][1]:
-        return (
-            f"{rows[0]} does not take what {query} makes: {layers[rows[0]][1]} features of {layers[query][0]}"
-        )
+        return f"{rows[0]} takes {layers[rows[0]][1]} features, not the {layers[query][0]} outputs of {query}"
     return Pair(columns, rows[0], attention=True)
 
 
@@ -116,9 +113,13 @@ def _mlp(layers: Mapping[str, tuple[int, ...]]) -> Pair | None:
     )
 
 
-def share_of(pair: Pair, shapes: Mapping[str, tuple[int, ...]], degree: int) -> str | None:
-    """Return the reason why `degree` ranks cannot shard `pair` equally, '' if they can; `shapes` are those of
-    the weights, by module.
+def sharding_error(pair: Pair, shapes: Mapping[str, tuple[int, ...]], degree: int) -> str | None:
+    """Return the reason why `degree` ranks cannot shard `pair` equally, None if they can.
+
+    Args:
+        pair: The pair.
+        shapes: Shapes of the weights, by module.
+        degree: Number of ranks.
     """
     for module in pair.columns:
         if shapes[module][0] % degree:
@@ -126,9 +127,9 @@ def share_of(pair: Pair, shapes: Mapping[str, tuple[int, ...]], degree: int) -> 
     return None
 
 
-def whole_in_blocks(names: Iterable[str], pairs: Sequence[Pair], blocks: Iterable[str]) -> list[str]:
-    """Those of the parameters `names` that are in `blocks` and not cut where `pairs` are."""
-    cut = {f"{column}.{kind}" for pair in pairs for column in pair.columns for kind in ("weight", "bias")}
-    cut |= {f"{pair.row}.weight" for pair in pairs}
+def unsharded_in_blocks(names: Iterable[str], pairs: Sequence[Pair], blocks: Iterable[str]) -> list[str]:
+    """Return the parameters in `blocks` that are replicated when `pairs` are sharded."""
+    sharded = {f"{column}.{kind}" for pair in pairs for column in pair.columns for kind in ("weight", "bias")}
+    sharded |= {f"{pair.row}.weight" for pair in pairs}  # its bias is added after the all-reduce
     prefixes = tuple(f"{block}." for block in blocks)
-    return [name for name in names if name.startswith(prefixes) and name not in cut]
+    return [name for name in names if name.startswith(prefixes) and name not in sharded]

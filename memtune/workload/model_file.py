@@ -1,6 +1,4 @@
-"""The user's `model.py` as a file: imported once, looked through, and quoted in messages. Needs the standard
-library alone.
-"""
+"""The user's `model.py` as a file: import, checks and quotes in messages. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from typing import Any
 from memtune.errors import WorkloadError
 
 REQUIRED: dict[str, tuple[int, str]] = {
-    # name: (positional arguments memtune passes, the line to add when it is missing)
+    # name: (number of positional arguments that memtune passes, the line to add if it is missing)
     "model": (0, "def model(): return YourModel()"),
     "batch": (1, "def batch(size): return inputs, targets   # `size` samples, on the CPU"),
     "loss": (2, "def loss(model, batch): ...   # returns a scalar tensor"),
@@ -36,9 +34,9 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class UserFile:
-    """A `model.py` that was imported and holds what memtune needs.
+    """An imported and checked `model.py`.
 
-    `holder` is the module, or the object that `model.py:name` picked; its functions are attributes.
+    `holder` is the module, or the object selected by `model.py:name`; its functions are attributes.
     """
 
     path: Path
@@ -48,17 +46,16 @@ class UserFile:
     global_batch: int | None
 
     def function(self, name: str) -> Callable[..., Any] | None:
-        """The user's function `name`, or None where an optional one is absent."""
+        """Return the user's function `name`; None if an optional one is absent."""
         found: Callable[..., Any] | None = getattr(self.holder, name, None)
         return found
 
 
 def load_user_file(target: str | Path) -> UserFile:
-    """Imports `model.py` or `model.py:name` and checks that the functions are there. This runs the user's
-    code.
+    """Import `model.py` or `model.py:name` and check that its functions exist. This runs the user's code.
 
-    The file is imported under a name of its own (so `__name__ == "__main__"` is false) and writes no
-    bytecode; its directory stays importable, because functions may import their neighbours late.
+    The module gets a unique name, so `__name__ == "__main__"` is false, and no bytecode is written. Its
+    directory stays on `sys.path`, because functions may import neighbouring files when they are called.
 
     Raises:
         WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
@@ -75,7 +72,7 @@ def load_user_file(target: str | Path) -> UserFile:
 
 
 def split_target(target: str | Path) -> tuple[Path, str | None]:
-    """`dir/model.py:name` as (absolute path, name or None); a file whose own name holds a colon wins."""
+    """Split `dir/model.py:name` into absolute path and name (or None); an existing file with a colon wins."""
     text = str(target)
     stem, colon, name = text.rpartition(":")
     if colon and not Path(text).exists() and "/" not in name:
@@ -84,7 +81,7 @@ def split_target(target: str | Path) -> tuple[Path, str | None]:
 
 
 def user_line(error: BaseException, path: Path) -> tuple[int, str] | None:
-    """Line number and text of the innermost frame of `error` that lies in the user's file; None if there is
+    """Return line number and text of the innermost frame of `error` in the user's file; None if there is
     none.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -94,9 +91,7 @@ def user_line(error: BaseException, path: Path) -> tuple[int, str] | None:
 def raised_in_user_code(
     error: BaseException, path: Path, function: str, *, fix: str, code: str
 ) -> WorkloadError:
-    """The message for an exception that came out of the user's `function`: where in the file, which
-    exception, the line.
-    """
+    """Return the error for an exception in the user's `function`, with file, line and exception."""
     found = user_line(error, path)
     where = f" at line {found[0]}" if found else ""
     evidence = f"line {found[0]}:  {found[1]}" if found and found[1] else ""
@@ -108,15 +103,13 @@ def raised_in_user_code(
 
 
 def summary(error: BaseException, limit: int = 300) -> str:
-    """`error` as one line: its class and the first line of its text."""
+    """Return `error` as one line: its class and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}"[:limit] if lines else type(error).__name__
 
 
 def found_in(holder: Any) -> str:
-    """Return the module's or object's own definitions, as a reader would list them: `class GPT, train(),
-    config`.
-    """
+    """Return the definitions in a module or object, as a list for messages: `class GPT, train(), config`."""
     own_name = getattr(holder, "__name__", "")
     words = []
     for name in vars(holder) if isinstance(holder, ModuleType | type) else dir(holder):
@@ -177,8 +170,8 @@ def _import(path: Path, source: bytes) -> ModuleType:
             code="MT102",
         ) from error
     if _shadows_the_standard_library(path.parent):
-        # Torch must find Python's `random` before the user's is in its way; its optimizers import _dynamo
-        # when first made.
+        # Torch must import Python's `random` before the user's folder is on sys.path. Its optimizers import
+        # _dynamo, and with it such modules, only when the first one is constructed.
         with contextlib.suppress(ImportError):
             importlib.import_module("torch._dynamo")
     if str(path.parent) not in sys.path:
@@ -187,7 +180,7 @@ def _import(path: Path, source: bytes) -> ModuleType:
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
+    sys.modules[module_name] = module  # dataclasses and pickle look up modules by name
     try:
         exec(code, module.__dict__)
     except (Exception, SystemExit) as error:
@@ -197,7 +190,7 @@ def _import(path: Path, source: bytes) -> ModuleType:
 
 
 def _shadows_the_standard_library(folder: Path) -> bool:
-    """Return True if a module or package in `folder` has the name of one of Python's."""
+    """Return whether a module or package in `folder` has the name of a standard library module."""
     names = {each.stem for each in folder.glob("*.py")} | {
         each.parent.name for each in folder.glob("*/__init__.py")
     }
@@ -217,7 +210,7 @@ def _import_error(error: BaseException, path: Path) -> WorkloadError:
     if isinstance(error, ModuleNotFoundError) and error.name:
         fix = (
             f"install '{error.name.partition('.')[0]}' into the environment of {sys.executable}, or put it"
-            f" beside {path.name}"
+            f" next to {path.name}"
         )
     elif isinstance(error, ImportError):
         fix = "check that the installed version has this name"
@@ -263,9 +256,8 @@ def _check_function(
             code="MT101",
         )
     torch = sys.modules.get("torch")
-    is_instance = torch is not None and isinstance(
-        value, torch.nn.Module
-    )  # callable, yet no function of ours
+    # Modules are callable, but `model = MyNet()` is not the function that memtune needs.
+    is_instance = torch is not None and isinstance(value, torch.nn.Module)
     if not callable(value) or is_instance:
         raise WorkloadError(
             f"`{function}` in {where} is a {type(value).__name__}, not a function.",
@@ -282,7 +274,7 @@ def _check_function(
             code="MT101",
         ) from error
     except ValueError:
-        return  # a built-in without a signature: the call itself will tell
+        return  # a built-in without a signature; a wrong one fails when it is called
 
 
 def _global_batch(holder: Any, path: Path) -> int | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LONE = ""
 """A tensor by itself."""
-_PLAIN = (bool, str, type(None))  # a number may follow from the batch, which other stages could not know
+_PLAIN = (bool, str, type(None))  # not numbers: they may depend on the batch, which other stages do not have
 
 
 def structure_of(output: Any) -> str:
@@ -70,7 +70,7 @@ def _leaves(form: Any) -> Iterator[dict[str, Any]]:
             for each in named.values():
                 yield from _leaves(each)
         case _:
-            raise ValueError(f"{form!r} is no form of what a block returns")
+            raise ValueError(f"{form!r} is not the structure of a block's output")
 
 
 def wrap_tensor(form: str, tensor: Tensor) -> Any:
@@ -93,12 +93,13 @@ def _wrap(form: Any, tensor: Tensor) -> Any:
 def require_structures(forms: Sequence[str], count: int) -> None:
     """Raise ValueError if `forms` are not those of the outputs of `count` blocks, or of none."""
     if forms and len(forms) != count:
-        raise ValueError(f"{forms!r} is not what {count} blocks return")
+        raise ValueError(f"{forms!r} are not the structures of the outputs of {count} blocks")
     try:
         for form in set(forms):
-            not_one_tensor(form)  # the last ones may return anything: no stage comes after theirs
+            # Parses only: blocks of the last stage may return anything, since no stage follows it.
+            not_one_tensor(form)
     except RecursionError as error:
-        raise ValueError("the form of what a block returns is nested too deep") from error
+        raise ValueError("the structure of a block's output is nested too deeply") from error
 
 
 def the_tensor(output: Any) -> Tensor:

@@ -1,8 +1,8 @@
-"""The repeated blocks of a model, found from its module tree alone, and lists of their names written short.
+"""Find the repeated blocks of a model from its module tree; compress and expand lists of block names.
 
-Words: a *unit* is a child seen through pure containers (ModuleList, ModuleDict and a Sequential of larger
-modules), which have no computation of their own; a *stack* is units of one class, held in a container, under
-one parent.
+A *unit* is a child module, looked up through pure containers (ModuleList, ModuleDict, and a Sequential of
+larger modules), which compute nothing themselves. A *stack* is a group of units of one class in one
+container.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memtune.errors import ConfigError
 _MAX_NAMES = 100_000  # configs are untrusted: a range must not fill the memory
 _RANGE = re.compile(r"(.*?)\{([0-9]{1,9})\.\.([0-9]{1,9})\}(.*)")
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
-_SMALL_STACK = 0.01  # of the parameters in the largest stack; below that, wrapping gains nothing
+_SMALL_STACK = 0.01  # fraction of the largest stack's parameters, below which wrapping a stack gains nothing
 
 
 class _Unit(NamedTuple):
@@ -29,12 +29,12 @@ class _Unit(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Qualified names of the outermost repeated blocks of `model`, in the order of its module tree.
+    """Return the qualified names of the outermost repeated blocks of `model`, in module order.
 
-    Transformer layers win over the experts inside them; stages that all differ (Swin, ConvNeXt) are replaced
-    by the blocks they hold; residual blocks are found through nested Sequentials. A model without repetition
-    gives its parts: the children with parameters (embedding, lstm, head). A model that is a single leaf gives
-    none.
+    Transformer layers take precedence over the experts inside them. Stages that all differ (Swin, ConvNeXt)
+    are replaced by the blocks inside them. Residual blocks are found through nested Sequentials. For a model
+    without repetition, return its children with parameters (embedding, lstm, head); for a single leaf,
+    nothing.
     """
     stacks = _stacks("", model)
     if not stacks:
@@ -50,8 +50,9 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def _stacks(prefix: str, module: nn.Module) -> list[list[_Unit]]:
-    """Outermost stacks under `module`; modules of one class held as attributes count only where no stack is
-    inside them.
+    """Return the outermost stacks under `module`.
+
+    Modules of one class that are attributes, not in a container, count only if they contain no stack.
     """
     groups: dict[object, list[_Unit]] = defaultdict(list)
     for unit in _units(prefix, module):
@@ -71,15 +72,13 @@ def _stacks(prefix: str, module: nn.Module) -> list[list[_Unit]]:
 
 
 def _are_stages(group: Sequence[_Unit]) -> bool:
-    """Return True if three or more modules of one class all differ in the shapes of their parameters."""
+    """Return whether there are three or more modules, all different in the shapes of their parameters."""
     shapes = Counter(tuple(tuple(param.shape) for param in unit.module.parameters()) for unit in group)
     return len(group) > 2 and max(shapes.values()) == 1
 
 
 def _parts(prefix: str, module: nn.Module) -> list[str]:
-    """The units of `module` that have parameters, seen through wrappers that hold one module and nothing
-    else.
-    """
+    """Return the units of `module` with parameters; a wrapper around one module is looked through."""
     units = [unit for unit in _units(prefix, module, through_sequential=False) if _n_params(unit.module)]
     if len(units) == 1 and not _is_leaf(units[0].module):
         return _parts(units[0].name, units[0].module) or [units[0].name]
@@ -99,7 +98,7 @@ def _units(
 
 
 def _is_container(module: nn.Module) -> bool:
-    if type(module) is nn.Sequential:  # of leaves only, it is a small network, a unit itself
+    if type(module) is nn.Sequential:  # a Sequential of leaves only is a small network and a unit itself
         return any(not _is_leaf(child) for child in module.children())
     return type(module) in (nn.ModuleList, nn.ModuleDict)
 
@@ -109,7 +108,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> object:
-    """Return the key by which two units are equal: the class, and for a Sequential also the classes in it."""
+    """Return the key for grouping units: the class, and for a Sequential the classes in it, too."""
     return (type(module), tuple(map(type, module))) if type(module) is nn.Sequential else type(module)
 
 
@@ -118,12 +117,10 @@ def _n_params(module: nn.Module) -> int:
 
 
 def compress(names: Iterable[str]) -> list[str]:
-    """`names` in order, with runs of consecutive integers written as one: `h.0 … h.23` becomes
-    `h.{0..23}`.
-    """
+    """Return `names` with runs of consecutive integers as ranges: `h.0 … h.23` becomes `h.{0..23}`."""
     patterns: list[str] = []
     run: list[str] = []
-    at = -1  # which dotted part counts up in the run
+    at = -1  # index of the dotted part that counts up in the run
     for name in names:
         step = _step(run[-1], name) if run else -1
         if step >= 0 and (len(run) == 1 or step == at):
@@ -136,7 +133,7 @@ def compress(names: Iterable[str]) -> list[str]:
 
 
 def _step(before: str, after: str) -> int:
-    """The index of the only dotted part in which `after` differs from `before`, being one higher; else -1."""
+    """Return the index of the dotted part that is one higher in `after`, if all others are equal; else -1."""
     old, new = before.split("."), after.split(".")
     differing = [i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b]
     if len(old) != len(new) or len(differing) != 1:
@@ -154,8 +151,7 @@ def _written(run: list[str], at: int) -> list[str]:
 
 
 def expand(patterns: Iterable[str]) -> list[str]:
-    """The names that `compress` was given, from what it wrote; a pattern may hold several ranges, the last
-    runs fastest.
+    """Return the names of patterns made by `compress`. Of several ranges in a pattern the last runs fastest.
 
     Raises:
         ConfigError: A range runs backwards, or the patterns expand to more than 100,000 names.
@@ -174,7 +170,7 @@ def _expanded(pattern: str, room: int) -> list[str]:
         first, last = int(match[2]), int(match[3])
         if last < first:
             raise ConfigError(
-                f"'{pattern}' runs backwards.",
+                f"The range in '{pattern}' runs backwards.",
                 fix=f"write  {match[1]}{{{last}..{first}}}{match[4]}",
                 code="MT202",
             )
@@ -182,7 +178,7 @@ def _expanded(pattern: str, room: int) -> list[str]:
     tails = [""] if tail is None else _expanded(tail, room)
     if len(heads) * len(tails) > room:
         raise ConfigError(
-            f"'{pattern}' and what precedes it stand for more than {_MAX_NAMES:,} names.",
+            f"'{pattern}' and the patterns before it expand to more than {_MAX_NAMES:,} names.",
             fix="write the range of blocks that the model has",
             code="MT202",
         )

@@ -1,6 +1,4 @@
-"""The workload: the user's `model.py`, loaded once and called through checks whose messages point into the
-user's file.
-"""
+"""The workload: the user's `model.py`, with checked calls whose errors point into the user's file."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from memtune.workload.repeated_blocks import find_blocks
 
 __all__ = ["Workload", "batch_size_of", "map_tensors", "shapes_of", "split_batch", "tensors_of", "to_device"]
 
-# What the machine or a peer did is no fault of model.py: it must reach the trial as it is.
+# Errors of the machine or of other ranks are not errors of model.py; they reach the trial unchanged.
 _NOT_THE_USERS: tuple[type[BaseException], ...] = (MemtuneError, MemoryError, torch.OutOfMemoryError)
 if torch.distributed.is_available():
     _NOT_THE_USERS += (torch.distributed.DistError,)
@@ -33,14 +31,14 @@ if torch.distributed.is_available():
 class Workload:
     """The functions of the user's `model.py`, each behind a check of its return value.
 
-    An exception in the user's code comes out as WorkloadError with the user's own line and the original as
-    its cause, except out-of-memory and distributed errors, which pass through.
+    An exception in the user's code becomes a WorkloadError with the user's line and the original as its
+    cause, except out-of-memory and distributed errors, which pass through.
 
     Attributes:
-        path: The file, absolute.
-        name: The object in it that holds the functions (`model.py:name`), or None for the module itself.
-        source_sha256: Of the file's bytes.
-        global_batch: Samples per optimizer step over all ranks, or None where the file leaves it open.
+        path: Absolute path of the file.
+        name: Object in the file that has the functions (`model.py:name`), or None for the module itself.
+        source_sha256: SHA-256 of the file's bytes.
+        global_batch: Samples per optimizer step over all ranks; None if the file does not set it.
     """
 
     path: Path
@@ -51,8 +49,7 @@ class Workload:
 
     @classmethod
     def load(cls, target: str | Path) -> Workload:
-        """Imports `model.py` or `model.py:name` and checks that the functions are there; runs the user's
-        code.
+        """Import `model.py` or `model.py:name` and check that its functions exist; runs the user's code.
 
         Raises:
             WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
@@ -63,15 +60,14 @@ class Workload:
 
     @classmethod
     def of(cls, file: UserFile) -> Workload:
-        """The workload of a file that is already imported."""
+        """Return the workload of an imported file."""
         return cls(file.path, file.name, file.source_sha256, file.global_batch, file)
 
     def build_model(self) -> nn.Module:
-        """Calls `model()`: a module with at least one trainable parameter, wherever the active modes and
-        devices put it.
+        """Call `model()` under the active modes and default device; return the module.
 
         Raises:
-            WorkloadError: It raised, returned something else, or nothing in it can be trained.
+            WorkloadError: It raised, returned no module, or one without trainable parameters.
         """
         model = self._call(
             "model", fix="make  model()  run by itself: it takes no arguments and needs no data"
@@ -99,7 +95,7 @@ class Workload:
         return model
 
     def make_batch(self, size: int) -> Any:
-        """Calls `batch(size)` on real tensors on the CPU, whatever fake or device mode is active.
+        """Call `batch(size)`, with real tensors on the CPU even under a fake or device mode.
 
         Raises:
             WorkloadError: It raised, returned no tensor, or no dimension of its tensors is a multiple of
@@ -119,8 +115,7 @@ class Workload:
         return batch
 
     def check_batch(self) -> None:
-        """Makes batches of 2 and of 4 samples and checks that the second is larger; leaves torch's random
-        state alone.
+        """Check that a batch of 4 samples is larger than one of 2; preserves torch's random state.
 
         Raises:
             WorkloadError: A batch raised or ignores its size.
@@ -131,8 +126,7 @@ class Workload:
             raise self._ignores_size(f"batch(2) and batch(4) both have shapes {_listed(two)}")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Calls `loss(model, batch)`: one floating-point number that depends on the parameters (while
-        gradients are on).
+        """Call `loss(model, batch)`; return a floating-point scalar that requires grad (in grad mode).
 
         Raises:
             WorkloadError: It raised, or returned anything else.
@@ -174,11 +168,10 @@ class Workload:
         return loss
 
     def make_optimizer(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Calls the user's `optimizer(params)`, or builds torch's AdamW with its defaults where there is
-        none.
+        """Call the user's `optimizer(params)`; without one, return torch's AdamW with its defaults.
 
         Raises:
-            WorkloadError: It raised, returned something else, or holds none of the parameters.
+            WorkloadError: It raised, returned no optimizer, or one that has none of the parameters.
         """
         given = list(params)
         if self._file.function("optimizer") is None:
@@ -214,8 +207,7 @@ class Workload:
         return optimizer
 
     def find_blocks(self, model: nn.Module) -> list[str]:
-        """Qualified names of the repeated blocks of `model`: the user's `blocks(model)`, else found from the
-        module tree.
+        """Return the qualified names of the repeated blocks: the user's `blocks(model)`, else those found.
 
         Raises:
             WorkloadError: `blocks` raised, or returned anything but submodules of `model`.
@@ -241,7 +233,9 @@ class Workload:
         return list(dict.fromkeys(names[id(block)] for block in blocks))
 
     def described(self) -> dict[str, str | int | None]:
-        """Identity of the workload in a config: file name, object, SHA-256 of the source, global batch."""
+        """Return the workload's identity for a config: file name, object, SHA-256 of the source, global
+        batch.
+        """
         return {
             "file": self.path.name,
             "name": self.name,
@@ -294,8 +288,9 @@ def _listed(shapes: list[tuple[int, ...]], limit: int = 6) -> str:
 
 @contextmanager
 def _requested_autocast() -> Iterator[None]:
-    """Inside, autocast contexts note whether they were asked to cast (`asked`): without CUDA, torch turns
-    those of CUDA off.
+    """Let autocast contexts record whether the user enabled them (`asked`).
+
+    Without CUDA, torch disables autocast contexts of CUDA, so their `enabled` does not tell.
     """
     init = autocast.__init__
 

@@ -1,4 +1,4 @@
-"""How torch's caching allocator cuts and keeps device memory: reserved bytes against allocated ones."""
+"""Allocation of device memory: how much more is reserved than allocated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
 
 def not_remapped(target: Target) -> Reason | None:
-    """Why torch's memory cannot be mapped by the driver behind addresses of its own, as `expandable_segments`
-    and `async` do.
+    """Return why the driver cannot remap torch's memory behind fixed addresses, as `expandable_segments` and
+    `async` do.
 
-    The other things that do not go with it cannot come up here: CUDA graphs, which memtune never captures,
-    and pools inside a pluggable allocator, which is another technique of the same slot. Sharing CUDA tensors
-    between processes by legacy IPC handles is the user's own doing and cannot be seen; torch raises then.
+    Two other conflicts cannot occur: memtune never captures CUDA graphs, and pools inside a pluggable
+    allocator are another technique of the same slot. Sharing CUDA tensors between processes by legacy IPC
+    handles cannot be detected; torch raises then.
     """
     if target.device == "cpu":
         return Reason(NO_EFFECT_ON_CPU)
@@ -27,9 +27,10 @@ def not_remapped(target: Target) -> Reason | None:
 
 
 def environment(options: dict[str, object]) -> dict[str, str]:
-    """What carries allocator `options` into torch before CUDA starts; empty for no options.
+    """Return the environment variables that set allocator `options` before CUDA starts; empty without
+    options.
 
-    Both names are set: torch before 2.9 reads only the second, and a leftover of either must not win over the
+    Both names are set: torch before 2.9 reads only the second, and a leftover of either must not override the
     other.
     """
     text = ",".join(f"{name}:{value}" for name, value in options.items())

@@ -1,4 +1,4 @@
-"""What the techniques that bring memtune's own allocator have in common."""
+"""Base of the techniques that use memtune's own allocator."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from memtune.search_spaces.allocator import not_remapped
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 SEARCHED = "MEMTUNE_SEARCH_OWN_ALLOCATORS"
-"""Set to 1, searches on GPUs try these techniques, too."""
+"""If set to 1, searches on GPUs include these techniques."""
 
 
 class OwnAllocator(Technique):
-    """Storages come from memtune's own allocator (csrc/vmm); `settings` say how it serves them."""
+    """Serves storages from memtune's own allocator (csrc/vmm), configured by `settings`."""
 
     slot: ClassVar[str] = "allocator"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     @abc.abstractmethod
     def settings(self) -> ArenaSettings:
-        """The knobs as the allocator takes them."""
+        """Return the knobs as the allocator takes them."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Not searched on CPU; on GPUs only where the user asks for it, and where NCCL does not register its
-        memory.
+        """Refuse CPU, NCCL that registers torch's memory, and GPU searches that the user did not ask for.
 
-        A config may name it on both. CUDA graphs, which memtune never captures, end with a message while the
-        model trains; legacy IPC handles of its memory cannot be had, and torch raises where user code asks
-        for one.
+        A config may name the technique in all these cases. CUDA graphs, which memtune never captures, raise
+        while the model trains; legacy IPC handles of this memory do not exist, and torch raises if user code
+        asks for one.
         """
         if target.device == "cpu":
             return Reason(
-                "malloc loses nothing to fragmentation that a budget on CPU counts",
+                "a budget on CPU does not count malloc's fragmentation",
                 "a config may still name it",
             )
         if (reason := not_remapped(target)) is not None:
@@ -50,9 +49,11 @@ class OwnAllocator(Technique):
         return None
 
     def env(self) -> dict[str, str]:
-        """Which allocator, with which knobs; read by the simulator, and by whoever starts the process."""
+        """Return the variable with the allocator and its knobs, for the simulator and for the process that
+        starts a trial.
+        """
         return {VARIABLE: self.settings().text()}
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Storages come from the allocator from now on; steps end where the optimizer's do."""
+        """Serve storages from the allocator from now on; its steps end with the optimizer's."""
         arena.use(context, self.settings())

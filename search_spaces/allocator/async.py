@@ -1,4 +1,4 @@
-"""The CUDA driver's own pool, cudaMallocAsync, in place of torch's caching allocator."""
+"""The CUDA driver's own pool, cudaMallocAsync, instead of torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from memtune.technique import Exactness, Reason, Target, Technique
 
 
 class Async(Technique):
-    """Trades a call of the driver per request for memory that the driver remaps behind fixed addresses:
-    little fragmentation.
+    """Reduces fragmentation, since the driver remaps memory behind fixed addresses, at the cost of a driver
+    call per request.
 
-    Predicted approximately: live bytes in pages of 32 MiB, nothing lost to fragmentation, kept until memory
-    runs out. What the driver really holds it alone decides; memory snapshots and `torch.cuda.MemPool` do not
-    exist under it.
+    Predicted approximately: live bytes in pages of 32 MiB, no fragmentation, kept until memory runs out. The
+    driver alone decides what it really holds; memory snapshots and `torch.cuda.MemPool` do not exist under
+    it.
     """
 
     kind: Literal["async"] = "async"
@@ -27,13 +27,13 @@ class Async(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Only CUDA has it, and NCCL must not register its memory."""
+        """Refuse CPU, and NCCL that registers torch's memory."""
         return not_remapped(target)
 
     def env(self) -> dict[str, str]:
-        """The backend, read when CUDA starts."""
+        """Return the backend option, which is read when CUDA starts."""
         return environment({"backend": "cudaMallocAsync"})
 
     def record(self, target: Target) -> dict[str, Any]:
-        """One option of the allocator; none on CPU, where it changes nothing."""
+        """Return the option; nothing on CPU, where it has no effect."""
         return {} if target.device == "cpu" else {"allocator": {"backend": "cudaMallocAsync"}}

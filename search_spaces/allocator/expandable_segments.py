@@ -1,5 +1,5 @@
-"""Segments that grow: device memory is mapped into one long address range as it is needed, so that freed
-parts rejoin.
+"""Segments that grow: device memory is mapped into one long address range as needed, so that freed parts
+rejoin.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from memtune.technique import Exactness, Reason, Target, Technique
 
 
 class ExpandableSegments(Technique):
-    """torch's allocator over the CUDA driver's virtual memory: reserved bytes come close to allocated ones.
+    """Uses torch's allocator over the CUDA driver's virtual memory: reserved bytes come close to allocated
+    ones.
 
-    Mapping pages costs time while the pool still grows, which is in the first steps.
+    Mapping pages costs time while the pool still grows, in the first steps.
     """
 
     kind: Literal["expandable_segments"] = "expandable_segments"
@@ -24,13 +25,13 @@ class ExpandableSegments(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Only CUDA has segments, and NCCL must not register its memory."""
+        """Refuse CPU, and NCCL that registers torch's memory."""
         return not_remapped(target)
 
     def env(self) -> dict[str, str]:
-        """The switch that the allocator reads when CUDA starts."""
+        """Return the option, which is read when CUDA starts."""
         return environment({"expandable_segments": True})
 
     def record(self, target: Target) -> dict[str, Any]:
-        """One option of the allocator; none on CPU, where it changes nothing."""
+        """Return the option; nothing on CPU, where it has no effect."""
         return {} if target.device == "cpu" else {"allocator": {"expandable_segments": True}}

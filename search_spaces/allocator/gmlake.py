@@ -1,4 +1,4 @@
-"""Virtual-memory stitching: free pieces of memory, wherever they are, become one block (GMLake)."""
+"""Virtual-memory stitching: free pieces of memory at any addresses become one block (GMLake)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from memtune.technique import Target
 
 
 class GMLake(OwnAllocator):
-    """Trades calls of the driver in the first steps, while blocks are stitched, for memory that no hole can
-    hide.
+    """Stitches free pieces of memory into one block, so that no request fails for fragmentation, at the cost
+    of driver calls in the first steps.
 
     Distinguishing test: after every second of many blocks is freed, one request as large as their sum needs
     no new memory.
@@ -24,39 +24,40 @@ class GMLake(OwnAllocator):
     source: ClassVar[str] = "Guo et al. 2024, GMLake, ASPLOS 2024, arXiv:2401.08156"
 
     defragment: bool = True
-    """Stitch at all; without it pieces are only split and reused."""
+    """Stitch pieces; if false they are only split and reused."""
     stitch_from_mb: Annotated[int, Field(ge=2, le=1024)] = 2
     """Smaller requests (MiB, the paper's fragLimit) are not stitched: fewer mappings, more holes. The paper's
-    code has 512.
+    code uses 512.
     """
     reuse_limit: Annotated[int, Field(ge=1, le=16)] = 10
-    """A stitched block serves requests of at least this part of its size: fewer mappings, more pieces held by
-    small requests.
+    """A stitched block serves requests of at least this fraction of its size: fewer mappings, more pieces
+    held by small requests.
     """
-    most_stitched_gb: Annotated[int, Field(ge=1)] = 1000
-    """Addresses (GiB) in stitched blocks before the longest unused ones are given up (the paper's autoGC)."""
+    max_stitched_gb: Annotated[int, Field(ge=1)] = 1000
+    """Addresses (GiB) in stitched blocks before the least recently used ones are freed (the paper's autoGC).
+    """
     arena_below_mb: Annotated[int, Field(ge=2, le=64)] = 2
     """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their
     own.
     """
 
     def record(self, target: Target) -> dict[str, Any]:
-        """The allocator and its knobs."""
+        """Return the allocator and its knobs."""
         return {"allocator": {"stitched": dict(self.knobs())}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """From when on requests are stitched (at once; the paper's value for small models), and which share
-        pages.
+        """Return sizes from which requests are stitched (at once; the paper's value for small models) and
+        sizes that share pages.
         """
         return {"stitch_from_mb": (2, 256), "arena_below_mb": (2, 20, 64)}
 
     def settings(self) -> ArenaSettings:
-        """The knobs as the allocator takes them."""
+        """Return the knobs as the allocator takes them."""
         return ArenaSettings(
             kind=self.kind,
             defragment=self.defragment,
             stitch_from_mb=self.stitch_from_mb,
             reuse_limit=self.reuse_limit,
-            most_stitched_mb=self.most_stitched_gb * 1024,
+            max_stitched_mb=self.max_stitched_gb * 1024,
             arena_below_mb=self.arena_below_mb,
         )

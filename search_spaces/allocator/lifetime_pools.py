@@ -1,5 +1,5 @@
-"""Pools by lifetime: what stays, gradients, what backward needs and what is gone in a moment do not lie
-between one another.
+"""Pools by lifetime: parameters, gradients, tensors kept for backward and transient ones do not
+share memory.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from memtune.technique import Target
 
 
 class LifetimePools(OwnAllocator):
-    """Trades room that pools do not share for memory without holes: a brief tensor that goes leaves none
-    between lasting ones.
+    """Avoids holes between long-lived tensors by a pool for each lifetime, at the cost of room that pools do
+    not share.
 
-    ZeRO-R copies gradients and checkpoints into buffers of their own. Here nothing is copied: one step is
-    watched, and from then on each request comes from the pool of those that live as long as it did:
-    parameters and optimizer state, gradients (which outlive the optimizer's step), what is kept for backward,
-    the rest. A request that is not recognised, or lives otherwise than foreseen, is served all the same.
-    Buffers of constant size, the rest of ZeRO-R, are `bucket_cap_mb` of `sharding.states`.
+    ZeRO-R copies gradients and checkpoints into separate buffers. Here nothing is copied: one step is
+    observed, and from then on each request comes from the pool of tensors that lived as long: parameters and
+    optimizer state, gradients (which outlive the optimizer's step), tensors kept for backward, the rest.
+    Requests that are not recognized, or live longer or shorter than expected, are served as well. Buffers of
+    constant size, the rest of ZeRO-R, are `bucket_cap_mb` of `sharding.states`.
 
-    Distinguishing test: kept and brief blocks in turn, then one request as large as the brief ones, need no
-    more than is alive.
+    Distinguishing test: kept and transient blocks in alternation, then one request as large as the transient
+    ones, need no more than is live.
     """
 
     kind: Literal["lifetime_pools"] = "lifetime_pools"
@@ -34,18 +34,19 @@ class LifetimePools(OwnAllocator):
     )
 
     transient_within: Annotated[int, Field(ge=1)] = 64
-    """What is freed within so many requests and frees is transient: few keep brief tensors of long ops among
-    the kept ones.
+    """Memory freed within so many requests and frees is transient: a small value keeps brief tensors of long
+    ops among the kept ones.
     """
     relearn_after: Annotated[int, Field(ge=1)] = 64
-    """Requests that no watched one stands for before another step is watched; doubles each time."""
+    """Requests without a counterpart in the observed step before another step is observed; doubles each time.
+    """
 
     def record(self, target: Target) -> dict[str, Any]:
-        """The allocator and its knobs."""
+        """Return the allocator and its knobs."""
         return {"allocator": {"pools": dict(self.knobs())}}
 
     def settings(self) -> ArenaSettings:
-        """The knobs as the allocator takes them."""
+        """Return the knobs as the allocator takes them."""
         return ArenaSettings(
             kind=self.kind,
             pools=True,

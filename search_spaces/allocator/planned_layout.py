@@ -1,4 +1,4 @@
-"""Planned offsets: one step's requests are watched, laid out together, and replayed in every later step."""
+"""Planned offsets: one step's requests are observed, laid out together, and replayed in every later step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from memtune.technique import Target
 
 
 class PlannedLayout(OwnAllocator):
-    """Trades one laid-out step (a second, once) for memory close to the most bytes alive at once.
+    """Brings memory close to the largest live bytes by offsets planned for a whole step, at the cost of one
+    planning (a second, once).
 
-    The first step makes the optimizer's state and is not watched. What is watched is laid out on a circle,
-    since a step's allocations repeat. A request gets its offset only if its size is that of the plan and the
-    place is free; any other one is served by stitched memory, with one message, and after `replan_after` of
-    them another step is watched. While steps do not follow the plan, the memory that nothing in it uses is
-    given back.
+    The first step creates the optimizer's state and is not observed. The observed step is laid out on a
+    circle, since a step's allocations repeat. A request gets its offset only if its size is the planned one
+    and the place is free. Other requests are served by stitched memory, with one message, and after
+    `replan_after` of them another step is observed. While steps do not follow the plan, memory that no
+    planned request uses is returned.
 
-    Offsets are decided while training runs, from the requests that this process really makes: no plan from
-    elsewhere can be wrong, and results do not depend on addresses.
+    Offsets are planned while training runs, from the requests of this process: a plan cannot come from
+    another setting, and results do not depend on addresses.
     """
 
     kind: Literal["planned_layout"] = "planned_layout"
@@ -29,14 +30,14 @@ class PlannedLayout(OwnAllocator):
     source: ClassVar[str] = "Imanishi and Xu 2024, A Heuristic for Periodic Memory Allocation, ISMM 2024"
 
     replan_after: Annotated[int, Field(ge=1)] = 64
-    """Requests off the plan before another step is watched: few plan often where steps differ, many stay on
-    an old plan.
+    """Unplanned requests before another step is observed: a small value plans often where steps differ, a
+    large one keeps an old plan.
     """
 
     def record(self, target: Target) -> dict[str, Any]:
-        """The allocator and its knob."""
+        """Return the allocator and its knob."""
         return {"allocator": {"planned": dict(self.knobs())}}
 
     def settings(self) -> ArenaSettings:
-        """The knob as the allocator takes it."""
+        """Return the knob as the allocator takes it."""
         return ArenaSettings(kind=self.kind, planned=True, replan_after=self.replan_after)

@@ -1,7 +1,7 @@
-"""How a step is executed: samples per micro-batch, micro-batches per step, compiled or not; `order/` says in
-which order ops run.
+"""Execution of a step: samples per micro-batch, micro-batches per step, torch.compile; `order/` has the order
+of ops.
 
-The first pass: everything else works on the step that this one describes.
+It comes before all passes: they work on the step that it describes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Execution(BaseModel):
     accumulate: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step; larger: the same step from smaller parts."""
     compile: CompileScope = False
-    """torch.compile: `blocks` each block by itself, so that equal ones share a graph; `model` (or true) the
-    whole model.
+    """torch.compile: `blocks` compiles each block by itself, so that equal ones share a graph; `model` (or
+    true) the whole model.
     """
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor`: fused kernels, by Triton on CUDA and a C++ compiler on CPU; `aot_eager`: the same saved
@@ -47,7 +47,9 @@ class Execution(BaseModel):
         return self
 
     def summary(self) -> str:
-        """`mb 4×2, compiled`: what differs from the plain step, for people; empty when nothing does."""
+        """Return the differences from the plain step as text, such as `mb 4×2, compiled`; empty if there are
+        none.
+        """
         accumulate = f"×{self.accumulate}" if self.accumulate > 1 else ""
         size = (
             f"mb {self.micro_batch}{accumulate}"

@@ -1,1 +1,1 @@
-"""What lives outside device memory while it is not needed: states and activations."""
+"""Techniques that offload states and activations from device memory."""

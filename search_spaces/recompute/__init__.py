@@ -1,1 +1,1 @@
-"""Which activations are computed a second time in backward instead of being kept: bytes for FLOPs."""
+"""Recompute activations in backward instead of keeping them: fewer bytes for more FLOPs."""

@@ -1,4 +1,4 @@
-"""Recompute from one attention to the next: its output and log-sum-exp are kept, q, k and v are rebuilt
+"""Recompute from one attention to the next: its output and log-sum-exp are kept, q, k and v recomputed
 (DistFlashAttn).
 """
 
@@ -18,63 +18,62 @@ from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
 from memtune.search_spaces.recompute._block_planner import NO_BLOCKS, no_attention
 from memtune.search_spaces.recompute._schedule_planner import (
-    INSTEAD,
+    ALTERNATIVE,
     SCHEDULED,
     BlockBoundaries,
     BlockSchedulesPlan,
     Boundaries,
-    Place,
+    Placement,
     SchedulePlan,
-    boundaries_in_blocks,
-    boundaries_of,
-    cannot_freeze,
-    cannot_run_blocks,
-    comes_and_goes,
+    apply_block_schedules,
+    block_boundary_schedules,
+    block_plan_fields,
+    boundary_schedule,
+    cannot_schedule_blocks,
+    cannot_schedule_model,
     install_blocks,
     install_schedule,
-    place_of,
-    rewritten_by,
-    rewritten_by_blocks,
-    under_blocks,
-    which_by_block,
+    needs_block_schedules,
+    placement_of,
+    rewrite_by_block_schedules,
+    rewrite_by_schedule,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class BoundaryPlan(SchedulePlan):
-    """A schedule of the whole model that is cut at attention's outputs, and what it comes to."""
+    """A schedule of the whole model that is cut at attention's outputs, with its bytes and time."""
 
     residual_every: Annotated[int, Field(ge=1)]
-    """Attentions from one kept residual stream to the next."""
+    """Number of attentions from one kept residual stream to the next."""
     kept_bytes: Bytes
     """Bytes that the model keeps for backward."""
     peak_bytes: Bytes
     """Peak of the whole program after every later pass."""
-    again_s: float
-    """Seconds of what runs again in a micro-batch."""
+    recompute_s: float
+    """Seconds of recomputation in a micro-batch."""
 
 
 class BlockBoundariesPlan(BlockSchedulesPlan):
-    """A schedule for each block that is cut at attention's outputs, and what they come to."""
+    """A schedule for each block that is cut at attention's outputs, with their bytes and time."""
 
     kept_bytes: Bytes
     """Bytes that the blocks keep for backward."""
-    again_s: float
-    """Seconds of what runs again in a micro-batch."""
+    recompute_s: float
+    """Seconds of recomputation in a micro-batch."""
     peak_bytes: Bytes | None = None
-    """Peak of the whole program; none where what the blocks keep is offloaded."""
+    """Peak of the whole program; None if what the blocks keep is offloaded."""
 
 
 class AttentionBoundary(Technique):
-    """Trades one hidden state per block for a second run of all but attention: what a block keeps is
-    attention's output.
+    """Keeps one hidden state per block, attention's output, and recomputes everything else but attention.
 
-    DistFlashAttn moves the cuts of checkpointing from the blocks' edges to attention's outputs, so that a
-    region is output projection, MLP, norm and the next block's q, k and v. `attention_output` keeps the
-    residual stream beside attention's output, two hidden states per block; here what enters every k-th region
-    stays, and is rebuilt in between (`_boundaries.py`, Rules 1 to 3). Regions cross the blocks' edges, so a
-    frozen schedule takes the place of the model's forward and backward. Where parameters come and go block by
-    block, each block has a schedule of its own and keeps what enters it (Rule 4).
+    DistFlashAttn moves the cuts of checkpointing from the edges of blocks to attention's outputs: a region is
+    output projection, MLP, norm and the next block's q, k and v. `attention_output` keeps the residual stream
+    as well as attention's output, two hidden states per block; this technique keeps the residual stream at
+    every k-th region only and recomputes it in between (`attention_boundaries.py`, Rules 1 to 3). Regions
+    cross the edges of blocks, so a schedule replaces the model's forward and backward. Where parameters are
+    loaded or unsharded block by block, each block has a schedule of its own and keeps its input (Rule 4).
 
     Distinguishing test: attention's forward runs once per block and step; with k = L, all that L blocks keep
     is L outputs and log-sum-exps of attention, to the byte.
@@ -91,33 +90,35 @@ class AttentionBoundary(Technique):
     effects: ClassVar[Effects] = SCHEDULED
 
     residual_every: Annotated[int, Field(ge=1)] | None = None
-    """The residual stream is kept at every so many attentions and rebuilt between: more keeps less and
-    rebuilds more at once. Left out: the square root of their number, which needs the least. By blocks: of the
-    attentions of one block.
+    """Keep the residual stream at every so many attentions and recompute it in between: more keeps less and
+    recomputes more at once. Default: the square root of the number of attentions, which needs the least
+    memory. By blocks: of the attentions of one block.
     """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks with fused attention, and a model whose ops do not depend on its data, by itself."""
+        """Refuse blocks without fused attention, data-dependent ops, and mechanisms that act inside the
+        model.
+        """
         if not program.step.blocks:
             return NO_BLOCKS
-        by_blocks = comes_and_goes(program, target)
-        cannot_run = cannot_run_blocks if by_blocks else cannot_freeze
+        by_blocks = needs_block_schedules(program, target)
+        cannot_run = cannot_schedule_blocks if by_blocks else cannot_schedule_model
         reason = no_attention(program.step) or cannot_run(program, target)
         if reason is not None:
             return reason
-        find = boundaries_in_blocks if by_blocks else boundaries_of
+        find = block_boundary_schedules if by_blocks else boundary_schedule
         found = find(program.step, self.residual_every)
         if isinstance(found, str):
-            return Reason(found, INSTEAD)
+            return Reason(found, ALTERNATIVE)
         return found if isinstance(found, Reason) else None
 
     def plan(self, program: Program, target: Target) -> BoundaryPlan | BlockBoundariesPlan:
-        """The schedule, or that of each block, with what it comes to."""
-        if comes_and_goes(program, target):
-            return _by_blocks(place_of(program, target), self.residual_every)
+        """Return the schedule, or that of each block, with bytes and seconds."""
+        if needs_block_schedules(program, target):
+            return _by_blocks(placement_of(program, target), self.residual_every)
         step, found, region = (
             program.step,
-            boundaries_of(program.step, self.residual_every),
+            boundary_schedule(program.step, self.residual_every),
             region_of(program.step),
         )
         if not isinstance(found, Boundaries) or isinstance(region, str):
@@ -127,31 +128,29 @@ class AttentionBoundary(Technique):
             schedule=found.schedule,
             residual_every=found.every,
             kept_bytes=int(region.bytes[list(found.kept)].sum()),
-            peak_bytes=place_of(program, target).peak_bytes(found.schedule),
-            again_s=round(float(op_s[found.schedule.computes()].sum() - op_s.sum()), 9),
+            peak_bytes=placement_of(program, target).peak_bytes(found.schedule),
+            recompute_s=round(float(op_s[found.schedule.computes()].sum() - op_s.sum()), 9),
         )
 
     def rewrite(self, program: Program, plan: BoundaryPlan | BlockBoundariesPlan, target: Target) -> Program:
-        """The model's ops in the order of the schedules."""
+        """Return the program with the model's ops in the order of the schedules."""
         if isinstance(plan, BlockBoundariesPlan):
-            return rewritten_by_blocks(plan, program, self.kind)
-        return rewritten_by(plan, program)
+            return rewrite_by_block_schedules(plan, program, self.kind)
+        return rewrite_by_schedule(plan, program)
 
     def apply(self, context: Context, plan: BoundaryPlan | BlockBoundariesPlan) -> None:
-        """Put the executors of the schedules in the place of the forwards; the audit asks whether they
-        ran.
-        """
+        """Replace the forwards by the executors of the schedules, and add audit checks that they ran."""
         if isinstance(plan, BlockBoundariesPlan):
             install_blocks(plan, context, self.kind)
             return
         install_schedule(plan, context, made_by=self.kind)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Where the regions are cut."""
+        """Return the positions at which regions are cut."""
         return {"activations.recompute": {"regions": "attention", "residual_every": self.residual_every}}
 
 
-def _uncut(why: str, fix: str = INSTEAD) -> ApplyError:
+def _uncut(why: str, fix: str = ALTERNATIVE) -> ApplyError:
     return ApplyError(
         "recompute: {kind: attention_boundary} cannot cut this model.",
         evidence=f"{why}.",
@@ -161,15 +160,15 @@ def _uncut(why: str, fix: str = INSTEAD) -> ApplyError:
 
 
 @lru_cache(maxsize=64)
-def _by_blocks(place: Place, every: int | None) -> BlockBoundariesPlan:
-    """The plan where each block has a schedule; the peak only where nothing else moves what the blocks
+def _by_blocks(place: Placement, every: int | None) -> BlockBoundariesPlan:
+    """Return the plan with a schedule per block; its peak only if no other technique offloads what the blocks
     keep.
     """
     decided, schedules = _schedules(place.step, every, place.hardware)
     if any(each.slot == "offload.activations" for each in place.later):
         return BlockBoundariesPlan(**decided)
     return BlockBoundariesPlan(
-        **decided, peak_bytes=place.after(under_blocks(place.step, schedules)).peak_bytes()
+        **decided, peak_bytes=place.after(apply_block_schedules(place.step, schedules)).peak_bytes()
     )
 
 
@@ -177,14 +176,14 @@ def _by_blocks(place: Place, every: int | None) -> BlockBoundariesPlan:
 def _schedules(
     step: Step, every: int | None, hardware: Hardware
 ) -> tuple[dict[str, Any], tuple[Schedule, ...]]:
-    """By block, whatever comes later; and the fields of a plan that say them."""
-    found, regions = boundaries_in_blocks(step, every), block_regions_of(step)
+    """Return the plan's fields and the schedule of each block, independent of the later passes."""
+    found, regions = block_boundary_schedules(step, every), block_regions_of(step)
     if not isinstance(found, BlockBoundaries):
         raise _uncut(found.text, found.fix)
     if isinstance(regions, str):
         raise _uncut(regions)
     op_s = op_costs(step, hardware).op_s[regions.together.rows]
     pairs = zip(regions.ops, found.schedules, strict=True)
-    again_s = sum(float(op_s[ops[each.computes()]].sum() - op_s[ops].sum()) for ops, each in pairs)
-    decided = which_by_block(regions, found.schedules)
-    return {**decided, "kept_bytes": found.kept_bytes, "again_s": round(again_s, 9)}, found.schedules
+    recompute_s = sum(float(op_s[ops[each.computes()]].sum() - op_s[ops].sum()) for ops, each in pairs)
+    decided = block_plan_fields(regions, found.schedules)
+    return {**decided, "kept_bytes": found.kept_bytes, "recompute_s": round(recompute_s, 9)}, found.schedules

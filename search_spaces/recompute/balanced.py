@@ -1,6 +1,4 @@
-"""Recompute norms and activation functions, keep what else autograd saved: the cheapest bytes first (Yuan et
-al. 2024).
-"""
+"""Recompute norms and activation functions, keep all else that autograd saved (Yuan et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,21 +10,22 @@ from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.recompute._block_planner import (
     CallsPlan,
-    calls_in,
-    frees_something,
+    calls_by_block,
+    cannot_recompute,
+    frees_saved_tensors,
     inputs_of_products,
     plan_calls,
-    why_not,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class Balanced(Technique):
-    """Trades a second run of norms and activation functions for their outputs, which are the inputs of matrix
+    """Recomputes norms and activation functions instead of keeping their outputs, the inputs of matrix
     products.
 
-    What attention reads and makes, the residual stream and what products make are kept; nothing else runs
-    twice, but for random numbers that are drawn and tensors that are written in place, which cannot be kept.
+    Attention's inputs and outputs, the residual stream and the outputs of matrix products are kept. Nothing
+    else runs twice, except ops that cannot be kept: those that draw random numbers, and tensors that are
+    written in place.
 
     Distinguishing test: of a LLaMA block's activations 0.60 are kept, and only norm, activation and gate run
     twice.
@@ -44,11 +43,11 @@ class Balanced(Technique):
     effects: ClassVar[Effects] = Effects(activations="block", eager_only=DISPATCH_MODE)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs norms or activation functions that feed matrix products, in blocks that can run again, in
-        eager mode.
+        """Refuse blocks without norms or activation functions that feed matrix products, blocks that cannot
+        run again, and compiled code.
         """
-        reason = why_not(program.step, target.compiled)
-        if reason is None and not frees_something(program.step, inputs_of_products):
+        reason = cannot_recompute(program.step, target.compiled)
+        if reason is None and not frees_saved_tensors(program.step, inputs_of_products):
             return Reason(
                 "no norm or activation function in the blocks feeds a matrix product alone",
                 "recompute: {kind: full}",
@@ -56,20 +55,22 @@ class Balanced(Technique):
         return reason
 
     def plan(self, program: Program, target: Target) -> CallsPlan:
-        """Which calls of each block are kept, run again, or not needed again."""
+        """Return the calls of each block that are kept or skipped."""
         return plan_calls(program.step, inputs_of_products)
 
     def rewrite(self, program: Program, plan: CallsPlan, target: Target) -> Program:
-        """Every block's norms and activation functions run again before its backward."""
+        """Return the program with every block's norms and activation functions run again before its
+        backward.
+        """
         blocks = list(range(len(program.step.blocks)))
-        return program.with_step(recompute_blocks(program.step, blocks, calls_in(plan, len(blocks))))
+        return program.with_step(recompute_blocks(program.step, blocks, calls_by_block(plan, len(blocks))))
 
     def apply(self, context: Context, plan: CallsPlan) -> None:
         """Claim every block in the activation table, with the calls that do not run again."""
-        calls = calls_in(plan, len(context.activations.regions))
+        calls = calls_by_block(plan, len(context.activations.regions))
         for region in context.activations.regions:
             context.activations.claim_recompute(region.index, calls[region.index])
 
     def record(self, target: Target) -> dict[str, Any]:
-        """All blocks; all but norms and activation functions kept inside them."""
+        """Return that every block keeps all but norms and activation functions."""
         return {"activations.recompute": {"every": 1, "keep": "all but inputs of products"}}

@@ -1,4 +1,4 @@
-"""Coop: evict a run of neighbouring tensors at once, so that every freed byte is of use to the request."""
+"""Coop: evict a run of neighbouring tensors at once, so that the freed bytes are contiguous."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memtune.technique import Exactness
 
 
 class Coop(DynamicPolicy):
-    """Trades second runs of ops for bytes in an arena that stays free of holes.
+    """Recomputes single ops to stay within an arena, and evicts tensors so that the arena has no holes.
 
-    A window slides over the arena in address order; the cheapest run of pieces that holds the request is
-    evicted. Ops that change a tensor in place keep its address. What the policy did on the recorded step is
-    frozen into a schedule.
+    A window slides over the arena in address order; the cheapest run of tensors that makes room for the
+    request is evicted. Ops that change a tensor in place keep its address. The policy's decisions on the
+    recorded step become a schedule.
 
     Distinguishing test: victims are neighbours, and fragmentation when a search starts stays within a few
     percent.
@@ -28,14 +28,16 @@ class Coop(DynamicPolicy):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     groups: Literal[1, 2] = 1
-    """2: outputs of cheap ops live at the other end of the arena than those of products and convolutions."""
+    """2: outputs of cheap ops are at the other end of the arena than those of matrix products and
+    convolutions.
+    """
     neighbours: bool = True
-    """A piece costs what its evicted neighbourhood costs as well, not its own op alone."""
+    """A tensor's cost includes that of its evicted neighbourhood, not its own op alone."""
     small_area: bool = True
-    """Pieces of at most 10 KiB live apart from the rest."""
+    """Tensors of at most 10 KiB are kept in a separate area."""
 
     def policy(self) -> Policy:
-        """Coop with the chosen parts."""
+        """Return Coop with the chosen parts."""
         counted: Any = "closure" if self.neighbours else "own"
         small_bytes = COOP.small_bytes if self.small_area else 0
         return replace(COOP, groups=self.groups, neighbours=counted, small_bytes=small_bytes)

@@ -1,5 +1,5 @@
-"""Dynamic tensor rematerialization (DTR): when memory is short, the tensor that is cheapest to have again per
-byte goes.
+"""Dynamic tensor rematerialization (DTR): when memory is short, evict the tensor that is cheapest to
+recompute per byte.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _HEURISTICS: dict[str, dict[str, Any]] = {
 
 
 class Dtr(DynamicPolicy):
-    """Trades second and third runs of single ops for bytes, down to budgets that whole blocks cannot reach.
+    """Recomputes single ops, some several times, and so reaches budgets that recomputing whole blocks cannot.
 
-    A tensor's score is what it and its evicted neighbours cost, over its bytes and the time since it was
-    used; the lowest goes. The policy is played on the recorded step with modelled costs, and what it did is
-    frozen into a schedule.
+    A tensor's score is the cost of itself and its evicted neighbours, divided by its bytes and the time since
+    its last use; the tensor with the lowest score is evicted. The policy is simulated on the recorded step
+    with modelled costs, and its decisions become a schedule.
 
     Distinguishing test: on the DTR artifact's logs its costs are the artifact's own.
     """
@@ -41,14 +41,14 @@ class Dtr(DynamicPolicy):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     heuristic: Literal["e_star", "classes", "local", "lru", "size", "msps", "random"] = "e_star"
-    """What a score counts: exact evicted neighbourhoods, their union-find classes, the tensor's own cost, its
-    age alone, its size alone, cost with evicted ancestors per byte, or nothing.
+    """Terms of the score: exact evicted neighbourhoods, their union-find classes, the tensor's own cost, its
+    age alone, its size alone, cost with evicted ancestors per byte, or random.
     """
     sample: bool = False
-    """Look at a random part of the candidates only, about the square root of their number."""
+    """Consider only a random part of the candidates, about the square root of their number."""
     ignore_small: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Tensors below this part of the mean size go last; 0.01 in the authors' prototype."""
+    """Tensors below this fraction of the mean size are evicted last; 0.01 in the authors' prototype."""
 
     def policy(self) -> Policy:
-        """DTR with the chosen score."""
+        """Return DTR with the chosen score."""
         return replace(DTR, **_HEURISTICS[self.heuristic], sample=self.sample, ignore_small=self.ignore_small)

@@ -1,6 +1,4 @@
-"""Recompute one block in n: a dial between no recomputation and all of it (Megatron-LM's block method; Chen
-et al. 2016).
-"""
+"""Recompute one block in n (Megatron-LM's block method; Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -12,12 +10,16 @@ from memtune.activations.recompute import recompute_blocks
 from memtune.effects import Effects
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.recompute._block_planner import in_one_graph, no_blocks, why_not
+from memtune.search_spaces.recompute._block_planner import (
+    cannot_recompute,
+    holds_blocks_in_one_graph,
+    no_blocks,
+)
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class EveryNth(Technique):
-    """Trades an extra forward of one block in `n` for the activations inside those blocks.
+    """Frees the activations inside one block in `n` and runs the forward of those blocks a second time.
 
     Distinguishing test: blocks 0, n, 2n, … save nothing inside them, all others save what they saved before.
     """
@@ -33,12 +35,12 @@ class EveryNth(Technique):
     """One block in n is recomputed; larger n keeps more bytes and recomputes less."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs more than n blocks that do not change their input, in eager mode."""
-        reason = in_one_graph(target.compiled) or why_not(program.step, False)
+        """Refuse n blocks or fewer, blocks that change their input, and one compiled graph for all blocks."""
+        reason = holds_blocks_in_one_graph(target.compiled) or cannot_recompute(program.step, False)
         return reason or self.refuses(Facts.of(program, target))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Blocks 0, n, 2n, … run again in backward."""
+        """Return the program with blocks 0, n, 2n, … run again in backward."""
         return program.with_step(
             recompute_blocks(program.step, list(range(0, len(program.step.blocks), self.n)))
         )
@@ -49,16 +51,16 @@ class EveryNth(Technique):
             context.activations.claim_recompute(region.index)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """No blocks, or an `n` that is too large for so many."""
+        """Refuse a model without blocks, or with too few for `n`."""
         if (reason := no_blocks(facts)) is not None or self.n == 1 or self.n < facts.blocks:
             return reason
         fix = f"n below {facts.blocks}" if facts.blocks > 2 else "n: 1"
         return Reason(f"n={self.n} would recompute one of {facts.blocks} blocks", fix, "MT303")
 
     def record(self, target: Target) -> dict[str, Any]:
-        """With n = 1 this is `full`."""
+        """Return the interval; with n = 1 this is `full`."""
         return {"activations.recompute": {"every": self.n, "keep": "nothing"}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """A third and a quarter of the blocks beside one half."""
+        """Return one half, a third and a quarter of the blocks."""
         return {"n": (2, 3, 4)}

@@ -1,4 +1,4 @@
-"""Recompute every block: only its input is kept, its forward runs once more in backward (Chen et al. 2016,
+"""Recompute every block: only its input is kept, its forward runs again in backward (Chen et al. 2016,
 Algorithm 1).
 """
 
@@ -10,12 +10,16 @@ from memtune.activations.recompute import recompute_blocks
 from memtune.effects import Effects
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.recompute._block_planner import in_one_graph, no_blocks, why_not
+from memtune.search_spaces.recompute._block_planner import (
+    cannot_recompute,
+    holds_blocks_in_one_graph,
+    no_blocks,
+)
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class Full(Technique):
-    """Trades one more forward of every block for all activations inside the blocks.
+    """Frees all activations inside the blocks and runs every block's forward a second time.
 
     Distinguishing test: no activation made inside a block is saved; every block's ops run twice.
     """
@@ -30,15 +34,17 @@ class Full(Technique):
     effects: ClassVar[Effects] = Effects(activations="uniform")
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Needs blocks."""
+        """Refuse a model without blocks."""
         return no_blocks(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that do not change their input, in eager mode."""
-        return in_one_graph(target.compiled) or why_not(program.step, False)
+        """Refuse blocks that change their input, and one compiled graph for all blocks."""
+        return holds_blocks_in_one_graph(target.compiled) or cannot_recompute(program.step, False)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Every block runs again before the first of its backward ops that needs it."""
+        """Return the program with every block run again before the first of its backward ops that
+        needs it.
+        """
         return program.with_step(recompute_blocks(program.step, list(range(len(program.step.blocks)))))
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -47,5 +53,5 @@ class Full(Technique):
             context.activations.claim_recompute(region.index)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """All blocks, nothing kept inside them."""
+        """Return that every block is recomputed and keeps nothing."""
         return {"activations.recompute": {"every": 1, "keep": "nothing"}}

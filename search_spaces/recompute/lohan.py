@@ -1,4 +1,4 @@
-"""Swap as many bytes of activations as pay, recompute the rest (LoHan, Liao et al. 2024)."""
+"""Swap as many bytes of activations as pays, recompute the rest (LoHan, Liao et al. 2024)."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from memtune.search_spaces.recompute._block_planner import (
     FULL,
     MIN_MOVED_BYTES,
     Block,
+    BlockOp,
     Choice,
     Combination,
-    Made,
     Option,
     OptionEntry,
     OptionsPlan,
     Part,
-    Spilled,
-    after_later,
-    as_planned,
+    SpillSpec,
+    apply_later_passes,
+    apply_options,
     block_graphs,
-    busy_in,
+    block_ops,
+    busy_seconds,
     bytes_of,
+    cannot_recompute,
     claim_planned,
     combinations,
-    fields_of,
     hull,
     later_techniques,
-    made_in,
     op_seconds,
-    option_of,
+    option_fields,
     parts_of,
-    rewritten,
+    rewrite_planned,
     spilled_blocks,
-    why_not,
+    to_option,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes, format_seconds
 
 _LIMIT = 64
-"""Combinations of a block that its hull is taken from."""
+"""Combinations of a block from which its hull is built."""
 
 
 class LohanPlan(OptionsPlan):
-    """What each block runs again and offloads, what of that goes on to SSD, and the seconds that were
-    weighed.
+    """Calls that each block recomputes and offloads, the blocks that go on to SSD, and the step times that
+    were compared.
     """
 
     on_ssd: tuple[Index, ...] = ()
     """Blocks whose offloaded tensors go on from the host to SSD."""
-    ahead: Annotated[int, Field(ge=0)] = 0
+    read_prefetch: Annotated[int, Field(ge=0)] = 0
     """Tensors that are read from SSD before backward asks for them."""
     spilled_bytes: Bytes = 0
     """Bytes of a micro-batch that go on to SSD."""
@@ -72,29 +72,29 @@ class LohanPlan(OptionsPlan):
     """Seconds of a step as planned, with nothing offloaded, and with all of it."""
 
     @property
-    def spilled(self) -> Spilled:
-        """The blocks on SSD, and how far ahead they are read."""
-        return Spilled(frozenset(self.on_ssd), self.ahead)
+    def spilled(self) -> SpillSpec:
+        """The blocks on SSD, and the number of tensors prefetched from there."""
+        return SpillSpec(frozenset(self.on_ssd), self.read_prefetch)
 
 
 class Lohan(Technique):
-    """Trades host memory and both directions of the link for as much recomputation as that makes the step
+    """Uses host memory and both directions of the link to avoid as much recomputation as makes the step
     shorter.
 
-    Every block runs again in backward, but for what is swapped: tensors that save the most recomputation per
-    byte go to the host first ("offloading benefit"). How many bytes follows from what else the step asks of
-    each resource, copies and updates of `offload.states` included: where backward waits for a drive,
-    recomputation costs nothing and little is swapped. That time is convex in the bytes swapped, so its
-    minimum is found by bisection. Copies of one block run beside another's compute, both ways (`window`);
-    where they cannot they are priced as waited for, and nothing is swapped that makes a step longer. Nothing
-    stays on the device between a block's forward and its backward but what is too small to move. The other
-    half of LoHan is `offload.states: {kind: lohan}`. Where host memory is short, `host_bytes` says so: the
-    rest runs again or, with `spill: ssd`, what the first blocks swap goes on to SSD as far as that still
-    pays, with what else the drive has to do.
+    Every block runs again in backward, except for its swapped tensors: those that save the most recomputation
+    per byte are offloaded first ("offloading benefit"). The number of bytes follows from what else the step
+    asks of each resource, copies and updates of `offload.states` included: where backward waits for a drive,
+    recomputation costs nothing and little is swapped. The step time is convex in the bytes swapped, so its
+    minimum is found by bisection. Copies of one block overlap another block's compute in both directions
+    (`window`); copies that cannot are priced as exposed, and nothing is swapped that makes a step longer.
+    Between a block's forward and its backward only tensors that are too small to swap are resident. The other
+    half of LoHan is `offload.states: {kind: lohan}`. `host_bytes` limits host memory: the rest is recomputed
+    or, with `spill: ssd`, what the first blocks swap goes on to SSD as far as that still pays, given the
+    drive's other work.
 
     Distinguishing test: the number of bytes is that of the least time over all numbers (brute force), it
-    grows with the link's speed, and it shrinks when a drive makes backward wait; what is spilled is written
-    once and read once; a block's tensors are on their way back before the block after it has run backward.
+    grows with the link's speed, and it shrinks when a drive makes backward wait; spilled tensors are written
+    once and read once; a block's tensors are being reloaded before the block after it has run backward.
     """
 
     kind: Literal["lohan"] = "lohan"
@@ -109,26 +109,26 @@ class Lohan(Technique):
     effects: ClassVar[Effects] = Effects(activations="tensor", eager_only=DISPATCH_MODE)
 
     host_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Most that a micro-batch may put on the host; less recomputes more, or spills. Left out: as much as
-    pays.
-    """
+    """Most bytes of a micro-batch on the host; less recomputes or spills more. Default: as many as pay."""
     spill: Literal["none", "ssd"] = "none"
-    """Where what `host_bytes` has no room for goes, block by block; a few tensors at a time pass through host
+    """Destination of bytes beyond `host_bytes`, block by block; a few tensors at a time pass through host
     memory on top.
     """
-    ahead: Annotated[int, Field(ge=0, le=64)] = 3
+    read_prefetch: Annotated[int, Field(ge=0, le=64)] = 3
     """Tensors read from SSD before backward asks for them; each takes its bytes of host memory."""
     window: Annotated[int, Field(ge=0, le=64)] | None = None
-    """Tensors on their way at once, out in forward, and back ahead of backward; each takes its bytes of
-    device memory. Left out: as many as a block swaps, so that copies run beside the whole block that
-    computes; 0 waits for each. What spills waits.
+    """Tensors in flight at once, D2H in forward and prefetched in backward; each takes its bytes of device
+    memory. Default: as many as a block swaps, so that copies overlap the whole block that computes; 0 waits
+    for each. Spilled tensors are waited for.
     """
     min_bytes: Annotated[int, Field(ge=1)] = MIN_MOVED_BYTES
-    """Smaller tensors stay on the device: a copy has a fixed cost."""
+    """Smaller tensors are not swapped: a copy has a fixed cost."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run once and can run again, and something in them that is faster to swap."""
-        if (reason := why_not(program.step, target.compiled)) is not None:
+        """Refuse blocks that cannot run again or run several times, and blocks in which recomputing is always
+        faster.
+        """
+        if (reason := cannot_recompute(program.step, target.compiled)) is not None:
             return reason
         if split_calls(program.step) is not program.step:
             return Reason(
@@ -147,18 +147,16 @@ class Lohan(Technique):
     def _cannot_spill(self, program: Program, target: Target) -> Reason | None:
         if self.host_bytes is None:
             return Reason(
-                "nothing says how much host memory there is, so nothing spills",
-                "host_bytes: what may lie there",
+                "the amount of host memory is not given, so nothing spills",
+                "host_bytes: the most bytes that may be on the host",
             )
         if program.stages is not None:
-            return Reason(
-                "what the host of each stage has room for is not planned, so nothing spills", "spill: none"
-            )
+            return Reason("host memory of pipeline stages is not planned, so nothing spills", "spill: none")
         return no_directory(target)
 
     def plan(self, program: Program, target: Target) -> LohanPlan:
-        """What each block runs again, what it swaps and what of that goes on to SSD, with the seconds that
-        were weighed.
+        """Return what each block recomputes, swaps and spills to SSD, with the step times that were
+        compared.
         """
         options, choice, by_block = self._chosen(program, target)
         different, swapped = list(dict.fromkeys(options)), sum(by_block.values())
@@ -167,10 +165,10 @@ class Lohan(Technique):
             round(choice.costs_s(count), 9) for count in (choice.count, 0, len(choice.parts))
         )
         return LohanPlan(
-            options=tuple(OptionEntry(**fields_of(each)) for each in different),
+            options=tuple(OptionEntry(**option_fields(each)) for each in different),
             blocks=tuple(different.index(each) for each in options),
             on_ssd=tuple(on_ssd),
-            ahead=self.ahead if on_ssd else 0,
+            read_prefetch=self.read_prefetch if on_ssd else 0,
             spilled_bytes=sum(by_block[block] for block in on_ssd),
             window=0 if on_ssd else self._window(program, options),
             swapped_bytes=swapped,
@@ -178,17 +176,17 @@ class Lohan(Technique):
         )
 
     def rewrite(self, program: Program, plan: LohanPlan, target: Target) -> Program:
-        """Every block runs again as far as the plan says; what is swapped leaves in forward and comes back in
-        backward.
+        """Return the program with blocks recomputed as planned; swapped tensors are offloaded in forward and
+        reloaded in backward.
         """
-        return as_planned(program, plan, plan.spilled, plan.window)
+        return rewrite_planned(program, plan, plan.spilled, plan.window)
 
     def apply(self, context: Context, plan: LohanPlan) -> None:
         """Claim both in the activation table."""
         claim_planned(context, plan, plan.spilled, plan.window)
 
     def explain(self, plan: LohanPlan) -> tuple[str, ...]:
-        """The bytes, and the seconds against swapping nothing and all."""
+        """Return the bytes, and the step times against swapping nothing and everything."""
         best, none, everything = (format_seconds(each) for each in plan.step_s)
         swapped = format_bytes(plan.swapped_bytes)
         if plan.spilled_bytes:
@@ -197,10 +195,10 @@ class Lohan(Technique):
         return (f"{swapped} of activations are swapped in a micro-batch: {best} a step; {others}",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """What decides."""
+        """Return the knobs that decide."""
         how = {"swapped": "least seconds", "host_bytes": self.host_bytes, "min_bytes": self.min_bytes}
         how |= {"window": self.window}
-        how |= {"spill": self.spill, "ahead": self.ahead} if self.spill != "none" else {}
+        how |= {"spill": self.spill, "read_prefetch": self.read_prefetch} if self.spill != "none" else {}
         return {"activations.recompute": how}
 
     def _window(self, program: Program, options: list[Option]) -> int:
@@ -230,7 +228,7 @@ class Lohan(Technique):
 
 
 def _most_moved(step: Step, options: list[Option]) -> int:
-    """Tensors that the block with the most of them swaps; one block of each option is looked at."""
+    """Return the largest number of tensors that a block swaps; one block of each option is examined."""
     outputs = np.bincount(step.storages.producer[step.storages.producer >= 0], minlength=step.ops.n)
     forward, most = step.ops.phase == Phase.FORWARD, 0
     for option in dict.fromkeys(options):
@@ -246,55 +244,57 @@ def _most_moved(step: Step, options: list[Option]) -> int:
 
 @lru_cache(maxsize=256)
 def _points(ops: tuple[tuple[Any, ...], ...], min_bytes: int) -> tuple[Combination, ...]:
-    """The hull of a block that `_facts` tells of: equal blocks, also those of other candidates, share it."""
+    """Return the hull of a block described by `_facts`, cached for equal blocks, also those of other
+    candidates.
+    """
     made = tuple(
-        Made(name, seconds, reads, size, saved, keepable, given=given)
-        for name, seconds, reads, size, saved, keepable, given in ops
+        BlockOp(name, seconds, reads, size, saved, keepable, is_input=is_input)
+        for name, seconds, reads, size, saved, keepable, is_input in ops
     )
     return tuple(hull(made, combinations(made, _LIMIT), min_bytes))
 
 
-def _facts(ops: tuple[Made, ...]) -> tuple[tuple[Any, ...], ...]:
-    """All that is known of a block whose tensors nothing moves yet; can be hashed."""
-    return tuple((op.name, op.seconds, op.reads, op.bytes, op.saved, op.keepable, op.given) for op in ops)
+def _facts(ops: tuple[BlockOp, ...]) -> tuple[tuple[Any, ...], ...]:
+    """Return a hashable description of a block whose tensors are not offloaded yet."""
+    return tuple((op.name, op.seconds, op.reads, op.bytes, op.saved, op.keepable, op.is_input) for op in ops)
 
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """What the blocks of one step may swap, whatever techniques come later."""
+    """Swap options of the blocks of one step, independent of later techniques."""
 
     full: Step
-    """Every block runs again."""
+    """The step with every block recomputed."""
     graphs: Mapping[int, Block]
     hulls: Mapping[int, tuple[Combination, ...]]
     swapped_bytes: Mapping[int, tuple[int, ...]]
-    """Of each point of the hulls."""
+    """Bytes swapped at each point of the hulls."""
     parts: tuple[Part, ...]
     options: dict[tuple[int, int], Option] = field(default_factory=dict)
-    """By block and number of parts, as far as they were asked for."""
+    """Options by block and number of parts, filled on demand."""
 
     def option(self, step: Step, block: int, taken: int) -> Option:
-        """What `block` of `step` does with so many of its parts swapped."""
+        """Return the option of `block` of `step` with `taken` of its parts swapped."""
         if block not in self.graphs:
             return FULL
         known = self.options.get((block, taken))
         if known is None:
-            known = self.options[block, taken] = option_of(step, self.graphs[block], self.hulls[block][taken])
+            known = self.options[block, taken] = to_option(step, self.graphs[block], self.hulls[block][taken])
         return known
 
 
 @lru_cache(maxsize=16)
 def _blocks(step: Step, hardware: Hardware, ranks: int, min_bytes: int) -> _Blocks:
-    """Found once for all candidates that begin with `step`."""
+    """Return the swap options of `step`, cached for all candidates that begin with it."""
     seconds = op_seconds(step, hardware, ranks)
     graphs = dict(zip(step.calls.block.tolist(), block_graphs(step), strict=True))
-    made = {block: made_in(step, graph, seconds, None) for block, graph in graphs.items()}
+    made = {block: block_ops(step, graph, seconds, None) for block, graph in graphs.items()}
     hulls = {block: _points(_facts(ops), min_bytes) for block, ops in made.items()}
     swapped = {
         block: tuple(bytes_of(made[block], point) for point in points) for block, points in hulls.items()
     }
     parts = tuple(part for block, points in hulls.items() for part in parts_of(block, made[block], points))
-    return _Blocks(rewritten(step, [FULL] * len(step.blocks)), graphs, hulls, swapped, parts)
+    return _Blocks(apply_options(step, [FULL] * len(step.blocks)), graphs, hulls, swapped, parts)
 
 
 @lru_cache(maxsize=64)
@@ -310,15 +310,15 @@ def _solved(
     spill: bool,
     waits: bool,
 ) -> tuple[list[Option], Choice, dict[int, int]]:
-    """The option of every block, the choice, and the bytes that each swaps; `fits` and `plan` both ask for
-    it.
+    """Return each block's option, the choice, and the bytes that each block swaps; cached for `fits` and
+    `plan`.
     """
     blocks = _blocks(step, hardware, ranks, min_bytes)
     full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
-    later = after_later(full, techniques, hardware)
+    later = apply_later_passes(full, techniques, hardware)
     fixed = sum(each[0] for each in blocks.swapped_bytes.values())
     choice = Choice.of(
-        blocks.parts, busy_in(later, hardware), hardware, fixed, host_bytes, spill=spill, waits=waits
+        blocks.parts, busy_seconds(later, hardware), hardware, fixed, host_bytes, spill=spill, waits=waits
     )
     taken = choice.taken()
     options = [blocks.option(step, block, taken[block]) for block in range(len(step.blocks))]

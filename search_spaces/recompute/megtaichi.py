@@ -1,4 +1,4 @@
-"""MegTaiChi: DTR with a score that also looks at addresses, so that what goes leaves large holes."""
+"""MegTaiChi: DTR with a score that includes addresses, so that evictions leave large holes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.activations.eviction import MEGTAICHI, Policy
-from memtune.search_spaces.recompute._schedule_planner import NOT_THE_POLICYS, DynamicPolicy
+from memtune.search_spaces.recompute._schedule_planner import BUDGET_KNOBS, DynamicPolicy
 from memtune.technique import Exactness
 
 
 class Megtaichi(DynamicPolicy):
-    """Trades second runs of ops for bytes in an arena, counting the free bytes beside a tensor as its own.
+    """Recomputes single ops to stay within an arena; a tensor's score includes the free bytes next to it.
 
-    The budget is one arena with addresses on the policy's books; what was brought back often is spared a
-    little. What the policy did on the recorded step is frozen into a schedule. A tensor that is missing may
-    be made and read part by part.
+    The budget is one simulated arena with addresses; tensors that were recomputed often are evicted less
+    readily. The policy's decisions on the recorded step become a schedule. An evicted tensor may be
+    recomputed and read part by part.
 
-    Distinguishing test: of two tensors alike, the one beside a hole goes.
+    Distinguishing test: of two equal tensors, the one next to a hole is evicted.
     """
 
     kind: Literal["megtaichi"] = "megtaichi"
@@ -29,26 +29,24 @@ class Megtaichi(DynamicPolicy):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     foresight: bool = False
-    """Age is the time until the next use, as the recorded step shows it (the paper's access pattern), not
-    that since the last.
+    """Age is the time until the next use in the recorded step (the paper's access pattern), not the time
+    since the last use.
     """
     parts: Annotated[int, Field(ge=1, le=64)] = 4
-    """Where room is short, an element-wise op and those that make what it misses run together in so many
-    parts, so that what is made again in between never exists whole (the paper's tensor partition); 1: never.
-    Only ops that make the same bits in parts: on a GPU all that work by elements, on CPU not those with an
+    """If memory is short, an element-wise op and the ops that recompute its inputs run together in so many
+    parts, so that the tensors in between never exist in full (the paper's tensor partition); 1: never. Only
+    ops with bitwise equal results in parts: on a GPU all element-wise ops, on CPU not those with an
     exponential.
     """
     cost_power: Annotated[float, Field(ge=0)] = 1.0
-    """Power of the cost in the score."""
+    """Exponent of the cost in the score."""
     size_power: Annotated[float, Field(ge=0)] = 1.0
-    """Power of the bytes, those of neighbouring holes included."""
+    """Exponent of the bytes, including neighbouring holes."""
     time_power: Annotated[float, Field(ge=0)] = 1.0
-    """Power of the age."""
+    """Exponent of the age."""
     replay_base: Annotated[float, Field(ge=1)] = 1.0001
-    """A score grows by this factor with every run again."""
+    """A score grows by this factor with every recomputation."""
 
     def policy(self) -> Policy:
-        """MegEngine's score with the chosen powers."""
-        return replace(
-            MEGTAICHI, **{name: value for name, value in self.knobs() if name not in NOT_THE_POLICYS}
-        )
+        """Return MegEngine's score with the chosen exponents."""
+        return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in BUDGET_KNOBS})

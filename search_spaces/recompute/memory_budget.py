@@ -1,5 +1,5 @@
-"""Let the compiler decide what backward computes again: min-cut over the joint graph, under a budget for what
-is saved.
+"""Let the compiler decide what backward recomputes: min-cut over the joint graph, under a budget for saved
+bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class MemoryBudget(Technique):
-    """Trades ops that run again inside compiled graphs for what the graphs save; a knapsack chooses which.
+    """Recomputes ops inside compiled graphs so that the graphs save fewer bytes; a knapsack solver chooses
+    the ops.
 
-    The budget is a share, not bytes: 1 is what the partitioner saves anyway (it recomputes cheap ops that way
-    already), 0 is nothing but the graph's inputs. Every graph has its own, so under `compile: blocks` each
-    block saves its share. The program is recorded from the graphs of this very budget. Matmuls may run again,
+    The budget is a fraction, not bytes: 1 is what the partitioner saves by default (it already recomputes
+    cheap ops), 0 is only the graph's inputs. Every graph has its own budget, so under `compile: blocks` each
+    block saves its fraction. The program is recorded from the graphs of this budget. Matmuls may run again,
     random ops do not.
 
     Distinguishing test: saved bytes fall with the budget, down to the blocks' inputs, and backward graphs
@@ -37,14 +38,14 @@ class MemoryBudget(Technique):
     effects: ClassVar[Effects] = Effects(activations="graph")
 
     budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of what the graphs would save; less frees more and recomputes more."""
+    """Fraction of the bytes that the graphs would save; less frees more and recomputes more."""
     solver: Literal["dp", "greedy", "ilp"] = "dp"
-    """Who solves the knapsack: `dp` exactly over rounded sizes, `ilp` exactly (needs SciPy), `greedy` by
-    bytes per FLOP.
+    """Solver of the knapsack: `dp` exact over rounded sizes, `ilp` exact (needs SciPy), `greedy` by bytes per
+    FLOP.
     """
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Needs compiled graphs."""
+        """Refuse code that is not compiled."""
         return (
             None
             if facts.compiled
@@ -52,15 +53,15 @@ class MemoryBudget(Technique):
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs compiled graphs, and a budget that is one."""
+        """Refuse code that is not compiled, and a budget of 1."""
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
         if self.budget == 1:
-            return Reason("a budget of 1 is what compiled graphs save anyway", "recompute: {kind: none}")
+            return Reason("a budget of 1 is what compiled graphs save by default", "recompute: {kind: none}")
         return None
 
     def partitioning(self) -> dict[str, Any]:
-        """The budget, the solver, and FLOPs as the measure of time: it is the same on every machine
+        """Return budget, solver, and FLOPs as the measure of time, which is equal on every machine
         and rank.
         """
         return {
@@ -70,14 +71,14 @@ class MemoryBudget(Technique):
         }
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Tell the partitioner, which decides when graphs are made."""
-        assert context.loop.compiled is not None, "`refuses` was asked"
+        """Set the partitioner's options; it decides when graphs are compiled."""
+        assert context.loop.compiled is not None, "`refuses` checked that the model is compiled"
         context.loop.compiled.partitioning.update(self.partitioning())
 
     def record(self, target: Target) -> dict[str, Any]:
-        """What the partitioner is told."""
+        """Return the partitioner's options."""
         return {"compile.partitioning": self.partitioning()}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Budgets from half down to nothing; the solvers differ little, so the first is tried alone."""
+        """Return budgets from one half to 0; the solvers differ little, so only the first is tried."""
         return {"budget": (0.5, 0.25, 0.0)}

@@ -1,6 +1,4 @@
-"""Every activation that autograd saves is kept until backward has used it: the fastest choice where it
-fits.
-"""
+"""Keep every activation that autograd saves until backward has used it: the fastest choice where it fits."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from memtune.technique import Exactness, Target, Technique
 
 
 class KeepAll(Technique):
-    """Autograd's own choice: what backward needs stays in device memory."""
+    """Keeps all that backward needs in device memory, as autograd does."""
 
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "recompute"
@@ -19,5 +17,5 @@ class KeepAll(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism is used."""
+        """Return nothing: no mechanism is used."""
         return {}

@@ -1,6 +1,4 @@
-"""Decide for every saved tensor whether to keep it or run it again, so that an exact byte budget is met in
-the least time.
-"""
+"""Keep or recompute each saved tensor, so that an exact byte budget is met in the least time."""
 
 from __future__ import annotations
 
@@ -12,22 +10,23 @@ from memtune.effects import DISPATCH_MODE, Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces._support import active, conflict
+from memtune.search_spaces import active
+from memtune.search_spaces._support import conflict
 from memtune.search_spaces.recompute._block_planner import (
     Budget,
     PlannedPlan,
     PricedEntry,
     Solution,
-    as_planned,
+    cannot_recompute,
     claim_planned,
-    explained,
-    fields_of,
+    explain_planned,
+    later_pass_inputs,
     later_techniques,
-    packs_of,
+    layer_major_technique,
+    option_fields,
     plain_bytes,
-    told_later,
-    why_not,
-    within,
+    rewrite_planned,
+    solve_budget,
 )
 from memtune.search_spaces.recompute._schedule_planner import (
     NOT_FASTER,
@@ -35,22 +34,22 @@ from memtune.search_spaces.recompute._schedule_planner import (
     BudgetBlocksPlan,
     BudgetSchedulePlan,
     FastestSchedule,
-    cannot_freeze,
-    cannot_run_blocks,
-    comes_and_goes,
-    enough_bytes,
-    explained_blocks,
-    explained_schedule,
-    fastest_by_blocks,
+    cannot_schedule_blocks,
+    cannot_schedule_model,
+    explain_block_schedules,
+    explain_schedule,
+    fastest_block_schedules,
     fastest_schedule,
     install_blocks,
     install_schedule,
-    not_asked_for,
-    place_of,
-    plan_by_blocks,
-    plan_of,
-    rewritten_by,
-    rewritten_by_blocks,
+    needs_block_schedules,
+    needs_own_budget,
+    placement_of,
+    rewrite_by_block_schedules,
+    rewrite_by_schedule,
+    sufficient_bytes,
+    to_block_plan,
+    to_schedule_plan,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -59,15 +58,16 @@ _Plans = PlannedPlan | BudgetSchedulePlan | BudgetBlocksPlan
 
 
 class Planned(Technique):
-    """Trades just as much time as the budget asks for: what is cheapest to have again per byte goes first.
+    """Adds only the recomputation that a byte budget requires: the tensors that are cheapest to recompute per
+    byte go first.
 
-    Every combination of keeping and recomputing a block's saved tensors is priced on the recorded step, then
+    Every combination of keeping and recomputing a block's saved tensors is priced on the recorded step. Then
     one is chosen for every block so that the peak of the whole program, sharding and offload included, stays
-    within the budget. Blocks that are alike differ only where one choice for all of them would be slower or
-    too large.
+    within the budget. Equal blocks get different choices only where one choice for all of them would be
+    slower or too large.
 
-    Distinguishing test: the measured peak is the one that was planned, within the budget and no further below
-    it than one tensor; no other recompute technique is faster at the same peak.
+    Distinguishing test: the measured peak is the planned one, within the budget and at most one tensor below
+    it; no other recompute technique is faster at the same peak.
     """
 
     kind: Literal["planned"] = "planned"
@@ -81,42 +81,40 @@ class Planned(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target
+    """Largest peak allowed; less frees more and recomputes more. Default: all the memory that the target
     gives.
     """
     share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """In place of bytes: 0 is the smallest peak that recomputation can reach, 1 the peak without any."""
+    """Instead of bytes: 0 is the smallest peak that recomputation can reach, 1 the peak without any."""
 
-    spare: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Part of a budget in bytes that stays free for what no recording shows, such as a kernel's scratch; more
-    is safer.
+    headroom: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Fraction of a byte budget that is left free for memory that no recording shows, such as a kernel's
+    workspace; more is safer.
     """
-    host: bool = True
-    """Tensors may go to host memory where that is faster than to run them again; False keeps to
-    recomputation, as it must beside a technique of `offload.activations`, which then moves what is kept.
+    offload: bool = True
+    """Tensors may be offloaded to host memory where that is faster than to recompute them. False is required
+    with a technique of `offload.activations`, which then offloads what is kept.
     """
 
     by_schedule: bool = False
-    """Where frozen schedules are faster within the same budget, they take the plan's place: one of all ops,
-    or where ranks divide parameters one for each block; they need ops that are the same in every step.
+    """Schedules of single ops replace the plan where they are faster within the same budget: one for the
+    model, or one per block where ranks shard parameters. Every step must run the same ops.
     """
 
     @property
     def effects(self) -> Effects:
-        """Of a schedule, where one may take the plan's place."""
+        """Return the effects, those of a schedule if one may replace the plan."""
         return Effects(
             calls="schedule" if self.by_schedule else "plain", activations="block", eager_only=DISPATCH_MODE
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run
-        again.
-        """
-        reason = why_not(program.step, target.compiled)
+        """Refuse a budget that plain training meets or no plan meets, and blocks that cannot run again."""
+        reason = cannot_recompute(program.step, target.compiled)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.share is not None:
-            return Reason("budget_bytes and share both say what the budget is", "give one of them")
+            return Reason("budget_bytes and share both set the budget", "give one of them")
         if self._budget(target) is None:
             return Reason(
                 "there is no budget to plan for",
@@ -127,8 +125,8 @@ class Planned(Technique):
         asked = self.budget_bytes is not None or self.share is not None
         if (
             not asked
-            and (self.by_schedule or packs_of(target))
-            and (reason := not_asked_for(program, target, self.kind))
+            and (self.by_schedule or layer_major_technique(target))
+            and (reason := needs_own_budget(program, target, self.kind))
         ):
             return reason
         if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
@@ -145,40 +143,40 @@ class Planned(Technique):
             )
         if not solution.is_within:
             return Reason(
-                f"no plan stays within {format_bytes(solution.budget_bytes)}{self._spared()}: the smallest"
-                f" needs {format_bytes(solution.smallest_bytes)}",
-                "a smaller micro-batch, or sharding or offload of what is not an activation",
+                f"no plan stays within {format_bytes(solution.budget_bytes)}{self._headroom_note()}: the"
+                f" smallest needs {format_bytes(solution.smallest_bytes)}",
+                "a smaller micro-batch, or sharding or offload of states",
             )
         return None
 
     def _moved_by_another(self, program: Program, target: Target) -> Reason | None:
-        """Why another technique may not move what is kept."""
+        """Return why another technique may not offload what is kept."""
         if active(target, "offload.activations") is not None and program.stages is not None:
             return Reason(
-                "what moves on the stages of a pipeline is not planned for",
+                "offload on the stages of a pipeline is not planned for",
                 "offload.activations: {kind: none}",
             )
         return conflict(self, target, "offload.activations")
 
     def _cannot_schedule(self, program: Program, target: Target) -> Reason | None:
         return (
-            cannot_run_blocks(program, target)
-            if comes_and_goes(program, target)
-            else cannot_freeze(program, target)
+            cannot_schedule_blocks(program, target)
+            if needs_block_schedules(program, target)
+            else cannot_schedule_model(program, target)
         )
 
     def _fits_as_it_is(self, program: Program, target: Target) -> bool:
-        """Whether nothing has to be planned for; known before anything is solved."""
+        """Return True if the plain program meets the budget; nothing is solved for it."""
         budget = self._budget(target)
         if budget is None or budget.n_bytes is None:
             return False
         return (
-            plain_bytes(program, later_techniques(target), target.hardware, told_later(target))
+            plain_bytes(program, later_techniques(target), target.hardware, later_pass_inputs(target))
             <= budget.n_bytes
         )
 
     def plan(self, program: Program, target: Target) -> _Plans:
-        """What each block keeps and runs again, with what that costs and frees."""
+        """Return what each block keeps, recomputes and offloads, with bytes and seconds."""
         if self._budget(target) is None:
             raise ApplyError(
                 "recompute: {kind: planned} has no budget to plan for.",
@@ -188,22 +186,24 @@ class Planned(Technique):
         solution = self._solution(program, target)
         scheduled = self._scheduled(program, target, solution) if self.by_schedule else None
         if isinstance(scheduled, BlockSchedules) and scheduled.is_within:
-            return plan_by_blocks(scheduled)
+            return to_block_plan(scheduled)
         if isinstance(scheduled, FastestSchedule):
-            return plan_of(scheduled, solution.budget_bytes, solution.plain_bytes)
+            return to_schedule_plan(scheduled, solution.budget_bytes, solution.plain_bytes)
         return _plan(solution)
 
     def rewrite(self, program: Program, plan: _Plans, target: Target) -> Program:
-        """Every block runs again in backward as far as the plan says; under a schedule, single ops."""
+        """Return the program with blocks recomputed as planned; under a schedule, with single ops
+        recomputed.
+        """
         if isinstance(plan, BudgetSchedulePlan):
-            return rewritten_by(plan, program)
+            return rewrite_by_schedule(plan, program)
         if isinstance(plan, BudgetBlocksPlan):
-            return rewritten_by_blocks(plan, program, self.kind)
-        return as_planned(program, plan)
+            return rewrite_by_block_schedules(plan, program, self.kind)
+        return rewrite_planned(program, plan)
 
     def apply(self, context: Context, plan: _Plans) -> None:
-        """Claim the blocks that run again in the activation table, with the calls that do not; or run by the
-        schedule.
+        """Claim recomputed blocks in the activation table, with the calls that do not run again, or install
+        the schedule.
         """
         if isinstance(plan, BudgetSchedulePlan):
             install_schedule(plan, context)
@@ -214,33 +214,39 @@ class Planned(Technique):
         claim_planned(context, plan)
 
     def explain(self, plan: _Plans) -> tuple[str, ...]:
-        """The peak, then for each run of blocks what is kept, run again and moved, what that frees and what
-        it costs.
+        """Return the peak, then for each run of blocks what is kept, recomputed and offloaded, with bytes and
+        seconds.
         """
         if isinstance(plan, BudgetBlocksPlan):
-            return explained_blocks(plan)
-        return explained_schedule(plan) if isinstance(plan, BudgetSchedulePlan) else tuple(explained(plan))
+            return explain_block_schedules(plan)
+        return (
+            explain_schedule(plan) if isinstance(plan, BudgetSchedulePlan) else tuple(explain_planned(plan))
+        )
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """By blocks, and by a schedule where that is faster."""
+        """Return plans by blocks, and by a schedule where that is faster."""
         return {"by_schedule": (False, True)}
 
     def record(self, target: Target) -> dict[str, Any]:
-        """The budget that decides all else."""
+        """Return the budget, which determines all else."""
         budget = self._budget(target)
         what = {"planned": "no budget" if budget is None else budget.n_bytes or f"share {budget.share}"}
         return {"activations.recompute": {**what, **({"by_schedule": True} if self.by_schedule else {})}}
 
     def _budget(self, target: Target) -> Budget | None:
-        host = self.host and packs_of(target) is None  # what a pack saves is used at once
+        host = (
+            self.offload and layer_major_technique(target) is None
+        )  # a pack's backward follows at once: no time to offload
         if self.share is not None:
             return Budget(share=self.share, host=host)
         n_bytes = self.budget_bytes or target.budget_bytes
-        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.spare)), host=host)
+        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.headroom)), host=host)
 
-    def _spared(self) -> str:
+    def _headroom_note(self) -> str:
         return (
-            "" if self.share is not None or not self.spare else f" ({self.spare:.3g} of the budget is spare)"
+            ""
+            if self.share is not None or not self.headroom
+            else f" ({self.headroom:.3g} of the budget is headroom)"
         )
 
     def _too_little(
@@ -250,47 +256,47 @@ class Planned(Technique):
         solution: Solution,
         found: FastestSchedule | BlockSchedules | None,
     ) -> Reason | None:
-        """Why neither `found` nor the plan by blocks is within the budget, with one that is enough; None
-        where `found` is.
+        """Return why neither `found` nor the plan by blocks meets the budget, with a sufficient one; None if
+        `found` does.
 
-        What would be enough is looked for where a config asks for these bytes; a search asks of many.
+        A sufficient budget is computed only if a config gave `budget_bytes`; a search tries many budgets.
         """
         if isinstance(found, FastestSchedule) or (found is not None and found.is_within):
             return None
         why, least = (
-            f"no schedule stays within {format_bytes(solution.budget_bytes)}{self._spared()}",
+            f"no schedule stays within {format_bytes(solution.budget_bytes)}{self._headroom_note()}",
             solution.smallest_bytes,
         )
         if self.budget_bytes is None:
             return Reason(why, "a larger budget")
         if found is None:
-            enough = enough_bytes(place_of(program, target), solution.budget_bytes, least)
+            enough = sufficient_bytes(placement_of(program, target), solution.budget_bytes, least)
         else:
             enough = found.smallest_bytes if found.smallest_bytes < least else None
         if enough is not None:
             return Reason(
-                f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {self._with_spare(enough)}"
+                f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {self._with_headroom(enough)}"
             )
-        fix = f"by_schedule: false, budget_bytes: {self._with_spare(least)}"
+        fix = f"by_schedule: false, budget_bytes: {self._with_headroom(least)}"
         return Reason(f"{why}; the smallest plan by blocks needs {format_bytes(least)}", fix)
 
-    def _with_spare(self, n_bytes: int) -> int:
-        """The `budget_bytes` of which all but what is spare is `n_bytes`."""
-        with_spare = int(n_bytes / (1 - self.spare))
-        while int(with_spare * (1 - self.spare)) < n_bytes:
-            with_spare += 1
-        return with_spare
+    def _with_headroom(self, n_bytes: int) -> int:
+        """Return the smallest `budget_bytes` of which `n_bytes` are left after the headroom."""
+        with_headroom = int(n_bytes / (1 - self.headroom))
+        while int(with_headroom * (1 - self.headroom)) < n_bytes:
+            with_headroom += 1
+        return with_headroom
 
     def _scheduled(
         self, program: Program, target: Target, solution: Solution
     ) -> FastestSchedule | BlockSchedules | Reason | None:
-        """Schedules that are faster than the plan by blocks, or meet a budget that no such plan does; else
-        why not.
+        """Return schedules that are faster than the plan by blocks, or that meet a budget which it does not;
+        else why not.
 
-        Where neither is within the budget, None, or of blocks the smallest ones.
+        If neither meets the budget, return None, or for blocks the smallest schedules.
         """
-        if comes_and_goes(program, target):
-            return fastest_by_blocks(program, target, solution)
+        if needs_block_schedules(program, target):
+            return fastest_block_schedules(program, target, solution)
         found = fastest_schedule(program, target, solution.budget_bytes)
         if solution.is_within and (
             found is None or (isinstance(found, FastestSchedule) and found.seconds >= solution.seconds)
@@ -300,8 +306,8 @@ class Planned(Technique):
 
     def _solution(self, program: Program, target: Target) -> Solution:
         budget = self._budget(target)
-        assert budget is not None  # fits and plan have checked
-        return within(program, budget, target)
+        assert budget is not None  # checked by `fits` and `plan`
+        return solve_budget(program, budget, target)
 
 
 def _plan(solution: Solution) -> PlannedPlan:
@@ -314,7 +320,7 @@ def _plan(solution: Solution) -> PlannedPlan:
         row = int(solution.choice[0 if levels.uniform else place])
         entries.append(
             PricedEntry(
-                **fields_of(option),
+                **option_fields(option),
                 held_bytes=int(levels.held_bytes[place, row]),
                 plain_bytes=int(levels.held_bytes[place, 0]),
                 seconds=round(float(levels.seconds[place, row]), 9),

@@ -1,6 +1,4 @@
-"""Recompute all but the matrix products and attention of every block: cheap ops run again, expensive ones are
-kept.
-"""
+"""Recompute cheap ops of every block; keep the outputs of matrix products and attention."""
 
 from __future__ import annotations
 
@@ -13,22 +11,22 @@ from memtune.program import OpAddresses, Program
 from memtune.runtime import Context
 from memtune.search_spaces.recompute._block_planner import (
     CallsPlan,
-    calls_in,
+    calls_by_block,
+    cannot_recompute,
     core_attention,
-    frees_something,
+    frees_saved_tensors,
     is_matmul_or_attention,
+    missing_plan,
     no_attention,
     no_blocks,
-    no_plan,
     plan_calls,
-    why_not,
 )
 from memtune.technique import NO_PLAN, Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class Selective(Technique):
-    """Trades a second run of norms, activations and dropout for their bytes; outputs of matmuls and attention
-    stay.
+    """Recomputes norms, activation functions and dropout instead of keeping their outputs; outputs of matmuls
+    and attention are kept.
 
     Distinguishing test: no matrix product runs twice, and every matmul and attention output of a block is
     still held.
@@ -46,23 +44,23 @@ class Selective(Technique):
     effects: ClassVar[Effects] = Effects(activations="uniform", eager_only=DISPATCH_MODE)
 
     scope: Literal["block", "core_attention"] = "block"
-    """What may run again: all cheap ops of a block, or only attention's core where it is not fused: the
-    scores, softmax, its dropout and the product with the values, whose bytes grow with the square of the
-    sequence (Korthikanti's own form).
+    """Ops that may run again: all cheap ops of a block, or only the core of unfused attention: scores,
+    softmax, its dropout and the product with the values, whose bytes grow with the square of the sequence
+    (Korthikanti's own form).
     """
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Needs blocks."""
+        """Refuse a model without blocks."""
         return no_blocks(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that do not change their input, in eager mode; for `core_attention`, attention that is
-        not fused.
+        """Refuse blocks that change their input and compiled code; for `core_attention` also fused
+        attention.
         """
         if self.scope == "block":
-            return why_not(program.step, target.compiled, is_matmul_or_attention)
-        reason = why_not(program.step, target.compiled)
-        if reason is None and not frees_something(program.step, core_attention):
+            return cannot_recompute(program.step, target.compiled, is_matmul_or_attention)
+        reason = cannot_recompute(program.step, target.compiled)
+        if reason is None and not frees_saved_tensors(program.step, core_attention):
             what = "fused already" if no_attention(program.step) is None else "not in the blocks"
             return Reason(
                 f"attention's scores are saved nowhere: it is {what}",
@@ -71,19 +69,21 @@ class Selective(Technique):
         return reason
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """For `core_attention`: which calls of each block are kept, run again, or not needed again."""
+        """Return the calls of each block that are kept or skipped for `core_attention`, else an
+        empty plan.
+        """
         return NO_PLAN if self.scope == "block" else plan_calls(program.step, core_attention)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Every block runs again in backward, but for its matmuls and attention, or for all but attention's
-        core.
+        """Return the program with every block run again except its matmuls and attention, or all but
+        attention's core.
         """
         blocks = list(range(len(program.step.blocks)))
         keep = self._calls(plan, len(blocks)) or is_matmul_or_attention
         return program.with_step(recompute_blocks(program.step, blocks, keep))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Claim every block in the activation table, with what to keep."""
+        """Claim every block in the activation table, with the calls to keep."""
         regions = context.activations.regions
         keeps: Sequence[Keep] = [is_matmul_or_attention] * len(regions)
         for region, keep in zip(regions, self._calls(plan, len(regions)) or keeps, strict=True):
@@ -94,14 +94,14 @@ class Selective(Technique):
         if self.scope == "block":
             return None
         if not isinstance(plan, CallsPlan):
-            raise no_plan("the config has none")
-        return calls_in(plan, blocks)
+            raise missing_plan("the config has none")
+        return calls_by_block(plan, blocks)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """All blocks; matmuls and attention, or all but attention's core, kept inside them."""
+        """Return what every block keeps."""
         keep = "matmul_and_attention" if self.scope == "block" else "all but core attention"
         return {"activations.recompute": {"every": 1, "keep": keep}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Both scopes."""
+        """Return both scopes."""
         return {"scope": ("block", "core_attention")}

@@ -1,3 +1,1 @@
-"""What is cut over the ranks: states (parameters, gradients, optimizer), how they are communicated, and the
-compute itself.
-"""
+"""Techniques that divide states, their communication and the compute itself over ranks."""

@@ -1,1 +1,1 @@
-"""Which ops run in parts, so that their temporaries are smaller: bytes for launches."""
+"""Run ops in parts, so that their temporaries are smaller: fewer bytes for more launches."""

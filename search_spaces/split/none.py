@@ -1,4 +1,4 @@
-"""Every op runs whole, as the model calls it."""
+"""Run every op on its whole input, as the model calls it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memtune.technique import Exactness, Target, Technique
 
 
 class Whole(Technique):
-    """No op is cut: its temporaries have their full size."""
+    """Runs every op on its whole input; temporaries have their full size."""
 
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "split"
@@ -17,5 +17,5 @@ class Whole(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism is used."""
+        """Return nothing: no mechanism is used."""
         return {}

@@ -1,5 +1,5 @@
-"""Head and cross-entropy, MLPs and norms over parts of the tokens: logits and inner activations of all never
-exist at once.
+"""Run head and cross-entropy, MLPs and norms over parts of the tokens, so that logits and inner activations
+of all tokens never exist at once.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from memtune.runtime import Context
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 _WORTH = 0.05
-"""Logits, or what MLPs or norms save, that take less of the step's peak than this are left whole."""
+"""Smallest fraction of the step's peak that logits, or the tensors saved by MLPs or norms, must take to be
+cut.
+"""
 _KEEPS_PRODUCTS = {"activations.recompute": {"every": 1, "keep": "matmul_and_attention"}}
-"""What `selective` stands for: by name it would keep the products of all parts, which are what the parts are
-to save.
+"""The record of `selective`. It selects matrix products by op name, so it would keep the products of all
+parts, which tiling is to free.
 """
 
 
 class TiledPlan(Plan):
-    """The module that makes the logits, and the modules of the blocks that run in parts; what is not in parts
-    is left out.
+    """The module that makes the logits, and the modules of the blocks that run in parts; others are
+    omitted.
     """
 
     head: str | None = None
-    """Name of the module that makes the logits, '' the model itself; none given: the widest linear layer
+    """Name of the module that makes the logits, "" for the model itself; None: the widest linear layer
     outside blocks.
     """
     weight: str | None = None
-    """Name of the parameter that the logits are a product with."""
+    """Name of the head's weight."""
     mlps: tuple[str, ...] | None = None
     """Names of the MLPs in parts."""
     norms: tuple[str, ...] | None = None
@@ -52,22 +54,22 @@ class TiledPlan(Plan):
 
 
 class Tiled(Technique):
-    """Trades `chunks` small products for one large one; saves the logits, their log-probabilities and both
-    gradients.
+    """Runs the head's product in `chunks` smaller products instead of a large one, and so never holds all
+    logits, their log-probabilities and both gradients.
 
-    The head's output is computed where the loss reads it, part by part, and goes back to the gradients of
-    head and hidden states at once, so nothing runs twice. Model and loss function stay as they are: views,
-    casts and element-wise ops between head and `F.cross_entropy` are followed; whatever else reads the logits
-    gets them whole, as the plain model makes them.
+    The head's output is computed where the loss reads it, part by part, and its gradient is passed on to head
+    and hidden states at once, so nothing runs twice. Model and loss function stay unchanged: views, casts and
+    element-wise ops between head and `F.cross_entropy` are followed; any other reader of the logits gets all
+    of them, as in the plain model.
 
-    `mlp` does the same to modules in blocks that treat every token alike (Linear, activation, Linear, with
-    norms inside): they save their input alone, and each part's forward runs again just before its backward.
-    `norm` does it to norms: in plain ops, or in float32 over bfloat16 inputs, they save up to three tensors
-    as large as their input; fused, nothing worth cutting.
+    `mlp` does the same to position-wise modules in blocks (Linear, activation, Linear, with norms inside):
+    they save their input alone, and each part's forward runs again just before its backward. `norm` does it
+    to norms: in plain ops, or in float32 over bfloat16 inputs, they save up to three tensors as large as
+    their input; fused norms save nothing worth cutting.
 
-    Reordered: a weight's gradient is the sum of n parts, each rounded once, and the mean's 1/N is put on
-    after the sum and not before. Both differ from the plain gradient by at most (n + 2)·eps·Σ|part| beside
-    what the plain sum itself rounds.
+    Reordered: a weight's gradient is the sum of n parts, each rounded once, and the mean's 1/N is applied
+    after the sum and not before. Both differ from the plain gradient by at most (n + 2)·eps·Σ|part|, in
+    addition to the rounding of the plain sum itself.
 
     Distinguishing test: a step holds at most 1/chunks of the logits at any moment, and runs as many FLOPs as
     the plain one.
@@ -83,29 +85,29 @@ class Tiled(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunks: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Parts of the tokens in head and loss; more of them take fewer bytes and more, smaller kernels. 1 leaves
-    them whole.
+    """Number of parts of the tokens in head and loss; more take fewer bytes and more, smaller kernels. 1: not
+    cut.
     """
     mlp: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Parts of the tokens in every MLP of the blocks, with the norms inside it; each part runs again in
-    backward. 1 leaves them whole.
+    """Number of parts of the tokens in every MLP of the blocks, with the norms inside it; each part runs
+    again in backward. 1: not cut.
     """
     norm: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Parts of the tokens in every norm of the blocks that saves more than its input, but those that `mlp`
-    cuts. 1 leaves them whole.
+    """Number of parts of the tokens in every norm of the blocks that saves more than its input, except norms
+    that `mlp` cuts. 1: not cut.
     """
 
     @property
     def effects(self) -> Effects:
-        """MLPs run in parts where they are cut."""
+        """Return the effects: with `mlp`, modules are called in parts."""
         return Effects(
             calls="parts" if self.mlp > 1 else "plain",
             eager_only="compiled graphs make the logits themselves",
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter; MLPs and
-        norms that do.
+        """Refuse a loss other than one cross-entropy over a linear head, logits with other readers, and
+        tensors too small to matter.
         """
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
@@ -119,13 +121,13 @@ class Tiled(Technique):
     def _mlp_fits(self, step: Step, target: Target) -> Reason | None:
         regions = position_wise(step)
         if not regions:
-            return Reason("no module in the blocks is an MLP that treats every token alike", "mlp: 1")
+            return Reason("no module in the blocks is a position-wise MLP", "mlp: 1")
         reason = _too_little(step, regions, self.mlp, "MLPs", "mlp: 1")
         if reason is not None:
             return reason
         recompute = target.chosen.get("recompute")
         if recompute is not None and recompute.record(target) == _KEEPS_PRODUCTS:
-            return Reason("recompute keeps what the parts of the MLPs make", "recompute: {kind: full}")
+            return Reason("recompute keeps the outputs of the MLPs' parts", "recompute: {kind: full}")
         return None
 
     def _norm_fits(self, step: Step) -> Reason | None:
@@ -135,12 +137,12 @@ class Tiled(Technique):
         return _too_little(step, regions, self.norm, "norms", "norm: 1")
 
     def _norms(self, step: Step) -> tuple[PositionWise, ...]:
-        """The norms that are cut: all but those inside an MLP that is."""
+        """Return the norms to cut: all except those inside an MLP that is cut."""
         inside = {f"{region.module}." for region in position_wise(step)} if self.mlp > 1 else set()
         return tuple(each for each in norms(step) if not any(each.module.startswith(name) for name in inside))
 
     def _regions(self, step: Step) -> tuple[tuple[PositionWise, int], ...]:
-        """What is cut in the blocks, and into how many parts."""
+        """Return the modules of the blocks to cut, with their numbers of parts."""
         mlps = position_wise(step) if self.mlp > 1 else ()
         return (
             *((each, self.mlp) for each in mlps),
@@ -163,7 +165,7 @@ class Tiled(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> TiledPlan:
-        """Which module makes the logits, and with which weight; which modules of the blocks are cut."""
+        """Return the module and weight that make the logits, and the modules of the blocks to cut."""
         fields: dict[str, Any] = {}
         if self.chunks > 1:
             pattern = _pattern(program.step)
@@ -176,15 +178,15 @@ class Tiled(Technique):
         return TiledPlan(**fields)
 
     def rewrite(self, program: Program, plan: TiledPlan, target: Target) -> Program:
-        """Head, loss and their gradients part by part in forward, backward scales them; MLPs and norms part
-        by part in both.
+        """Return the program with head, loss and their gradients part by part, and MLPs and norms part by
+        part in both directions.
         """
         regions = self._regions(program.step)
         step = tile_regions(program.step, regions) if regions else program.step
         return program.with_step(step if self.chunks == 1 else tile_loss(_pattern(step), self.chunks))
 
     def apply(self, context: Context, plan: TiledPlan) -> None:
-        """Make the head return logits that are computed where they are read, and MLPs and norms run over
+        """Make the head return logits that are computed where they are read, and run MLPs and norms over
         parts of the tokens.
         """
         if self.chunks > 1:
@@ -195,12 +197,14 @@ class Tiled(Technique):
             _install(context, plan.norms, self.norm, "split.norms")
 
     def record(self, target: Target) -> dict[str, Any]:
-        """What is cut, and into how many parts."""
+        """Return what is cut, and into how many parts."""
         parts = {"split.logits": self.chunks, "split.mlp": self.mlp, "split.norm": self.norm}
         return {name: {"chunks": chunks} for name, chunks in parts.items() if chunks > 1}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Few parts, and many where the logits still set the peak; MLPs and norms beside them or alone."""
+        """Return few parts, and many for logits that still set the peak; MLPs and norms with them
+        or alone.
+        """
         return {"chunks": (8, 32, 1), "mlp": (1, 8), "norm": (1, 8)}
 
 
@@ -221,7 +225,7 @@ def _install(context: Context, names: tuple[str, ...] | None, parts: int, check:
 def _too_little(
     step: Step, regions: tuple[PositionWise, ...], parts: int, what: str, fix: str
 ) -> Reason | None:
-    """Why `regions` are not worth cutting into so many parts, or cannot be."""
+    """Return why `regions` save too little to be cut into `parts` parts, or have too few tokens."""
     rows = min(region.rows for region in regions)
     if rows < parts:
         return Reason(f"there are {rows} tokens, fewer than {parts} parts", "fewer parts")
@@ -237,7 +241,7 @@ def _pattern(step: Step) -> LossPattern:
 
 
 def _logits_bytes(step: Step, pattern: LossPattern) -> int:
-    """Most bytes of logits, and what is made of them, at any moment of the step."""
+    """Return the largest bytes of logits and tensors derived from them at any moment of the step."""
     storages = np.asarray([*pattern.made[:-1], *pattern.gradients])
     moments = np.asarray(
         [*pattern.forward, *pattern.backward, *(each.op for each in (pattern.dx, pattern.dweight) if each)]

@@ -1,4 +1,4 @@
-"""Layouts on a line and on a circle: valid, never below the bound, optimal where the exact tier says so."""
+"""Layouts on a line and on a circle: valid, never below the bound, optimal if the exact tier reports it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def live_bytes(buffers: Buffers) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(problems(), st.sampled_from((0.0, 0.02)))
-def test_layouts_are_valid_over_three_periods(buffers: Buffers, exact_s: float) -> None:
+def test_lay_out_is_valid_over_three_periods(buffers: Buffers, exact_s: float) -> None:
     """No two rectangles meet, checked pair by pair; the native validator agrees; the bound is the live bytes
     or more.
     """
@@ -97,7 +97,7 @@ def brute_force_height(buffers: Buffers) -> int:
 
 @settings(max_examples=120, deadline=None)
 @given(problems(most=6, alignments=(1, 2, 4)))
-def test_exact_tier_is_brute_force(buffers: Buffers) -> None:
+def test_exact_tier_equals_brute_force(buffers: Buffers) -> None:
     """On small instances the search ends, with a proof, at the height of the best of all orders."""
     layout = lay_out(buffers, exact_s=5.0, heuristic_s=0.0)
     assert layout.optimal
@@ -111,7 +111,7 @@ def test_exact_tier_is_brute_force(buffers: Buffers) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(problems(most=12), st.data())
-def test_validator_finds_what_is_wrong(buffers: Buffers, data: st.DataObject) -> None:
+def test_fault_finds_invalid_layouts(buffers: Buffers, data: st.DataObject) -> None:
     """A buffer moved onto another that is alive with it, or off its alignment, or below 0."""
     layout = lay_out(buffers, **QUICK)
     if len(buffers) == 0:
@@ -134,14 +134,14 @@ def test_validator_finds_what_is_wrong(buffers: Buffers, data: st.DataObject) ->
     assert bool(fault(buffers, changed)) == bool(bad or outside or ends)
 
 
-def test_wrapping_buffers_meet_what_is_alive_at_the_start() -> None:
+def test_wrapping_buffers_do_not_overlap_buffers_at_start() -> None:
     """On a line these two could share their place; on a circle of ten they are alive together at 0."""
     rows = [(8, 12, 4), (0, 3, 4)]
     assert lay_out(Buffers.of(rows)).height_bytes == 4
     assert lay_out(Buffers.of(rows, period=10)).height_bytes == 8
 
 
-def test_a_goal_ends_the_search() -> None:
+def test_goal_ends_layout_search() -> None:
     """A capacity is enough; without one the optimum is looked for."""
     rows = [(0, 3, 4), (3, 9, 4), (0, 9, 4), (9, 21, 4), (0, 21, 4)]
     assert lay_out(Buffers.of(rows), goal_bytes=12, exact_s=1.0).height_bytes <= 12
@@ -156,13 +156,13 @@ def test_a_goal_ends_the_search() -> None:
         ((10, 11, 1), 10, "within"),
     ],
 )
-def test_rows_that_are_no_buffers(row: tuple[int, int, int], period: int, why: str) -> None:
+def test_invalid_buffer_is_rejected_with_its_index(row: tuple[int, int, int], period: int, why: str) -> None:
     """Named with their number."""
     with pytest.raises(ValueError, match=f"buffer 1: .*{why}"):
         lay_out(Buffers.of([(0, 1, 1), row], period=period))
 
 
-def test_local_search_beats_first_fit() -> None:
+def test_local_search_is_lower_than_first_fit() -> None:
     """A hundred buffers of odd lifetimes: with time, lower than without."""
     rng = np.random.default_rng(0)
     start = rng.integers(0, 900, 100)
@@ -179,7 +179,7 @@ def test_local_search_beats_first_fit() -> None:
 
 
 @pytest.mark.slow
-def test_the_heuristic_tier_ends_by_itself_with_a_hundred_thousand_buffers() -> None:
+def test_heuristic_tier_ends_by_limit_with_100000_buffers() -> None:
     """Long before its limit, and it is not above one best fit over time."""
     rng = np.random.default_rng(0)
     start = rng.integers(0, 100_000, 100_000)

@@ -51,7 +51,7 @@ CURVES = {
 
 @pytest.mark.skipif(not LOGS, reason="MEMTUNE_DTR_LOGS does not say where the DTR artifact's logs are")
 @pytest.mark.parametrize("log", CURVES)
-def test_curves_are_the_artifacts(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_equal_those_of_artifact(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the digits that are known, at every budget."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import dtr_logs

@@ -1,4 +1,4 @@
-"""What `make gpu-check` starts can be started in the environment that it makes."""
+"""Benchmarks of `make gpu-check` can be started in the environment that it creates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = (ROOT / ".ci" / "gpu-check").read_text()
 
 
 @pytest.mark.parametrize("program", re.findall(r"benchmarks/\w+\.py(?= --device)", SCRIPT))
-def test_its_benchmarks_find_each_other(program: str) -> None:
+def test_gpu_check_benchmarks_can_be_imported(program: str) -> None:
     settings = re.search(r"^export .*$", SCRIPT, re.MULTILINE)
     assert settings is not None
     done = subprocess.run(

@@ -19,12 +19,12 @@ from buffer_layout import fault, lay_out  # noqa: E402
 from memtune.autotune.predict.caching_allocator import replay  # noqa: E402
 
 
-def test_there_are_four() -> None:
+def test_traces_are_four() -> None:
     assert len(TRACES) >= 4
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
-def test_bars(path: Path) -> None:
+def test_traces_meet_bars(path: Path) -> None:
     events, buffers = layout_traces.read_trace(path)
     ratio = {}
     for name in ("native", "gmlake"):
@@ -37,7 +37,7 @@ def test_bars(path: Path) -> None:
     assert layout.height_bytes <= 1.01 * layout.lower_bound_bytes
 
 
-def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_read_trace_returns_written_trace(tmp_path: Path) -> None:
     events, _ = layout_traces.read_trace(TRACES[0])
     layout_traces.write_trace(events, tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == TRACES[0].read_text()

@@ -17,7 +17,7 @@ ROWS = json.loads((BENCHMARKS / "results" / "offload-peaks.json").read_text())["
 SPARE_BYTES = 64
 
 
-def test_committed_peaks_and_bytes_are_the_predicted_ones() -> None:
+def test_committed_peaks_and_bytes_equal_predictions() -> None:
     """Of every technique, on every tier and link."""
     ran = [row for row in ROWS if "off" in row]
     assert {row["technique"] for row in ran} > {
@@ -40,7 +40,7 @@ def test_committed_peaks_and_bytes_are_the_predicted_ones() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-def test_updates_beside_backward_have_a_bound(tmp_path: Path) -> None:
+def test_updates_overlapped_with_backward_are_bounded(tmp_path: Path) -> None:
     """For real: how many gradients wait on the host is no race."""
     file = tmp_path / "rows.json"
     asked = [

@@ -32,14 +32,14 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
-def test_results_are_from_the_constants_that_are_there(scripts: ModuleType) -> None:
+def test_committed_results_have_present_constants(scripts: ModuleType) -> None:
     for name, (_, sources, published) in scripts.PAPERS.items():
         assert PUBLISHED[name]["sources"] == sources
         assert PUBLISHED[name]["published"] == json.loads(json.dumps(published))
         assert PUBLISHED[name]["why"] == scripts.WHY[name]
 
 
-def test_what_is_inside_the_published_ranges() -> None:
+def test_committed_ratios_are_in_published_ranges() -> None:
     """Idle shares of ZeRO-Infinity, next to none with updates in backward; STRONGHOLD over L2L; orchestrated
     copies.
     """
@@ -63,7 +63,7 @@ def test_what_is_inside_the_published_ranges() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("paper", "figure"), [("stronghold", "stronghold_s"), ("mobius", "zero3_s")])
-def test_committed_rows_are_found_again(
+def test_committed_rows_are_reproduced(
     scripts: ModuleType, paper: str, figure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMTUNE_OFFLOAD_DIR", str(tmp_path))

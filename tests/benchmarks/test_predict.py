@@ -28,7 +28,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.slow
-def test_one_case_from_the_recording_to_the_page() -> None:
+def test_predict_one_case_from_recording_to_page() -> None:
     import predict
     from predict_grid import Case
     from predict_report import markdown
@@ -53,10 +53,10 @@ def test_one_case_from_the_recording_to_the_page() -> None:
 
 
 @pytest.mark.parametrize("technique", [Selective(), EveryNth()], ids=lambda each: each.kind)
-def test_a_checkpoint_of_the_models_own_inside_a_recomputed_block(technique: Technique) -> None:
+def test_predict_checkpoint_inside_recomputed_block(technique: Technique) -> None:
     assert drift(MODELS / "checkpointed.py", technique) == ""
 
 
 @pytest.mark.parametrize("technique", [Selective(), Full()], ids=lambda each: each.kind)
-def test_blocks_that_run_several_times_are_recomputed_call_by_call(technique: Technique) -> None:
+def test_predict_recomputes_each_call_of_shared_block(technique: Technique) -> None:
     assert drift(MODELS / "tied.py", technique) == ""

@@ -1,6 +1,4 @@
-"""Checkpoints saved under one division of the model's state and loaded under another, or without memtune, and
-trained on.
-"""
+"""Checkpoints saved under one sharding of the model's state and loaded under another, or without memtune."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def batches(step: int) -> list[torch.Tensor]:
 
 
 def build(seed: int = 3) -> tuple[TiedNet, torch.optim.Optimizer]:
-    """Two parameter groups of AdamW, one without decay."""
+    """Return a model with AdamW in two parameter groups, one without decay."""
     torch.manual_seed(seed)
     model = TiedNet()
     rest = [p for name, p in model.named_parameters() if p.requires_grad and name != "scale"]
@@ -81,7 +79,7 @@ def tuned(settings: dict[str, Any], seed: int = 3) -> Tuned:
 
 
 def train(found: Tuned, first: int) -> list[float]:
-    """Mean losses over all ranks of `STEPS` steps of two micro-batches."""
+    """Return mean losses over all ranks of `STEPS` steps of two micro-batches."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     losses = []
     for step in range(first, first + STEPS):
@@ -106,16 +104,16 @@ def plain_train(model: TiedNet, optimizer: torch.optim.Optimizer, first: int) ->
 
 @pytest.fixture(scope="module")
 def wanted() -> list[float]:
-    """Losses of a run that nothing interrupts."""
+    """Return the losses of an uninterrupted run."""
     model, optimizer = build()
     return plain_train(model, optimizer, 0) + plain_train(model, optimizer, STEPS)
 
 
-# -- what runs on each rank ----------------------------------------------------------------------------------
+# -- functions that run on each rank -------------------------------------------------------------------------
 
 
 def saved(folder: str, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Trained under each kind and written to a folder of its name; what each rank wrote."""
+    """Train under each kind and save to a folder of its name; return what each rank wrote."""
     out: dict[str, Any] = {}
     for name, settings in kinds.items():
         found = tuned(settings)
@@ -143,7 +141,9 @@ def resumed_from_whole(state: dict[str, Any], settings: dict[str, Any]) -> list[
 
 
 def refused(folder: str) -> list[str]:
-    """Of a checkpoint of another model, of other groups, and where there is none; the weights stay."""
+    """Return the errors for checkpoints of another model, of other groups, and for none; the weights must not
+    change.
+    """
     found = tuned(TWO["zero3"])
     before = {name: value.full_tensor().clone() for name, value in found.model.state_dict().items()}
     said = []
@@ -172,12 +172,12 @@ def everything(folder: str) -> dict[str, Any]:
     }
 
 
-# -- what must be true ---------------------------------------------------------------------------------------
+# -- tests ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what a script without memtune has saved, too, and what does not fit."""
+    """Return a folder with checkpoints of each kind, of a script without memtune, and of unfit ones."""
     found = tmp_path_factory.mktemp("checkpoints")
     write_plain(found / "plain", *build())
     wider, _ = build()
@@ -205,7 +205,7 @@ def write_plain(
 
 
 def plain_resumed(folder: Path) -> list[float]:
-    """By a script without memtune."""
+    """Return the losses of a script without memtune that resumes."""
     model, optimizer = build(seed=7)
     state, optim = get_state_dict(model, optimizer)
     whole = {"model": state, "optim": optim}
@@ -219,7 +219,7 @@ def close(got: list[float], wanted: list[float]) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" → ".join)
-def test_training_goes_on_under_another_division(
+def test_load_under_another_sharding_continues_training(
     ranks: list[Any], wanted: list[float], pair: tuple[str, str]
 ) -> None:
     for rank in ranks:
@@ -228,26 +228,26 @@ def test_training_goes_on_under_another_division(
 
 
 @pytest.mark.parametrize("name", dict(PAIRS))
-def test_training_goes_on_without_memtune(
+def test_checkpoint_loads_without_memtune(
     ranks: list[Any], wanted: list[float], folder: Path, name: str
 ) -> None:
     close(plain_resumed(folder / name), wanted)
 
 
-def test_training_goes_on_from_what_a_plain_script_saved(ranks: list[Any], wanted: list[float]) -> None:
+def test_load_reads_checkpoints_of_plain_scripts(ranks: list[Any], wanted: list[float]) -> None:
     for rank in ranks:
         for run in rank["plain"].values():
             close(run["losses"], wanted)
 
 
-def test_training_goes_on_from_whole_state_dicts(ranks: list[Any], wanted: list[float]) -> None:
+def test_load_state_dict_continues_training(ranks: list[Any], wanted: list[float]) -> None:
     for rank in ranks:
         for losses in rank["whole"].values():
             close(losses, wanted)
 
 
 @pytest.mark.parametrize("kind", ["none", "optimizer_cpu", "zero_infinity"])
-def test_one_process_goes_on_where_several_stopped(
+def test_one_process_loads_a_checkpoint_of_several(
     ranks: list[Any],
     wanted: list[float],
     folder: Path,
@@ -268,7 +268,7 @@ def test_one_process_goes_on_where_several_stopped(
     close(plain_resumed(tmp_path / "again"), wanted)
 
 
-def test_each_rank_writes_its_part_and_nobody_another_ones(ranks: list[Any], folder: Path) -> None:
+def test_each_rank_writes_only_its_part(ranks: list[Any], folder: Path) -> None:
     for name, divided in (("zero3", ("model.", "optim.")), ("zero1", ("optim.",)), ("plain", ())):
         for key, found in dcp.FileSystemReader(folder / name).read_metadata().state_dict_metadata.items():
             if not isinstance(found, TensorStorageMetadata) or not found.size:
@@ -283,7 +283,7 @@ def test_each_rank_writes_its_part_and_nobody_another_ones(ranks: list[Any], fol
             )
 
 
-def test_exported_weights_are_those_of_the_state_dict(ranks: list[Any], folder: Path) -> None:
+def test_exported_weights_equal_the_state_dict(ranks: list[Any], folder: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for name in dict(PAIRS):
         found = safetensors.load_file(folder / f"{name}.safetensors")
@@ -292,7 +292,7 @@ def test_exported_weights_are_those_of_the_state_dict(ranks: list[Any], folder: 
         assert all(torch.equal(found[key], value) for key, value in weights.items())
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_read(ranks: list[Any]) -> None:
+def test_unfit_checkpoint_raises_before_any_change(ranks: list[Any]) -> None:
     for rank in ranks:
         wider, groups, nothing = rank["refused"]
         assert "MT371" in wider
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_read(ranks
         assert "MT373" in nothing
 
 
-def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_failed_export_leaves_the_file_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     file.write_bytes(b"before")
     found = tuned({})
@@ -313,7 +313,7 @@ def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
-# -- all of them ---------------------------------------------------------------------------------------------
+# -- all shardings -------------------------------------------------------------------------------------------
 
 
 def the_grid(folder: str) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def the_grid(folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_training_goes_on_under_every_division(folder: Path, wanted: list[float]) -> None:
+def test_load_under_every_sharding_continues_training(folder: Path, wanted: list[float]) -> None:
     found = run_ranks(the_grid, 4, str(folder), deadline_s=3500)
     assert len(GRID) >= len(FOUR) + 8
     for rank in found:

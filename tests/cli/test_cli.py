@@ -93,7 +93,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "code", "words"), BAD, ids=[each[0] for each in BAD])
-def test_a_mistake_ends_with_one_message_and_its_exit_code(
+def test_cli_error_prints_one_message_and_its_exit_code(
     line: str,
     code: int,
     words: str,
@@ -113,7 +113,7 @@ def test_a_mistake_ends_with_one_message_and_its_exit_code(
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 @pytest.mark.parametrize("more", [[], ["--gpus", "4"]])
-def test_without_a_gpu_the_flag_for_cpu_is_named(
+def test_missing_gpu_error_names_the_cpu_flag(
     more: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
@@ -169,7 +169,7 @@ def test_no_color_means_no_escape_sequences(folder: Path):
 @pytest.mark.parametrize(
     "line", ["search nope.py --json", "techniques --jsn --json", "config check nope.yaml --json"]
 )
-def test_errors_are_one_document_too(
+def test_errors_with_json_are_one_document(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
@@ -188,14 +188,14 @@ def test_techniques_as_json(capsys: pytest.CaptureFixture[str]):
     }.items()
 
 
-def test_matrix_of_techniques(capsys: pytest.CaptureFixture[str]):
+def test_techniques_matrix_lists_pairs_and_reasons(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["techniques", "--matrix"]) == 0
     rows, _, legend = capsys.readouterr().out.partition("\n\n")
     head, table = rows.splitlines()[:2], rows.splitlines()[2:]
     assert len({len(row) for row in [head[0], *table]}) == 1
     said = {line[0]: line[3:] for line in legend.splitlines()}
     row = next(row for row in table if "recompute: dtr " in row)
-    assert said[row[-1]] == "a frozen schedule takes the place of the model's code, compiled or not"
+    assert said[row[-1]] == "a recorded schedule replaces the model's code, compiled or not"
     assert cli.run(["techniques", "--matrix", "--json"]) == 0
     found = {
         tuple(row[name] for name in ("kind", "with_kind")): row for row in json.loads(capsys.readouterr().out)
@@ -228,7 +228,7 @@ def test_trial_and_plan_print_one_document_whatever_the_model_prints(folder: Pat
 
 
 @pytest.mark.slow
-def test_a_trial_that_runs_out_of_memory_exits_1(folder: Path):
+def test_trial_out_of_memory_exits_1(folder: Path):
     done = memtune(
         folder, "trial", "model.py", "--config", "c.yaml", "--device", "cpu", "--max-memory", "1KiB", "--json"
     )
@@ -283,7 +283,7 @@ def test_explain_names_source_and_exactness(
     assert json.loads(capsys.readouterr().out)["settings"][0]["slot"] == "allocator"
 
 
-def test_explain_says_where_a_model_crashed_the_process(folder: Path):
+def test_explain_reports_a_crash_of_the_model(folder: Path):
     (folder / "crashing.py").write_text(
         TINY.replace("def model():\n", "def model():\n    import os; os.abort()\n")
     )
@@ -296,7 +296,7 @@ def test_explain_says_where_a_model_crashed_the_process(folder: Path):
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("more", [["--config", "c.yaml"], ["--axes", "recompute"]])
 @pytest.mark.parametrize(("budget", "code"), [("4KiB", 1), ("1GiB", 0)])
-def test_a_plan_in_which_nothing_fits_exits_1(
+def test_plan_without_a_fit_exits_1(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -320,15 +320,15 @@ def test_clean_removes_what_dead_runs_left(tmp_path: Path, capsys: pytest.Captur
     assert cli.run(["clean", str(tmp_path)]) == 0
     dead, resumable = capsys.readouterr().out.splitlines()
     assert str(left) in dead
-    assert "could have gone on" not in dead
-    assert f"{kept}: 0 B, from which training could have gone on" in resumable
+    assert "could have been resumed" not in dead
+    assert f"{kept}: 0 B, from which training could have been resumed" in resumable
     assert not left.exists()
     assert cli.run(["clean", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] == []
     assert cli.run(["clean", str(tmp_path / "missing")]) == 3
 
 
-def test_what_a_trial_says_is_said_once():
+def test_trial_message_is_printed_once():
     said = (
         "MT366 The host has too little memory: 9 GiB are needed.\n      As predicted.\n      Fix: offload"
         " less"
@@ -345,9 +345,7 @@ def test_what_a_trial_says_is_said_once():
 
 
 @pytest.mark.slow
-def test_a_trial_without_a_directory_says_so_and_that_the_storage_is_at_fault(
-    tmp_path: Path, monkeypatch, capfd
-):
+def test_trial_without_an_offload_directory_exits_3(tmp_path: Path, monkeypatch, capfd):
     monkeypatch.delenv("MEMTUNE_OFFLOAD_DIR", raising=False)
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -360,8 +358,8 @@ def test_a_trial_without_a_directory_says_so_and_that_the_storage_is_at_fault(
 
 
 @pytest.mark.slow
-def test_a_trial_that_has_no_room_is_unfit_once_and_leaves_nothing(tmp_path: Path):
-    """A file may not grow beyond 1 MiB; no plan is made for what no plan would help."""
+def test_trial_without_ssd_space_is_unfit_once(tmp_path: Path):
+    """A file may not grow beyond 1 MiB; no plan is made, because none would help."""
     config = tmp_path / "c.yaml"
     config.write_text(
         "memtune: 1\nsettings: {execution: {micro_batch: 4}, offload: {states: {kind: zero_infinity}}}\n"
@@ -394,7 +392,7 @@ def test_a_trial_that_has_no_room_is_unfit_once_and_leaves_nothing(tmp_path: Pat
     assert not list(drive.iterdir())
 
 
-def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]):
+def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["cores"] >= 1
@@ -402,7 +400,7 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]):
     assert facts["torch"]
 
 
-def test_a_bug_keeps_its_traceback_in_a_file(
+def test_bug_writes_its_traceback_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     from memtune.cli import _commands
@@ -420,7 +418,7 @@ def test_a_bug_keeps_its_traceback_in_a_file(
     assert "KeyError: 'lost'" in file.read_text()
 
 
-def test_a_bug_is_shown_where_it_cannot_be_kept(
+def test_bug_prints_its_traceback_if_no_file_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     from memtune.cli import _commands
@@ -443,7 +441,7 @@ def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_verbose_shows_the_traceback_too(
+def test_verbose_prints_the_traceback(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
@@ -452,7 +450,7 @@ def test_verbose_shows_the_traceback_too(
 
 
 @pytest.mark.slow
-def test_a_trial_of_settings_alone_makes_the_plan_or_says_the_least_budget(tmp_path: Path) -> None:
+def test_trial_of_settings_alone_makes_a_plan_or_names_the_least_budget(tmp_path: Path) -> None:
     gpt = ROOT / "tests" / "zoo" / "gpt.py"
     for kind, knob, said in (
         ("planned", "budget_bytes: 1000000", r"no plan stays within 967 KiB .*: the smallest needs \d"),

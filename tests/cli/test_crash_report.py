@@ -1,4 +1,4 @@
-"""A process that dies of a signal leaves a message all the same."""
+"""A process that dies of a signal still leaves a message."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def batch(size):
 def run(folder: Path, call: str, as_json: bool = False) -> subprocess.CompletedProcess[str]:
     (folder / "net.py").write_text(MODEL)
     code = (
-        f"from memtune.cli._crash_report import told\nimport net\nwith told('x/net.py:Task', {as_json}):"
-        f" {call}"
+        "from memtune.cli._crash_report import report_crashes\nimport net\n"
+        f"with report_crashes('x/net.py:Task', {as_json}): {call}"
     )
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
@@ -47,7 +47,7 @@ def run(folder: Path, call: str, as_json: bool = False) -> subprocess.CompletedP
         ("__import__('os').abort()", signal.SIGABRT, "MT900 the process of memtune crashed:  Aborted."),
     ],
 )
-def test_what_crashed_where_is_said(tmp_path: Path, call: str, number: int, words: str) -> None:
+def test_crash_report_names_function_and_line(tmp_path: Path, call: str, number: int, words: str) -> None:
     done = run(tmp_path, call)
     assert done.returncode == -number
     assert done.stderr.startswith(words)
@@ -56,7 +56,7 @@ def test_what_crashed_where_is_said(tmp_path: Path, call: str, number: int, word
     assert done.stdout == ""
 
 
-def test_a_crash_is_a_document_too(tmp_path: Path) -> None:
+def test_crash_report_with_json_is_a_document(tmp_path: Path) -> None:
     document = json.loads(run(tmp_path, "net.model()", as_json=True).stdout)
     assert document["schema"] == 1
     assert document["error"].keys() == {"code", "what", "evidence", "fix"}
@@ -66,5 +66,5 @@ def test_a_crash_is_a_document_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "call", ["net.batch(2)", "1 / 0", "__import__('os').kill(__import__('os').getpid(), 9)"]
 )
-def test_nothing_is_said_of_any_other_end(tmp_path: Path, call: str) -> None:
+def test_crash_report_is_silent_without_a_crash(tmp_path: Path, call: str) -> None:
     assert "MT" not in run(tmp_path, call).stderr

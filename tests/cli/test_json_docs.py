@@ -1,4 +1,4 @@
-"""docs/json.md names every command that prints a document, and every field at the top of it, or in a row of
+"""docs/json.md names every command that prints a document, and every field at its top level or in a row of
 one.
 """
 
@@ -27,7 +27,7 @@ _PLACES = re.split(r"^(?:## |- )(?=`memtune )|^## ", _DOCS, flags=re.MULTILINE)
 
 
 def documented(command: str) -> set[str]:
-    """Names where the documents of a command are described."""
+    """Return the names in the section of a command."""
     texts = [
         place for place in _PLACES if re.match(rf"`memtune {re.escape(command)}(?! --calibrate)\b", place)
     ]
@@ -48,7 +48,7 @@ def planned() -> set[str]:
         ("doctor --calibrate", {"device", *(each.name for each in fields(Calibration))} - {"schema"}),
     ],
 )
-def test_every_field_is_documented(command: str, names: set[str]) -> None:
+def test_json_doc_has_every_field(command: str, names: set[str]) -> None:
     assert names - documented(command) == set()
 
 
@@ -64,7 +64,7 @@ def test_every_field_is_documented(command: str, names: set[str]) -> None:
         ("replay", ["snapshot.pickle"]),
     ],
 )
-def test_every_field_that_is_printed_is_documented(
+def test_json_doc_has_every_printed_field(
     command: str,
     arguments: list[str],
     tmp_path: Path,
@@ -79,7 +79,7 @@ def test_every_field_that_is_printed_is_documented(
 
 
 def names(document: Any) -> set[str]:
-    """Fields at the top of a document, and in the rows of its lists."""
+    """Return the fields at the top of a document, and in the rows of its lists."""
     if isinstance(document, list):
         return {name for row in document if isinstance(row, dict) for name in row}
     return set(document) | {
@@ -88,14 +88,14 @@ def names(document: Any) -> set[str]:
 
 
 def with_json(command: Any, path: str = "") -> Iterator[str]:
-    """Commands below this one that take `--json`."""
+    """Return the commands below this one that take `--json`."""
     for name, each in getattr(command, "commands", {}).items():
         yield from with_json(each, f"{path} {name}".strip())
     if any("--json" in getattr(each, "opts", ()) for each in command.params):
         yield path
 
 
-def test_every_command_that_prints_a_document_is_documented() -> None:
+def test_json_doc_has_every_command() -> None:
     commands = list(with_json(typer.main.get_command(app)))
     assert {"search", "doctor", "config check"} <= set(commands)
     assert [command for command in commands if not documented(command)] == []

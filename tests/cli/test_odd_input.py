@@ -1,5 +1,5 @@
-"""`memtune plan` on what is odd: hardware that nobody knows, nodes that do not divide, tensors of no size, a
-model of one op.
+"""`memtune plan` on odd input: unknown hardware, nodes that do not divide, tensors of no size, a model of one
+op.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONE_OP = (
         (["--gpu-type", "h100-80g", "--gpus", "8", "--nodes", "3"], "MT124", "--gpus 6"),
     ],
 )
-def test_a_machine_that_is_not_to_be_had_is_one_message(
+def test_unavailable_machine_is_one_message(
     more: list[str], code: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.py").write_text(ONE_OP)
@@ -43,9 +43,7 @@ def test_a_machine_that_is_not_to_be_had_is_one_message(
 
 
 @pytest.mark.parametrize("text", [NO_SIZE, ONE_OP], ids=["no size", "one op"])
-def test_next_to_nothing_is_planned_like_anything(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_accepts_tiny_models(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(text)
     line = [
         "plan",

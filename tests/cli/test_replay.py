@@ -30,7 +30,7 @@ def snapshot(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_prints_a_table(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         run(["replay", str(snapshot), "--set", "expandable_segments=True", "--set", "max_split_size_mb:32"])
         == 0
@@ -46,7 +46,7 @@ def test_the_table(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_document(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_prints_a_document(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", str(snapshot), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     replays = {each["settings"]: each for each in document.pop("replays")}
@@ -87,7 +87,7 @@ def test_the_document(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
-def test_nothing_fits_the_capacity(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_exits_1_if_nothing_fits(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", str(snapshot), "--capacity", "45MiB"]) == 1
     assert (
         "none of these fits; garbage_collection_threshold:0.9 fails at entry 3: 30.0 MiB asked for"
@@ -99,7 +99,7 @@ def test_nothing_fits_the_capacity(snapshot: Path, capsys: pytest.CaptureFixture
     assert document["replays"][0]["oom"]["entry"] == 3
 
 
-def test_settings_of_a_newer_torch_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_skips_settings_of_a_newer_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new.pickle"
     path.write_bytes(pickle.dumps(record(HOLES, "quantum_pages:True")[0]))
     assert run(["replay", str(path), "--set", "expandable_segments:True"]) == 0
@@ -108,9 +108,7 @@ def test_settings_of_a_newer_torch_are_left_out(tmp_path: Path, capsys: pytest.C
     assert "quantum_pages" not in printed.out
 
 
-def test_stitched_memory_is_replayed_with_its_knobs(
-    snapshot: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_of_gmlake_uses_its_knobs(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         run(["replay", str(snapshot), "--set", "gmlake", "--set", "gmlake,defragment:false", "--json"]) == 0
     )
@@ -127,10 +125,10 @@ def test_stitched_memory_is_replayed_with_its_knobs(
     [
         ("gmlake,reuse_limit:99", "reuse_limit"),
         ("gmlake,quick", "quick"),
-        ("planned_layout", "does not say where steps end"),
+        ("planned_layout", "does not mark where steps end"),
     ],
 )
-def test_own_allocators_that_cannot_be_replayed(
+def test_replay_refuses_allocators_that_need_steps(
     snapshot: Path, capsys: pytest.CaptureFixture[str], given: str, message: str
 ) -> None:
     assert run(["replay", str(snapshot), "--set", given]) == 2
@@ -158,7 +156,9 @@ WHOLE = pickle.dumps(record(HOLES)[0])
         (pickle.dumps({"segments": [], "device_traces": [[]]}), "MT144"),
     ],
 )
-def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, code: str) -> None:
+def test_replay_refuses_bad_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, code: str
+) -> None:
     path = tmp_path / "bad.pickle"
     path.write_bytes(data)
     assert run(["replay", str(path)]) == 2
@@ -180,13 +180,13 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: byt
         (["--device", "3"], "MT144"),
     ],
 )
-def test_bad_arguments(
+def test_replay_refuses_bad_arguments(
     snapshot: Path, capsys: pytest.CaptureFixture[str], more: list[str], code: str
 ) -> None:
     assert run(["replay", str(snapshot), *more]) == 2
     assert capsys.readouterr().err.startswith(code)
 
 
-def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_refuses_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", str(tmp_path / "none.pickle")]) == 2
     assert capsys.readouterr().err.startswith("MT110")

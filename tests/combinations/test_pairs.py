@@ -1,5 +1,5 @@
-"""Every pair of techniques across axes that `fits` allows trains for real and gives what the plain model
-gives.
+"""Every pair of techniques across axes that `fits` allows trains for real with the results of the plain
+model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SLOW = (
     "pipeline",
 )
 BY_BLOCKS = ("attention_boundary", "dtr", "megtaichi", "coop")
-"""Schedules that beside `Effects.follows_calls` are for each block, as those of `checkmate` are."""
+"""Schedules for each block by themselves, as those of `checkmate` are with `Effects.follows_calls`."""
 TECHNIQUES = [made(each) for each in all_techniques()]
 REAL = [each for each in TECHNIQUES if each.kind != NULL_KINDS[each.slot]]
 PAIRS = [(one, two) for one, two in combinations(REAL, 2) if one.slot != two.slot]
@@ -92,7 +92,7 @@ def param(pair: tuple[Technique, ...]) -> object:
 
 
 @pytest.mark.parametrize("pair", [param(each) for each in PAIRS])
-def test_pair_trains_as_the_plain_model(pair: tuple[Technique, Technique]) -> None:
+def test_pair_trains_as_the_plain_model_does(pair: tuple[Technique, Technique]) -> None:
     program, target = plain_program(ZOO[MODEL]), target_of(*pair)
     for technique in pair:
         reason = technique.fits(program, target)
@@ -106,7 +106,7 @@ def test_pair_trains_as_the_plain_model(pair: tuple[Technique, Technique]) -> No
     assert not differences(found, wanted, 0.0 if len(others) < 2 else 1e-4)
 
 
-def test_most_pairs_fit_on_one_rank() -> None:
+def test_expected_pairs_fit_on_one_rank() -> None:
     program = plain_program(ZOO[MODEL])
     fitting = {
         pair_id(pair) for pair in PAIRS if all(each.fits(program, target_of(*pair)) is None for each in pair)
@@ -121,14 +121,14 @@ def test_most_pairs_fit_on_one_rank() -> None:
     } <= {name for pair in fitting for name in (pair, "+".join(reversed(pair.split("+"))))}
 
 
-def test_all_axes_at_once() -> None:
+def test_one_technique_of_each_axis_trains_as_the_plain_model() -> None:
     chosen = [each for each in REAL if each.kind in ("selective", "copy_out", "optimizer_cpu")]
     assert len(chosen) == 3
     assert not differences(train(ZOO[MODEL], *chosen), plain(ZOO[MODEL]))
 
 
 def refused_on_ranks() -> list[Technique]:
-    """Techniques that change the order of sums and work on one rank, or where something averages
+    """Return techniques that reorder sums and work on one rank, or only with a technique that averages
     gradients.
     """
     program, here = plain_program(ZOO[MODEL]), hardware.detect("cpu")
@@ -142,11 +142,11 @@ def refused_on_ranks() -> list[Technique]:
 
 
 def sharded_pairs(kind: str, drive: str) -> dict[str, list[str]]:
-    """Of each pair with the sharding technique `kind` that `fits` allows on these ranks: what differs from
-    one without it.
+    """Return the differences of each pair with the sharding technique `kind` that `fits` allows on these
+    ranks.
 
-    All ranks train on the same samples, so that their mean gradient is the plain model's. What techniques
-    give on one rank that several refuse without others is in a file.
+    All ranks train on the same samples, so that their mean gradient is the plain model's. A file has the
+    results on one rank of techniques that several ranks refuse alone.
     """
     on_one_rank: dict[str, Run] = torch.load(Path(drive, ALONE), weights_only=False)
     os.environ[offload_dir.VARIABLE] = drive

@@ -29,11 +29,11 @@ def wide_first(x: Tensor) -> Tensor:
     return torch.stack([each.sum() for each in wide])
 
 
-def test_ops_move_and_results_stay() -> None:
+def test_reorder_moves_ops_with_equal_results() -> None:
     x = torch.randn(64)
     module = graph_of(wide_first, x)
     before = names(module)
-    found = reorder(module, inputs_stay=True)
+    found = reorder(module, inputs_outlive=True)
     assert found is not None
     assert found.program_peak_bytes - found.peak_bytes >= 2 * 64 * 64 * 4
     assert names(module) != before
@@ -41,7 +41,7 @@ def test_ops_move_and_results_stay() -> None:
     assert torch.equal(module(x), wide_first(x))
 
 
-def test_random_ops_keep_their_order() -> None:
+def test_reorder_keeps_order_of_random_ops() -> None:
     """The wide draw first would be lower, and other numbers."""
 
     def draws(x: Tensor) -> Tensor:
@@ -51,14 +51,14 @@ def test_random_ops_keep_their_order() -> None:
 
     x = torch.randn(32)
     module = graph_of(draws, x)
-    assert reorder(module, inputs_stay=True) is not None
+    assert reorder(module, inputs_outlive=True) is not None
     torch.manual_seed(3)
     wanted = draws(x)
     torch.manual_seed(3)
     assert torch.equal(module(x), wanted)
 
 
-def test_a_read_stays_before_the_write() -> None:
+def test_reorder_keeps_read_before_write() -> None:
     """The write first would free its argument, and give the read other values."""
 
     def writes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,15 +70,15 @@ def test_a_read_stays_before_the_write() -> None:
 
     x = torch.randn(32)
     module = graph_of(writes, x)
-    found = reorder(module, inputs_stay=True)
+    found = reorder(module, inputs_outlive=True)
     assert found is not None
     assert found.peak_bytes == found.program_peak_bytes
     assert all(torch.equal(one, other) for one, other in zip(module(x), writes(x), strict=True))
 
 
-def test_sizes_that_are_no_numbers_are_left_alone() -> None:
+def test_reorder_keeps_program_order_with_symbolic_sizes() -> None:
     x = torch.randn(64)
     module = make_fx(wide_first, tracing_mode="symbolic")(x)
     before = names(module)
-    assert reorder(module, inputs_stay=True) is None
+    assert reorder(module, inputs_outlive=True) is None
     assert names(module) == before

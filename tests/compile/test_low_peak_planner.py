@@ -34,7 +34,7 @@ def rows(draw: st.DrawFn, most_ops: int) -> Rows:
 
 
 def needed(graph: Rows) -> list[set[int]]:
-    """By op: the ops that come before it."""
+    """Return by op: the ops that must run before it."""
     count, storages, uses, pairs = graph
     before: list[set[int]] = [set() for _ in range(count)]
     for op, storage in uses:
@@ -45,21 +45,21 @@ def needed(graph: Rows) -> list[set[int]]:
 
 
 def peak_of(graph: Rows, order: list[int]) -> int:
-    """Most live bytes, moment by moment and storage by storage."""
+    """Return the peak of live bytes, computed op by op and storage by storage."""
     _, storages, uses, _ = graph
     at = {op: place for place, op in enumerate(order)}
     live = [0] * len(order)
-    for storage, (n_bytes, producer, stays) in enumerate(storages):
+    for storage, (n_bytes, producer, outlives) in enumerate(storages):
         users = [at[op] for op, used in uses if used == storage] + ([at[producer]] if producer >= 0 else [])
         begins = at[producer] if producer >= 0 else 0
-        ends = len(order) - 1 if stays or not users else max(users)
+        ends = len(order) - 1 if outlives or not users else max(users)
         for place in range(begins, ends + 1):
             live[place] += n_bytes
     return max(live)
 
 
 def best_peak(graph: Rows) -> int:
-    """The least peak over all orders, by trying them all.
+    """Return the least peak over all orders, by trying all.
 
     What comes after a set of ops depends on the set alone.
     """
@@ -72,9 +72,9 @@ def best_peak(graph: Rows) -> int:
 
     def live(done: frozenset[int], running: int) -> int:
         there = 0
-        for (n_bytes, producer, stays), mine in zip(storages, users, strict=True):
+        for (n_bytes, producer, outlives), mine in zip(storages, users, strict=True):
             made = producer < 0 or producer in done or producer == running
-            there += n_bytes if made and (stays or not mine or mine - done) else 0
+            there += n_bytes if made and (outlives or not mine or mine - done) else 0
         return there
 
     @cache
@@ -86,7 +86,7 @@ def best_peak(graph: Rows) -> int:
 
 
 def checked(graph: Rows) -> LowPeak:
-    """The planner's order, after whatever must hold of any."""
+    """Return the planner's order after checks that hold for every order."""
     found = low_peak_order(Ops.of(*graph))
     order = found.order.tolist()
     assert sorted(order) == list(range(graph[0]))
@@ -100,20 +100,20 @@ def checked(graph: Rows) -> LowPeak:
 
 @settings(max_examples=60, deadline=None)
 @given(rows(most_ops=8))
-def test_small_graphs_reach_the_best_of_all_orders(graph: Rows) -> None:
+def test_low_peak_order_is_optimal_for_small_graphs(graph: Rows) -> None:
     assert checked(graph).peak_bytes == best_peak(graph)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(rows(most_ops=12))
-def test_graphs_of_twelve_ops_reach_the_best_of_all_orders(graph: Rows) -> None:
+def test_low_peak_order_is_optimal_for_twelve_ops(graph: Rows) -> None:
     assert checked(graph).peak_bytes == best_peak(graph)
 
 
 @settings(max_examples=60, deadline=None)
 @given(rows(most_ops=60))
-def test_no_order_is_above_program_order(graph: Rows) -> None:
+def test_low_peak_order_is_never_above_program_order(graph: Rows) -> None:
     checked(graph)
 
 
@@ -142,14 +142,14 @@ def updates_at_the_end(layers: int) -> Rows:
     return 4 * layers, storages, uses, pairs
 
 
-def test_updates_move_up_to_their_gradients() -> None:
-    """ROAM's weight updates: each one's ops rise before they fall, and still move as one."""
+def test_low_peak_order_moves_updates_to_their_gradients() -> None:
+    """ROAM's weight updates: an update's ops first raise live bytes, and still move together."""
     found = checked(updates_at_the_end(200))
     assert found.program_peak_bytes == 200 * 100 + 100 + 1
     assert found.peak_bytes == 201
 
 
-def test_ten_thousand_ops_are_ordered() -> None:
+def test_low_peak_order_handles_ten_thousand_ops() -> None:
     rng = np.random.default_rng(0)
     count = 10_000
     storages = [(int(size), op, False) for op, size in enumerate(rng.integers(1, 1 << 20, count))]
@@ -170,6 +170,6 @@ def test_ten_thousand_ops_are_ordered() -> None:
         ((2, [], [], [(1, 1)]), "later in program order"),
     ],
 )
-def test_what_is_no_graph_is_refused(graph: Rows, why: str) -> None:
+def test_low_peak_order_rejects_invalid_graph(graph: Rows, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         low_peak_order(Ops.of(*graph))

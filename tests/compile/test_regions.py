@@ -1,4 +1,4 @@
-"""torch.compile as a setting: what runs is a graph, proven; what cannot is a message."""
+"""torch.compile as a setting: the audit proves that graphs run, and failures have messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Graphs belong to code objects, which all tests share."""
+    """Reset Dynamo: its graphs belong to code objects, which all tests share."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -60,11 +60,8 @@ def steps(
         ("moe", "blocks", 2),
     ],
 )
-def test_the_same_bits_from_graphs(name: str, scope: str | bool, graphs: int) -> None:
-    """Op by op the graphs are the eager ops, dropout's draws and BatchNorm's statistics included.
-
-    Equal blocks share one.
-    """
+def test_compiled_training_is_bitwise_equal(name: str, scope: str | bool, graphs: int) -> None:
+    """Graphs run op by op equal eager mode, with dropout and BatchNorm; equal blocks share one graph."""
     got, tuned = steps(name, execution(scope))
     wanted, _ = steps(name, None)
     for (loss, gradients), (plain_loss, plain_gradients) in zip(got, wanted, strict=True):
@@ -82,7 +79,7 @@ class _Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_audit_sees_that_dynamo_stayed_eager() -> None:
+def test_audit_reports_eager_calls() -> None:
     workload, model, optimizer = build(ZOO["tied"])
     tuned = apply(model, optimizer, execution("blocks"), strict=False)
     assert tuned.audit()["execution"]["graph_runs"] == 0  # nothing was called yet
@@ -93,7 +90,7 @@ def test_audit_sees_that_dynamo_stayed_eager() -> None:
     assert "dispatch mode" in str(caught.value)
 
 
-def test_audit_names_what_dynamo_cannot_follow() -> None:
+def test_audit_names_untraceable_code() -> None:
     _, tuned = steps("lstm", execution("model"))
     assert tuned is not None
     with pytest.raises(ApplyError, match=r"the model(.|\n)*does not support RNN, GRU, or LSTM"):
@@ -113,7 +110,7 @@ class _Torn(nn.Module):
         return (x * self.weight).sum()
 
 
-def test_audit_sees_graphs_torn_to_pieces() -> None:
+def test_audit_reports_many_small_graphs() -> None:
     model = _Torn()
     tuned = apply(model, torch.optim.SGD(model.parameters(), 0.1), execution("model"), strict=False)
     tuned.step([torch.ones(4)])
@@ -121,16 +118,16 @@ def test_audit_sees_graphs_torn_to_pieces() -> None:
         tuned.audit()
 
 
-def test_a_backend_that_fails_is_a_message() -> None:
+def test_failing_backend_raises_apply_error() -> None:
     (text,) = run_ranks(
-        said_of_a_failing_backend, 0
+        message_of_failing_backend, 0
     )  # what Dynamo leaves behind then stays out of the other tests
     assert re.search(r"MT319 torch.compile fails in the model: .*no assembler(.|\n)*compile: false", text), (
         text
     )
 
 
-def said_of_a_failing_backend() -> str:
+def message_of_failing_backend() -> str:
     regions.BACKENDS = {"aot_eager": _failing}
     workload, model, optimizer = build(ZOO["tied"])
     tuned = apply(model, optimizer, execution("model"), strict=False)
@@ -145,7 +142,7 @@ def _failing(*args: Any, **options: Any) -> Any:
     raise RuntimeError("no assembler")
 
 
-def test_no_blocks_and_compiled_already_are_refused_and_leave_no_trace() -> None:
+def test_compile_regions_rejects_no_blocks_and_compiled_model() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ApplyError, match=r"MT310 .*finds no blocks"):
@@ -162,7 +159,7 @@ DEFAULTS = [each(kind=each.__module__.rpartition(".")[2]) for each in all_techni
 @pytest.mark.parametrize(
     "made", [each for each in DEFAULTS if each.effects.eager_only], ids=lambda each: type(each).__name__
 )
-def test_what_needs_eager_ops_is_refused_beside_compile(made: Technique) -> None:
+def test_compile_rejects_techniques_that_need_eager_ops(made: Technique) -> None:
     _, model, optimizer = build(ZOO["tied"])
     axis, _, part = made.slot.partition(".")
     config = execution("blocks", **{axis: {part: {"kind": made.kind}} if part else {"kind": made.kind}})
@@ -175,8 +172,8 @@ def test_what_needs_eager_ops_is_refused_beside_compile(made: Technique) -> None
 
 
 @pytest.mark.slow
-def test_inductor_trains_as_the_plain_model_up_to_rounding() -> None:
-    """`reordered`: fused sums are other sums, and inductor draws dropout's numbers by its own generator."""
+def test_inductor_training_equals_plain_up_to_rounding() -> None:
+    """Inductor fuses sums, and draws dropout masks by its own generator."""
     got, tuned = steps("tied", execution("blocks", "inductor"))
     wanted, _ = steps("tied", None)
     for (loss, gradients), (plain_loss, plain_gradients) in zip(got, wanted, strict=True):
@@ -189,7 +186,7 @@ def test_inductor_trains_as_the_plain_model_up_to_rounding() -> None:
     assert tuned.audit()["execution"]["graphs"] == 1
 
 
-def test_docs_say_what_works_beside_compile() -> None:
+def test_docs_list_techniques_that_work_with_compile() -> None:
     table = re.findall(
         r"^\| (\S+) `(\w+)` \| (.+) \|$", (ROOT / "docs" / "compile.md").read_text(), re.MULTILINE
     )

@@ -57,7 +57,7 @@ def settings_of(name: str, axes: dict[str, Any], *, compiled: bool) -> dict[str,
 def trained(
     path: str, configs: dict[str, dict[str, Any]]
 ) -> dict[str, tuple[list[float], int, dict[str, torch.Tensor]]]:
-    """On a rank: losses, the peak of the steps after the second, and whole weights after the last."""
+    """Return a rank's losses, the peak of the steps after the second, and the full weights after the last."""
     ledger, found = Ledger.open("cpu"), {}
     for name, settings in configs.items():
         gc.collect()
@@ -90,9 +90,7 @@ def predicted_bytes(settings: dict[str, Any]) -> int:
 
 
 def check(cases: dict[str, dict[str, Any]]) -> None:
-    """Raise AssertionError where a compiled run differs from the eager one in a bit, or from its prediction
-    in the peak.
-    """
+    """Check that compiled runs equal eager ones bitwise, and that their peaks equal the predictions."""
     if cpu_allocator.available() is not None:
         pytest.skip(f"no native ledger here: {cpu_allocator.available()}")
     configs = {
@@ -111,14 +109,14 @@ def check(cases: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_compiled_ranks_train_as_eager_ones_and_peak_where_predicted() -> None:
+def test_compiled_ranks_equal_eager_ranks_and_prediction() -> None:
     check(BRIEF)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", LONG)
-def test_compiled_ranks_beside_other_techniques(name: str) -> None:
+def test_compiled_ranks_with_other_techniques(name: str) -> None:
     check({name: LONG[name]})
 
 
@@ -138,7 +136,7 @@ def refused(path: str) -> str:
 
 
 @pytest.mark.slow
-def test_units_inside_one_graph_are_refused() -> None:
+def test_compile_rejects_fsdp_units_in_one_graph() -> None:
     fits = rewriter().candidate(
         Choice.from_document(settings_of("model", BRIEF["blocks · fsdp"], compiled=True))
     )

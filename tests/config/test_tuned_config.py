@@ -57,7 +57,7 @@ predicted: {step_s: 0.5}
 certificate: {confirmed: true}
 made_for: {model: "sha256:ab", parameters: 7, blocks: ["h.{0..3}"], ranks: 2, device: cpu, torch: 2.13.0}
 plan:
-  offload.states: {slots: 2, late: [1]}
+  offload.states: {slots: 2, deferred: [1]}
 study: {name: gpt, trial: 3}
 """
 
@@ -68,7 +68,7 @@ def message(text: str) -> str:
     return str(caught.value)
 
 
-def test_a_whole_config_is_read():
+def test_load_config_reads_all_sections():
     config = load_config(WHOLE)
     assert config.settings.execution == Execution(micro_batch=8, accumulate=4)
     assert config.settings.technique("allocator") == Native(
@@ -76,13 +76,13 @@ def test_a_whole_config_is_read():
     )
     assert config.settings.technique("recompute") == null("recompute")
     assert config.measured["step_s"] == 0.001
-    assert config.plan == {"offload.states": StrongholdPlan(slots=2, late=(1,))}
+    assert config.plan == {"offload.states": StrongholdPlan(slots=2, deferred=(1,))}
     assert config.made_for is not None
     assert config.made_for.torch == "2.13.0"
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan", "said"),
+    ("kind", "plan", "expected"),
     [
         (
             "stronghold",
@@ -96,15 +96,15 @@ def test_a_whole_config_is_read():
         ("none", "{slots: 2}", "offload.states: {kind: none} plans nothing"),
     ],
 )
-def test_malformed_plans_are_refused_with_slot_field_and_value(kind: str, plan: str, said: str):
+def test_malformed_plan_raises_with_slot_field_and_value(kind: str, plan: str, expected: str):
     text = message(f"settings: {{offload: {{states: {{kind: {kind}}}}}}}\nplan:\n  offload.states: {plan}\n")
     assert text.startswith("MT316 ")
     assert ":3" in text.splitlines()[0]
-    assert said in text
+    assert expected in text
     assert "Fix: " in text
 
 
-def test_a_plan_has_the_type_of_which_it_has_most_fields():
+def test_plan_type_is_that_with_most_fields():
     ranks = {"spans": [[0, 1], [1, 2]], "ranks": [0, 1], "first": [], "last": [], "moved_bytes": 0}
     one = {"forward": [[0, 1]], "backward": [[0, 1], [1, 2]], "swapped_bytes": 3}
     for plan in (ranks, one):
@@ -114,7 +114,7 @@ def test_a_plan_has_the_type_of_which_it_has_most_fields():
         assert found["offload.states"].document() == plan
 
 
-def test_what_is_left_out_is_the_null_technique():
+def test_omitted_slots_hold_the_null_technique():
     chosen = load_config("settings: {execution: {}}\n").settings
     assert [chosen.technique(slot) for slot in SLOTS] == [null(slot) for slot in SLOTS]
     assert chosen.execution == Execution()
@@ -128,7 +128,7 @@ def test_dump_is_short_and_reads_back_equal():
     assert "#" in text
 
 
-def test_json_is_yaml():
+def test_load_config_reads_json():
     config = load_config(WHOLE)
     assert load_config(json.dumps(config.document())) == config
     assert load_config(config.document()) == config
@@ -183,7 +183,7 @@ def test_settings_drop_null_techniques():
         ),
     ],
 )
-def test_a_wrong_config_is_explained_with_its_line(text: str, line: int, words: str):
+def test_invalid_config_raises_with_its_line(text: str, line: int, words: str):
     shown = message(text)
     assert f":{line}  " in shown
     assert words in shown
@@ -217,13 +217,13 @@ def test_a_wrong_config_is_explained_with_its_line(text: str, line: int, words: 
     ],
     ids=range(22),
 )
-def test_hostile_yaml_is_refused(text: str, words: str):
+def test_parse_refuses_hostile_yaml(text: str, words: str):
     with pytest.raises(ConfigError, match=r"^MT205 config") as caught:
         parse(text)
     assert words in caught.value.what
 
 
-def test_twenty_levels_are_read():
+def test_parse_reads_twenty_levels():
     assert parse("[" * 20 + "]" * 20).data
 
 
@@ -262,7 +262,7 @@ def test_scalars_follow_yaml_1_2():
         "\U0001f600",
     ],
 )
-def test_text_stays_text(text: str):
+def test_flow_quotes_text_that_reads_as_another_type(text: str):
     assert parse(flow({text: text})).data == {text: text}
 
 
@@ -282,7 +282,7 @@ PLAIN = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(PLAIN)
-def test_what_is_written_reads_back_equal(value: object):
+def test_flow_round_trips_plain_data(value: object):
     assert parse(f"value: {flow(value)}\n").data == {"value": value}
 
 
@@ -333,7 +333,7 @@ def mutated(draw: st.DrawFn) -> str:
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mutated())
-def test_mutated_yaml_is_a_config_or_a_config_error(text: str):
+def test_mutated_yaml_loads_or_raises_config_error(text: str):
     try:
         config = load_config(text + "\n")
     except ConfigError:
@@ -343,19 +343,19 @@ def test_mutated_yaml_is_a_config_or_a_config_error(text: str):
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(["settings", "plan", "made_for", "memtune", "measured"]), PLAIN))
-def test_any_plain_data_is_a_config_or_a_config_error(data: dict[str, object]):
+def test_plain_data_loads_or_raises_config_error(data: dict[str, object]):
     try:
         load_config(data)
     except ConfigError:
         pass
 
 
-def test_what_is_not_plain_data_is_refused():
+def test_load_config_refuses_other_than_plain_data():
     with pytest.raises(ConfigError, match="not plain data"):
         load_config({"settings": {"recompute": object()}})
 
 
-def test_a_missing_file_names_its_neighbours(tmp_path: Path):
+def test_missing_file_error_names_similar_files(tmp_path: Path):
     (tmp_path / "tuned.yaml").write_text(WHOLE)
     with pytest.raises(ConfigError, match=r"no file .*tund\.yaml") as caught:
         load_config(tmp_path / "tund.yaml")
@@ -364,7 +364,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path):
         load_config(tmp_path)
 
 
-def test_save_replaces_whole_files_and_leaves_nothing_behind(tmp_path: Path):
+def test_save_replaces_the_file_and_leaves_no_others(tmp_path: Path):
     config, out = load_config(WHOLE), tmp_path / "tuned.yaml"
     out.write_text("old")
     link = tmp_path / "link.yaml"
@@ -378,7 +378,7 @@ def test_save_replaces_whole_files_and_leaves_nothing_behind(tmp_path: Path):
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
 
 
-def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "tuned.yaml"
     out.write_text("old")
 
@@ -392,12 +392,12 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     assert [each.name for each in tmp_path.iterdir()] == ["tuned.yaml"]
 
 
-def test_saving_into_a_missing_folder_is_explained(tmp_path: Path):
+def test_save_into_a_missing_folder_raises(tmp_path: Path):
     with pytest.raises(EnvironmentFault, match="cannot be written"):
         save(load_config(WHOLE), tmp_path / "missing" / "tuned.yaml")
 
 
-def test_a_config_for_another_model_is_refused():
+def test_config_for_another_model_raises():
     model, other = nn.Linear(3, 4), nn.Linear(3, 5)
     config = TunedConfig(made_for=MadeFor(model=fingerprint(model), parameters=16, ranks=1))
     check_made_for(config, model, 1)
@@ -410,7 +410,7 @@ def test_a_config_for_another_model_is_refused():
         check_made_for(config, model.to(torch.bfloat16), 1)
 
 
-def test_a_config_for_other_ranks_is_refused():
+def test_config_for_other_ranks_raises():
     config = TunedConfig(made_for=MadeFor(ranks=2))
     with pytest.raises(ConfigError, match="2 ranks, here is 1") as caught:
         check_made_for(config, nn.Linear(1, 1), 1)
@@ -425,25 +425,25 @@ PLANNED: dict[str, Plan] = {"recompute": CallsPlan(calls=(OpAddresses(),), block
 
 
 @pytest.mark.parametrize(
-    ("said", "device", "hardware", "torch_version"),
+    ("difference", "device", "hardware", "torch_version"),
     [
         ("torch: 2.13.0+cpu then, 2.11.0 now", "cuda", "h100-80g", "2.11.0"),
         ("hardware: h100-80g then, a10 now", "cuda", "a10", "2.13.0"),
         ("device: cuda then, cpu now", "cpu", "h100-80g", "2.13.0"),
     ],
 )
-def test_a_plan_from_another_machine_is_refused_and_settings_alone_warn(
-    said: str, device: str, hardware: str, torch_version: str
+def test_check_machine_refuses_plans_and_warns_for_settings(
+    difference: str, device: str, hardware: str, torch_version: str
 ):
     with pytest.raises(ConfigError, match="plan of recompute") as caught:
         check_machine(TunedConfig(made_for=HERE, plan=PLANNED), device, hardware, torch_version)
-    assert caught.value.evidence == f"{said}."
+    assert caught.value.evidence == f"{difference}."
     assert caught.value.code == "MT206"
-    with pytest.warns(UserWarning, match=f"tuned elsewhere .{re.escape(said)}"):
+    with pytest.warns(UserWarning, match=f"tuned on another machine .{re.escape(difference)}"):
         check_machine(TunedConfig(made_for=HERE), device, hardware, torch_version)
 
 
-def test_another_build_of_the_same_torch_is_no_other_machine():
+def test_check_machine_ignores_builds_of_torch():
     with warnings.catch_warnings(action="error"):
         check_machine(TunedConfig(made_for=HERE, plan=PLANNED), "cuda", "h100-80g", "2.13.1+cu129")
         check_machine(TunedConfig(plan=PLANNED), "cpu", "cpu", "2.11.0")
@@ -460,12 +460,12 @@ def test_apply_refuses_a_plan_made_with_another_torch():
 EXPANDABLE = Settings.of(Execution(), {"allocator": ExpandableSegments()})
 
 
-def test_environment_is_what_the_techniques_ask_for():
+def test_environment_has_the_techniques_variables():
     assert environment(Settings()) == {}
     assert environment(EXPANDABLE)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_a_missing_variable_is_answered_with_its_export_line(monkeypatch: pytest.MonkeyPatch):
+def test_missing_variable_error_has_the_export_line(monkeypatch: pytest.MonkeyPatch):
     wanted = environment(EXPANDABLE)
     for name in wanted:
         monkeypatch.delenv(name, raising=False)
@@ -479,8 +479,8 @@ def test_a_missing_variable_is_answered_with_its_export_line(monkeypatch: pytest
     check_environment(EXPANDABLE)
 
 
-def test_a_variable_set_after_cuda_started_is_refused(monkeypatch: pytest.MonkeyPatch):
-    # What torch read at its start is what its own getter says; only that CUDA runs is pretended here.
+def test_variable_set_after_cuda_started_raises(monkeypatch: pytest.MonkeyPatch):
+    # torch's getter returns the settings that it read at its start; the test only pretends that CUDA runs.
     for name, value in environment(EXPANDABLE).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -495,6 +495,6 @@ def test_a_variable_set_after_cuda_started_is_refused(monkeypatch: pytest.Monkey
         torch._C._accelerator_setAllocatorSettings(before)
 
 
-def test_an_axis_in_the_wrong_place_is_told_where_it_belongs() -> None:
+def test_misplaced_axis_error_names_its_place() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'sharding'[\s\S]*Fix: settings: \{sharding: …\}"):
         load_config({"sharding": {"states": {"kind": "ddp"}}})

@@ -1,7 +1,4 @@
-"""Models that are built without memory.
-
-The bits of the plain construction, and never more than a rank's shards and a layer.
-"""
+"""Deferred initialization: bitwise equal to plain construction, in memory for a rank's shards and a layer."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-class Kept(dict[str, Tensor]):
-    """Copies of what a construction hands out."""
+class PlacedTensors(dict[str, Tensor]):
+    """Copies of the tensors that a construction passes to `place`."""
 
     def place(self, name: str, whole: Tensor) -> None:
         self[name] = whole.clone()
@@ -40,12 +37,12 @@ class Kept(dict[str, Tensor]):
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "tobf16"])
-def test_values_and_generator_are_those_of_the_plain_construction(name: str) -> None:
+def test_deferred_values_and_generator_equal_plain_construction(name: str) -> None:
     workload = Workload.load(ZOO[name])
     torch.manual_seed(3)
     wanted, after = tensors(workload.build_model()), torch.rand(2)
     torch.manual_seed(3)
-    model, kept = memtune.deferred(workload.build_model), Kept()
+    model, kept = memtune.deferred(workload.build_model), PlacedTensors()
     construction = construction_of(model)
     assert construction is not None
     construction.run(kept.place)
@@ -56,9 +53,8 @@ def test_values_and_generator_are_those_of_the_plain_construction(name: str) -> 
 
 
 class Refilled(nn.Module):
-    """Layers fill their weights, then the model fills them again, as those of transformers do.
-
-    Rows, views and a drop rate.
+    """A model that initializes its layers' weights again, as transformers does, with rows, views and
+    `.item()`.
     """
 
     def __init__(self) -> None:
@@ -81,10 +77,10 @@ class Refilled(nn.Module):
             nn.init.zeros_(module.bias)
 
 
-def test_only_what_is_worked_on_is_whole() -> None:
+def test_run_keeps_only_tensors_in_use() -> None:
     torch.manual_seed(0)
     wanted = tensors(Refilled())
-    ledger, kept = Ledger.open("cpu"), Kept()
+    ledger, kept = Ledger.open("cpu"), PlacedTensors()
     torch.manual_seed(0)
     model = memtune.deferred(Refilled)
     construction = construction_of(model)
@@ -99,9 +95,8 @@ def test_only_what_is_worked_on_is_whole() -> None:
         highest = max(highest, ledger.peak_allocated_bytes(HOST) - before)
 
     construction.run(place)
-    assert (
-        64 * 64 * 4 <= highest <= 6 * 64 * 64 * 4
-    )  # orthogonal_ has its factors beside it; the model is of nine such layers
+    # orthogonal_ also holds its factors; the model has nine such layers.
+    assert 64 * 64 * 4 <= highest <= 6 * 64 * 64 * 4
     torch.manual_seed(0)
     construction.run(kept.place)
     assert all(torch.equal(kept[key], each) for key, each in wanted.items())
@@ -121,7 +116,7 @@ def converted() -> nn.Module:
     return model.to(torch.bfloat16)
 
 
-def test_copies_casts_ties_attributes_files_and_generators_of_ones_own() -> None:
+def test_deferred_supports_copies_casts_ties_attributes_files_and_generators() -> None:
     torch.manual_seed(0)
     plain, after = converted(), torch.rand(1)
     torch.manual_seed(0)
@@ -137,7 +132,7 @@ def test_copies_casts_ties_attributes_files_and_generators_of_ones_own() -> None
     assert model.get_submodule("tied").weight is model.get_submodule("1").weight
 
 
-def test_values_that_are_written_over_later_are_those_of_the_time() -> None:
+def test_deferred_copies_real_tensors_at_recording() -> None:
     def build() -> nn.Module:
         model, row, page = nn.Linear(3, 3), torch.tensor([1.0, 2.0, 3.0]), np.zeros(3, np.float32)
         with torch.no_grad():
@@ -147,15 +142,15 @@ def test_values_that_are_written_over_later_are_those_of_the_time() -> None:
                 row.mul_(10)
         return model
 
-    wanted, kept = tensors(build()), Kept()
+    wanted, kept = tensors(build()), PlacedTensors()
     construction = construction_of(memtune.deferred(build))
     assert construction is not None
     construction.run(kept.place)
     assert torch.equal(kept["weight"], wanted["weight"])
 
 
-def test_what_a_module_moves_goes_to_the_device_and_plain_attributes_stay() -> None:
-    """As `model.to(device)` has it; the device here is one without memory, which every machine has."""
+def test_fill_moves_parameters_and_buffers_only() -> None:
+    """Like `model.to(device)`; the device is the meta device, which every machine has."""
     torch.manual_seed(0)
     plain = converted()
     torch.manual_seed(0)
@@ -167,7 +162,7 @@ def test_what_a_module_moves_goes_to_the_device_and_plain_attributes_stay() -> N
     assert torch.equal(model.made_since, torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_draws_in_between_are_not_taken_back() -> None:
+def test_run_keeps_draws_made_since() -> None:
     torch.manual_seed(0)
     model = memtune.deferred(lambda: nn.Linear(2, 2))
     drawn = torch.rand(1)
@@ -214,26 +209,26 @@ def picks() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("construct", "said"),
+    ("construct", "reason"),
     [
-        (looks, r"a number that aten\.uniform_\.default has drawn"),
-        (lists, r"a number that aten\.uniform_\.default has drawn"),
-        (arrays, r"it fails on tensors without memory: \.numpy\(\)"),
-        (of_values, r"aten\.normal_\.default draws into a tensor that was made of values"),
+        (looks, r"a value that aten\.uniform_\.default has drawn"),
+        (lists, r"a value that aten\.uniform_\.default has drawn"),
+        (arrays, r"it fails on fake tensors: \.numpy\(\)"),
+        (of_values, r"aten\.normal_\.default draws into a tensor with real values"),
         (picks, r"aten\.nonzero\.default needs values"),
     ],
 )
-def test_constructions_that_cannot_be_put_off_are_refused_by_name(construct: Any, said: str) -> None:
-    with pytest.raises(ApplyError, match=said):
+def test_deferred_rejects_construction_with_op(construct: Any, reason: str) -> None:
+    with pytest.raises(ApplyError, match=reason):
         memtune.deferred(construct)
 
 
-def test_models_changed_since_or_of_unknown_values_are_refused() -> None:
+def test_apply_rejects_changed_or_unknown_meta_models() -> None:
     model = memtune.deferred(lambda: nn.Linear(2, 2)).to(torch.bfloat16)
     with pytest.raises(ApplyError, match=r"weight was changed after memtune\.deferred"):
         apply(model, torch.optim.SGD(model.parameters(), lr=1.0), {"settings": {}})
     bare = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ApplyError, match="weight is on the meta device, and nothing is known of its values"):
+    with pytest.raises(ApplyError, match="weight is on the meta device, and its values are unknown"):
         apply(bare, torch.optim.SGD(bare.parameters(), lr=1.0), {"settings": {}})
 
 
@@ -254,9 +249,7 @@ Document = dict[str, Any]
 
 
 def steps(path: Path, document: Document, put_off: bool) -> dict[str, Any]:
-    """Weights and losses of three steps, and the device bytes that building and applying needed at most and
-    leave.
-    """
+    """Return weights and losses of three steps, and peak and final device bytes of building and applying."""
     workload, ledger = Workload.load(path), Ledger.open("cpu")
     gc.collect()
     before = ledger.live_bytes()
@@ -300,13 +293,13 @@ def assert_alike(path: Path, ranks: int, documents: dict[str, Document]) -> None
                 assert plain["peak"] > plain["whole"]
 
 
-def test_two_ranks_build_shards_and_train_to_the_bit_as_if_built_whole() -> None:
+def test_fill_shards_on_two_ranks_trains_bitwise_equal() -> None:
     assert_alike(ZOO["gpt"], 2, {"zero3": {"settings": {"sharding": STATES["zero3"]}}})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "tied", "lstm", "lora"])
-def test_every_state_that_divides_parameters(name: str) -> None:
+def test_deferred_with_each_sharded_state(name: str) -> None:
     assert_alike(ZOO[name], 4, {states: {"settings": {"sharding": each}} for states, each in STATES.items()})
 
 
@@ -317,32 +310,32 @@ def shared(kind: str, ranks: int, states: str = "", **knobs: Any) -> Document:
     return model_parallel_runs.config(kind, ranks, beside, **knobs)
 
 
-def test_two_ranks_build_the_parts_that_they_have() -> None:
-    """Also of a weight that two layers share."""
+def test_keep_only_on_two_ranks_trains_bitwise_equal() -> None:
+    """Includes a weight that two layers share."""
     assert_alike(model_parallel_runs.SEPARATE, 2, {"rtp": shared("rtp", 2)})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "rtp", "head_context"])
-def test_parts_that_ranks_share_and_their_rows(kind: str) -> None:
+def test_keep_only_with_sharded_pieces(kind: str) -> None:
     alone = (
         {kind: shared(kind, 4)} if kind == "rtp" else {}
-    )  # the others leave the embedding whole, half of this model
+    )  # the others replicate the embedding, half of this model
     divided = {f"{states} {kind}": shared(kind, 4, states, degree=2) for states in ("zero3", "fsdp")}
     assert_alike(model_parallel_runs.SEPARATE, 4, alone | divided)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_stages(ranks: int) -> None:
+def test_deferred_with_pipeline_stages(ranks: int) -> None:
     chain = model_parallel_runs.MODELS / "chain.py"
     assert_alike(chain, ranks, {"pipeline": model_parallel_runs.config("pipeline", ranks, path=chain)})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", ["zero3", "fsdp"])
-def test_stages_whose_weights_are_divided(states: str) -> None:
-    """The placeholder of other stages' weights is no shard of FSDP2's, and stays a parameter."""
+def test_deferred_with_sharded_pipeline_stages(states: str) -> None:
+    """The placeholder of other stages' weights is no FSDP2 shard, and remains a parameter."""
     chain, knobs = model_parallel_runs.MODELS / "chain.py", {"degree": 2}
     divided = {"sharding": {"parallel": {"kind": "pipeline", **knobs}, "states": {"kind": states}}}
     assert_alike(
@@ -362,6 +355,6 @@ def refused(path: Path) -> str:
     return str(error.value)
 
 
-def test_ranks_that_start_from_other_random_numbers_are_refused() -> None:
+def test_apply_rejects_different_generator_states() -> None:
     for said in run_ranks(refused, 2, ZOO["gpt"]):
         assert "random numbers at the model's construction" in said

@@ -1,4 +1,4 @@
-"""Real processes: every test runs `rank.py` below a shim and looks at what is left afterwards."""
+"""Real processes: every test runs `rank.py` below a supervisor and checks which processes are left."""
 
 from __future__ import annotations
 

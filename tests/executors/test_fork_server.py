@@ -37,7 +37,7 @@ def run(ground, server, do, **options):
     return result
 
 
-def test_ranks_are_forked_with_their_own_environment(ground, server):
+def test_fork_server_gives_ranks_their_environment(ground, server):
     first, second = run(ground, server, "well", ranks=2), run(ground, server, "well", number=2, ranks=2)
     assert (first.status, second.status) == ("ok", "ok")
     assert first.audit["omp"] == "1"
@@ -62,7 +62,7 @@ def test_ranks_are_forked_with_their_own_environment(ground, server):
         ("stubborn", "timeout", "after its 2 s", ""),
     ],
 )
-def test_ends_as_if_executed(ground, server, monkeypatch, do, status, says, log):
+def test_forked_ranks_end_like_executed_ones(ground, server, monkeypatch, do, status, says, log):
     monkeypatch.setattr("memtune.executors.monitor.GRACE_S", 0.5)
     hangs = status == "timeout"
     result = run(
@@ -73,7 +73,7 @@ def test_ends_as_if_executed(ground, server, monkeypatch, do, status, says, log)
     assert log in result.log_tail
 
 
-def test_what_a_rank_leaves_behind_is_killed_and_reported(ground, server):
+def test_forked_rank_leftovers_are_killed_and_reported(ground, server):
     result = run(ground, server, "daemon_then_well")
     assert result.status == "ok"
     assert result.audit["killed_leftovers"] == [f"{Path(sys.executable).name} (pid {ground.pid('daemon')})"]
@@ -89,13 +89,13 @@ def killed_meanwhile(ground, server, do, kill, **options):
     return results[0]
 
 
-def test_a_killed_rank_is_tried_once_more(ground, server):
+def test_killed_forked_rank_is_repeated_once(ground, server):
     result = killed_meanwhile(ground, server, "lost_once", lambda pid: os.kill(pid, signal.SIGKILL))
     assert (result.status, result.retried) == ("ok", True)
 
 
 @pytest.mark.parametrize("do", ["daemon_then_sleep", "forked_daemon_then_sleep"])
-def test_a_killed_shim_takes_all_with_it_and_leaves_no_daemon(ground, server, do):
+def test_killed_forked_supervisor_leaves_no_process(ground, server, do):
     killed = killed_meanwhile(
         ground, server, do, lambda pid: psutil.Process(pid).parent().kill(), deadline_s=2.0
     )
@@ -103,7 +103,7 @@ def test_a_killed_shim_takes_all_with_it_and_leaves_no_daemon(ground, server, do
     assert not ground.alive(ground.pid("daemon"))
 
 
-def test_a_killed_server_is_replaced(ground, server):
+def test_killed_fork_server_is_replaced(ground, server):
     before = []
 
     def kill(pid):
@@ -115,7 +115,7 @@ def test_a_killed_server_is_replaced(ground, server):
     assert server.pid not in (None, *before)
 
 
-def test_what_cannot_be_forked_is_executed(ground, server, monkeypatch):
+def test_fork_server_declines_ranks_that_must_be_executed(ground, server, monkeypatch):
     run(ground, server, "well")
     started = []
     monkeypatch.setattr(
@@ -127,12 +127,12 @@ def test_what_cannot_be_forked_is_executed(ground, server, monkeypatch):
     ] == ["ok", "ok"]
     assert len(started) == 1
     env = dict(os.environ)
-    assert server.shim((sys.executable, "-P", "rank.py"), env) is None
-    assert server.shim(MODULE, {**env, "OMP_NUM_THREADS": "7"}) is None
+    assert server.fork_supervisor((sys.executable, "-P", "rank.py"), env) is None
+    assert server.fork_supervisor(MODULE, {**env, "OMP_NUM_THREADS": "7"}) is None
     assert module_of(WORKER) == "memtune.executors.worker"
 
 
-def test_a_server_that_cannot_start_costs_nothing_but_time(ground, monkeypatch):
+def test_failed_fork_server_falls_back_to_execution(ground, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "processes"))
     with ForkServer(preload="no_such_module") as server:
         for number in range(3):
@@ -145,16 +145,16 @@ def test_a_server_that_cannot_start_costs_nothing_but_time(ground, monkeypatch):
         assert server.pid is None
 
 
-def test_closing_leaves_no_process(ground, server):
+def test_fork_server_close_leaves_no_process(ground, server):
     run(ground, server, "well")
     pid = server.pid
     server.close()
     assert not psutil.pid_exists(pid)
-    assert server.shim(MODULE, dict(os.environ)) is None
+    assert server.fork_supervisor(MODULE, dict(os.environ)) is None
 
 
 @pytest.mark.slow
-def test_real_trials_give_the_same_numbers(ground, tmp_path):
+def test_forked_trials_equal_executed_trials(ground, tmp_path):
     def results(close: bool) -> list[TrialResult]:
         executor = LocalExecutor(1, log_dir=tmp_path)
         if close:

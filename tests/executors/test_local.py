@@ -47,7 +47,7 @@ def executor(ground):
     executor.close()
 
 
-def test_trials_run_side_by_side_and_in_turn(ground, executor):
+def test_local_trials_run_concurrently_up_to_slots(ground, executor):
     as_executor: Executor = executor
     for number in range(4):
         as_executor.submit(ground.trial("exit_three" if number == 2 else "well", number=number))
@@ -55,7 +55,7 @@ def test_trials_run_side_by_side_and_in_turn(ground, executor):
     assert list(executor.wait(0.01)) == []
 
 
-def test_cancel_ends_the_processes_and_yields_nothing(ground, executor):
+def test_cancel_ends_processes_and_yields_nothing(ground, executor):
     executor.submit(ground.trial("sleep_long", number=1))
     pid = ground.pid("rank-0")
     executor.submit(ground.trial("well", number=2))
@@ -64,7 +64,7 @@ def test_cancel_ends_the_processes_and_yields_nothing(ground, executor):
     assert [result.number for result in finish(executor)] == [2]
 
 
-def test_cancel_before_the_start(ground):
+def test_cancel_before_start(ground):
     executor = LocalExecutor(1, log_dir=ground.logs, command=ground.command)
     executor.submit(ground.trial("sleep_long", number=1))
     executor.submit(ground.trial("well", number=2))
@@ -79,7 +79,7 @@ def test_cancel_before_the_start(ground):
         executor.submit(ground.trial("well", number=3))
 
 
-def test_slots_share_the_gpus(ground):
+def test_local_slots_share_gpus(ground):
     executor = LocalExecutor(2, log_dir=ground.logs, command=ground.command, gpus=("0", "1", "2", "3"))
     executor.submit(ground.trial("well", ranks=3).model_copy(update={"device": "cuda"}))
     [result] = finish(executor)
@@ -87,7 +87,7 @@ def test_slots_share_the_gpus(ground):
     assert (result.status, result.reason) == ("unfit", "needs 3 GPUs; each of the 2 slots has 2")
 
 
-def test_unwritable_log_folder_is_found_at_once(ground):
+def test_local_executor_refuses_unwritable_log_folder(ground):
     (ground.path / "file").touch()
     with pytest.raises(EnvironmentFault, match="Logs cannot be written"):
         LocalExecutor(log_dir=ground.path / "file" / "logs")
@@ -99,12 +99,12 @@ def drive(ground):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, *arguments], stdin=subprocess.PIPE, text=True)
     for name in ("daemon", "rank-0", "rank-1"):
         ground.pid(name)
-    assert len(ground.left()) >= 6  # the driver, two shims, three ranks, a daemon
+    assert len(ground.left()) >= 6  # the driver, two supervisors, three ranks, a daemon
     return driver
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_outlives_a_killed_driver(ground, number):
+def test_local_processes_end_with_killed_driver(ground, number):
     driver = drive(ground)
     driver.send_signal(number)
     driver.wait(60)
@@ -112,13 +112,13 @@ def test_nothing_outlives_a_killed_driver(ground, number):
     assert not list(Path(ground.path).glob("memtune-*"))
 
 
-def test_no_rank_outlives_driver_and_shims(ground):
+def test_local_ranks_end_with_killed_driver_and_supervisors(ground):
     driver = drive(ground)
     ranks = [ground.pid(name) for name in ("rank-0", "rank-1")]
-    shims = {psutil.Process(rank).parent() for rank in ranks}
+    supervisors = {psutil.Process(rank).parent() for rank in ranks}
     driver.send_signal(signal.SIGSTOP)
-    for shim in shims:
-        shim.kill()
+    for supervisor in supervisors:
+        supervisor.kill()
     driver.kill()
     driver.wait()
     ground.until(lambda: not any(map(ground.alive, ranks)), 10)
@@ -126,7 +126,7 @@ def test_no_rank_outlives_driver_and_shims(ground):
     ground.until(lambda: not ground.left())
 
 
-def test_nothing_outlives_a_driver_that_forgets_to_close(ground):
+def test_local_processes_end_without_close(ground):
     driver = drive(ground)
     driver.communicate("raise\n")
     assert driver.returncode == 7

@@ -32,12 +32,12 @@ from memtune.executors.supervisor import free_memory, oom_kills
         (1, False, "ended with exit code 1 before its result: nothing was printed", False),
     ],
 )
-def test_ends(code, host_oom, reason, lost):
+def test_failure_of_end_by_exit_code_and_signal(code, host_oom, reason, lost):
     failure = failure_of_end(RankExit(0, code, host_oom=host_oom))
     assert (failure.reason, failure.lost) == (reason, lost)
 
 
-def test_echoes_do_not_hide_the_cause():
+def test_root_failure_ignores_consequences():
     echo, second, cause = (
         Failure(0, "crash", "peer gone"),
         Failure(2, "crash", "too"),
@@ -47,7 +47,7 @@ def test_echoes_do_not_hide_the_cause():
     assert root_failure([echo, second]) is echo
 
 
-def test_throughput_counts_all_ranks():
+def test_merge_throughput_counts_all_ranks():
     trial = Trial(number=1, workload="m.py", config={}, ranks=2, global_batch=8)
     records = {rank: RankRecord(status="ok", step_s_all=[1.0, 2.0 + rank, 3.0]) for rank in range(2)}
     assert merge(trial, records, 1.0).samples_per_s == pytest.approx(8 / 3)
@@ -56,7 +56,7 @@ def test_throughput_counts_all_ranks():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_code_of_an_error_is_kept_however_many_ranks(ranks):
+def test_merge_keeps_error_code_of_any_rank(ranks):
     record = RankRecord(status="unfit", reason="MT366 The host has too little memory", code="MT366")
     failure = failure_of_record(1, record)
     assert failure is not None
@@ -66,7 +66,7 @@ def test_the_code_of_an_error_is_kept_however_many_ranks(ranks):
     )
 
 
-def test_refusals_are_told_apart_by_code_and_place_and_never_by_numbers():
+def test_refusal_key_has_code_and_place_without_numbers():
     def refusal(reason, code, place="memtune.activations.recompute.activation_table:295", status="unfit"):
         record = RankRecord(status=status, reason=reason, code=code, raised_at=place)
         failure = failure_of_record(1, record)
@@ -82,6 +82,6 @@ def test_refusals_are_told_apart_by_code_and_place_and_never_by_numbers():
     assert refusal("MT309 saved 12 tensors", "MT309", status="crash") is None
 
 
-def test_memory_of_the_host_is_read():
+def test_free_memory_is_read():
     assert 0 < free_memory() <= 1
     assert oom_kills() >= 0

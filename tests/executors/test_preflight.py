@@ -45,7 +45,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_good_file_is_reported():
+def test_probe_reports_usable_file():
     report = probe(ZOO / "cnn_bn.py", batches=True)
     assert report.path == ZOO / "cnn_bn.py"
     assert report.functions == ("model", "batch", "loss", "optimizer")
@@ -53,7 +53,7 @@ def test_a_good_file_is_reported():
     assert report.imports_torch
 
 
-def test_a_look_begins_before_its_report_is_asked_for_and_ends_with_its_context(tmp_path):
+def test_probing_starts_early_and_ends_with_context(tmp_path):
     path = written(tmp_path, f"open({str(tmp_path / 'begun')!r}, 'w')\nimport time\ntime.sleep(600)\n{PLAIN}")
     with probing(path) as begun:
         until = time.monotonic() + 60
@@ -65,18 +65,18 @@ def test_a_look_begins_before_its_report_is_asked_for_and_ends_with_its_context(
     assert begun.child.returncode == -signal.SIGKILL
 
 
-def test_torch_is_loaded_only_if_the_file_loads_it(tmp_path):
+def test_probe_loads_torch_only_if_file_does(tmp_path):
     report = probe(written(tmp_path, f"print('hello')\n{PLAIN}"))
     assert not report.imports_torch
     assert report.output == "hello\n"
     assert report.global_batch == 6
 
 
-def test_a_name_in_the_file_is_passed_on(tmp_path):
+def test_probe_passes_name_in_file(tmp_path):
     assert message(f"{written(tmp_path, PLAIN)}:task").code == "MT111"
 
 
-def test_training_on_import_ends_at_the_deadline():
+def test_probe_ends_training_on_import_at_deadline():
     error = message(BAD / "trains.py", 1.0)
     assert error.code == "MT103"
     assert "still running after 1 s, line" in error.what
@@ -94,24 +94,24 @@ def test_training_on_import_ends_at_the_deadline():
         ("no_model", "MT101", ["no model()"]),
     ],
 )
-def test_each_bad_file_has_its_message(stem, code, words):
+def test_probe_message_of_each_bad_file(stem, code, words):
     error = message(BAD / f"{stem}.py")
     assert error.code == code
     assert [word for word in words if word not in str(error)] == []
 
 
-def test_batches_are_checked_on_request():
+def test_probe_checks_batches_on_request():
     assert probe(BAD / "batch_ignores_size.py").functions == ("model", "batch", "loss")
     assert message(BAD / "batch_ignores_size.py", batches=True).code == "MT117"
 
 
-def test_a_killed_child_is_taken_for_out_of_memory(tmp_path):
+def test_probe_reports_killed_child_as_out_of_memory(tmp_path):
     error = message(written(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"))
     assert "SIGKILL" in error.what
     assert "out of memory" in error.fix
 
 
-def test_a_file_that_ignores_every_signal_and_closes_every_descriptor_still_ends(tmp_path):
+def test_probe_ends_file_that_ignores_signals(tmp_path):
     text = """
 import os, signal, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -123,7 +123,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("ending", ["time.sleep(600)", "os._exit(0)", "os.abort()", PLAIN])
-def test_grandchildren_are_gone_too(tmp_path, ending):
+def test_probe_kills_grandchildren(tmp_path, ending):
     pid_file = tmp_path / "pid"
     text = f"""
 import os, subprocess, time
@@ -147,7 +147,7 @@ Path({str(pid_file)!r}).write_text(f"{{os.getpid()}} {{forked}} {{started.pid}}"
     assert [pid for pid in pids if alive(pid)] == []
 
 
-def test_no_descriptor_is_left_open():
+def test_probe_leaves_no_descriptor_open():
     before = set(os.listdir("/proc/self/fd"))
     probe(BAD / "shapes.py")
     message(BAD / "exits_hard.py")
@@ -155,7 +155,7 @@ def test_no_descriptor_is_left_open():
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_file_that_prints_without_end_is_quoted_by_its_last_line(tmp_path):
+def test_probe_quotes_last_line_of_endless_output(tmp_path):
     error = message(
         written(
             tmp_path, "for i in range(200_000): print('x' * 20)\nprint('the end')\nraise SystemExit('stop')"

@@ -53,7 +53,7 @@ def shim_of(rank_pid):
     return psutil.Process(rank_pid).parent()
 
 
-def test_good_records_are_merged(ground):
+def test_rank_group_merges_records(ground):
     result, seen = run(ground, "well", ranks=2)
     assert (result.status, result.reason, result.retried) == ("ok", "", False)
     assert result.peak_allocated_bytes == 101
@@ -68,12 +68,12 @@ def test_good_records_are_merged(ground):
     assert seen[-1].device_bytes == 123
 
 
-def test_threads_asked_for_by_the_user_stay(ground, monkeypatch):
+def test_rank_env_keeps_users_thread_count(ground, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert run(ground, "well")[0].audit["omp"] == "7"
 
 
-def test_segfault_names_the_signal_and_keeps_the_stack(ground):
+def test_segfault_result_has_signal_and_stack(ground):
     result, _ = run(ground, "segfault", ranks=2, on=1)
     assert (result.status, result.reason) == ("crash", "rank 1 was ended by SIGSEGV")
     assert "about to read address 0" in result.log_tail
@@ -81,20 +81,20 @@ def test_segfault_names_the_signal_and_keeps_the_stack(ground):
     assert not result.retried
 
 
-def test_exit_code_comes_with_the_last_words(ground):
+def test_exit_result_has_code_and_last_line(ground):
     result, _ = run(ground, "exit_three")
     assert result.status == "crash"
     assert result.reason == "rank 0 ended with exit code 3 before its result: no licence server found"
 
 
-def test_leaving_without_a_result_is_a_crash(ground):
+def test_exit_without_result_is_a_crash(ground):
     result, _ = run(ground, "exit_zero")
     assert result.status == "crash"
     assert "exit code 0" in result.reason
     assert "all done, bye" in result.reason
 
 
-def test_first_failing_rank_is_the_error_and_ends_the_others(ground):
+def test_first_failed_rank_is_reported_and_ends_others(ground):
     result, _ = run(ground, "gloo_raise", ranks=2, **{"else": "gloo_raise", "on": 1})
     assert result.status == "crash"
     assert result.reason.startswith("rank 1 ")
@@ -102,24 +102,24 @@ def test_first_failing_rank_is_the_error_and_ends_the_others(ground):
     assert 'rank.py", line' in result.log_tail
 
 
-def test_out_of_memory_on_one_rank_is_the_result(ground):
+def test_oom_on_one_rank_is_the_result(ground):
     result, _ = run(ground, "out_of_memory", ranks=2, on=1)
     assert (result.status, result.reason) == ("oom", "rank 1: asked for 5 GiB")
     assert result.peak_allocated_bytes == 77
 
 
-def test_a_record_that_is_none_is_a_crash(ground):
+def test_malformed_record_is_a_crash(ground):
     result, _ = run(ground, "malformed")
     assert result.status == "crash"
     assert "status" in result.reason
 
 
-def test_collectives_meet_in_a_file(ground):
+def test_ranks_rendezvous_through_file(ground):
     result, _ = run(ground, "gloo_sum", ranks=2)
     assert (result.status, result.losses) == ("ok", [12.0])
 
 
-def test_environment_of_a_rank(ground, monkeypatch):
+def test_rank_env_contents(ground, monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     trial = ground.trial("well", ranks=4).model_copy(
@@ -149,7 +149,7 @@ def test_environment_of_a_rank(ground, monkeypatch):
     assert "GLOO_SOCKET_IFNAME" not in there
 
 
-def test_ranks_listen_on_the_loopback_only(ground, meanwhile):
+def test_ranks_listen_on_loopback_only(ground, meanwhile):
     cancelled = threading.Event()
     trial = ground.trial("gloo_sum", ranks=2, skip=1)
     result = meanwhile(lambda: run_group(trial, ground.command, log_dir=ground.logs, cancelled=cancelled))
@@ -166,7 +166,7 @@ def test_ranks_listen_on_the_loopback_only(ground, meanwhile):
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("skip", [0, 1])
-def test_silence_after_steps_is_a_hang_and_names_who_stopped_first(ground, skip):
+def test_silence_is_a_hang_and_names_first_silent_rank(ground, skip):
     """Rank 1 always says its last after rank 0; the stacks tell who waits for whom."""
     result, _ = run(ground, "gloo_sum", ranks=2, skip=skip, silence_s=2.0)
     assert result.status == "timeout"
@@ -174,38 +174,38 @@ def test_silence_after_steps_is_a_hang_and_names_who_stopped_first(ground, skip)
     assert "in sleep_long" in result.log_tail, "the stack says where it hangs"
 
 
-def test_hang_ends_at_the_deadline_with_stacks(ground):
+def test_hang_ends_at_deadline_with_stacks(ground):
     result, _ = run(ground, "hang_in_wonderland", deadline_s=4)
     assert result.status == "timeout"
     assert "'step 2/9'" in result.reason
     assert "in hang_in_wonderland" in result.log_tail
 
 
-def test_a_stopped_process_is_ended_too(ground):
+def test_stopped_process_is_ended(ground):
     result, _ = run(ground, "stopped", deadline_s=4)
     assert result.status == "timeout"
     assert "in stopped" in result.log_tail
 
 
-def test_a_child_deaf_to_term_is_killed(ground, monkeypatch):
+def test_child_that_ignores_sigterm_is_killed(ground, monkeypatch):
     monkeypatch.setattr("memtune.executors.monitor.GRACE_S", 0.5)
     assert run(ground, "stubborn", deadline_s=1.0)[0].status == "timeout"
     assert not psutil.pid_exists(ground.pid("stubborn"))
 
 
-def test_daemon_left_behind_is_killed_and_reported(ground):
+def test_leftover_daemon_is_killed_and_reported(ground):
     result, _ = run(ground, "daemon_then_well")
     assert result.status == "ok"
     assert result.audit["killed_leftovers"] == [f"{Path(sys.executable).name} (pid {ground.pid('daemon')})"]
 
 
-def test_flood_of_output_blocks_nothing(ground):
+def test_flood_of_output_does_not_block(ground):
     result, _ = run(ground, "flood", ranks=2)
     assert result.status == "ok"
     assert log_path(ground.logs, 1, 1).stat().st_size > 8e6
 
 
-def test_log_is_cut_while_it_grows(ground, monkeypatch):
+def test_log_is_truncated_while_it_grows(ground, monkeypatch):
     monkeypatch.setattr("memtune.executors.supervisor.LOG_LIMIT_BYTES", 0)
     from memtune.executors.supervisor import trim
 
@@ -221,12 +221,12 @@ def test_log_is_cut_while_it_grows(ground, monkeypatch):
 
 
 @pytest.mark.parametrize("do", ["well_then_crash", "well_then_hang"])
-def test_a_result_holds_whatever_happens_after_it(ground, do, monkeypatch):
+def test_result_is_kept_after_later_failure(ground, do, monkeypatch):
     monkeypatch.setattr("memtune.executors.monitor.EXIT_S", 0.5)
     assert run(ground, do, ranks=2)[0].status == "ok"
 
 
-def test_rank_killed_from_outside_is_tried_once_more(ground, meanwhile):
+def test_rank_killed_from_outside_is_repeated_once(ground, meanwhile):
     result = meanwhile(partial(run, ground, "lost_once", ranks=2))
     ground.pid("rank-0")
     os.kill(ground.pid("rank-1"), signal.SIGKILL)
@@ -234,7 +234,7 @@ def test_rank_killed_from_outside_is_tried_once_more(ground, meanwhile):
     assert result()[0].retried
 
 
-def test_killed_twice_is_a_crash(ground, meanwhile):
+def test_rank_killed_twice_is_a_crash(ground, meanwhile):
     result = meanwhile(partial(run, ground, "sleep_long"))
     for _ in range(2):
         pid = ground.pid("rank-0")
@@ -245,7 +245,7 @@ def test_killed_twice_is_a_crash(ground, meanwhile):
     assert result.reason == "rank 0 was ended from outside (SIGKILL)"
 
 
-def test_shim_killed_takes_all_ranks_with_it(ground, meanwhile):
+def test_killed_supervisor_ends_all_ranks(ground, meanwhile):
     result = meanwhile(partial(run, ground, "lost_once", ranks=2))
     ground.pid("rank-0")
     shim_of(ground.pid("rank-1")).kill()
@@ -253,7 +253,7 @@ def test_shim_killed_takes_all_ranks_with_it(ground, meanwhile):
     assert result()[0].retried
 
 
-def test_shim_killed_leaves_no_daemon(ground, meanwhile):
+def test_killed_supervisor_leaves_no_daemon(ground, meanwhile):
     result = meanwhile(partial(run, ground, "daemon_then_sleep", deadline_s=3.0))
     ground.pid("daemon")
     shim_of(ground.pid("rank-0")).kill()
@@ -261,7 +261,7 @@ def test_shim_killed_leaves_no_daemon(ground, meanwhile):
     assert ground.left() == []
 
 
-def test_a_killed_rank_is_told_apart_from_its_echoes(ground, meanwhile):
+def test_killed_rank_is_distinguished_from_consequences(ground, meanwhile):
     """Rank 0 fails because rank 1 has vanished; rank 1 is the one to name, and the trial is worth another
     try.
     """
@@ -274,7 +274,7 @@ def test_a_killed_rank_is_told_apart_from_its_echoes(ground, meanwhile):
     assert result()[0].retried
 
 
-def test_cancelled_from_another_thread(ground, meanwhile):
+def test_rank_group_can_be_cancelled_from_another_thread(ground, meanwhile):
     cancelled = threading.Event()
     trial = ground.trial("sleep_long", ranks=2)
     result = meanwhile(lambda: run_group(trial, ground.command, log_dir=ground.logs, cancelled=cancelled))
@@ -283,7 +283,7 @@ def test_cancelled_from_another_thread(ground, meanwhile):
     assert result() is None
 
 
-def test_a_command_that_does_not_exist_is_a_crash(ground):
+def test_nonexistent_command_is_a_crash(ground):
     result = run_group(ground.trial("well"), ("/nowhere/python",), log_dir=ground.logs)
     assert result.status == "crash"
     assert "cannot start /nowhere/python" in result.reason
@@ -306,7 +306,7 @@ def drives(ground, monkeypatch):
     assert [list(each.iterdir()) for each in found] == [[users_own], []]
 
 
-def test_nothing_that_ranks_put_on_drives_is_left(ground, drives):
+def test_ssd_files_of_ranks_are_deleted(ground, drives):
     result, _ = run(ground, "on_drives", ranks=2)
     used = [Path(each) for each in result.audit["drives"].split(":")]
     assert [each.parent for each in used] == drives, (
@@ -314,7 +314,7 @@ def test_nothing_that_ranks_put_on_drives_is_left(ground, drives):
     )
 
 
-def test_nothing_is_left_on_drives_where_ranks_and_what_watches_them_are_killed(ground, drives, meanwhile):
+def test_ssd_files_are_deleted_if_ranks_and_supervisor_are_killed(ground, drives, meanwhile):
     result = meanwhile(lambda: run(ground, "on_drives", hang=True))
     pid = ground.pid("rank-0")
     shim_of(pid).kill()

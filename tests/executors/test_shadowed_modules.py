@@ -68,7 +68,7 @@ def shadows(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_local_trial(shadows, tmp_path):
+def test_local_trial_ignores_shadowing_modules(shadows, tmp_path):
     executor = LocalExecutor(log_dir=tmp_path / "logs")
     executor.submit(Trial(number=0, workload="model.py", config={"settings": {}}, steps=1, global_batch=4))
     results = []
@@ -78,7 +78,7 @@ def test_a_local_trial(shadows, tmp_path):
     assert (results[0].status, results[0].reason) == ("ok", ""), results[0].log_tail
 
 
-def test_the_look_at_the_file(shadows):
+def test_probe_ignores_shadowing_modules(shadows):
     from memtune.executors.preflight import probe
 
     assert probe("model.py").imports_torch
@@ -86,7 +86,7 @@ def test_the_look_at_the_file(shadows):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_ray_and_its_workers(shadows, ground):
+def test_ray_workers_ignore_shadowing_modules(shadows, ground):
     command = [
         sys.executable,
         "-P",

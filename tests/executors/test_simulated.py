@@ -10,7 +10,7 @@ def trial(number):
     return Trial(number=number, workload="m.py", config={})
 
 
-def test_answers_in_order_and_forgets_the_cancelled():
+def test_simulated_executor_answers_in_order_without_cancelled():
     executor: Executor = SimulatedExecutor(
         lambda each: TrialResult(number=each.number, status="ok", step_s=each.number / 2)
     )

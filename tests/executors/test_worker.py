@@ -39,7 +39,7 @@ def plain() -> TrialResult:
     ],
     ids=str,
 )
-def test_gradients_that_leave_early_are_told_of(plain: TrialResult, settings: dict[str, Any]) -> None:
+def test_worker_reports_gradients_freed_in_backward(plain: TrialResult, settings: dict[str, Any]) -> None:
     found = trial(settings)
     assert found.status == "ok", found.log_tail
     assert found.losses[0] == plain.losses[0]
@@ -48,7 +48,7 @@ def test_gradients_that_leave_early_are_told_of(plain: TrialResult, settings: di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["harmony", "mobius", "angel_ptm", "patrickstar"])
-def test_gradients_of_host_weights_are_told_of(kind: str) -> None:
+def test_worker_reports_gradients_of_host_weights(kind: str) -> None:
     """Those that are used in backward, and those that wait on the host for the step."""
     with_plan = config(find("offload.states", kind)(kind=kind), 2).document()
     found, plain = (
@@ -80,7 +80,7 @@ LARGE_BYTES = 16 * 4 * (2 * 64 * 512 + 512 + 64)
 
 
 @pytest.mark.slow
-def test_a_model_larger_than_the_budget_is_built_in_shards(tmp_path: Path) -> None:
+def test_worker_builds_large_model_in_shards(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text(LARGE)
     document = {"settings": {"execution": {"micro_batch": 2}, "sharding": {"states": {"kind": "zero3"}}}}
     each: dict[str, Any] = {"executor": "local", "ranks": 4, "steps": 1, "warmup_steps": 1}

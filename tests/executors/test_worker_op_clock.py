@@ -10,7 +10,7 @@ from memtune.executors.local import LocalExecutor
 
 
 @pytest.mark.slow
-def test_two_ranks_tell_of_their_ops() -> None:
+def test_worker_reports_op_times_of_rank_0() -> None:
     settings = {"execution": {"micro_batch": 2}, "sharding": {"states": {"kind": "fsdp", "degree": 2}}}
     executor = LocalExecutor(1)
     try:

@@ -1,4 +1,4 @@
-"""Collectives by algorithm, worked out by hand: n ranks, g on a node, k nodes, S bytes."""
+"""Times of collectives by algorithm against formulas: n ranks, g on a node, k nodes, S bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def seconds(
             2 * ((1 / 2 * S / 4 / 1e8 + 1e-2) + (3 / 4 * S / 1e9 + 3e-3)),
         ),
         ("memtune.all_gather_hierarchical_.default", 4, 3 / 4 * S / 1e9 + 3e-3),
-        # S/8 to each of 4 ranks on the other node; the 3 on this one meanwhile.
+        # S/8 to each of 4 ranks on the other node, overlapped with the 3 on this one.
         ("memtune.all_to_all_.default", 8, 4 * (S / 8 / 1e8 + 1e-2)),
         ("memtune.all_to_all_.default", 4, 3 * (S / 4 / 1e9 + 1e-3)),
         ("memtune.send.default", 2, S / 1e9 + 1e-3),
@@ -59,27 +59,27 @@ def seconds(
         ),  # one step, however many ranks are in the ring
     ],
 )
-def test_by_hand(name: str, ranks: int, expected: float) -> None:
+def test_collective_s_equals_formulas(name: str, ranks: int, expected: float) -> None:
     assert seconds(name, ranks) == pytest.approx(expected)
 
 
-def test_over_the_network_only() -> None:
+def test_collective_s_over_network_only() -> None:
     assert seconds("memtune.all_reduce_.default", 4, Resource.INTER_LINK) == pytest.approx(
         2 * (3 / 4 * S / 1e8 + 3e-2)
     )
-    # One rank of each node: nobody is near, however many devices a node has.
+    # One rank per node: all messages use the network, however many devices a node has.
     assert seconds("memtune.all_to_all_into_.default", 4, Resource.INTER_LINK) == pytest.approx(
         3 * (S / 4 / 1e8 + 1e-2)
     )
     assert seconds("memtune.send.default", 2, Resource.INTER_LINK) == pytest.approx(S / 1e8 + 1e-2)
 
 
-def test_ranks_of_a_cpu_are_one_node() -> None:
+def test_collective_s_treats_cpu_ranks_as_one_node() -> None:
     cpu = replace(LINKS, device="cpu", gpus_per_node=1)
     assert seconds("memtune.all_to_all_.default", 8, links=cpu) == pytest.approx(7 * (S / 8 / 1e9 + 1e-3))
     assert seconds("memtune.all_gather_into_.default", 8, links=cpu) == pytest.approx(7 / 8 * S / 1e9 + 7e-3)
 
 
-def test_names() -> None:
+def test_algorithm_by_name() -> None:
     assert algorithm("c10d.alltoall_base_.default") is Algorithm.ALL_TO_ALL
     assert algorithm("memtune.reduce_scatter_into_.default") is Algorithm.RING

@@ -10,7 +10,7 @@ import torch
 from memtune.hardware.cpu_cores import cpu_threads, threads_per_rank, usable_cores
 
 
-def test_threads_are_as_before_whatever_happens_inside() -> None:
+def test_cpu_threads_restores_count_after_error() -> None:
     before = torch.get_num_threads()
     with pytest.raises(RuntimeError, match=f"on {before + 1} threads"), cpu_threads(before + 1):
         _fail()
@@ -19,12 +19,12 @@ def test_threads_are_as_before_whatever_happens_inside() -> None:
         assert torch.get_num_threads() == before
 
 
-def test_ranks_share_the_cores_and_each_has_one_at_the_least() -> None:
+def test_threads_per_rank_is_at_least_one() -> None:
     assert [threads_per_rank(8, ranks) for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_cores_are_those_this_process_may_use() -> None:
+def test_usable_cores_follows_affinity() -> None:
     allowed = os.sched_getaffinity(0)
     one = {min(allowed)}
     code = (

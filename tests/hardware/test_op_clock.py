@@ -1,4 +1,4 @@
-"""The clock around every op: what computes, and what of the time is waited for."""
+"""The clock around every op: ops that compute, and time spent waiting."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Time:
         return self.now
 
 
-def test_long_gaps_are_waited_for_and_short_ones_are_not() -> None:
+def test_waiting_counts_long_gaps_only() -> None:
     time, x = Time(), torch.ones(8)
     with OpClock(torch.device("cpu"), time) as clock:
         for i in range(40):
             x = x + 1
-            time.now += 0.25  # Python's own
+            time.now += 0.25  # Python overhead
             if i in (10, 20):
                 time.now += 100.0  # `Work.wait`
     assert [each.name for each in clock.observed] == ["aten.add.Tensor"] * 40
@@ -33,7 +33,7 @@ def test_long_gaps_are_waited_for_and_short_ones_are_not() -> None:
     assert clock.waiting() == pytest.approx(200 / whole, rel=0.2)
 
 
-def test_ops_of_the_seam_do_not_compute() -> None:
+def test_op_clock_does_not_observe_seam_ops() -> None:
     x = torch.ones(8)
     with OpClock(torch.device("cpu"), Time()) as clock:
         for _ in range(4):
@@ -44,7 +44,7 @@ def test_ops_of_the_seam_do_not_compute() -> None:
     assert 0 < clock.waiting() < 1
 
 
-def test_nothing_ran() -> None:
+def test_waiting_without_ops_is_zero() -> None:
     with OpClock(torch.device("cpu"), Time()) as clock:
         pass
     assert clock.waiting() == 0.0

@@ -1,4 +1,4 @@
-"""The table of hardware, this machine, and what ops cost on it."""
+"""The hardware table, this machine, and op classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONSTANTS = {each.name for each in fields(hardware.Hardware)} - {
 
 
 @pytest.mark.parametrize("name", hardware.names())
-def test_every_number_of_the_table_has_a_source(name: str) -> None:
+def test_table_has_a_source_for_each_constant(name: str) -> None:
     found = hardware.find(name)
     assert set(found.sources) == CONSTANTS
     assert all(found.sources.values())
@@ -39,7 +39,7 @@ def test_every_number_of_the_table_has_a_source(name: str) -> None:
     assert found.name == name
 
 
-def test_the_cards_promised() -> None:
+def test_table_has_documented_cards() -> None:
     promised = (
         "h200 h100-80g h100-pcie b200 a100-40g a100-80g l40s l4 a10 rtx-4090 rtx-5090 rtx-3090 v100 mi300x"
     )
@@ -49,12 +49,12 @@ def test_the_cards_promised() -> None:
 @pytest.mark.parametrize(
     ("written", "key"), [("H100 80GB", "h100-80g"), ("rtx_4090", "rtx-4090"), (" A100 ", "a100-80g")]
 )
-def test_names_are_read_as_people_write_them(written: str, key: str) -> None:
+def test_find_normalizes_names(written: str, key: str) -> None:
     assert hardware.find(written).name == key
 
 
 @pytest.mark.parametrize(("written", "fix"), [("h100-8og", "h100-80g"), ("h10", "use h100-80g or h100-pcie")])
-def test_a_miss_names_the_nearest(written: str, fix: str) -> None:
+def test_find_suggests_nearest_names(written: str, fix: str) -> None:
     with pytest.raises(UsageError, match=written) as caught:
         hardware.find(written)
     assert fix in caught.value.fix
@@ -74,11 +74,11 @@ def test_a_miss_names_the_nearest(written: str, fix: str) -> None:
         ("Quadro P400", 2, None),
     ],
 )
-def test_a_driver_s_name_is_matched(title: str, gib: int, key: str | None) -> None:
+def test_match_maps_driver_names(title: str, gib: int, key: str | None) -> None:
     assert known_devices.match(title, gib * 2**30) == key
 
 
-def test_equal_hardware_is_one_key() -> None:
+def test_equal_hardware_has_equal_hash() -> None:
     assert len({hardware.find("h100"), hardware.find("h100-80g")}) == 1
 
 
@@ -92,7 +92,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     cpu_probe.cpu.cache_clear()
 
 
-def test_this_cpu_is_measured_once_and_kept(empty_cache: Path) -> None:
+def test_cpu_rates_are_measured_once_and_cached(empty_cache: Path) -> None:
     first = hardware.detect("cpu")
     assert first.device == "cpu"
     assert set(first.sources) == CONSTANTS
@@ -102,13 +102,13 @@ def test_this_cpu_is_measured_once_and_kept(empty_cache: Path) -> None:
     assert first.allocation_rounding_bytes == 1
     (kept,) = empty_cache.iterdir()
     cpu_probe.cpu.cache_clear()
-    assert hardware.detect("cpu") == first  # equal to the last digit: read, not measured again
+    assert hardware.detect("cpu") == first  # bitwise equal, so it was read, not measured again
     kept.write_text('{"cores": "many"}')
     cpu_probe.cpu.cache_clear()
-    assert hardware.detect("cpu").cores == first.cores  # what cannot be read is measured anew
+    assert hardware.detect("cpu").cores == first.cores  # an unreadable file is measured again
 
 
-def test_no_cuda_is_said_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_without_cuda_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(EnvironmentFault, match="no CUDA device"):
         hardware.detect("cuda")

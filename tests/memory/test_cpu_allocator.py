@@ -1,6 +1,4 @@
-"""The native CPU ledger: every byte, per tier, with a budget that ends in torch's own error and leaves
-everything as it was.
-"""
+"""The native CPU ledger: exact bytes per tier, and a budget that raises torch's error and is recoverable."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def base(one_thread: None) -> Iterator[int]:
     cpu_allocator.set_budget(None, HOST)
 
 
-def test_bytes_are_those_asked_for(base: int) -> None:
+def test_live_bytes_equal_requested_bytes(base: int) -> None:
     a = torch.empty(1000)
     b = torch.empty(3, 7, dtype=torch.int8)
     assert cpu_allocator.live_bytes() - base == 4000 + 21
@@ -48,7 +46,7 @@ def test_bytes_are_those_asked_for(base: int) -> None:
     assert (cpu_allocator.live_bytes(), cpu_allocator.peak_bytes()) == (base, base)
 
 
-def test_blocks_are_aligned_and_empty_ones_cost_nothing(base: int) -> None:
+def test_blocks_are_aligned_and_empty_ones_are_free(base: int) -> None:
     blocks = [torch.empty(n, dtype=torch.uint8) for n in (1, 63, 64, 65, 100_000)]
     assert all(block.data_ptr() % 64 == 0 for block in blocks)
     assert cpu_allocator.live_bytes() - base == 1 + 63 + 64 + 65 + 100_000
@@ -57,7 +55,7 @@ def test_blocks_are_aligned_and_empty_ones_cost_nothing(base: int) -> None:
     assert not cpu_allocator.counted(nothing.untyped_storage())
 
 
-def test_kernel_scratch_is_counted(base: int) -> None:
+def test_peak_includes_kernel_workspace(base: int) -> None:
     flags = torch.ones(1000, dtype=torch.bool)
     cpu_allocator.reset_peak()
     total = flags.cumsum(0)  # casts its input to int64 first
@@ -65,7 +63,7 @@ def test_kernel_scratch_is_counted(base: int) -> None:
     assert cpu_allocator.live_bytes() - base == 1000 + total.nbytes
 
 
-def test_resize_frees_and_takes_back(base: int) -> None:
+def test_resize_frees_and_reallocates(base: int) -> None:
     block = torch.empty(1000)
     block.untyped_storage().resize_(0)
     assert cpu_allocator.live_bytes() == base
@@ -73,7 +71,7 @@ def test_resize_frees_and_takes_back(base: int) -> None:
     assert cpu_allocator.live_bytes() - base == 800
 
 
-def test_tiers_are_counted_apart_and_nest(base: int) -> None:
+def test_tiers_are_counted_separately_and_nest(base: int) -> None:
     host, ssd = cpu_allocator.live_bytes(HOST), cpu_allocator.live_bytes(SSD)
     with tier("host"):
         a = torch.empty(100)
@@ -91,7 +89,7 @@ def test_tiers_are_counted_apart_and_nest(base: int) -> None:
     assert (cpu_allocator.live_bytes(HOST), cpu_allocator.live_bytes(SSD)) == (host, ssd)
 
 
-def test_a_block_returns_to_its_own_tier_whoever_frees_it(base: int) -> None:
+def test_block_returns_to_its_tier_from_any_context(base: int) -> None:
     host = cpu_allocator.live_bytes(HOST)
     with tier("host"):
         held = [torch.empty(100)]
@@ -101,7 +99,7 @@ def test_a_block_returns_to_its_own_tier_whoever_frees_it(base: int) -> None:
     assert (cpu_allocator.live_bytes(), cpu_allocator.live_bytes(HOST)) == (base, host)
 
 
-def test_the_tier_belongs_to_the_thread(base: int) -> None:
+def test_tier_is_thread_local(base: int) -> None:
     inside, made = threading.Barrier(2), []
 
     def copier() -> None:
@@ -117,7 +115,7 @@ def test_the_tier_belongs_to_the_thread(base: int) -> None:
     assert (tier_of(mine), tier_of(made[0])) == ("device", "host")
 
 
-def test_an_overrun_names_op_request_live_and_budget(base: int) -> None:
+def test_budget_error_has_op_request_live_and_budget(base: int) -> None:
     layer, x = nn.Linear(100, 100), torch.randn(1000, 100)
     live = cpu_allocator.live_bytes()
     cpu_allocator.set_budget(live + 399_999)
@@ -135,7 +133,7 @@ def test_an_overrun_names_op_request_live_and_budget(base: int) -> None:
     )
 
 
-def test_the_budget_is_inclusive_and_the_state_recovers(base: int) -> None:
+def test_budget_is_inclusive_and_recovers(base: int) -> None:
     cpu_allocator.set_budget(base + 4000)
     with pytest.raises(torch.OutOfMemoryError, match="in aten::zeros:"):
         torch.zeros(1001)
@@ -144,7 +142,7 @@ def test_the_budget_is_inclusive_and_the_state_recovers(base: int) -> None:
     assert cpu_allocator.live_bytes() - base == fits.nbytes
 
 
-def test_a_backward_that_does_not_fit_can_be_run_again(base: int) -> None:
+def test_backward_over_budget_can_be_repeated(base: int) -> None:
     layer, x = nn.Linear(100, 100), torch.randn(1000, 100)
 
     def step() -> torch.Tensor:
@@ -166,7 +164,7 @@ def test_a_backward_that_does_not_fit_can_be_run_again(base: int) -> None:
     assert torch.equal(step(), expected)
 
 
-def test_tiers_have_budgets_of_their_own(base: int) -> None:
+def test_budget_is_per_tier(base: int) -> None:
     cpu_allocator.set_budget(base)
     with tier("host"):
         torch.empty(1000)
@@ -177,7 +175,7 @@ def test_tiers_have_budgets_of_their_own(base: int) -> None:
         torch.empty(1)
 
 
-def test_threads_never_exceed_the_budget_and_lose_no_byte(base: int) -> None:
+def test_threads_never_exceed_budget(base: int) -> None:
     cpu_allocator.set_budget(base + 40_000)
     refused = []
 
@@ -200,7 +198,7 @@ def test_threads_never_exceed_the_budget_and_lose_no_byte(base: int) -> None:
     assert base < cpu_allocator.peak_bytes() <= base + 40_000
 
 
-def test_memory_of_others_is_not_counted(base: int) -> None:
+def test_foreign_memory_is_not_counted(base: int) -> None:
     foreign = torch.frombuffer(bytearray(64), dtype=torch.float32)
     assert cpu_allocator.live_bytes() == base
     assert not cpu_allocator.counted(foreign.untyped_storage())
@@ -208,7 +206,7 @@ def test_memory_of_others_is_not_counted(base: int) -> None:
     assert tier_of(foreign) == "device"
 
 
-def test_the_profiler_still_sees_memory(base: int) -> None:
+def test_profiler_sees_memory(base: int) -> None:
     with torch.profiler.profile(profile_memory=True) as profile:
         torch.empty(1000)
     assert any(event.name == "[memory]" for event in profile.events())
@@ -217,7 +215,7 @@ def test_the_profiler_still_sees_memory(base: int) -> None:
 @pytest.mark.parametrize(
     ("compiler", "says"), [("false", "could not compile"), ("/no/such/compiler", "could not be built")]
 )
-def test_no_working_compiler_is_a_reason(
+def test_available_reports_broken_compiler(
     compiler: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
@@ -228,7 +226,7 @@ def test_no_working_compiler_is_a_reason(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_no_compiler_at_all_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_available_reports_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
@@ -237,7 +235,7 @@ def test_no_compiler_at_all_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "no C++ compiler was found" in str(found)
 
 
-def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTUNE_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     assert cpu_allocator.cache_dir() == Path("/a")
@@ -257,7 +255,7 @@ print(shim.live_bytes())
 
 
 @pytest.mark.slow
-def test_two_fresh_processes_compile_at_once_and_count_from_zero(tmp_path: Path) -> None:
+def test_concurrent_builds_count_from_zero(tmp_path: Path) -> None:
     children = [
         subprocess.Popen(
             [sys.executable, "-c", _FRESH],

@@ -1,7 +1,4 @@
-"""The pluggable CUDA allocator's C symbols over a replacement of the driver.
-
-The calls to a GPU, one message per refusal.
-"""
+"""The pluggable CUDA allocator's C functions over a fake driver: calls, and one message per refusal."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ alloc, free, record = plugin.memtune_cuda_alloc, plugin.memtune_cuda_free, plugi
 pointer = ctypes.c_void_p
 alloc.restype, alloc.argtypes = pointer, [ctypes.c_size_t, ctypes.c_int, pointer]
 free.argtypes, record.argtypes = [pointer, ctypes.c_size_t, ctypes.c_int, pointer], [pointer, pointer]
-tell = lambda what, value: driver.stand_in_set(what.encode(), value)
+tell = lambda what, value: driver.fake_driver_set(what.encode(), value)
 MIB = 1 << 20
 """
 
@@ -106,14 +103,14 @@ print("right")
         ("free(4096, 4 * MIB, 0, 1)", "no block begins here"),
     ],
 )
-def test_refusals_are_one_message(folder: Path, code: str, message: str) -> None:
+def test_native_refusal_has_one_message(folder: Path, code: str, message: str) -> None:
     done = run(folder, code)
     assert done.returncode != 0
-    assert message in done.stderr  # ctypes does not hand errors on: the process ends with what was thrown
+    assert message in done.stderr  # ctypes cannot pass C++ exceptions: the process ends
 
 
-def test_a_thread_without_a_context_frees_in_the_devices_own(folder: Path) -> None:
-    """The driver's replacement ends the process at a call outside of the device's context."""
+def test_free_without_context_uses_primary_context(folder: Path) -> None:
+    """The replacement driver ends the process at a call outside of the device's context."""
     done = run(
         folder,
         """
@@ -161,7 +158,7 @@ torch.cuda.device_count = lambda: 1
 """
 
 
-def test_torch_takes_it_when_memtune_is_imported_and_is_answered_under_its_own_names(folder: Path) -> None:
+def test_import_installs_allocator_and_serves_torch_statistics(folder: Path) -> None:
     done = run(
         folder,
         """
@@ -172,7 +169,7 @@ assert settings.planned and settings.arena_below_mb == 4, settings
 pointers = {name: ctypes.cast(getattr(plugin, f"memtune_cuda_{symbol}"), pointer).value for name, symbol in
             dict(alloc="alloc", free="free", record="record_stream", fraction="memory_fraction", reset="empty_cache").items()}
 assert made.given == pointers
-small, large = alloc(3 * MIB, 0, 1), alloc(9 * MIB, 0, 1)   # the first of them is one of the arena's under these settings
+small, large = alloc(3 * MIB, 0, 1), alloc(9 * MIB, 0, 1)   # small: from the arena
 assert torch.cuda.memory_allocated() == 12 * MIB and torch.cuda.memory_reserved() == 14 * MIB
 free(large, 9 * MIB, 0, 1)
 assert torch.cuda.memory_allocated() == 3 * MIB and torch.cuda.max_memory_allocated() == 12 * MIB
@@ -201,7 +198,7 @@ alloc(2 * MIB, 0, 1)
     assert "CUDA out of memory" in done.stderr
 
 
-def test_memtune_imported_after_cuda_started_is_refused_by_apply(folder: Path) -> None:
+def test_apply_rejects_import_after_cuda_start(folder: Path) -> None:
     done = run(
         folder,
         """
@@ -225,7 +222,7 @@ torch._C._cuda_changeCurrentAllocator = refuse
     assert "memtune run" in done.stdout
 
 
-def test_gpu_training_steps_tell_the_allocator_where_they_end(folder: Path) -> None:
+def test_gpu_steps_notify_allocator_of_their_end(folder: Path) -> None:
     """A step of an optimizer on CPU represents one on the GPU.
 
     What it ends is the GPU's step, and the plan is made of it.
@@ -256,5 +253,5 @@ print("right")
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
-def test_machine_without_a_driver_says_so() -> None:
+def test_missing_driver_is_reported() -> None:
     assert "CUDA driver" in _native.arena_open(0) or Path("/dev/nvidia0").exists()

@@ -1,4 +1,4 @@
-"""The mode ledger against bytes counted by hand and against the native ledger; one interface over both."""
+"""The mode ledger against known bytes and the native ledger, and the common interface."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WEIGHTS, STATE = 4 * 300, 2 * 4 * 300 + 2 * 4  # AdamW: two moments and a step c
 # -- kinds ---------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_is_told_apart() -> None:
+def test_breakdown_separates_kinds() -> None:
     model, optimizer = mlp()
     batch = torch.randn(8, 10)
     ledger = ModeLedger()
@@ -89,7 +89,7 @@ def test_every_kind_is_told_apart() -> None:
     assert ledger.live_bytes() == WEIGHTS + STATE + 12 + 320
 
 
-def test_the_peak_is_told_apart_although_its_gradients_are_gone() -> None:
+def test_peak_breakdown_includes_freed_gradients() -> None:
     model, optimizer = mlp()
     batch = torch.randn(8, 10)
     ledger = ModeLedger(keep_timeline=True)
@@ -105,7 +105,7 @@ def test_the_peak_is_told_apart_although_its_gradients_are_gone() -> None:
     ledger.close()
 
 
-def test_gradients_that_were_there_before_are_known() -> None:
+def test_watch_finds_existing_gradients() -> None:
     model, _ = mlp()
     mean_square(model, torch.randn(8, 10)).backward()
     ledger = ModeLedger()
@@ -114,7 +114,7 @@ def test_gradients_that_were_there_before_are_known() -> None:
     ledger.close()
 
 
-def test_close_takes_its_hooks_away() -> None:
+def test_close_removes_hooks() -> None:
     model, optimizer = mlp()
     ledger = ModeLedger()
     ledger.watch(model, optimizer)
@@ -131,7 +131,7 @@ def test_close_takes_its_hooks_away() -> None:
 
 @needs_shim
 @pytest.mark.parametrize("name", ["gpt", "lora", "tied"])
-def test_mode_and_native_agree_to_the_byte_where_no_kernel_needs_scratch(name: str) -> None:
+def test_mode_ledger_equals_native_without_workspace(name: str) -> None:
     cpu_allocator.install()
     base = cpu_allocator.live_bytes()
     workload = Workload.load(ZOO / f"{name}.py")
@@ -152,7 +152,7 @@ def test_mode_and_native_agree_to_the_byte_where_no_kernel_needs_scratch(name: s
     ledger.close()
 
 
-def test_fake_tensors_give_the_same_peak_and_kinds() -> None:
+def test_mode_ledger_is_equal_on_fake_tensors() -> None:
     def peak() -> tuple[int, str, dict[Kind, int]]:
         model, optimizer = mlp()
         batch = torch.randn(8, 10)
@@ -173,7 +173,7 @@ def test_fake_tensors_give_the_same_peak_and_kinds() -> None:
 
 @pytest.fixture
 def two_ranks() -> Iterator[DeviceMesh]:
-    """This process as rank 0 of two whose collectives move nothing."""
+    """This process as rank 0 of a fake process group of two."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -181,7 +181,7 @@ def two_ranks() -> Iterator[DeviceMesh]:
 
 @needs_shim
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp2_frees_by_resizing_and_local_shapes_are_counted(reshard: bool, two_ranks: DeviceMesh) -> None:
+def test_mode_ledger_counts_fsdp2_resizes_and_local_shapes(reshard: bool, two_ranks: DeviceMesh) -> None:
     cpu_allocator.install()
     gc.collect()
     base = cpu_allocator.live_bytes()
@@ -211,7 +211,7 @@ def test_fsdp2_frees_by_resizing_and_local_shapes_are_counted(reshard: bool, two
     ledger.close()
 
 
-def test_what_a_dtensor_allocates_on_the_way_is_seen(two_ranks: DeviceMesh) -> None:
+def test_mode_ledger_counts_temporaries_of_dtensor_ops(two_ranks: DeviceMesh) -> None:
     sharded = DTensor.from_local(torch.ones(4, 8), two_ranks, [Shard(1)])
     ledger = ModeLedger(keep_timeline=True)
     with ledger:
@@ -222,7 +222,7 @@ def test_what_a_dtensor_allocates_on_the_way_is_seen(two_ranks: DeviceMesh) -> N
 # -- storages and tiers --------------------------------------------------------------------------------------
 
 
-def test_views_cost_nothing_and_resizing_in_place_is_seen() -> None:
+def test_mode_ledger_counts_resizes_but_no_views() -> None:
     ledger = ModeLedger()
     with ledger:
         block = torch.empty(100)
@@ -241,7 +241,7 @@ def test_views_cost_nothing_and_resizing_in_place_is_seen() -> None:
     assert ledger.live_bytes() == 0
 
 
-def test_the_patched_resize_is_taken_away_again() -> None:
+def test_exit_restores_resize() -> None:
     before = torch.UntypedStorage.resize_
     with ModeLedger():
         assert torch.UntypedStorage.resize_ is not before
@@ -249,7 +249,7 @@ def test_the_patched_resize_is_taken_away_again() -> None:
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_tiers_are_counted_apart_and_remembered(fake: bool) -> None:
+def test_mode_ledger_counts_tiers_separately(fake: bool) -> None:
     with FakeTensorMode() if fake else torch.no_grad(), ModeLedger() as ledger:
         here = torch.empty(10)
         with tier("host"):
@@ -263,7 +263,7 @@ def test_tiers_are_counted_apart_and_remembered(fake: bool) -> None:
     assert memtune.runtime.seam.SEAM
 
 
-def test_a_mark_overrides_and_goes_with_its_storage() -> None:
+def test_tier_mark_is_removed_with_its_storage() -> None:
     before = dict(memory_tiers._marked)
     tensor = torch.empty(4)
     memory_tiers.mark(tensor, "ssd")
@@ -274,7 +274,7 @@ def test_a_mark_overrides_and_goes_with_its_storage() -> None:
     assert memory_tiers._marked == before
 
 
-def test_an_unknown_tier_is_refused_and_the_old_one_stays() -> None:
+def test_unknown_tier_is_rejected() -> None:
     with pytest.raises(ValueError, match="tier must be one of device, host, ssd"), tier("gpu"):  # type: ignore[arg-type]
         pass
     with pytest.raises(KeyError), tier("host"):
@@ -286,7 +286,7 @@ def test_an_unknown_tier_is_refused_and_the_old_one_stays() -> None:
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_an_overrun_names_op_request_and_what_is_live_by_kind(fake: bool) -> None:
+def test_budget_error_has_op_request_and_kinds(fake: bool) -> None:
     with FakeTensorMode() if fake else torch.enable_grad():
         model, optimizer = mlp()
         batch = torch.randn(8, 10)
@@ -311,7 +311,7 @@ def test_an_overrun_names_op_request_and_what_is_live_by_kind(fake: bool) -> Non
             assert model(batch).shape == (8, 5)
 
 
-def test_a_resize_over_the_budget_is_undone() -> None:
+def test_resize_over_budget_is_undone() -> None:
     with ModeLedger() as ledger:
         block = torch.empty(10)
         ledger.set_budget(60)
@@ -326,7 +326,7 @@ def test_a_resize_over_the_budget_is_undone() -> None:
 
 
 @pytest.mark.parametrize("counter", [pytest.param("shim", marks=needs_shim), "mode"])
-def test_one_interface_for_both_counters(counter: str) -> None:
+def test_ledger_interface_is_equal_for_both_counters(counter: str) -> None:
     with Ledger.open("cpu", counter=counter) as ledger:  # type: ignore[arg-type]
         base = ledger.live_bytes()
         model, optimizer = mlp()
@@ -346,7 +346,7 @@ def test_one_interface_for_both_counters(counter: str) -> None:
 
 
 @pytest.mark.parametrize("counter", [pytest.param("shim", marks=needs_shim), "mode"])
-def test_the_budget_holds_while_the_ledger_is_open(counter: str) -> None:
+def test_budget_ends_with_the_ledger(counter: str) -> None:
     with Ledger.open("cpu", counter=counter) as probe:  # type: ignore[arg-type]
         live = probe.live_bytes()
     with Ledger.open("cpu", budget_bytes=live + 400, counter=counter) as ledger:  # type: ignore[arg-type]
@@ -357,7 +357,7 @@ def test_the_budget_holds_while_the_ledger_is_open(counter: str) -> None:
     assert (fits + fits).sum() == 200
 
 
-def test_without_a_compiler_the_mode_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_without_compiler_uses_dispatch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = cpu_allocator.EnvironmentFault("no C++ compiler was found")
     monkeypatch.setattr(cpu_allocator, "available", lambda: reason)
     with Ledger.open("cpu") as ledger:
@@ -367,7 +367,7 @@ def test_without_a_compiler_the_mode_takes_over(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-def test_on_the_device(device: str) -> None:
+def test_ledger_on_device(device: str) -> None:
     with Ledger.open(device, budget_bytes=2**30) as ledger:
         ledger.reset_peak()
         before = ledger.live_bytes()

@@ -1,6 +1,4 @@
-"""Kernel scratch: measured op by op, kept in a table, and enough to explain the native peak of real training
-steps.
-"""
+"""Kernel workspace: measured op by op, stored in a table, and exact for the native peak of training steps."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ CUMSUM = key_of(aten.cumsum.default, torch.ones(4, 32, dtype=torch.bool), 1)
 # -- signatures ----------------------------------------------------------------------------------------------
 
 
-def test_fake_and_real_arguments_have_one_signature() -> None:
+def test_signature_is_equal_for_fake_and_real_arguments() -> None:
     def key() -> str:
         x = torch.ones(3, 4)
         return key_of(
@@ -68,7 +66,7 @@ def test_fake_and_real_arguments_have_one_signature() -> None:
     assert op_of(real) == "aten.convolution.default"
 
 
-def test_what_changes_sizes_changes_the_signature_and_a_learning_rate_does_not() -> None:
+def test_signature_ignores_values_that_do_not_affect_sizes() -> None:
     x = torch.ones(4, 4)
     one = key_of(aten.add.Tensor, x, x, alpha=0.1)
     assert one == key_of(aten.add.Tensor, x, x, alpha=0.01)
@@ -87,11 +85,11 @@ def test_what_changes_sizes_changes_the_signature_and_a_learning_rate_does_not()
 # -- measuring -----------------------------------------------------------------------------------------------
 
 
-def test_scratch_is_what_the_kernel_takes_beyond_its_outputs() -> None:
+def test_measure_returns_bytes_beyond_outputs() -> None:
     assert measure(CUMSUM) == Measured(4 * 32 * 8, (("int64", (4, 32), (32, 1)),))
 
 
-def test_an_op_without_scratch_measures_none() -> None:
+def test_measure_of_op_without_workspace_is_zero() -> None:
     x = torch.ones(10, 20)
     assert measure(key_of(aten.add.Tensor, x, x)) == Measured(0, (("float32", (10, 20), (20, 1)),))
     assert measure(key_of(aten.relu_.default, x)).workspace_bytes == 0
@@ -122,7 +120,7 @@ def peak_of(
         ),
     ],
 )
-def test_fake_runs_hold_what_real_ones_hold(op: str, make: Any) -> None:
+def test_real_outputs_gives_fake_runs_real_live_bytes(op: str, make: Any) -> None:
     assert op in workspace.RealOutputs.OPS
     real = peak_of(make, outer=nullcontext())
     assert op in dict(real)
@@ -131,7 +129,7 @@ def test_fake_runs_hold_what_real_ones_hold(op: str, make: Any) -> None:
         assert peak_of(make, outer=workspace.RealOutputs(WorkspaceTable())) == real
 
 
-def test_a_norms_gradient_lies_row_by_row_whatever_flows_in() -> None:
+def test_real_outputs_norm_gradient_is_contiguous() -> None:
     def strides() -> tuple[int, ...]:
         x, norm = torch.ones(2, 5, 8, requires_grad=True), torch.nn.LayerNorm(8)
         flows_in = (
@@ -150,7 +148,7 @@ def test_a_norms_gradient_lies_row_by_row_whatever_flows_in() -> None:
             assert strides() == real
 
 
-def test_a_normalisation_is_measured_on_one_row_however_many_there_are() -> None:
+def test_real_outputs_measures_norms_on_one_row() -> None:
     table = WorkspaceTable()
     with FakeTensorMode(), workspace.RealOutputs(table):
         norm = torch.nn.LayerNorm(8)
@@ -161,14 +159,14 @@ def test_a_normalisation_is_measured_on_one_row_however_many_there_are() -> None
     assert [key for key in table.entries if "[1,1,8]" in key] == list(table.entries)
 
 
-def test_measuring_leaves_the_random_state_alone() -> None:
+def test_measure_preserves_random_state() -> None:
     key = key_of(aten.native_dropout.default, torch.ones(100), 0.5, True)
     before = torch.get_rng_state()
     measure(key)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_op_that_draws_from_a_generator_of_its_callers_is_measured_with_one_of_its_own() -> None:
+def test_measure_uses_a_new_generator() -> None:
     def key(generator: torch.Generator | None) -> str:
         return key_of(aten.normal.Tensor_float, torch.zeros(1000), 0.1, generator=generator)
 
@@ -180,7 +178,7 @@ def test_an_op_that_draws_from_a_generator_of_its_callers_is_measured_with_one_o
     assert torch.equal(mine.get_state(), before)
 
 
-def test_indices_and_targets_are_made_valid() -> None:
+def test_measure_creates_valid_indices_and_targets() -> None:
     weight, index = torch.ones(5, 3), torch.tensor([[4, 1]])
     assert measure(key_of(aten.embedding.default, weight, index)).outputs == (
         ("float32", (1, 2, 3), (6, 3, 1)),
@@ -195,7 +193,7 @@ def test_indices_and_targets_are_made_valid() -> None:
 # -- the table -----------------------------------------------------------------------------------------------
 
 
-def test_a_table_goes_through_json_unchanged() -> None:
+def test_table_survives_json() -> None:
     table = WorkspaceTable()
     table.fill(
         [CUMSUM, key_of(aten.add.Tensor, torch.ones(3), float("nan")), '["aten.no_such_op.default",[],{}]']
@@ -208,12 +206,12 @@ def test_a_table_goes_through_json_unchanged() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"schema_version": 99}', '{"schema_version":1,"made_for":{},"entries":{"a":[1]}}']
 )
-def test_a_broken_table_is_refused_by_name(text: str) -> None:
+def test_from_json_rejects_broken_table(text: str) -> None:
     with pytest.raises(EnvironmentFault, match="not a workspace table that can be read"):
         WorkspaceTable.from_json(text)
 
 
-def test_the_cache_keeps_what_two_processes_measured_and_survives_damage() -> None:
+def test_save_merges_tables_and_survives_damage() -> None:
     other = key_of(aten.add.Tensor, torch.ones(3), 1)
     first, second = WorkspaceTable(), WorkspaceTable()
     first.fill([CUMSUM])
@@ -225,7 +223,7 @@ def test_the_cache_keeps_what_two_processes_measured_and_survives_damage() -> No
     assert WorkspaceTable.cached().entries == {}
 
 
-def test_another_number_of_threads_is_another_table() -> None:
+def test_cached_table_depends_on_threads() -> None:
     table = WorkspaceTable()
     table.fill([CUMSUM])
     table.save()
@@ -233,7 +231,7 @@ def test_another_number_of_threads_is_another_table() -> None:
     assert WorkspaceTable.cached().entries == {}
 
 
-def test_a_child_measures_the_same() -> None:
+def test_fill_in_child_measures_the_same() -> None:
     here, child = WorkspaceTable(), WorkspaceTable()
     keys = [CUMSUM, key_of(aten.addmm.default, torch.ones(8).bfloat16(), *[torch.ones(8, 8).bfloat16()] * 2)]
     here.fill(keys)
@@ -241,7 +239,7 @@ def test_a_child_measures_the_same() -> None:
     assert child == here
 
 
-def test_a_child_that_dies_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_in_child_reports_dead_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace.sys, "executable", "false")
     with pytest.raises(EnvironmentFault, match="measures kernel workspaces died"):
         WorkspaceTable().fill_in_child([CUMSUM])
@@ -251,7 +249,7 @@ def test_a_child_that_dies_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("path", MODELS)
-def test_mode_peak_with_workspaces_is_the_native_peak(path: Path) -> None:
+def test_mode_ledger_with_workspaces_equals_native_peak(path: Path) -> None:
     """Forward, backward and AdamW, in the steady state.
 
     Both ledgers watch the same step, as routing may change between steps.

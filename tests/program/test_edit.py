@@ -1,4 +1,4 @@
-"""Edits of a Step: insertions land where they should, everything else keeps its place and its life."""
+"""Edits of a Step: insertions go to their anchors; other rows keep their order and lifetimes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def i32(*values: int) -> np.ndarray:  # type: ignore[type-arg]
     return np.asarray(values, np.int32)
 
 
-def test_nothing_changed_is_the_same_step() -> None:
+def test_edit_without_changes_returns_an_equal_step() -> None:
     step = gpt()
     new = Edit(step).done()
     new.validate()
@@ -32,7 +32,7 @@ def test_nothing_changed_is_the_same_step() -> None:
         ), name
 
 
-def test_insertions_come_before_and_after_their_anchors_in_the_order_of_the_calls() -> None:
+def test_add_ops_keeps_call_order_around_anchors() -> None:
     edit = Edit(gpt())
     edit.add_ops("b", before=i32(5), phase=Phase.FORWARD)
     edit.add_ops("c", before=i32(5), phase=Phase.FORWARD)
@@ -46,7 +46,7 @@ def test_insertions_come_before_and_after_their_anchors_in_the_order_of_the_call
     assert names[8] == gpt().names[gpt().ops.name[5]]
 
 
-def test_a_new_storage_lives_from_its_op_to_its_last_use() -> None:
+def test_added_storage_lives_from_its_producer_to_its_last_use() -> None:
     step = gpt()
     edit = Edit(step)
     op = edit.add_ops(
@@ -55,16 +55,14 @@ def test_a_new_storage_lives_from_its_op_to_its_last_use() -> None:
     storage = edit.add_storages(np.asarray([1000]), producer=op)
     edit.add_uses(i32(20), storage)
     new = edit.done()
-    before = np.insert(
-        step.live_bytes(), 10, 0
-    )  # a new row at 10, where only what lives on both sides is there
+    before = np.insert(step.live_bytes(), 10, 0)  # the new row, which is not compared
     delta = new.live_bytes() - before
     assert delta[11:22].tolist() == [1000] * 11
     assert int(new.storages.producer[-1]) == 10
     assert int(new.freed_after[-1]) == 21  # op 20 moved up by one
 
 
-def test_holds_and_releases() -> None:
+def test_hold_through_and_release_before_set_lifetimes() -> None:
     step = gpt()
     short = int(
         np.flatnonzero(
@@ -75,14 +73,14 @@ def test_holds_and_releases() -> None:
     edit.hold_through(i32(short), i32(30))
     assert edit.done().freed_after[short] == 30
     edit = Edit(step)
-    edit.let_go_before(i32(short), i32(30))
+    edit.release_before(i32(short), i32(30))
     assert edit.done().freed_after[short] == 29
     edit = Edit(step)
     edit.hold_through(i32(0), i32(30))
     assert edit.done().freed_after[0] == FOREVER  # a parameter
 
 
-def test_removed_ops_take_their_storages_with_them() -> None:
+def test_drop_ops_removes_their_storages() -> None:
     step = gpt()
     dropped = np.zeros(step.ops.n, bool)
     dropped[-1] = True
@@ -98,7 +96,7 @@ def test_removed_ops_take_their_storages_with_them() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=20))
-def test_insertions_anywhere_leave_the_old_ops_in_order(anchors: list[int]) -> None:
+def test_add_ops_at_any_anchor_keeps_original_order_and_peak(anchors: list[int]) -> None:
     step = gpt()
     edit = Edit(step)
     for anchor in anchors:
@@ -112,7 +110,7 @@ def test_insertions_anywhere_leave_the_old_ops_in_order(anchors: list[int]) -> N
 
 
 @pytest.mark.parametrize("model", ["gpt", "tied", "cnn_bn"])
-def test_later_micro_batches_add_to_the_gradients_that_are_there(model: str) -> None:
+def test_accumulate_gradients_equals_recorded_second_micro_batch(model: str) -> None:
     from memtune.autotune.record.recorder import start_session
     from memtune.testing.drift_check import compare
     from memtune.workload.workload import Workload

@@ -1,6 +1,4 @@
-"""What the other moments of a run are made of; that they are those of real runs is tested in
-autotune/test_moments.py.
-"""
+"""Steps of first update, evaluation and checkpoint; autotune/test_moments.py compares them with real runs."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def plain(model: str) -> Step:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_state_is_made_by_the_first_update(model: str) -> None:
+def test_first_step_allocates_state_at_the_first_update(model: str) -> None:
     steady, first = plain(model), first_step(plain(model))
     first.validate()
     state = int(steady.storages.bytes[steady.storages.kind == Kind.OPTIMIZER].sum())
@@ -37,7 +35,7 @@ def test_state_is_made_by_the_first_update(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_an_evaluation_saves_nothing_and_drops_nothing_out(model: str) -> None:
+def test_evaluation_has_no_saves_and_no_dropout(model: str) -> None:
     step = evaluation(accumulate_gradients(plain(model)))
     step.validate()
     assert set(step.ops.phase.tolist()) == {Phase.FORWARD}
@@ -47,7 +45,7 @@ def test_an_evaluation_saves_nothing_and_drops_nothing_out(model: str) -> None:
     assert step.peak_bytes() < plain(model).peak_bytes()
 
 
-def test_dropout_on_cuda_is_one_op_and_is_gone_too() -> None:
+def test_evaluation_removes_fused_dropout_of_cuda() -> None:
     recording = translate(record(Workload.load(ZOO["gpt"]), target="cuda"), hardware.find("h100-80g"))
     step = recording.at(2)
     assert "aten.native_dropout.default" in {step.names[i] for i in step.ops.name}
@@ -56,12 +54,12 @@ def test_dropout_on_cuda_is_one_op_and_is_gone_too() -> None:
     assert "aten.native_dropout.default" not in {after.names[i] for i in after.ops.name}
 
 
-def test_a_checkpoint_makes_whole_what_is_divided() -> None:
+def test_checkpoint_gathers_sharded_parameters_and_state() -> None:
     whole, shards = plain("gpt"), shard_states(plain("gpt"), Sharding(4))
     step = checkpoint(shards, parameters=4, optimizer=4, stages_messages=False, uploads=False)
     step.validate()
 
-    def stays(step: Step) -> int:
+    def resident_bytes(step: Step) -> int:
         return int(
             step.storages.bytes[
                 (step.storages.producer < 0)
@@ -70,16 +68,16 @@ def test_a_checkpoint_makes_whole_what_is_divided() -> None:
             ].sum()
         )
 
-    counters = len(whole.parameters) * 4  # Adam's step counts are whole on every rank
-    assert step.peak_bytes() == stays(shards) + stays(whole) - counters
+    counters = len(whole.parameters) * 4  # Adam's step counters are replicated
+    assert step.peak_bytes() == resident_bytes(shards) + resident_bytes(whole) - counters
 
 
-def test_without_sharding_a_checkpoint_takes_nothing_more() -> None:
+def test_checkpoint_without_sharding_allocates_nothing() -> None:
     step = plain("gpt")
     after = checkpoint(step, parameters=1, optimizer=1, stages_messages=True, uploads=True)
-    stays = (
+    resident = (
         (step.storages.producer < 0)
         & (step.storages.held_until == FOREVER)
         & (step.storages.tier == Tier.DEVICE)
     )
-    assert after.peak_bytes() == int(step.storages.bytes[stays].sum())
+    assert after.peak_bytes() == int(step.storages.bytes[resident].sum())

@@ -1,6 +1,4 @@
-"""Steps that passes remember: counted once each, the longest unused are forgotten first, and are made again
-when asked for.
-"""
+"""Memoized passes: each step counts once, and the least recently used results are dropped and recomputed."""
 
 from __future__ import annotations
 
@@ -8,22 +6,22 @@ import pytest
 from support.synthetic_steps import make_step
 
 from memtune.program import memo as module
-from memtune.program.memo import Memory, remembered
+from memtune.program.memo import StepCache, memoized
 from memtune.program.step import Program, RankClass, Step
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    fresh = Memory()
-    monkeypatch.setattr(module, "MEMORY", fresh)
+def memory(monkeypatch: pytest.MonkeyPatch) -> StepCache:
+    fresh = StepCache()
+    monkeypatch.setattr(module, "STEP_CACHE", fresh)
     monkeypatch.setattr(module, "MAX_ROWS", 100)
     return fresh
 
 
-def test_what_was_longest_unused_is_forgotten_and_made_again(memory: Memory) -> None:
+def test_memoized_drops_least_recently_used_result(memory: StepCache) -> None:
     made: list[int] = []
 
-    @remembered
+    @memoized
     def double(step: Step, times: int = 1) -> Step:
         made.append(step.ops.n)
         return make_step(2 * step.ops.n * times, 1)
@@ -31,11 +29,11 @@ def test_what_was_longest_unused_is_forgotten_and_made_again(memory: Memory) -> 
     ten, fifteen, twelve = (make_step(ops, 1) for ops in (10, 15, 12))
     first = double(ten)
     assert double(ten) is first
-    assert double(ten, times=1) is not first  # asked for in another way; the argument is counted once
+    assert double(ten, times=1) is not first  # another key; the argument is counted once
     assert memory.n_rows == 10 + 20 + 20
     double(fifteen)
     assert memory.n_rows == 50 + 15 + 30
-    assert double(ten) is first  # young again
+    assert double(ten) is first  # now the most recently used
     double(twelve)
     assert memory.n_rows == 30 + 12 + 24
     assert made == [10, 10, 15, 12]
@@ -44,8 +42,8 @@ def test_what_was_longest_unused_is_forgotten_and_made_again(memory: Memory) -> 
     assert made[4:] == [15]
 
 
-def test_what_a_list_gets_later_counts_and_a_step_of_two_programs_counts_once(memory: Memory) -> None:
-    @remembered
+def test_memoized_counts_later_additions_and_shared_steps_once(memory: StepCache) -> None:
+    @memoized
     def ways(program: Program) -> list[Program]:
         return []
 
@@ -57,22 +55,19 @@ def test_what_a_list_gets_later_counts_and_a_step_of_two_programs_counts_once(me
     kept.append(Program((RankClass(1, after),), 2))
     ways.holds(kept[0], one)
     assert memory.n_rows == 90
-    ways.holds(
-        Program((RankClass(1, make_step(40, 1)),), 2), two
-    )  # what is used now stays, the other one goes
+    ways.holds(Program((RankClass(1, make_step(40, 1)),), 2), two)  # the entry of `one` is dropped
     assert memory.n_rows == 70
     assert ways(one) == []
     assert memory.n_rows == 70
 
 
-def test_steps_in_a_tuple_or_a_list_count(memory: Memory) -> None:
-    """What is made of each rank, say."""
+def test_memoized_counts_steps_in_tuples_and_lists(memory: StepCache) -> None:
 
-    @remembered
+    @memoized
     def of_ranks(step: Step) -> tuple[Step, ...]:
         return make_step(20, 1), make_step(30, 1)
 
-    @remembered
+    @memoized
     def of_steps(steps: tuple[Step, ...]) -> int:
         return sum(each.ops.n for each in steps)
 

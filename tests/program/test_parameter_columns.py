@@ -1,4 +1,4 @@
-"""The columns of parameters say what the records say, and belong to one tuple."""
+"""Parameters as columns and as records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WEIGHT = Parameter("a.weight", 3, 7, (4, 5), 2, True, 0)
 FROZEN = Parameter("b.scale", 1, -1, (), 4, False, -1)
 
 
-def test_columns_and_records_are_the_same_parameters() -> None:
+def test_columns_of_equal_records() -> None:
     parameters = (WEIGHT, FROZEN)
     columns = columns_of(parameters)
     assert columns.numel.tolist() == [20, 1]
@@ -24,7 +24,7 @@ def test_columns_and_records_are_the_same_parameters() -> None:
 
 def test_columns_are_a_sequence_of_records() -> None:
     plain = columns_of((WEIGHT, FROZEN))
-    assert plain.records == (WEIGHT, FROZEN)  # made before the change, and not taken along by it
+    assert plain.records == (WEIGHT, FROZEN)  # cached, and not copied by `replace`
     columns = replace(plain, gradient=np.asarray([9, -1], np.int32))
     assert tuple(columns) == (WEIGHT._replace(gradient=9), FROZEN)
     assert columns[1] == FROZEN
@@ -34,8 +34,8 @@ def test_columns_are_a_sequence_of_records() -> None:
     assert columns_of(columns) is columns
 
 
-def test_a_tuple_in_the_place_of_another_has_columns_of_its_own() -> None:
-    for number in range(300):  # more than are kept, at addresses that come again
+def test_columns_of_does_not_confuse_tuples_with_reused_ids() -> None:
+    for number in range(300):  # more than are cached, at reused addresses
         parameters = (WEIGHT._replace(storage=number),)
         assert columns_of(parameters).storage.tolist() == [number]
         assert columns_of(parameters) is columns_of(parameters)

@@ -1,4 +1,4 @@
-"""Calls of a block: told apart where they can be, and put together again."""
+"""Views of a step with one block per call."""
 
 from __future__ import annotations
 
@@ -78,10 +78,9 @@ def loss(model, batch):
 def blocks(model):
     return [model.make, model.judge]
 """
-"""Three calls of a block that autograd sees, with nothing but views between them, and one that it does not
-see.
+"""Three calls of a block under autograd, with only views between them, and one without autograd.
 
-Each turns the buffers of the spectral norm a little further.
+Each call advances the buffers of the spectral norm.
 """
 
 
@@ -99,13 +98,13 @@ def shared(written: dict[str, Path]) -> Step:
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_blocks_that_run_once_stay_as_they_are(model: str) -> None:
+def test_split_calls_keeps_step_without_repeated_calls(model: str) -> None:
     step = plain_program(ZOO[model]).step
     assert split_calls(step) is step
     assert step.calls.block.tolist() == list(range(len(step.blocks)))
 
 
-def test_each_call_has_its_own_ops_saves_and_input(shared: Step) -> None:
+def test_split_calls_separates_ops_saves_and_inputs(shared: Step) -> None:
     calls = split_calls(shared)
     assert calls.blocks == ("blocks.0", "blocks.1") * 3
     for call in range(6):
@@ -125,7 +124,7 @@ def test_each_call_has_its_own_ops_saves_and_input(shared: Step) -> None:
     assert backward_at == sorted(backward_at, reverse=True)
 
 
-def test_calls_with_only_views_between_them_are_told_apart(written: dict[str, Path]) -> None:
+def test_split_calls_separates_calls_with_only_views_between(written: dict[str, Path]) -> None:
     step = record(Workload.load(written["discriminator"])).step
     assert [step.blocks[block] for block in step.calls.block] == ["make", "judge", "judge", "judge", "judge"]
     assert step.calls.grad_enabled.tolist() == [1, 0, 1, 1, 1]
@@ -136,7 +135,7 @@ def test_calls_with_only_views_between_them_are_told_apart(written: dict[str, Pa
     assert not (step.saves.call == 1).any()
 
 
-def test_put_together_again_it_is_the_step_it_was(shared: Step) -> None:
+def test_join_calls_inverts_split_calls(shared: Step) -> None:
     again = join_calls(split_calls(shared), shared)
     assert again.blocks == shared.blocks
     for column in ("ops.block", "saves.block", "calls.input_block", "calls.block"):
@@ -156,7 +155,7 @@ def test_put_together_again_it_is_the_step_it_was(shared: Step) -> None:
     ids=lambda each: "+".join(technique.kind for technique in each),
 )
 @pytest.mark.parametrize("model", ["shared", "discriminator"])
-def test_what_is_applied_to_each_call_is_what_is_predicted(
+def test_apply_per_call_equals_prediction(
     model: str, techniques: tuple[Technique, ...], written: dict[str, Path]
 ) -> None:
     assert drift(written[model], *techniques) == ""

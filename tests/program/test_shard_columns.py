@@ -1,4 +1,4 @@
-"""Units of a small GPT and of lists whose answers are plain to see."""
+"""FSDP units of a small GPT, and ragged arrays compared with lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lists(of: Ragged) -> list[list[int]]:
 
 @settings(max_examples=50, deadline=None)
 @given(PARTS, st.randoms(use_true_random=False))
-def test_ragged_columns_do_what_lists_do(parts: list[list[int]], random: Random) -> None:
+def test_ragged_equals_lists(parts: list[list[int]], random: Random) -> None:
     of = ragged(parts)
     assert of.sums().tolist() == [sum(part) for part in parts]
     order = list(range(len(parts)))
@@ -46,7 +46,7 @@ def test_ragged_columns_do_what_lists_do(parts: list[list[int]], random: Random)
 
 
 @pytest.mark.parametrize("blocks_per_unit", [1, 2, 3])
-def test_every_parameter_is_in_one_unit_and_units_follow_the_blocks(blocks_per_unit: int) -> None:
+def test_units_of_assigns_each_parameter_to_its_block_unit(blocks_per_unit: int) -> None:
     plain = step()
     units = units_of(plain, blocks_per_unit)
     assert sorted(units.parameters.values.tolist()) == list(range(len(plain.parameters)))
@@ -64,5 +64,5 @@ def test_every_parameter_is_in_one_unit_and_units_follow_the_blocks(blocks_per_u
         assert units.last_forward[number] >= forward[-1]
 
 
-def test_a_modules_own_parameters_come_after_those_of_its_children() -> None:
+def test_gathering_order_puts_children_first() -> None:
     assert gathering_order(("w", "b.w", "b.x.w", "a.w")) == [2, 1, 3, 0]

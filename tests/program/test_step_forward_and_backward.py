@@ -1,4 +1,4 @@
-"""Forward and backward alone: the same bytes op by op, and the same options of blocks."""
+"""Steps of forward and backward only: equal live bytes, and equal options of the block planner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memtune.testing.drift_check import plain_program
 
 
 @pytest.mark.parametrize("model", ["gpt", "cnn_bn"])
-def test_bytes_and_options_are_those_of_the_whole_step(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_and_backward_keeps_bytes_and_options(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cpu = plain_program(ZOO[model]).step, hardware.detect("cpu")
     first = forward_and_backward(whole)
     first.validate()

@@ -1,8 +1,7 @@
-"""PyTorch's CUDA caching allocator, slow and obvious: memory is a list of segments, a segment a list of
-pieces.
+"""Reference model of PyTorch's CUDA caching allocator: slow and simple, a list of segments of pieces.
 
-Written from torch's documentation and source, not from csrc: it shares no code with the native one, keeps no
-indices, and answers every question by looking at everything.
+Written from torch's documentation and source: it shares no code with the native model in csrc, has no
+indices, and scans all pieces for each query.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NO_END = 2**63 - 1
 
 @dataclass(eq=False)
 class Piece:
-    """A stretch of one segment."""
+    """A contiguous part of a segment."""
 
     address: int
     size: int
@@ -28,9 +27,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Segment:
-    """What one cudaMalloc returned, or one reserved range of addresses; its pieces in order of address,
-    without gaps.
-    """
+    """Memory of one cudaMalloc, or one reserved address range; its pieces in address order, without gaps."""
 
     small: bool
     stream: int
@@ -39,7 +36,7 @@ class Segment:
     """Size of the pages of a range, 0 for a plain segment."""
 
     def join_neighbours(self) -> None:
-        """Free pieces side by side are one; the younger of the two says how long it has been free."""
+        """Join adjacent free pieces; the age of the joined piece is that of the younger one."""
         joined: list[Piece] = []
         for piece in self.pieces:
             before = joined[-1] if joined else None
@@ -53,7 +50,7 @@ class Segment:
 
 @dataclass
 class Outcome:
-    """What the native replay says, as plain Python."""
+    """Results of a replay, with the fields of the native one."""
 
     peak_reserved_bytes: int = 0
     peak_allocated_bytes: int = 0
@@ -73,7 +70,7 @@ class Outcome:
 
 @dataclass
 class Allocator:
-    """One device's; arguments as those of the native replay."""
+    """The allocator of one device; arguments are those of the native replay."""
 
     max_split_bytes: int | None = None
     max_non_split_rounding_bytes: int | None = None
@@ -91,13 +88,13 @@ class Allocator:
     next_address: int = 0
     reserved: int = 0
     highest: int = 0
-    """Most that was reserved since this was set."""
+    """Most reserved bytes since this was reset."""
     device_allocs: int = 0
     device_frees: int = 0
     retries: int = 0
 
     def pieces(self, small: bool, stream: int | None = None) -> Iterator[tuple[Segment, Piece]]:
-        """Free mapped pieces of a pool, the smallest first, at equal size the lowest."""
+        """Return the free mapped pieces of a pool by size, then address."""
         found = [
             (segment, piece)
             for segment in self.segments
@@ -177,7 +174,7 @@ class Allocator:
         return segment, piece
 
     def room(self, segment: Segment, piece: Piece) -> int:
-        """What the piece can grow to by mapping what follows it."""
+        """Return the size to which the piece can grow by mapping the hole after it."""
         after = segment.pieces.index(piece) + 1
         follows = after < len(segment.pieces) and not segment.pieces[after].mapped
         return piece.size + (segment.pieces[after].size if follows else 0)
@@ -230,9 +227,7 @@ class Allocator:
                 return None
 
     def place(self, size: int, small: bool, stream: int) -> tuple[Segment, int]:
-        """The lowest hole from which, with a free piece just before it, there are `size` bytes without a used
-        one.
-        """
+        """Return the lowest hole with `size` unused bytes, including a free piece just before it."""
         ranges = [
             each for each in self.segments if each.page and each.small == small and each.stream == stream
         ]
@@ -367,7 +362,7 @@ class Allocator:
         return max((piece.size for small in (False, True) for _, piece in self.pieces(small)), default=0)
 
     def check(self) -> None:
-        """What must always hold."""
+        """Check the invariants."""
         spans = sorted((piece.address, piece.size) for segment in self.segments for piece in segment.pieces)
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
         mapped = sum(piece.size for segment in self.segments for piece in segment.pieces if piece.mapped)
@@ -378,9 +373,7 @@ Event = tuple[int, int, int, int, int, int]
 
 
 def replay(events: list[Event], first_of_step: list[int], **settings: object) -> Outcome:
-    """(action, storage, bytes, stream, op, ready_op) rows through an allocator; a failed allocation is as if
-    it was caught.
-    """
+    """Replay (action, storage, bytes, stream, op, ready_op) rows; failed allocations are caught errors."""
     allocator, out = Allocator(**settings), Outcome()  # type: ignore[arg-type]
     live: dict[int, tuple[Segment, Piece] | None] = {}
     allocated = 0

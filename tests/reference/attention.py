@@ -1,4 +1,4 @@
-"""Attention as one rank computes it: what ways to divide it are held to."""
+"""Attention on one rank: the reference for sharded attention."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SAMPLES, HEADS, SHARED, LENGTH, HEAD = 2, 8, 2, 32, 4
 
 
 def made() -> list[Tensor]:
-    """Query, key, value and a gradient of the output, the same on every rank."""
+    """Return query, key, value and a gradient of the output, equal on all ranks."""
     torch.manual_seed(0)
     return [torch.randn(SAMPLES, n, LENGTH, HEAD) for n in (HEADS, SHARED, SHARED, HEADS)]
 
 
 def one_rank(causal: bool) -> list[Tensor]:
-    """Output and gradients."""
+    """Return output and gradients."""
     *given, gradient = made()
     given = [each.requires_grad_() for each in given]
     out = F.scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=True)

@@ -1,9 +1,8 @@
-"""The exact answer to what `planned` asks, as a mixed-integer program over every tensor of every block
-(HiGHS).
+"""Exact optimum of `planned`'s problem, as a mixed-integer program over every tensor of every block (HiGHS).
 
-For op i of block b: x = its outputs are there in backward, r = it runs again, r ≤ x; a saved op has x = 1; r
-needs x of all it reads; what is there and not run again (x − r) is held. At every moment at most the budget.
-It shares no code with the planner.
+For op i of block b: x = its outputs exist in backward, r = it is recomputed, r ≤ x. A saved op has x = 1. r
+requires x of all its inputs. Outputs that exist and are not recomputed (x − r) are held. Live bytes never
+exceed the budget. It shares no code with the planner.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from memtune.search_spaces.recompute._block_planner.tensor_options import Made
+from memtune.search_spaces.recompute._block_planner.tensor_options import BlockOp
 
 
 def least_seconds(
-    blocks: Sequence[tuple[Made, ...]],
+    blocks: Sequence[tuple[BlockOp, ...]],
     own_bytes: Sequence[int],
     after_bytes: int,
     budget_bytes: int,
     limit_s: float,
 ) -> float | None:
-    """Fewest seconds within the budget, None if there is no way or no proof in `limit_s` seconds.
+    """Return the least recompute time within the budget, None if infeasible or unproven in `limit_s` seconds.
 
     Args:
-        blocks: Ops of each block, in forward order; a block that runs needs `own_bytes` besides what those
-            before it hold.
-        own_bytes: By block.
-        after_bytes: Between the last forward and the first backward, besides what all blocks hold.
-        budget_bytes: No moment may need more.
-        limit_s: For the solver.
+        blocks: Ops of each block, in forward order.
+        own_bytes: Bytes that each block needs while it runs, in addition to those held by earlier blocks.
+        after_bytes: Bytes between the last forward and the first backward, in addition to those of all
+            blocks.
+        budget_bytes: Most live bytes.
+        limit_s: Time limit of the solver.
     """
     start = np.cumsum([0, *(len(ops) for ops in blocks)])
     n = int(start[-1])  # x of all ops, then r of all ops
@@ -57,9 +56,8 @@ def least_seconds(
     for row, (coefficients, _) in enumerate(rows):
         for column, value in coefficients.items():
             matrix[row, column] = value
-    unit = (
-        float(cost.max()) or 1.0
-    )  # HiGHS also stops 1e-6 away from the best, whatever the cost is counted in
+    # HiGHS also stops at an absolute gap of 1e-6, so costs are scaled to 1.
+    unit = float(cost.max()) or 1.0
     found = milp(
         cost / unit,
         integrality=np.ones(2 * n),

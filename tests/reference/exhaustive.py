@@ -1,5 +1,5 @@
-"""Checkmate's optimum found the slow way: every schedule of a small graph, by Dijkstra. It shares no code
-with the planner.
+"""Checkmate's optimum by brute force: Dijkstra over all schedules of a small graph, independent of the
+planner.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from memtune.activations.schedules.checkmate_planner import Problem
 
 
 def exhaustive_cost(problem: Problem) -> float | None:
-    """The least cost within the budget, by Dijkstra over (frontier, what ran last in its stage, what is
-    live).
+    """Return the least cost within the budget, by Dijkstra over (frontier, last node of the stage, live set).
 
-    A step runs a node that is not live and whose inputs are, then lets go of any of what is live. A node past
-    the frontier is run only once the frontier is there; what is kept at the end does not count. In a stage,
-    which ends with the frontier's own node, nodes run in ascending order: that is the paper's space.
+    A step runs a node that is not live and whose inputs are, then frees any subset of the live nodes. Nodes
+    beyond the frontier run only after it; values that are live at the end do not count. In a stage, which
+    ends with the frontier's own node, nodes run in ascending order, as in the paper.
     """
     n = problem.n
     start = (0, -1, frozenset[int]())
@@ -35,10 +34,11 @@ def exhaustive_cost(problem: Problem) -> float | None:
                 or not live.issuperset(problem.reads[node])
             ):
                 continue
-            there = live | {node}
-            if sum(problem.bytes[each] for each in there) + problem.scratch(node) > problem.budget_bytes[0]:
+            now_live = live | {node}
+            n_bytes = sum(problem.bytes[each] for each in now_live)
+            if n_bytes + problem.scratch(node) > problem.budget_bytes[0]:
                 continue
-            for left in subsets(there):
+            for left in subsets(now_live):
                 state = (frontier, node, left) if node < frontier else (frontier + 1, -1, left)
                 total = cost + problem.cost_s[node]
                 if total < best.get(state, float("inf")):

@@ -1,5 +1,5 @@
-// A stand-in for CUDA's driver: the calls that memtune's allocator makes, over a file in memory. It checks what it is asked for and ends
-// the process with 7 where the real driver would refuse. Events pass when `stand_in_pass` is called; streams capture when told to.
+// A fake CUDA driver with the functions that memtune's allocator calls, over a file in memory. It checks arguments and ends the process
+// with 7 where the real driver would return an error. `fake_driver_set` lets events pass, streams capture and memory run out.
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +16,7 @@ static int file = -1, supported = 1, capturing = 0, passed = 1, entered = 0;
 static long chunks = 0, most = 64, accessible = 0;
 
 static void require(int holds) { if (!holds) _exit(7); }
-void stand_in_set(const char *what, int value) {
+void fake_driver_set(const char *what, int value) {
   if (!strcmp(what, "supported")) supported = value;
   if (!strcmp(what, "capturing")) capturing = value;
   if (!strcmp(what, "pass")) passed = value;
@@ -25,8 +25,8 @@ void stand_in_set(const char *what, int value) {
 int cuInit(unsigned flags) { require(flags == 0); file = file < 0 ? memfd_create("cuda", 0) : file; return file < 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return number == 0 ? 0 : 101; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { require(attribute == 102 && device == 0); *value = supported; return 0; }
-// The primary context of device 0 is the address of `file`. What the allocator does with events and mappings it must do in it, since
-// threads that free may have no context; where that is not so, the real driver answers 201 (CUDA_ERROR_INVALID_CONTEXT).
+// The primary context of device 0 is the address of `file`. The allocator must make calls on events and mappings in it, since
+// threads that free may have no context; the real driver returns 201 (CUDA_ERROR_INVALID_CONTEXT) without one.
 int cuDevicePrimaryCtxRetain(void **context, int device) { require(device == 0); *context = &file; return 0; }
 int cuCtxPushCurrent_v2(void *context) { require(context == &file); ++entered; return 0; }
 int cuCtxPopCurrent_v2(void **context) { require(entered > 0); --entered; *context = &file; return 0; }
@@ -65,7 +65,7 @@ int cuMemUnmap(ptr address, size_t bytes) {
 }
 int cuCtxSynchronize(void) { require(entered > 0); passed = 1; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = error == 2 ? "out of memory" : "no such device"; return 0; }
-// Stream 0 cannot be asked while another one captures: 906, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT.
+// A query of stream 0 while another one captures returns 906, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT.
 int cuStreamIsCapturing(void *stream, int *status) { *status = stream ? capturing : 0; return !stream && capturing ? 906 : 0; }
 int cuEventCreate(void **event, unsigned flags) { require(entered > 0 && flags == 2); *event = malloc(1); return 0; }
 int cuEventRecord(void *event, void *stream) { (void)stream; require(event && entered > 0); return 0; }

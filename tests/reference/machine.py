@@ -1,5 +1,6 @@
-"""The machine once more, slow and obvious: at every moment every rule is checked by looking at everything, in
-exact fractions.
+"""Reference simulator of the machine: slow and simple, with exact fractions.
+
+At each moment it checks each rule by scanning all tasks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Task:
 
 @dataclass
 class Ranks:
-    """One class: its step, how long its ops take, and where its ranks stand."""
+    """One rank class: its step, the times of its ops, and its PCIe root."""
 
     step: Step
     op_s: list[int]
@@ -48,13 +49,11 @@ class Ranks:
 
 
 class Deadlock(Exception):
-    """Some ops wait for each other."""
+    """Raised if ops wait for each other."""
 
 
 class Machine:
-    """Runs all classes together; afterwards `tasks` hold their times and `log` what happened in which
-    order.
-    """
+    """Runs all classes together; afterwards `tasks` have their times, and `log` has the events in order."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class Machine:
             ]
 
     def run(self) -> Fraction:
-        """Seconds of the step."""
+        """Simulate the step; return its seconds."""
         while True:
             self._finish()
             self._issue()
@@ -106,13 +105,13 @@ class Machine:
         return max((self.finish_s(ranks) for ranks in self.classes), default=Fraction(0))
 
     def finish_s(self, ranks: Ranks) -> Fraction:
-        """When the class has finished: its host and all that occupies something."""
+        """Return when the class has finished: its host, and all its ops but allocations."""
         ends = [task.issued for task in ranks.tasks] + [
             t.stop for t in ranks.tasks if self._resource(t) != Resource.NOTHING
         ]
         return max((end for end in ends if end is not None), default=Fraction(0))
 
-    # -- what the columns mean -------------------------------------------------------------------------------
+    # -- meaning of the columns ------------------------------------------------------------------------------
 
     def _runs(self, step: Step, op: int, repetition: int) -> bool:
         if step.ops.phase[op] == Phase.PROLOGUE:
@@ -126,7 +125,7 @@ class Machine:
         return int(self._step(task).ops.resource[task.op])
 
     def _stream(self, task: Task) -> int:
-        """Own streams come first, by resource, then the side streams; larger ones go first."""
+        """Return the stream's number: own streams by resource, then side streams; larger ones go first."""
         stream = int(self._step(task).ops.stream[task.op])
         return self._resource(task) if stream == 0 else 0 if stream == 1 else 100 + stream
 
@@ -146,17 +145,17 @@ class Machine:
         )
 
     def _kept(self, ranks: Ranks, storage: int) -> bool:
-        """The last to hold it is an op outside the compute stream that touches it."""
+        """Return whether the last holder of `storage` is an op outside the compute stream that uses it."""
         last = [task for task in ranks.tasks if task.op == ranks.step.freed_after[storage]]
         return any(self._moves(t) and (self._reads(t, storage) or self._writes(t, storage)) for t in last)
 
     def _born(self, before: list[Task], storage: int) -> int:
-        """Place in `before` of the op that made the newest incarnation of `storage`."""
+        """Return the index in `before` of the op that made the newest instance of `storage`."""
         made = [i for i, task in enumerate(before) if self._step(task).storages.producer[storage] == task.op]
         return max(made, default=0)
 
     def comes_before(self, task: Task) -> Iterator[Task]:
-        """All that must have finished before `task` may start, but for its resource and other classes."""
+        """Yield the tasks of its class that must finish before `task` may start."""
         ranks = self.classes[task.rank_class]
         step, place = ranks.step, ranks.tasks.index(task)
         before = ranks.tasks[:place]
@@ -175,8 +174,8 @@ class Machine:
                     ):
                         yield other
             if self._computes(task) and not self._kept(ranks, storage):
-                for i, let_go in enumerate(before):
-                    if let_go.op == step.freed_after[storage]:
+                for i, last in enumerate(before):
+                    if last.op == step.freed_after[storage]:
                         since = before[self._born(before[: i + 1], storage) : i + 1]
                         touching = (t for t in since if self._reads(t, storage) or self._writes(t, storage))
                         yield from (t for t in touching if self._moves(t))
@@ -198,7 +197,7 @@ class Machine:
             at = [*before, task].index(fetches[-depth])
             yield from (t for t in before[:at] if self._computes(t))
 
-    # -- what happens at a moment ----------------------------------------------------------------------------
+    # -- events at a moment ----------------------------------------------------------------------------------
 
     def _each(self, wanted: Callable[[Task], bool]) -> list[Task]:
         return [task for ranks in self.classes for task in ranks.tasks if wanted(task)]
@@ -214,8 +213,8 @@ class Machine:
         self._allocate()
 
     def _allocate(self) -> None:
-        """What only allocates takes no time: it has finished as soon as it is issued and all before it
-        has.
+        """Finish allocations, which take no time, once they are issued and all tasks before them have
+        finished.
         """
         for task in self._each(lambda t: self._resource(t) == Resource.NOTHING and t.issued is not None):
             if task.stop is None and all(other.stop is not None for other in self.comes_before(task)):
@@ -237,7 +236,7 @@ class Machine:
                 self._allocate()
 
     def _came(self, ranks: Ranks, i: int) -> Fraction | None:
-        """When the host comes to task `i`, None while the one before it keeps the host."""
+        """Return when the host reaches task `i`, None while the task before it occupies the host."""
         if i == 0:
             return Fraction(0)
         previous = ranks.tasks[i - 1]
@@ -294,17 +293,17 @@ class Machine:
                     break
         return min(moments, default=None)
 
-    # -- what is read off afterwards -------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------
 
     def intervals(self, ranks: Ranks, resource: int) -> list[tuple[Fraction, Fraction]]:
-        """When a resource was busy; 9 is the host issuing ops."""
+        """Return the intervals in which a resource was busy; 9 is the host issuing ops."""
         if resource == 9:
             return [(t.came, t.issued) for t in ranks.tasks if t.came is not None and t.issued is not None]
         mine = [t for t in ranks.tasks if self._resource(t) == resource]
         return [(t.start, t.stop) for t in mine if t.start is not None and t.stop is not None]
 
     def bytes_at_issues(self, number: int, tier: Tier) -> list[tuple[int, int]]:
-        """(op, bytes of `tier`) whenever the host of a class has come to an op."""
+        """Return (op, live bytes of `tier`) for each op that the host of a class issues."""
         ranks = self.classes[number]
         found, past = [], []
         for what, task in self.log:
@@ -322,15 +321,14 @@ class Machine:
         return found
 
     def _alive(self, ranks: Ranks, storage: int, past: list[tuple[str, Task]]) -> Iterator[int]:
-        """Repetitions whose incarnation of `storage` exists after what is in `past`."""
+        """Yield the repetitions whose instance of `storage` is live after the events in `past`."""
         step, repetition = ranks.step, past[-1][1].repetition
         made_by, end = int(step.storages.producer[storage]), int(step.freed_after[storage])
         if end < 0:
             return
         ends_in_body = end < step.ops.n and step.ops.phase[end] in BODY
-        made_in_body = (
-            step.ops.phase[made_by] in BODY if made_by >= 0 else ends_in_body
-        )  # a batch arrives every time
+        # A storage from before the step that ends in the body is a batch, new in each repetition.
+        made_in_body = step.ops.phase[made_by] in BODY if made_by >= 0 else ends_in_body
         if made_by >= 0:
             born = [t.repetition for what, t in past if what == "issued" and t.op == made_by]
         else:
@@ -358,7 +356,7 @@ class Machine:
 def uncovered(
     intervals: list[tuple[Fraction, Fraction]], others: list[tuple[Fraction, Fraction]]
 ) -> Fraction:
-    """Seconds of `intervals` during which none of `others` runs, summed up between all borders."""
+    """Return the seconds of `intervals` that no interval of `others` covers."""
     total = Fraction(0)
     for left, right in pairwise(sorted({t for pair in intervals + others for t in pair})):
         middle = (left + right) / 2

@@ -1,6 +1,4 @@
-"""TSPLIT's greedy planner in plain numpy: slow, and written apart from the native one that it is held
-against.
-"""
+"""TSPLIT's greedy planner in plain numpy: slow, and independent of the native one."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _ALL = 1 << 62
 
 
 def greedy_by_hand(problem: Problem, budget_bytes: int, *, beyond: bool) -> list[int]:
-    """What `memtune.activations.offload.tsplit_planner.greedy` returns."""
+    """Return the same as `memtune.activations.offload.tsplit_planner.greedy`."""
     state = _State(problem)
     while True:
         moment = int(state.live.argmax())
@@ -29,7 +27,7 @@ def greedy_by_hand(problem: Problem, budget_bytes: int, *, beyond: bool) -> list
 
 @dataclass(eq=False)
 class _State:
-    """The timeline under what has been decided so far."""
+    """The timeline under the actions chosen so far."""
 
     problem: Problem
     choice: list[int] = field(default_factory=list)
@@ -39,13 +37,13 @@ class _State:
         columns = self.problem.columns
         self.choice, self.live = [0] * len(self.problem.tensors), self.problem.live_bytes.copy()
         self._taken = np.zeros(len(columns.tensor), bool)
-        self._given_up = np.zeros(
-            len(columns.tensor), bool
-        )  # taken once and replaced: never again, so this ends
+        # Actions that were replaced; they are never chosen again, so that the search ends.
+        self._given_up = np.zeros(len(columns.tensor), bool)
 
     def cheapest(self, moment: int, excess_bytes: int) -> int:
-        """The action with the least added time per byte freed in `moment`, of which `excess_bytes` count; -1:
-        none.
+        """Return the action with the least added time per byte freed in `moment`, -1 for none.
+
+        At most `excess_bytes` of the freed bytes count.
         """
         columns, n_actions = self.problem.columns, len(self._taken)
         here = (columns.first <= moment) & (moment < columns.stop)
@@ -60,7 +58,7 @@ class _State:
         return int(rows[np.lexsort((rows, -gain[rows], per_byte))[0]])
 
     def take(self, action: int) -> None:
-        """Decide so, in place of what its tensor, or the parts of it, had."""
+        """Choose `action`, instead of the actions of its tensor or of the tensor's parts."""
         columns = self.problem.columns
         tensor = int(columns.tensor[action])
         for other in np.flatnonzero(self._taken & self._replaced(tensor)).tolist():
@@ -84,24 +82,24 @@ class _State:
             self.live[columns.first[row] : columns.stop[row]] += sign * columns.n_bytes[row]
 
     def _now(self, values: F64) -> F64:
-        """(a,) of `values`, what each action would replace."""
+        """Return (a,) the sum of `values` of the chosen actions that each action would replace."""
         columns, n_tensors = self.problem.columns, len(self.choice)
         mine = np.zeros(n_tensors)
-        mine[columns.tensor[self._taken]] = values[self._taken]  # one action a tensor
+        mine[columns.tensor[self._taken]] = values[self._taken]  # one action per tensor
         parts = np.flatnonzero(columns.part_of >= 0)
         np.add.at(mine, columns.part_of[parts], mine[parts])
         found: F64 = mine[columns.tensor]
         return found
 
     def _decided(self) -> npt.NDArray[np.bool_]:
-        """(a,) actions of tensors that another one decides of."""
+        """Return (a,) True for actions on parts of a tensor for which an action is chosen."""
         columns = self.problem.columns
         whole = columns.part_of[columns.tensor]
         found: npt.NDArray[np.bool_] = (whole >= 0) & (np.append(self.choice, 0)[whole] > 0)
         return found
 
     def _seconds(self) -> F64:
-        """(a,) time that each action adds beside those taken; of those taken, what they add now."""
+        """Return (a,) the time that each action adds to the chosen ones; for those, their current time."""
         columns = self.problem.columns
         found: F64 = columns.more_s.copy()
         for link in columns.links:
@@ -110,8 +108,8 @@ class _State:
 
 
 def _link_waits(link: _Link, taken: npt.NDArray[np.bool_], actions: int) -> F64:
-    """(actions,) seconds that compute waits for each beside those that are `taken`; for those, what it waits
-    now.
+    """Return (actions,) seconds that compute waits for each, in addition to those `taken`; for these, the
+    wait now.
     """
     mine = taken[link.action]
     order = np.argsort(link.start_s[mine], kind="stable")
@@ -119,7 +117,7 @@ def _link_waits(link: _Link, taken: npt.NDArray[np.bool_], actions: int) -> F64:
     after = np.searchsorted(starts, link.start_s, side="right")
     following = np.append(starts, np.inf)[after]
     own = _waits(link.copy_s, link.start_s, np.minimum(link.end_s, following))
-    if len(starts):  # the one before has to be over earlier
+    if len(starts):  # the copy before must finish earlier
         before = np.maximum(after - 1, 0)
         until = np.minimum(ends[before], np.append(starts[1:], np.inf)[before])
         earlier = np.minimum(until, link.start_s)

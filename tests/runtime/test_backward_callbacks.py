@@ -1,6 +1,4 @@
-"""A step that raises in the middle, and is caught: what comes after is as if it had not been, or is
-refused.
-"""
+"""Steps that raise in the middle and are caught: training continues unaffected, or is refused."""
 
 from __future__ import annotations
 
@@ -58,13 +56,13 @@ def raises_in_backward(model: Net, run: Callable[[], Any]) -> None:
     handle.remove()
 
 
-def test_each_backward_that_ends_is_heard_of_once_and_one_that_raises_is_forgotten() -> None:
-    """Also with a backward inside of another one, and with two forwards before one backward."""
+def test_backward_end_runs_once_per_backward_and_not_after_an_error() -> None:
+    """Covers a backward inside of another one, and two forwards before one backward."""
     seen: list[str] = []
     end = BackwardEnd(lambda: seen.append("ended"), lambda: seen.append("raised"))
     fails = False
 
-    def lands(_: Tensor) -> None:
+    def on_gradient(_: Tensor) -> None:
         seen.append("first" if end.expect() else "again")
         inner = torch.ones(2, requires_grad=True)
         inner.register_hook(lambda _: seen.append("first inside" if end.expect() else "inside"))
@@ -75,8 +73,8 @@ def test_each_backward_that_ends_is_heard_of_once_and_one_that_raises_is_forgott
             raise RuntimeError("hook")
 
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    x.register_hook(lands)
-    y.register_hook(lands)
+    x.register_hook(on_gradient)
+    y.register_hook(on_gradient)
     (x * y).sum().backward()  # type: ignore[no-untyped-call]
     assert seen == ["first", "inside", "again", "inside", "ended"]
     seen.clear()
@@ -92,7 +90,7 @@ def test_each_backward_that_ends_is_heard_of_once_and_one_that_raises_is_forgott
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_loop_goes_on_after_a_backward_that_raised(name: str) -> None:
+def test_loop_continues_after_a_failed_backward(name: str) -> None:
     model, optimizer, _ = made(name)
     for index in range(4):
         if index in (0, 2):
@@ -102,7 +100,7 @@ def test_a_loop_goes_on_after_a_backward_that_raised(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_step_that_updated_before_it_raised_is_refused_until_state_is_loaded(name: str) -> None:
+def test_step_with_early_updates_is_refused_after_an_error_until_a_load(name: str) -> None:
     model, optimizer, tuned = made(name)
     tuned.step([batch(0)])
     saved = copy.deepcopy(tuned.state_dict())
@@ -123,10 +121,8 @@ def test_a_step_that_updated_before_it_raised_is_refused_until_state_is_loaded(n
 
 
 @pytest.mark.parametrize("name", ["stronghold", "late", "per_gradient"])
-def test_all_is_updated_at_the_end_of_the_step_after_early_updates_were_replaced(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However slow they are: state is loaded while they are under way."""
+def test_loaded_state_replaces_early_updates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State is loaded while slow updates are running."""
     at_once = native_update._once
     monkeypatch.setattr(native_update, "_once", lambda call: (time.sleep(0.01), at_once(call)))
     model, optimizer, tuned = made(name)
@@ -155,9 +151,7 @@ def skip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     "between", [evaluate, *(pytest.param(each, marks=pytest.mark.slow) for each in (load, skip))]
 )
 @pytest.mark.parametrize("name", STORES)
-def test_a_loop_goes_on_after_the_first_blocks_forward_raised(
-    name: str, between: Callable[..., None]
-) -> None:
+def test_loop_continues_after_a_failed_forward(name: str, between: Callable[..., None]) -> None:
     model, optimizer, _ = made(name)
     for index in range(3):
         if index == 1:
@@ -182,7 +176,7 @@ def on_ranks(settings: dict[str, Any], fails: bool) -> dict[str, Tensor]:
 
 
 def averaged(kind: str, fails: bool) -> list[Tensor]:
-    """Gradients of the second of two steps, averaged by `kind`, after a backward that raised where it
+    """Return the gradients of the second of two steps, averaged by `kind`, after a backward that raised if it
     `fails`.
     """
     model, optimizer = build()
@@ -207,7 +201,7 @@ def both_ways(kind: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["buckets", pytest.param("tensor", marks=pytest.mark.slow)])
-def test_gradients_are_averaged_after_a_backward_that_raised_on_all(kind: str) -> None:
+def test_gradients_are_averaged_after_a_failed_backward_on_all_ranks(kind: str) -> None:
     (calm, upset), (others, _) = run_ranks(both_ways, 2, kind)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(upset, calm, strict=True))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(calm, others, strict=True))
@@ -219,7 +213,7 @@ def test_gradients_are_averaged_after_a_backward_that_raised_on_all(kind: str) -
     [{"kind": "mics", "group": 2}, {"kind": "amsp", "parameters": 2, "gradients": 2, "optimizer": 4}],
     ids=["copies of shards", "states over FSDP2"],
 )
-def test_four_ranks_go_on_after_a_backward_that_raised_on_all(states: dict[str, Any]) -> None:
+def test_four_ranks_continue_after_a_failed_backward(states: dict[str, Any]) -> None:
     settings = {"sharding": {"states": states}}
     calm, upset = (run_ranks(on_ranks, 4, settings, fails) for fails in (False, True))
     for rank in range(4):
@@ -241,20 +235,20 @@ def test_four_ranks_go_on_after_a_backward_that_raised_on_all(states: dict[str, 
     ids=[
         "zero1",
         "zero2",
-        "ddp, gradients down",
+        "ddp, gradient offload",
         "ddp, blocks",
         "fsdp",
-        "fsdp, gradients down",
+        "fsdp, gradient offload",
         "fsdp, blocks",
     ],
 )
-def test_ranks_go_on_after_a_backward_that_raised_on_all(settings: dict[str, Any]) -> None:
+def test_ranks_continue_after_a_failed_backward(settings: dict[str, Any]) -> None:
     calm, upset = (run_ranks(on_ranks, 2, settings, fails) for fails in (False, True))
     for rank in range(2):
         assert_equal(upset[rank], calm[rank])
 
 
-def test_packs_that_were_updated_before_a_step_raised_are_refused_until_state_is_loaded() -> None:
+def test_updated_packs_are_refused_after_an_error_until_a_load() -> None:
     model, optimizer = build()
     plan = {"offload.states": {"forward": [[0, 2]], "backward": [[0, 2], [2, 4]], "swapped_bytes": 0}}
     config = {"settings": {"offload": {"states": {"kind": "harmony"}}}, "plan": plan}

@@ -1,5 +1,5 @@
-"""Steps that raise: a hook of the user's sees and leaves the same state as with the plain optimizer, or
-training stops.
+"""Steps that raise: the user's hook sees and leaves the same state as with the plain optimizer, or training
+stops.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PACKS = {
 }
 OTHERS: dict[str, dict[str, Any]] = {"roam": ROAM, "harmony": PACKS, "": {"settings": {}}}
 EARLY = ("roam", "harmony", "per_gradient", "lohan")
-"""Some of these are updated inside backward, under `Tuned.step`."""
+"""Settings with updates inside backward, under `Tuned.step`."""
 
 
 class Upset(Exception):
-    """Raised by the user's hook."""
+    """Error raised by the user's hook."""
 
 
 def _raises(optimizer: Optimizer, when: str) -> None:
-    """A hook that raises in the second step."""
+    """Return a hook that raises in the second step."""
     steps = 0
 
     def hook(*_: Any) -> None:
@@ -71,12 +71,12 @@ def _trained(name: str, when: str, *, first: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("first", [True, False], ids=["hook first", "apply first"])
 @pytest.mark.parametrize("name", ["roam", "harmony", "per_gradient", "ratio", "SSD alone"])
-def test_a_hook_after_the_step_that_raises_finds_all_updated(name: str, first: bool) -> None:
+def test_raising_post_hook_sees_all_updates(name: str, first: bool) -> None:
     assert_equal(_trained(name, "after", first=first), plain(4))
 
 
 @pytest.mark.parametrize("name", ["harmony", "per_gradient", "ratio", "SSD alone"])
-def test_a_hook_before_the_step_that_raises_finds_nothing_updated_or_stops_training(name: str) -> None:
+def test_raising_pre_hook_sees_no_updates_or_stops_training(name: str) -> None:
     if name in EARLY:
         with pytest.raises(ApplyError, match="MT368 A step was begun"):
             _trained(name, "before", first=True)
@@ -84,8 +84,8 @@ def test_a_hook_before_the_step_that_raises_finds_nothing_updated_or_stops_train
         assert_equal(_trained(name, "before", first=True), _trained("", "before", first=True))
 
 
-def test_a_closure_is_refused_before_anything_is_updated() -> None:
-    """With `ratio` a part of the state stays on the device, and is updated first."""
+def test_closure_is_refused_before_any_update() -> None:
+    """With `ratio` a part of the state is on the device, and is updated first."""
     model, optimizer, _ = made("ratio")
     step(model, optimizer, 0)
     optimizer.zero_grad()
@@ -99,8 +99,8 @@ def test_a_closure_is_refused_before_anything_is_updated() -> None:
 
 
 @pytest.mark.parametrize("name", ["ratio", "native", "l2l", "SSD alone", "lohan"])
-def test_a_step_that_raised_in_the_middle_is_not_gone_on_with(name: str) -> None:
-    """State of a wrong size, put there by hand, which the update refuses when the others are done."""
+def test_partial_step_refuses_the_next_step(name: str) -> None:
+    """The update refuses a state of wrong size, set by hand, after all others are done."""
     model, optimizer, tuned = made(name)
     step(model, optimizer, 0)
     saved = copy.deepcopy(tuned.state_dict())
@@ -142,5 +142,5 @@ def gathered(kind: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_hook_after_the_step_finds_the_weights_of_all_ranks() -> None:
+def test_post_hook_sees_the_weights_of_all_ranks() -> None:
     assert run_ranks(gathered, 2, "zero1") == [True, True]

@@ -8,7 +8,7 @@ from torch import nn
 from memtune.runtime.context import Snapshot
 
 
-def test_handles_of_the_users_hooks_still_work_after_a_restore() -> None:
+def test_snapshot_restore_keeps_hook_handles_valid() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()

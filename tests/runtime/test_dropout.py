@@ -1,4 +1,4 @@
-"""Dropout that drops nothing and still runs its ops, so that what was planned for a model holds for it."""
+"""Dropout that drops nothing and still runs its ops, so that plans for the model remain valid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nodes(out: Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize("module", [nn.Dropout(0.5), nn.AlphaDropout(0.3)])
-def test_the_same_ops_run_and_nothing_drops(module: nn.Module) -> None:
+def test_no_dropout_runs_the_same_ops_and_drops_nothing(module: nn.Module) -> None:
     x = torch.randn(8, 16, 9, requires_grad=True)
     before = torch.get_rng_state()
     with no_dropout(module):
@@ -28,25 +28,25 @@ def test_the_same_ops_run_and_nothing_drops(module: nn.Module) -> None:
         (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(y, x)
     assert torch.equal(gradient, torch.ones_like(x))
-    assert torch.equal(torch.get_rng_state(), before)  # the next batch is the same, however this one was cut
+    assert torch.equal(torch.get_rng_state(), before)  # the next batch is the same for any split of this one
     assert nodes(y) == nodes(module(x))
 
 
-def test_attention_with_positional_arguments() -> None:
+def test_no_dropout_covers_positional_attention_arguments() -> None:
     q = torch.randn(1, 2, 8, 4)
     with no_dropout(nn.Identity()):
         got = F.scaled_dot_product_attention(q, q, q, None, 0.5, True)
     torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, is_causal=True))
 
 
-def test_recurrent_layers_get_their_rate_back() -> None:
+def test_no_dropout_restores_recurrent_rates() -> None:
     lstm, x = nn.LSTM(8, 8, 2, dropout=0.5), torch.randn(5, 3, 8)
     with no_dropout(lstm):
         assert torch.equal(lstm(x)[0], lstm(x)[0])
     assert lstm.dropout == 0.5
 
 
-def test_what_does_not_drop_stays_as_it_is() -> None:
+def test_no_dropout_leaves_other_functions_unchanged() -> None:
     x = torch.randn(4)
     with no_dropout(nn.Identity()):
         assert F.dropout(x, 0.0, True) is x
@@ -54,7 +54,7 @@ def test_what_does_not_drop_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("attention", [False, True])
-def test_what_runs_again_in_backward_drops_nothing_either(attention: bool) -> None:
+def test_no_dropout_holds_in_recomputation(attention: bool) -> None:
     q = torch.randn(1, 2, 8, 4, requires_grad=True)
 
     def f(x: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""Whom a hook calls goes with its model: the collector sees no cycle through a tensor's hooks, a finalizer or
-DDP.
-"""
+"""Hooks do not keep a model alive: no cycle passes through a tensor's hooks, a finalizer or DDP."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from memtune.testing.training import SEED, build, one_step
 from memtune.workload.workload import Workload
 
 MOE = ZOO["moe"]
-LANDED = {"offload": {"states": {"kind": "zero_offload", "update": "native"}}}
+GRAD_OFFLOAD = {"offload": {"states": {"kind": "zero_offload", "update": "native"}}}
 COMPLETE = {"execution": {"order": {"kind": "roam"}}}
 
 
-@pytest.mark.parametrize("settings", [LANDED, COMPLETE], ids=["gradients_down", "update_at_gradient"])
-def test_nothing_outlives_the_optimizer(settings: dict[str, object]) -> None:
+@pytest.mark.parametrize("settings", [GRAD_OFFLOAD, COMPLETE], ids=["gradient_offload", "update_at_gradient"])
+def test_hooks_do_not_outlive_the_optimizer(settings: dict[str, object]) -> None:
     workload, model, optimizer = build(ZOO["tied"])
     tuned = apply(model, optimizer, {"settings": settings}, strict=False)
     one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -37,7 +35,7 @@ def test_nothing_outlives_the_optimizer(settings: dict[str, object]) -> None:
     assert [each() for each in gone] == [None] * 3
 
 
-def test_nothing_outlives_a_recording_of_real_tensors() -> None:
+def test_recording_of_real_tensors_frees_the_model() -> None:
     """The recorder is notified of freed storages; those of the model are freed with it."""
     workload, model, optimizer = build(MOE)
     gone = weakref.ref(model)
@@ -49,8 +47,8 @@ def test_nothing_outlives_a_recording_of_real_tensors() -> None:
     assert gone() is None
 
 
-def test_nothing_outlives_a_dry_run_of_replicas() -> None:
-    """DDP keeps its hook where the collector does not look."""
+def test_dry_run_of_replicas_frees_the_model() -> None:
+    """DDP keeps its hook in C++, where the garbage collector cannot find a cycle."""
     target = Target(hardware.detect("cpu"), 2)
     choice = Choice.from_document({"sharding": {"states": {"kind": "ddp"}}, "execution": {"micro_batch": 2}})
     candidate = Rewriter(recording_of(ZOO["tied"]), target).candidate(choice)

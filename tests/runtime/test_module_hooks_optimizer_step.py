@@ -1,5 +1,5 @@
-"""A replaced `step`: learning rate schedulers, hooks and GradScaler's look at its signature see the
-optimizer's own.
+"""A replaced `step` works with learning rate schedulers, hooks, and GradScaler's inspection of its
+signature.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ STATES: list[Technique] = [
 
 
 def _rates(states: Technique, before: bool) -> tuple[list[float], int, int]:
-    """The rate of each of three steps under a scheduler that is built before `apply` or after it, and what it
-    has counted.
+    """Return the rates of three steps under a scheduler built before or after `apply`, and the scheduler's
+    step count.
     """
     workload, model, optimizer = build(ZOO["tied"])
 
@@ -63,7 +63,7 @@ def _rates(states: Technique, before: bool) -> tuple[list[float], int, int]:
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "apply first"])
 @pytest.mark.parametrize("states", STATES, ids=["own", "native", "ssd", "updaters"])
-def test_a_scheduler_counts_steps_and_nobody_warns(states: Technique, before: bool) -> None:
+def test_scheduler_counts_steps_without_a_warning(states: Technique, before: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rates, epoch, calls = _rates(states, before)
@@ -72,8 +72,8 @@ def test_a_scheduler_counts_steps_and_nobody_warns(states: Technique, before: bo
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_scheduler_that_steps_first_is_still_told(recwarn: pytest.WarningsRecorder) -> None:
-    """The mark must not hide the mistake that torch looks for."""
+def test_scheduler_that_steps_first_still_warns(recwarn: pytest.WarningsRecorder) -> None:
+    """The mark on `step` must not hide torch's warning about a scheduler that steps first."""
     _, model, optimizer = build(ZOO["tied"])
     scheduler = LinearLR(optimizer)
     apply(model, optimizer, config_of(ZOO["tied"], STATES[1]), strict=False)
@@ -82,7 +82,7 @@ def test_a_scheduler_that_steps_first_is_still_told(recwarn: pytest.WarningsReco
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_signature_is_the_optimizers_own() -> None:
+def test_replaced_step_has_the_optimizers_signature() -> None:
     _, model, optimizer = build(ZOO["tied"])
     wanted = inspect.signature(optimizer.step)
     apply(model, optimizer, config_of(ZOO["tied"], STATES[1]), strict=False)
@@ -99,8 +99,8 @@ def _clips(model: Net, optimizer: Optimizer, by_groups: bool) -> None:
 
 
 def _clipped(name: str, when: str, by_groups: bool = False) -> dict[str, torch.Tensor]:
-    """Weights after two steps whose gradients a hook of the user's clips, registered before `apply` or after
-    it.
+    """Return the weights after two steps whose gradients a user's hook clips, registered before or after
+    `apply`.
     """
     model, optimizer = interrupted_loops.build()
     if when == "before":
@@ -121,16 +121,16 @@ def _clipped(name: str, when: str, by_groups: bool = False) -> dict[str, torch.T
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.usefixtures("ssd", "one_thread")
 @pytest.mark.parametrize("name", ["optimizer_cpu", "native", "SSD alone"])
-def test_a_hook_that_clips_sees_all_gradients(name: str, when: str) -> None:
-    """It runs before they go down, whenever it was registered."""
+def test_clipping_pre_hook_sees_all_gradients(name: str, when: str) -> None:
+    """The hook runs before the gradients are offloaded, whenever it was registered."""
     interrupted_loops.assert_equal(_clipped(name, when), _clipped("", "before"))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.usefixtures("ssd", "one_thread")
 @pytest.mark.parametrize("name", ["l2l", "zero_offload", "lohan"])
-def test_a_hook_that_clips_the_gradients_left_on_the_device_is_noticed(name: str, when: str) -> None:
-    """Through the optimizer's groups it sees all of them."""
+def test_clipping_of_resident_gradients_raises(name: str, when: str) -> None:
+    """Through the optimizer's groups the hook sees all gradients on the device."""
     with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
         _clipped(name, when)
     interrupted_loops.assert_equal(
@@ -139,8 +139,8 @@ def test_a_hook_that_clips_the_gradients_left_on_the_device_is_noticed(name: str
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_hook_that_changes_what_is_left_after_early_updates_is_noticed() -> None:
-    """An update at the gradient has used the others by then."""
+def test_change_of_gradients_after_early_updates_raises() -> None:
+    """An early update has already used the other gradients."""
     model, optimizer = interrupted_loops.build()
     config = {"settings": {"execution": {"order": {"kind": "roam"}}}}
     tuned = apply(model, optimizer, config, loss=interrupted_loops.loss, strict=False)

@@ -17,7 +17,7 @@ def batch_norm(*, training: bool) -> tuple[Any, ...]:
     return torch.randn(4, 3), None, None, torch.zeros(3), torch.ones(3), training, 0.1, 1e-5
 
 
-def test_tensors_are_found_in_nested_lists_in_order() -> None:
+def test_tensors_in_reads_nested_lists_in_order() -> None:
     found = tensors_in((ONE, 3, [TWO, None, (THREE,)], "x"))
     assert [id(each) for each in found] == [id(ONE), id(TWO), id(THREE)]
     assert tensors_in([]) == []
@@ -37,7 +37,7 @@ def test_tensors_are_found_in_nested_lists_in_order() -> None:
         ),
     ],
 )
-def test_what_is_said_to_be_written_is_what_changes(func: Any, arguments: Any) -> None:
+def test_mutated_names_the_tensors_that_change(func: Any, arguments: Any) -> None:
     args = arguments()
     before = {id(each): each.clone() for each in tensors_in(args)}
     func(*args)

@@ -1,6 +1,4 @@
-"""Ops by elements make the same bits in parts, wherever a part begins; what is laid out in another way is not
-among them.
-"""
+"""Elementwise ops are bitwise equal in parts, wherever a part begins; other layouts are excluded."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ MORE: dict[str, tuple[Any, ...]] = {
     "softplus_backward": (1.0, 20.0),
     **{f"{name}.Scalar": (0.0,) for name in ("eq", "ge", "gt", "le", "lt", "ne")},
 }
-"""Arguments behind the tensors."""
+"""Arguments after the tensors."""
 TENSORS = {
     "add": 2,
     "sub": 2,
@@ -62,7 +60,7 @@ TENSORS = {
 def called(
     name: str, dtype: torch.dtype, device: str
 ) -> tuple[Any, list[Tensor], tuple[Any, ...], dict[str, Any]]:
-    """The op, tensors for it, what follows them, and what it is given by name."""
+    """Return the op, tensors for it, the arguments after them, and its keyword arguments."""
     packet, _, overload = name.removeprefix("aten.").partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload)
     generator = torch.Generator().manual_seed(3)
@@ -88,7 +86,7 @@ def called(
 
 
 def bits_differ(name: str, dtype: torch.dtype, device: str) -> int:
-    """Elements that are others in parts of odd sizes than in the whole."""
+    """Return the elements that differ between parts of odd sizes and the whole."""
     op, tensors, more, kwargs = called(name, dtype, device)
     whole = op(*tensors, *more, **kwargs)
     found = 0
@@ -100,11 +98,11 @@ def bits_differ(name: str, dtype: torch.dtype, device: str) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
+def test_elementwise_ops_in_parts_are_bitwise(dtype: torch.dtype) -> None:
     assert {name: bits for name in sorted(BY_ELEMENT) if (bits := bits_differ(name, dtype, "cpu"))} == {}
 
 
-def test_those_of_a_gpu_alone_can_be_called() -> None:
+def test_gpu_elementwise_ops_are_callable() -> None:
     for name in sorted(BY_ELEMENT_ON_GPU):
         op, tensors, more, kwargs = called(name, torch.float32, "cpu")
         assert op(*tensors, *more, **kwargs).shape == tensors[0].shape
@@ -113,17 +111,17 @@ def test_those_of_a_gpu_alone_can_be_called() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_so_have_those_of_exponentials(dtype: torch.dtype) -> None:
+def test_gpu_elementwise_ops_in_parts_are_bitwise(dtype: torch.dtype) -> None:
     names = sorted(BY_ELEMENT | BY_ELEMENT_ON_GPU)
     assert {name: bits for name in names if (bits := bits_differ(name, dtype, "cuda"))} == {}
 
 
-def test_an_exponential_is_for_gpus_alone() -> None:
+def test_exponential_is_elementwise_on_gpus_only() -> None:
     op, tensors, more, kwargs = called("aten.silu.default", torch.float32, "cpu")
     assert element_bytes(op, (*tensors, *more), kwargs, op(*tensors)) == 4 + ON_GPU_ONLY
 
 
-def test_other_layouts_are_refused() -> None:
+def test_element_bytes_refuses_other_layouts() -> None:
     add, x = torch.ops.aten.add.Tensor, torch.randn(6, 4)
     assert element_bytes(add, (x, x), {}, add(x, x)) == 4
     assert element_bytes(add, (x, x), {"alpha": 2}, add(x, x, alpha=2)) == 0

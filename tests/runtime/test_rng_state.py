@@ -1,4 +1,4 @@
-"""A second run draws the numbers of the first one, from generators of the user's own as well."""
+"""A second run repeats the draws of the first, also from the user's own generators."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST
 
-ELSEWHERE = Generator()
+GLOBAL_GENERATOR = Generator()
 
 
 class Block(nn.Module):
-    """Draws from a generator that is an attribute, or one that no module knows of."""
+    """Draws from a generator that is an attribute, or from one that no module has."""
 
     def __init__(self, is_mine: bool, begins: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.up(x))
         if self.begins == 0 or int(x.new_tensor(self.begins)) <= STEP[0]:
-            y = y * torch.empty_like(y).bernoulli_(0.7, generator=self.mine or ELSEWHERE)
+            y = y * torch.empty_like(y).bernoulli_(0.7, generator=self.mine or GLOBAL_GENERATOR)
         y = nn.functional.dropout(torch.sigmoid(y), 0.2)
         return x + self.down(y)
 
@@ -46,7 +46,7 @@ def gradients(
     install: Callable[[nn.Module], Any], is_mine: bool, begins: int = 0
 ) -> tuple[list[Tensor], Any]:
     torch.manual_seed(0)
-    ELSEWHERE.manual_seed(1)
+    GLOBAL_GENERATOR.manual_seed(1)
     net = nn.Sequential(*(Block(is_mine, begins) for _ in range(3)))
     for each in net:
         if each.mine is not None:
@@ -83,7 +83,7 @@ def online(budget_bytes: int) -> Callable[[nn.Module], OnlineRegion]:
 
 @pytest.mark.parametrize("is_mine", [True, False])
 @pytest.mark.parametrize("keep", [None, lambda func: "bernoulli" in str(func) or "addmm" in str(func)])
-def test_blocks_draw_again_from_generators_of_the_users_own(
+def test_second_run_draws_from_the_users_generators(
     keep: Callable[[Any], bool] | None, is_mine: bool
 ) -> None:
     plain, _ = gradients(lambda net: None, is_mine)
@@ -92,14 +92,14 @@ def test_blocks_draw_again_from_generators_of_the_users_own(
     assert same(got, plain)
 
 
-def test_a_modules_generator_may_be_used_from_some_later_run_on() -> None:
+def test_modules_generator_may_be_first_used_in_a_later_run() -> None:
     plain, _ = gradients(lambda net: None, True, begins=1)
     assert same(gradients(blocks(None), True, begins=1)[0], plain)
 
 
 @pytest.mark.parametrize("is_mine", [True, False])
-def test_blocks_that_draw_from_some_later_run_on_draw_the_same_again(is_mine: bool) -> None:
-    """Nothing was kept of their first run, which drew nothing."""
+def test_blocks_that_draw_from_a_later_run_on_repeat_their_draws(is_mine: bool) -> None:
+    """No state was kept of their first run, which drew nothing."""
 
     def gradients(recompute: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -132,7 +132,7 @@ class Drops(nn.Module):
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize("training", [True, False])
-def test_a_block_that_draws_nothing_keeps_nothing(training: bool) -> None:
+def test_block_without_draws_keeps_no_state(training: bool) -> None:
     ledger, net = Ledger.open("cpu"), nn.Sequential(*(Drops(False) for _ in range(3))).train(training)
     blocks(None)(net)
     net(torch.randn(32, 16)).sum().backward()
@@ -145,7 +145,7 @@ def test_a_block_that_draws_nothing_keeps_nothing(training: bool) -> None:
 
 
 @pytest.mark.parametrize("is_mine", [True, False])
-def test_single_ops_draw_again_online(is_mine: bool) -> None:
+def test_online_eviction_repeats_draws_of_single_ops(is_mine: bool) -> None:
     plain, free = gradients(online(1 << 40), is_mine)
     got, region = gradients(online(free.runs.peak_bytes * 95 // 100), is_mine)
     assert region.runs.replays > 0

@@ -11,8 +11,8 @@ import torch
 from memtune.runtime import seam
 
 
-def test_what_was_sent_is_waited_for_until_a_late_thread_drops_it() -> None:
-    """A starved thread kept the gathered message of a step into the next one, whose peak was higher by just
+def test_wait_released_waits_for_a_delayed_thread() -> None:
+    """A delayed thread would keep the gathered message of a step until the next one, and raise its peak by
     that.
     """
     x = torch.ones(3, requires_grad=True)
@@ -23,7 +23,7 @@ def test_what_was_sent_is_waited_for_until_a_late_thread_drops_it() -> None:
     assert seam._use_count(x) == 1
 
 
-def test_who_keeps_it_for_good_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaked_reference_times_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "_patience_s", 0.2)
     x = torch.ones(3, requires_grad=True)
     held = [x * x]

@@ -11,7 +11,7 @@ META = torch.device("meta")
 
 
 class Graphs:
-    """A leaf that is no tensor and moves itself, as a PyG batch does."""
+    """A leaf that is no tensor and has its own `.to`, as a PyG batch has."""
 
     device = torch.device("cpu")
 
@@ -20,7 +20,7 @@ class Graphs:
         return self
 
 
-def test_leaves_that_move_themselves_go_to_the_device() -> None:
+def test_upload_moves_leaves_with_a_to_method() -> None:
     packed, graphs = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]), Graphs()
     there = upload({"words": packed, "more": [graphs, 3, "name"]}, META)
     assert there["words"].data.device == META
@@ -28,7 +28,7 @@ def test_leaves_that_move_themselves_go_to_the_device() -> None:
     assert graphs.device == META
 
 
-def test_on_the_same_device_what_moves_itself_stays_the_same_and_tensors_are_copies() -> None:
+def test_upload_to_the_same_device_copies_tensors_only() -> None:
     packed, x = pack_sequence([torch.ones(3, 2)]), torch.ones(2)
     there = upload((packed, x), torch.device("cpu"))
     assert there[0] is packed

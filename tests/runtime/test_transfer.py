@@ -1,6 +1,4 @@
-"""Copies to the host from a device whose work is delayed: the host's own wait and a stream's are two
-things.
-"""
+"""Copies to the host from a device with delayed work: waits of the host and of a stream are separate."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ import torch
 from memtune.runtime import transfer
 
 
-class LateEvent:
-    """In the place of CUDA's event after a copy: it passes when the host waits for it, not when a stream
+class DelayedEvent:
+    """Replacement of CUDA's event after a copy: it passes when the host waits for it, not when a stream
     does.
     """
 
@@ -19,7 +17,7 @@ class LateEvent:
         self._host, self._arrives, self._passed = host, arrives, False
 
     def wait(self) -> None:
-        """A stream waits; the host goes on."""
+        """Make a stream wait; the host continues."""
 
     def query(self) -> bool:
         return self._passed
@@ -31,20 +29,20 @@ class LateEvent:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
-    monkeypatch.setattr(transfer, "_pending", {})  # what other tests have under way is theirs
+def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", DelayedEvent)
+    monkeypatch.setattr(transfer, "_pending", {})  # hides copies of other tests
 
 
 def on_its_way(value: float) -> torch.Tensor:
-    """A host tensor into which a copy of `value` is on its way."""
+    """Return a host tensor into which a copy of `value` is in flight."""
     host = torch.zeros(3)
-    transfer._pending[host.untyped_storage()._cdata] = LateEvent(host, torch.full((3,), value))  # type: ignore[assignment]
+    transfer._pending[host.untyped_storage()._cdata] = DelayedEvent(host, torch.full((3,), value))  # type: ignore[assignment]
     return host
 
 
-def test_the_host_still_has_to_wait_after_a_stream_has(late: None) -> None:
-    """An activation on its way to SSD: its source may go when the stream waits, its bytes are written when
+def test_finish_waits_after_wait(delayed: None) -> None:
+    """An activation that spills to SSD: its source may be freed when the stream waits, its bytes written when
     the host has.
     """
     host = on_its_way(2.0)
@@ -54,7 +52,7 @@ def test_the_host_still_has_to_wait_after_a_stream_has(late: None) -> None:
     assert host.untyped_storage()._cdata not in transfer._pending  # others' may be under way
 
 
-def test_what_has_passed_is_forgotten_in_time(late: None) -> None:
+def test_passed_events_are_dropped(delayed: None) -> None:
     there = [on_its_way(1.0) for _ in range(300)]
     for host in there:
         transfer.wait(host)  # as of tensors that go on to the device and nowhere else

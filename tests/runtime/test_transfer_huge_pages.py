@@ -1,4 +1,4 @@
-"""Host memory in large pages: requested for streamed tensors, and for no byte outside of them."""
+"""Host memory in huge pages: requested for streamed tensors, and for no byte outside of them."""
 
 import mmap
 from pathlib import Path
@@ -41,7 +41,7 @@ def _system() -> None:
 
 
 @pytest.mark.parametrize("which", ["moments", "masters", "copies"])
-def test_memory_that_streams_is_in_large_pages(which: str) -> None:
+def test_streamed_memory_is_in_huge_pages(which: str) -> None:
     like = torch.ones(NUMEL, dtype=torch.bfloat16 if which == "masters" else torch.float32)
     made = {
         "moments": lambda: zeros_in_order_of(like, torch.float32),
@@ -52,7 +52,7 @@ def test_memory_that_streams_is_in_large_pages(which: str) -> None:
     assert torch.equal(made, torch.zeros(NUMEL) if which == "moments" else like.float())
 
 
-def test_nothing_beside_it_is_asked_for() -> None:
+def test_huge_pages_are_requested_inside_the_tensor_only() -> None:
     with mmap.mmap(-1, 8 * PAGE_BYTES) as memory:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         inside = whole[PAGE_BYTES + 1 : 6 * PAGE_BYTES - 1]
@@ -63,7 +63,7 @@ def test_nothing_beside_it_is_asked_for() -> None:
         del whole, inside
 
 
-def test_what_has_no_whole_large_page_stays_as_it_is() -> None:
+def test_memory_below_one_huge_page_is_unchanged() -> None:
     with mmap.mmap(-1, 4 * PAGE_BYTES) as memory:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         assert not _native.wish_huge_pages(address + 1 - address % PAGE_BYTES + PAGE_BYTES, PAGE_BYTES)

@@ -1,6 +1,4 @@
-"""A system that locks no host memory: the GPU's copies go through pageable memory, and that is
-reported once.
-"""
+"""A system that pins no host memory: the GPU's copies use pageable memory, with one warning."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from memtune.runtime import transfer as page_locked
 
 @pytest.fixture(autouse=True)
 def refuses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record requests; locked memory is refused as the driver does (without a GPU torch itself refuses, in
-    other words).
+    """Record requests; pinned memory is refused as the driver does (without a GPU torch refuses with another
+    message).
     """
     asked: list[bool] = []
     real = torch.empty_strided
@@ -39,10 +37,10 @@ def refuses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.usefixtures("ssd")
-def test_what_comes_from_ssd_has_its_bytes_and_it_is_said_once(refuses: list[bool]) -> None:
+def test_pageable_fallback_reads_from_ssd_and_warns_once(refuses: list[bool]) -> None:
     values = torch.randn(7, 3).t()
     ssd = torch.ops.memtune.to_ssd(values, "weights")
-    with pytest.warns(UserWarning, match=r"locks no more host memory .*\(CUDA error: out of memory\)"):
+    with pytest.warns(UserWarning, match=r"pins no more host memory .*\(CUDA error: out of memory\)"):
         assert torch.equal(read(ssd), values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -56,16 +54,16 @@ def read(ssd: Tensor) -> Tensor:
     return host
 
 
-def test_nobody_asks_for_what_no_gpu_uses(refuses: list[bool]) -> None:
+def test_pinned_memory_is_not_requested_without_a_gpu(refuses: list[bool]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         transfer.finish(transfer.to_host(torch.arange(3.0)))
     assert refuses == [False]
 
 
-def test_without_a_gpu_torch_refuses_and_memory_is_made_all_the_same() -> None:
+def test_page_locked_falls_back_to_pageable_memory() -> None:
     if torch.cuda.is_initialized():
         pytest.skip("torch may lock memory here")
-    with pytest.warns(UserWarning, match="locks no more host memory"):
+    with pytest.warns(UserWarning, match="pins no more host memory"):
         made = page_locked.page_locked(lambda locked: torch.zeros(3, pin_memory=locked), wanted=True)
     assert not made.any()

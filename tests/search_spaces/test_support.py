@@ -1,4 +1,4 @@
-"""Rules and pairs: they say what `fits` says, in both directions, and nothing else compares kinds."""
+"""Rules and pairs: they match `fits` in both directions, and nothing else compares kinds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,8 @@ from support.zoo_paths import ZOO
 from memtune.effects import NO_EFFECTS
 from memtune.hardware.spec import find as find_hardware
 from memtune.program.step import Program, RankClass
-from memtune.search_spaces import all_techniques, find
-from memtune.search_spaces._support import (
-    PAIRS,
-    RULES,
-    Rule,
-    catalogue,
-    conflict,
-    excludes,
-    is_null,
-    matrix,
-    refusal,
-)
+from memtune.search_spaces import all_techniques, find, is_null
+from memtune.search_spaces._support import PAIRS, RULES, Rule, catalogue, conflict, excludes, matrix, refusal
 from memtune.ssd import offload_dir
 from memtune.technique import Facts, Reason, Target, Technique
 from memtune.testing.drift_check import recording_of
@@ -102,7 +92,7 @@ def test_effects_follow_the_knobs() -> None:
     assert "without split: tiled" in str(excludes(schedule, made("split", "tiled"), 1))
     assert excludes(made("recompute", "planned"), made("split", "tiled"), 1) is None
     together, replicas = (
-        made("offload.states", "l2l", micro_batches="together"),
+        made("offload.states", "l2l", order="layer_major"),
         made("sharding.states", "ddp"),
     )
     assert "average their gradients themselves" in str(excludes(together, replicas, 2))
@@ -112,14 +102,14 @@ def test_effects_follow_the_knobs() -> None:
 def test_pairs_hold_for_their_knobs_alone() -> None:
     planned, moved = made("recompute", "planned"), made("offload.activations", "copy_out")
     assert excludes(planned, moved, 1) is not None
-    assert excludes(made("recompute", "planned", host=False), moved, 1) is None
+    assert excludes(made("recompute", "planned", offload=False), moved, 1) is None
     solved = made("offload.states", "zero_offload", ratio=None)
     assert excludes(solved, planned, 1) is not None
     assert excludes(made("offload.states", "zero_offload"), planned, 1) is None
 
 
 def holds(rule: Rule, one: Technique, other: Technique) -> bool:
-    """Whether `rule` refuses these two alone, or where activations are moved as well."""
+    """Return True if `rule` refuses these two alone, or with activations offloaded as well."""
     facts = Facts({one.slot: one, other.slot: other}, 2, False, "inductor", 4)
     moved = replace(
         facts, chosen={**facts.chosen, "offload.activations": made("offload.activations", "copy_out")}
@@ -149,8 +139,8 @@ def test_every_rule_and_pair_refuses_something() -> None:
         assert (pair.one[0], pair.other[0], pair.text) in said, pair
 
 
-def test_apply_asks_what_concerns_it() -> None:
-    """Not whether a plan can be made: a config has it."""
+def test_apply_skips_rules_about_plans() -> None:
+    """`apply` does not ask whether a plan can be made: a config has it."""
     pipeline, planned = made("sharding.parallel", "pipeline"), made("recompute", "planned")
     assert excludes(pipeline, planned, 2) is not None
     assert refusal(Facts({pipeline.slot: pipeline, planned.slot: planned}, 2, False, "inductor", 4)) is None
@@ -172,8 +162,8 @@ def test_apply_asks_what_concerns_it() -> None:
 
 
 def compares_a_kind(node: ast.AST) -> bool:
-    """Whether `node` is `technique.kind == "full"`, `kind in (...)` or the like: with names of kinds, or of
-    tuples of them.
+    """Return True if `node` is `technique.kind == "full"`, `kind in (...)` or the like: with names of kinds,
+    or tuples of them.
     """
     if not isinstance(node, ast.Compare):
         return False
@@ -187,9 +177,9 @@ def compares_a_kind(node: ast.AST) -> bool:
 
 
 def test_no_technique_compares_kinds() -> None:
-    """Knowledge of another technique belongs into a rule on effects or into a pair."""
+    """Knowledge of another technique belongs in a rule on effects or in a pair."""
     sources = sorted((ROOT / "search_spaces").rglob("*.py"))
     found = {
         path.name for path in sources if any(map(compares_a_kind, ast.walk(ast.parse(path.read_text()))))
     }
-    assert found == {"_support.py"}
+    assert found == {"__init__.py"}  # `is_null`

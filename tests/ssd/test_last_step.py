@@ -33,13 +33,13 @@ from memtune.ssd.ssd_tensors import TENSORS
 FRESH = multiprocessing.get_context("forkserver")
 STEPS = 3
 OTHERS: dict[str, dict[str, Any]] = {
-    "ssd": {"parameters": "ssd", "read_ahead": 0},
+    "ssd": {"parameters": "ssd", "parameter_prefetch": 0},
     "lohan": {"kind": "lohan", "bucket_mib": 0},
     "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
     "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
     "experts": STATES,
 }
-PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
+PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "prefetch": [0] * 4}}
 
 
 def fresh(blocks: int = 1) -> nn.Module:
@@ -58,7 +58,7 @@ def model_for(resume: str) -> nn.Module:
 
 
 def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
-    """`resume`, and after a comma a key of `OTHERS`."""
+    """Return settings from a text: `resume`, and after a comma a key of `OTHERS`."""
     resume, _, other = resume.partition(",")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume, **OTHERS.get(other, {})}}}
@@ -90,14 +90,14 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
 
 
 def end_updaters() -> None:
-    """As the end of an interpreter does."""
+    """End the updaters, as the end of an interpreter does."""
     for link in list(update_worker_client._links.values()):
         link.close()
 
 
 def kill_at_durable_act(number: int) -> None:
-    """Writes, flushes, renames, removals: before each of them is a moment at which what is on the drive
-    differs.
+    """Kill this process before a numbered act that changes the drive's content: writes, flushes, renames,
+    removals.
     """
     count = iter(range(10**6))
 
@@ -136,8 +136,8 @@ def same(one: Path, other: Path) -> None:
 
 
 def killed_and_resumed(tmp_path: Path, acts: range, again: int = -1, resume: str = "last_step") -> int:
-    """Kill at each of `acts`, resume (killed once more at act `again`), and compare. Returns at how many it
-    was killed.
+    """Kill at each of `acts`, resume (killed once more at act `again`), and compare; return the number of
+    kills.
     """
     plain = tmp_path / "plain"
     assert run(tmp_path_of(tmp_path, "plain"), plain, resume=resume) == 0
@@ -153,10 +153,10 @@ def killed_and_resumed(tmp_path: Path, acts: range, again: int = -1, resume: str
         resumed = tmp_path / f"resumed{act}"
         assert run(directory, resumed, resume=resume) == 0
         start = int(resumed.read_text().split()[1])
-        if done < STEPS:  # else it was killed when nothing need be kept any more
+        if done < STEPS:  # else it was killed when no step needed to be kept any more
             assert start in (done, done + 1) or (again >= 0 and start > done), (act, start, done)
         same(resumed, plain)
-        assert not list(directory.iterdir())  # `finish` takes away everything
+        assert not list(directory.iterdir())  # `finish` removes everything
     return kills
 
 
@@ -165,63 +165,59 @@ def tmp_path_of(tmp_path: Path, name: str) -> Path:
     return tmp_path / f"dir-{name}"
 
 
-def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """At three of the acts of apply and three steps; at all of them in the slow tier."""
+def test_resume_after_kill_is_bitwise(tmp_path: Path) -> None:
+    """At three of the acts of `apply` and three steps; at all of them in the slow tier."""
     assert killed_and_resumed(tmp_path, range(20, 60, 14)) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "acts", "least"), [("ssd", 140, 6), ("pages", 200, 5)])
-def test_killed_with_weights_that_come_and_go_it_goes_on_to_the_bit(
-    tmp_path: Path, kind: str, acts: int, least: int
-) -> None:
-    """Weights on SSD are made from the masters that were kept, pages of them on the host from the resumed
-    records.
-    """
+def test_resume_with_ssd_parameters_is_bitwise(tmp_path: Path, kind: str, acts: int, least: int) -> None:
+    """Weights on SSD are rebuilt from the kept masters, their pages on the host from the resumed records."""
     assert killed_and_resumed(tmp_path, range(20, acts, 17), resume=f"last_step,{kind}") >= least
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("again", [-1, 60])
-def test_with_experts_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path, again: int) -> None:
+def test_resume_with_experts_is_bitwise(tmp_path: Path, again: int) -> None:
     assert killed_and_resumed(tmp_path, range(20, 300, 5), again, "last_step,experts") > 10
 
 
-def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """Pieces that backward wrote are not those of the last complete step."""
+def test_resume_after_kill_in_backward_is_bitwise(tmp_path: Path) -> None:
+    """Pieces written in backward are not those of the last complete step."""
     assert killed_and_resumed(tmp_path, range(56, 57), resume="last_step,lohan") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_updated_inside_backward_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_resume_with_early_updates_is_bitwise(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, range(20, 200, 5), resume="last_step,lohan") > 12
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_killed_while_updaters_write_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """One manifest for all of them, and in each a slot that the step under way does not write."""
+def test_resume_after_kill_of_writing_updaters_is_bitwise(tmp_path: Path) -> None:
+    """All updaters share one manifest; each has a slot that the running step does not write."""
     assert killed_and_resumed(tmp_path, range(84, 85), resume="last_step,updaters") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_with_updaters_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """Orders to updaters are acts too; those of a dead trainer still end as it goes on."""
+def test_resume_with_updaters_is_bitwise(tmp_path: Path) -> None:
+    """Orders to updaters are acts too; those of a dead trainer may end while the resume runs."""
     assert killed_and_resumed(tmp_path, range(22, 2000, 11), resume="last_step,updaters") > 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("again", [-1, 20, 33])
-def test_killed_at_every_durable_act(tmp_path: Path, again: int) -> None:
+def test_resume_after_kill_at_every_durable_act(tmp_path: Path, again: int) -> None:
     assert killed_and_resumed(tmp_path, range(200), again) > 40
 
 
 def train_and_use_the_drive_for_more(directory: str) -> None:
-    """One step; then the process goes on without the model, writes other tensors, and ends abruptly."""
+    """Train one step; then continue without the model, write other tensors, and end abruptly."""
     os.environ[offload_dir.VARIABLE] = directory
     tuned = tuned_of(fresh(), "last_step")
     tuned.step([torch.randn(4, 6)])
@@ -234,7 +230,7 @@ def train_and_use_the_drive_for_more(directory: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_step_is_kept_when_its_process_goes_on_with_something_else(tmp_path: Path) -> None:
+def test_step_is_kept_after_its_optimizer_is_deleted(tmp_path: Path) -> None:
     child = FRESH.Process(target=train_and_use_the_drive_for_more, args=(str(tmp_path),))
     child.start()
     child.join()
@@ -245,7 +241,7 @@ def test_a_step_is_kept_when_its_process_goes_on_with_something_else(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_from_a_checkpoint_nothing_is_kept(tmp_path: Path) -> None:
+def test_resume_checkpoint_keeps_no_step(tmp_path: Path) -> None:
     directory, log = tmp_path_of(tmp_path, "d"), tmp_path / "log"
     assert run(directory, log, kill_at=20, resume="checkpoint") != 0
     assert run(directory, log, resume="checkpoint") == 0
@@ -257,7 +253,7 @@ def test_from_a_checkpoint_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a run that was killed after its first step."""
+    """Return a directory with a run that was killed after its first step."""
     directory = tmp_path_of(tmp_path, "kept")
     assert run(directory, tmp_path / "log", kill_at=40) != 0
     monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
@@ -265,7 +261,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_damaged_piece_is_an_error_and_the_model_stays_as_it_was(
+def test_damaged_piece_raises_and_leaves_the_model_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = kept(tmp_path, monkeypatch)
@@ -285,13 +281,11 @@ def test_a_damaged_piece_is_an_error_and_the_model_stays_as_it_was(
     assert all(
         torch.equal(one, other) for one, other in zip(model.parameters(), fresh().parameters(), strict=True)
     )
-    assert folder.exists()  # it is the user's to decide what is done with the rest
+    assert folder.exists()  # the user decides about the rest
     assert [left.path for left in offload_dir.clean(folder.parent) if left.resumable] == [folder]
 
 
-def test_a_manifest_that_is_cut_off_or_changed_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncated_or_changed_manifest_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = kept(tmp_path, monkeypatch)
     place = next(folder.glob("manifest-*"))
     text = place.read_bytes()
@@ -309,10 +303,8 @@ def test_a_manifest_that_is_cut_off_or_changed_is_none(
             assert Manifest.read(place) is None
 
 
-def test_it_goes_on_from_whichever_directory_the_step_was_kept_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A drive that was added since comes first in the list; one that is gone is no matter."""
+def test_resume_searches_all_allowed_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive added since is first in the list; a missing one is ignored."""
     folder = kept(tmp_path, monkeypatch)
     roots = [tmp_path_of(tmp_path, "new"), tmp_path / "gone", folder.parent]
     monkeypatch.setenv(offload_dir.VARIABLE, os.pathsep.join(map(str, roots)))
@@ -323,7 +315,7 @@ def test_it_goes_on_from_whichever_directory_the_step_was_kept_in(
     tuned.finish()
 
 
-def test_a_step_that_cannot_be_kept_says_where_and_why(tmp_path: Path) -> None:
+def test_failed_manifest_write_raises_with_place_and_reason(tmp_path: Path) -> None:
     with pytest.raises(
         EnvironmentFault, match="Step 3 cannot be kept for resuming: its folder was removed"
     ) as caught:
@@ -332,7 +324,7 @@ def test_a_step_that_cannot_be_kept_says_where_and_why(tmp_path: Path) -> None:
     assert "free space" not in caught.value.fix
 
 
-def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(
+def test_step_of_another_model_is_neither_resumed_nor_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = kept(tmp_path, monkeypatch)
@@ -341,10 +333,8 @@ def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(
 
 
 @pytest.mark.slow
-def test_runs_that_crash_one_after_the_other_do_not_fill_the_drive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each keeps what it went on from, until it has ended a step; none ends one."""
+def test_repeated_crashes_do_not_fill_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run keeps the step that it resumed until it has completed one; none completes one."""
     folder = kept(tmp_path, monkeypatch)
     for n in range(3):
         shutil.copytree(folder, folder.parent / f"memtune-run-{n}-same")
@@ -353,8 +343,8 @@ def test_runs_that_crash_one_after_the_other_do_not_fill_the_drive(
     assert len(list(folder.parent.iterdir())) == 2, "one of the four, and this process's own"
 
 
-def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -> None:
-    """Ranks begin together; each looks whether the folders of all are dead, and so holds their locks for a
+def test_rank_finds_its_step_while_other_ranks_check_its_folder(tmp_path: Path) -> None:
+    """Ranks start together; each checks whether the folders of all are dead, and holds their locks for a
     moment.
     """
     folder = tmp_path / "memtune-run-1"
@@ -412,15 +402,13 @@ def train_on_rank(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_goes_on_with_the_others_and_with_new_updaters(tmp_path: Path) -> None:
+def test_killed_rank_resumes_with_new_updaters(tmp_path: Path) -> None:
     a_killed_rank_goes_on(tmp_path, "zero1", 40, "smart_infinity")
 
 
 @pytest.mark.slow
-def test_without_an_updater_s_folder_nothing_is_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model stays as it was, and what a run of another model left is nobody's to remove."""
+def test_missing_updater_folder_prevents_the_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is unchanged, and files of another model's run are not removed."""
     directory = tmp_path_of(tmp_path, "kept")
     assert run(directory, tmp_path / "log", kill_at=84, resume="last_step,updaters") != 0
     monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
@@ -445,21 +433,21 @@ def test_without_an_updater_s_folder_nothing_is_taken_up(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [63, 75])
-def test_a_killed_rank_that_updates_inside_backward_goes_on_with_the_others(tmp_path: Path, act: int) -> None:
+def test_killed_rank_with_early_updates_resumes(tmp_path: Path, act: int) -> None:
     a_killed_rank_goes_on(tmp_path, "fsdp", act, "lohan")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 @pytest.mark.parametrize("act", [91, 105, 118])
-def test_a_killed_rank_with_experts_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+def test_killed_rank_with_experts_resumes(tmp_path: Path, sharding: str, act: int) -> None:
     a_killed_rank_goes_on(tmp_path, sharding, act, "moesys")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2"])
 @pytest.mark.parametrize("act", [52, 63, 75])
-def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+def test_killed_rank_resumes_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
     a_killed_rank_goes_on(tmp_path, sharding, act, "zero_infinity")
 
 
@@ -480,7 +468,7 @@ def a_killed_rank_goes_on(tmp_path: Path, sharding: str, act: int, kind: str) ->
 
 
 def refused_on_one_rank(directory: str) -> tuple[str, bool, int]:
-    """Return the error if rank 1 cannot record the resumed step; whether the weights are as before; a sum."""
+    """Return the error if rank 1 cannot record the resumed step; whether the weights are unchanged; a sum."""
     os.environ[offload_dir.VARIABLE] = directory
     model = fresh(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -496,7 +484,7 @@ def refused_on_one_rank(directory: str) -> tuple[str, bool, int]:
         )
     same = all(map(torch.equal, model.parameters(), before))
     ranks = torch.ones(1)
-    torch.distributed.all_reduce(ranks)  # the next collective is no other one's
+    torch.distributed.all_reduce(ranks)  # the next collective matches on all ranks
     ssd_tensors.folder().close()
     return str(caught.value), same, int(ranks)
 
@@ -506,8 +494,8 @@ def full(*_: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_one_rank_cannot_take_up_no_rank_does(tmp_path: Path) -> None:
-    """Each has its own weights as they were, without asking the others for theirs."""
+def test_failed_resume_of_one_rank_fails_all_ranks(tmp_path: Path) -> None:
+    """Each rank restores its own weights without a collective."""
     assert None in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", 63, may_fail=True)
     first, second = run_ranks(refused_on_one_rank, 2, str(tmp_path), deadline_s=60)
     assert "Another rank cannot go on" in first[0]

@@ -11,12 +11,12 @@ from memtune.ssd.numa import cores_in, cores_of_drive
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0-2,5\n", {0, 1, 2, 5}), ("7", {7}), ("", set())])
-def test_lists_of_cores(text: str, cores: set[int]) -> None:
+def test_cores_in_parses_ranges(text: str, cores: set[int]) -> None:
     assert cores_in(text) == cores
 
 
 @pytest.mark.parametrize("node", [0, -1, None])
-def test_the_node_is_that_of_the_drive_or_of_what_it_is_attached_to(tmp_path: Path, node: int | None) -> None:
+def test_node_of_a_drive_is_found_in_its_parents(tmp_path: Path, node: int | None) -> None:
     device = os.stat(tmp_path).st_dev
     drive = tmp_path / "devices" / "pci" / "nvme" / "part"
     drive.mkdir(parents=True)

@@ -26,14 +26,14 @@ def refusal(root: str | None = None) -> str:
     return caught.value.what
 
 
-def test_a_directory_must_be_given_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checked_requires_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(offload_dir.VARIABLE, raising=False)
     assert "No directory" in refusal()
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
     assert checked() == tmp_path
 
 
-def test_what_is_no_usable_directory_is_refused_by_name(
+def test_checked_refuses_unusable_directories_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -43,7 +43,7 @@ def test_what_is_no_usable_directory_is_refused_by_name(
     assert "No such file" in refusal(str(tmp_path / "missing"))
     assert "is a file" in refusal(str(tmp_path / "file"))
     assert "symbolic link" in refusal(str(tmp_path / "link"))
-    assert "Everybody may write" in refusal(str(tmp_path / "open"))
+    assert "is writable by all users" in refusal(str(tmp_path / "open"))
     monkeypatch.setattr(offload_dir, "file_system", lambda path: "nfs4")
     assert "network mount (nfs4)" in refusal(str(tmp_path))
     monkeypatch.undo()
@@ -51,14 +51,12 @@ def test_what_is_no_usable_directory_is_refused_by_name(
     assert "not writable" in refusal(str(tmp_path))
 
 
-def test_a_directory_in_memory_is_used_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_in_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_dir, "file_system", lambda path: "tmpfs")
     with pytest.warns(UserWarning, match=r"is in memory \(tmpfs\)"):
         assert checked(str(tmp_path)) == tmp_path
     with warnings.catch_warnings(action="error"):
-        assert checked(str(tmp_path)) == tmp_path, "once is enough, whoever asks"
+        assert checked(str(tmp_path)) == tmp_path, "one warning per process is enough"
 
 
 def test_links_above_the_directory_are_followed(tmp_path: Path) -> None:
@@ -69,7 +67,7 @@ def test_links_above_the_directory_are_followed(tmp_path: Path) -> None:
     assert "cannot be used: Too many levels" in refusal(str(tmp_path / "circle" / "mine"))
 
 
-def test_in_a_trial_it_is_the_users_directory_that_is_named_and_warned_of(
+def test_trial_messages_name_the_users_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(offload_dir, "file_system", lambda path: "tmpfs")
@@ -81,7 +79,7 @@ def test_in_a_trial_it_is_the_users_directory_that_is_named_and_warned_of(
     lent.remove()
 
 
-def test_what_training_can_go_on_from_is_kept_until_it_is_cleaned(tmp_path: Path) -> None:
+def test_resumable_folder_is_kept_until_clean(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     (run.path / f"{offload_dir.MANIFEST}0").touch()
     run.close()
@@ -102,9 +100,7 @@ def dead(root: Path, name: str) -> Path:
     return folder
 
 
-def test_what_a_run_has_locked_since_it_was_looked_at_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clean_keeps_a_folder_locked_since_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = dead(tmp_path, "a"), dead(tmp_path, "b")
     held, remove = [], shutil.rmtree
 
@@ -114,13 +110,13 @@ def test_what_a_run_has_locked_since_it_was_looked_at_stays(
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     assert [left.path for left in clean(tmp_path)] == [first]
-    assert held[0][0] is None, "nobody gets the lock of what is being removed"
+    assert held[0][0] is None, "no process gets the lock of a folder that is being removed"
     assert second.exists()
     os.close(held[0][1] or -1)
     assert [left.path for left in clean(tmp_path)] == [second]
 
 
-def test_what_keeps_something_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_keeps_a_folder_that_became_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = dead(tmp_path, "a")
     monkeypatch.setattr(
         offload_dir, "orphans", lambda directory: iter([offload_dir.Left(folder, 0, resumable=False)])
@@ -129,7 +125,7 @@ def test_what_keeps_something_now_stays(tmp_path: Path, monkeypatch: pytest.Monk
     assert folder.exists()
 
 
-def test_the_lock_of_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_removed_folder_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, flock = dead(tmp_path, "a"), fcntl.flock
 
     def removed_before(lock: int, how: int) -> None:
@@ -140,16 +136,16 @@ def test_the_lock_of_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: 
     assert offload_dir.locked(folder) is None
 
 
-def test_the_kernel_says_which_file_system_it_is() -> None:
+def test_file_system_is_the_kernels_name() -> None:
     assert offload_dir.file_system(Path("/proc")) == "proc"
 
 
 @pytest.mark.parametrize("name", ["\0", "a\0b", "x" * 5000, "\udcff"])
-def test_names_that_no_file_system_takes_are_refused(name: str) -> None:
+def test_checked_refuses_impossible_names(name: str) -> None:
     assert "cannot be used" in refusal("/" + name)
 
 
-def test_a_folder_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
+def test_run_folder_is_private_and_removed_at_the_end(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert run.path.stat().st_mode & 0o777 == 0o700
     assert not list(orphans(tmp_path))  # its owner lives
@@ -157,7 +153,7 @@ def test_a_folder_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+def test_clean_removes_dead_runs_only(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from memtune.ssd.offload_dir import RunFolder\n"
         "run = RunFolder(Path(sys.argv[1])); (run.path / 'tensors').write_bytes(bytes(10000))\n"
@@ -177,7 +173,7 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not(tmp
     assert [each.name for each in tmp_path.iterdir()] == ["memtune-run-link"]
 
 
-def test_several_drives_are_a_list_of_which_one_drive_users_take_the_first(
+def test_first_of_several_directories_is_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for text, found in (("", ()), ("/one", ("/one",)), ("/one:/two:", ("/one", "/two"))):
@@ -187,10 +183,8 @@ def test_several_drives_are_a_list_of_which_one_drive_users_take_the_first(
 
 
 @pytest.mark.parametrize("with_owner", [True, False])
-def test_a_folder_whose_maker_was_killed_is_removed_but_not_while_one_may_be_making_it(
-    tmp_path: Path, with_owner: bool
-) -> None:
-    """Before it has its lock, which another rank that starts at that moment must not take."""
+def test_unlocked_new_folder_is_removed_after_a_delay(tmp_path: Path, with_owner: bool) -> None:
+    """A new folder has no lock at first; another rank that starts at that moment must not remove it."""
     half = tmp_path / ".memtune-new-1"
     half.mkdir(mode=0o700)
     if with_owner:
@@ -201,9 +195,9 @@ def test_a_folder_whose_maker_was_killed_is_removed_but_not_while_one_may_be_mak
     assert [each.path for each in clean(tmp_path)] == [half]
 
 
-def test_what_another_run_removes_meanwhile_hides_nothing_else(tmp_path: Path) -> None:
-    """Ranks begin together, and each removes what dead runs left; one that looks for a step to go on from
-    must see them all.
+def test_orphans_skips_folders_removed_meanwhile(tmp_path: Path) -> None:
+    """Ranks start together, and each removes dead runs; one that searches a step to resume must see
+    them all.
     """
     for name in "abc":
         (tmp_path / f"memtune-run-{name}").mkdir()
@@ -213,7 +207,7 @@ def test_what_another_run_removes_meanwhile_hides_nothing_else(tmp_path: Path) -
     assert [each.path.name for each in found] == ["memtune-run-c"]
 
 
-def test_folders_of_a_dead_trial_go_with_all_that_is_in_them(
+def test_folders_of_a_dead_trial_are_removed_with_their_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{tmp_path}:{tmp_path}")
@@ -235,8 +229,8 @@ def run_child(code: str, cwd: Path) -> str:
     ).stdout
 
 
-def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
-    """The kernel takes no byte of a file, as on a full drive."""
+def test_failed_run_folder_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel accepts no byte of a file, as on a full drive."""
     code = f"""
 import pathlib, resource
 from memtune.errors import EnvironmentFault
@@ -251,8 +245,8 @@ except EnvironmentFault as fault:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_relative_directory_is_meant_from_where_the_run_began(tmp_path: Path) -> None:
-    """Its folder is removed at the end, wherever the process is then."""
+def test_relative_directory_is_resolved_at_the_start(tmp_path: Path) -> None:
+    """Its folder is removed at the end, from any working directory."""
     (tmp_path / "drive").mkdir()
     code = """
 import os
@@ -265,7 +259,7 @@ print(folder.path)
     assert not list((tmp_path / "drive").iterdir())
 
 
-def test_a_network_mount_whose_server_is_gone_is_refused_without_asking_it(tmp_path: Path) -> None:
+def test_dead_network_mount_is_refused_without_access(tmp_path: Path) -> None:
     """A real mount in a namespace of its own without a server, so an access to the directory would wait
     forever.
     """

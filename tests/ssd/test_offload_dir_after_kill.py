@@ -1,5 +1,5 @@
-"""Training with states on SSD is killed before each act that lasts; what it leaves is removed, the living are
-not touched.
+"""Training with states on SSD is killed before each durable act; its files are removed, those of living runs
+are not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = 2
 
 
 def config(kind: str) -> dict[str, Any]:
-    """Settings and plan."""
+    """Return settings and plan."""
     settings = {"execution": {"micro_batch": 2}, "offload": {"states": {"kind": kind, **STATES[kind]}}}
     with patch.dict(os.environ, {offload_dir.VARIABLE: "/nothing-is-written"}):
         found = rewriter(_model(kind)).candidate(Choice.from_document(settings))
@@ -52,7 +52,7 @@ def _model(kind: str) -> str:
 
 
 def train(directory: str, kind: str, config: dict[str, Any], kill_at: int, updater: bool, log: str) -> None:
-    """Two steps; before act `kill_at` this process is killed, or (`updater`) the first one that updates."""
+    """Train two steps; before act `kill_at` kill this process, or (`updater`) the first one that updates."""
     os.environ[offload_dir.VARIABLE] = directory
     torch.set_num_threads(1)
     workload, model, optimizer = build(ZOO[_model(kind)])
@@ -79,7 +79,7 @@ def train(directory: str, kind: str, config: dict[str, Any], kill_at: int, updat
 
 
 def kill_before_act(number: int, updater: bool) -> None:
-    """Kill before each act that changes the drive's content, or tells an updater to."""
+    """Kill before each act that changes the drive's content, or orders an updater to."""
     count = iter(range(10**6))
 
     def counted(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def run(
 
 
 def nothing_dead_is_left(directory: Path, living: Path) -> None:
-    """Updaters notice the end of their trainer, and go by themselves."""
+    """Return True once updaters have noticed the end of their trainer and removed their folders."""
     stop_s = time.monotonic() + 30
     while True:
         for half_made in directory.glob(".memtune-new-*"):  # which is left alone at first
@@ -133,7 +133,7 @@ def nothing_dead_is_left(directory: Path, living: Path) -> None:
 
 
 def killed_before_acts(tmp_path: Path, kind: str, acts: range, *, updater: bool = False) -> int:
-    """Train and kill for each of `acts`; returns how many there are at most."""
+    """Train and kill for each of `acts`; return the largest number of acts."""
     directory, log, made = tmp_path / "drive", tmp_path / "log", config(kind)
     directory.mkdir()
     living = RunFolder(directory)
@@ -162,17 +162,15 @@ def killed_before_acts(tmp_path: Path, kind: str, acts: range, *, updater: bool 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_killed_trainer_leaves_nothing_that_its_updaters_or_clean_do_not_remove(tmp_path: Path) -> None:
+def test_clean_removes_all_files_of_a_killed_trainer(tmp_path: Path) -> None:
     assert killed_before_acts(tmp_path, "smart_infinity", range(12, 13)) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", STATES)
-def test_killed_before_any_act_nothing_dead_is_left_and_training_starts_afresh(
-    tmp_path: Path, kind: str
-) -> None:
-    """Every fifth act; the others are of the same sorts."""
+def test_kill_before_any_act_leaves_no_folder(tmp_path: Path, kind: str) -> None:
+    """Every fifth act; the others are of the same kinds."""
     assert (
         killed_before_acts(tmp_path, kind, range(0, 3000, int(os.environ.get("MEMTUNE_EVERY_ACT", "5")))) > 1
     )
@@ -180,5 +178,5 @@ def test_killed_before_any_act_nothing_dead_is_left_and_training_starts_afresh(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_killed_updater_is_named_whenever_it_is(tmp_path: Path) -> None:
+def test_killed_updater_is_named_in_the_error(tmp_path: Path) -> None:
     assert killed_before_acts(tmp_path, "smart_infinity", range(1, 60, 3), updater=True) > 5

@@ -1,5 +1,5 @@
-"""Pieces with two slots: what a manifest says of them is what the optimizer has, after another state was
-loaded, too.
+"""Pieces with two slots: a manifest's facts equal the optimizer's state, also after another state was
+loaded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def started(kind: str = "zero_infinity") -> memtune.Tuned:
     return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
 
 
-def test_counters_are_those_of_a_state_that_was_loaded(ssd: Path) -> None:
-    """Loading gives the optimizer other counters; with those of before, a run would go on with other
+def test_counters_follow_a_loaded_state(ssd: Path) -> None:
+    """A loaded state has other counters; with the old ones a resumed run would apply other bias
     corrections.
     """
     tuned = started()
@@ -40,7 +40,7 @@ def test_counters_are_those_of_a_state_that_was_loaded(ssd: Path) -> None:
     wanted = copy.deepcopy(tuned.state_dict()["model"])
     del tuned
     ssd_tensors.folder().kept.clear()
-    with pytest.warns(UserWarning, match="goes on after step 3"):
+    with pytest.warns(UserWarning, match="resumes after step 3"):
         again = started()
     assert again.resumed_steps == 3
     again.step([BATCHES[3]])
@@ -49,13 +49,13 @@ def test_counters_are_those_of_a_state_that_was_loaded(ssd: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero_infinity", "lohan"])
-def test_that_it_goes_on_is_said_of_the_line_that_applied_it(ssd: Path, kind: str) -> None:
+def test_resume_warning_names_the_line_of_apply(ssd: Path, kind: str) -> None:
     tuned = started(kind)
     tuned.step([BATCHES[0]])
     shutil.copytree(ssd_tensors.folder().path, ssd / "memtune-run-1-killed")
     del tuned
     ssd_tensors.folder().kept.clear()
-    with pytest.warns(UserWarning, match="goes on after step 1") as caught:
+    with pytest.warns(UserWarning, match="resumes after step 1") as caught:
         again = started(kind)
     assert [each.filename for each in caught] == [__file__]
     again.finish()

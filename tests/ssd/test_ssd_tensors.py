@@ -39,7 +39,7 @@ def stored(disk: Disk, values: torch.Tensor, name: str = "layer.weight") -> torc
     return ssd
 
 
-def test_tensors_of_any_type_and_layout_come_back(disk: Disk) -> None:
+def test_tensors_of_any_type_and_layout_round_trip(disk: Disk) -> None:
     for values in (
         torch.randn(3, 5),
         torch.randn(70, 1000).t(),
@@ -56,7 +56,7 @@ def test_tensors_of_any_type_and_layout_come_back(disk: Disk) -> None:
         assert torch.equal(back, values)
 
 
-def test_space_is_used_again_and_nothing_is_left(disk: Disk) -> None:
+def test_freed_extents_are_reused(disk: Disk) -> None:
     for _ in range(50):
         kept = [stored(disk, torch.full((100_000,), float(n))) for n in range(4)]
         assert disk.used_bytes >= 4 * 400_000
@@ -66,7 +66,7 @@ def test_space_is_used_again_and_nothing_is_left(disk: Disk) -> None:
     assert disk.path.stat().st_size <= 64 << 20
 
 
-def test_a_write_under_way_is_waited_for_before_its_tensor_is_read_or_let_go(disk: Disk) -> None:
+def test_read_and_release_wait_for_a_running_write(disk: Disk) -> None:
     first, second = torch.randn(500_000), torch.randn(500_000)
     ssd = disk.tensor("a", first)
     disk.store(ssd, first)
@@ -79,10 +79,8 @@ def test_a_write_under_way_is_waited_for_before_its_tensor_is_read_or_let_go(dis
     assert disk.used_bytes == 0
 
 
-def test_memory_of_a_transfer_nobody_waits_for_lives_until_the_file_is_closed(tmp_path: Path) -> None:
-    """The engine's thread writes checksums, and what it reads, into it: it wrote into what came to lie
-    there.
-    """
+def test_memory_of_an_abandoned_transfer_lives_until_close(tmp_path: Path) -> None:
+    """The engine's thread writes data and checksums into it; a reused address would be overwritten."""
     disk = Disk(tmp_path / "tensors")
     extent, memory = disk.reserve("a", 1 << 20), np.zeros(1 << 20, np.uint8)
     of_read, of_write = weakref.ref(memory), weakref.ref(extent)
@@ -92,7 +90,7 @@ def test_memory_of_a_transfer_nobody_waits_for_lives_until_the_file_is_closed(tm
     assert of_read() is not None
     assert of_write() is not None
     stored(disk, torch.ones(9))
-    assert len(disk._under_way) == 2  # what was waited for is not kept
+    assert len(disk._under_way) == 2  # awaited transfers are not kept
     del disk
     gc.collect()
     assert of_read() is of_write() is None
@@ -100,7 +98,7 @@ def test_memory_of_a_transfer_nobody_waits_for_lives_until_the_file_is_closed(tm
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=60))
-def test_free_ranges_never_overlap_what_is_taken(steps: list[tuple[int, int]]) -> None:
+def test_free_ranges_never_overlap_taken_ones(steps: list[tuple[int, int]]) -> None:
     free, taken = _Free([(0, 40)]), []
     for size, which in steps:
         if which < 3 and taken:
@@ -113,7 +111,7 @@ def test_free_ranges_never_overlap_what_is_taken(steps: list[tuple[int, int]]) -
         assert all(a + n < b for (a, n), (b, _) in pairwise(free.ranges))
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def failure(disk: Disk, ssd: torch.Tensor) -> EnvironmentFault:
@@ -123,7 +121,7 @@ def failure(disk: Disk, ssd: torch.Tensor) -> EnvironmentFault:
     return caught.value
 
 
-def test_every_flipped_bit_is_found(disk: Disk) -> None:
+def test_checksum_finds_every_flipped_bit(disk: Disk) -> None:
     values = torch.randn(25_000)
     ssd = stored(disk, values)
     with open(disk.path, "r+b") as file:
@@ -142,7 +140,7 @@ def test_every_flipped_bit_is_found(disk: Disk) -> None:
     assert torch.equal(back, values)
 
 
-def test_messages_name_the_users_directory_and_not_what_is_made_in_it(tmp_path: Path) -> None:
+def test_messages_name_the_users_directory(tmp_path: Path) -> None:
     (inside := tmp_path / "memtune-run-1-abc").mkdir()
     disk = Disk(inside / "tensors")
     ssd = stored(disk, torch.randn(25_000))
@@ -156,7 +154,7 @@ def test_messages_name_the_users_directory_and_not_what_is_made_in_it(tmp_path: 
     )
 
 
-def test_a_deleted_file_does_no_harm_and_one_cut_off_is_named(disk: Disk) -> None:
+def test_truncated_file_raises_and_deleted_file_works(disk: Disk) -> None:
     values = torch.randn(25_000)
     ssd = stored(disk, values)
     os.truncate(disk.path, ALIGN * 2)
@@ -178,9 +176,9 @@ def run(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_full_disk_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    """A file may not grow beyond 1 MiB: what fits is stored, what does not is refused whole and leaves no
-    hole.
+def test_full_drive_raises_before_any_write(tmp_path: Path) -> None:
+    """A file may not grow beyond 1 MiB: a tensor that fits is stored, one that does not is refused and leaves
+    no hole.
     """
     out = run(
         """
@@ -208,7 +206,7 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path: Path) -> None
     assert "MiB free in" in out or "GiB free in" in out
 
 
-def test_a_small_drive_fills_up(tmp_path: Path) -> None:
+def test_small_drive_raises_when_full(tmp_path: Path) -> None:
     if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4m none {tmp_path} 2>/dev/null") != 0:
         pytest.skip("mounting a small file system is not allowed here")
     try:
@@ -222,7 +220,7 @@ def test_a_small_drive_fills_up(tmp_path: Path) -> None:
         with pytest.raises(EnvironmentFault) as caught:
             disk.tensor("layer.1", torch.empty(2_000_000))
         assert (
-            "; runs that ended keep 1.91 MiB to go on from, which memtune clean removes."
+            "; runs that ended keep 1.91 MiB to resume from, which memtune clean removes."
             in caught.value.evidence
         )
         shutil.rmtree(inside)
@@ -238,8 +236,8 @@ def test_a_small_drive_fills_up(tmp_path: Path) -> None:
         os.system(f"umount -l {tmp_path}")
 
 
-def test_io_uring_is_probed_and_threads_take_its_place_where_it_is_refused(tmp_path: Path) -> None:
-    """A filter of system calls answers io_uring_setup with EPERM, as containers do."""
+def test_engine_falls_back_to_threads_without_io_uring(tmp_path: Path) -> None:
+    """A seccomp filter answers io_uring_setup with EPERM, as in containers."""
     out = run(
         """
         import ctypes, platform, struct, sys, torch
@@ -269,10 +267,10 @@ def test_io_uring_is_probed_and_threads_take_its_place_where_it_is_refused(tmp_p
     assert out == f"threads io_uring_setup: {os.strerror(errno.EPERM)}\n"
 
 
-def test_no_tensor_is_made_in_a_file_that_was_cut_off(disk: Disk) -> None:
+def test_tensor_in_a_truncated_file_raises(disk: Disk) -> None:
     kept = stored(disk, torch.randn(1000))
     os.truncate(disk.path, 0)
-    with pytest.raises(EnvironmentFault, match="cut off") as caught:
+    with pytest.raises(EnvironmentFault, match="truncated") as caught:
         disk.tensor("layer.bias", torch.zeros(1000))
     assert caught.value.code == "MT364"
     assert "layer.bias" in caught.value.what
@@ -283,8 +281,8 @@ class _Held:
     """Something that a frame holds."""
 
 
-def test_a_ticket_that_keeps_its_error_keeps_no_frames(disk: Disk) -> None:
-    """Else what failed would keep the graph whose tensors on SSD keep their file, and the engine would
+def test_ticket_error_holds_no_frames(disk: Disk) -> None:
+    """Else a failed transfer would keep the graph whose tensors on SSD keep their file, and the engine would
     outlive the process.
     """
     ssd = stored(disk, torch.randn(1000))
@@ -293,15 +291,17 @@ def test_a_ticket_that_keeps_its_error_keeps_no_frames(disk: Disk) -> None:
 
     def asked() -> weakref.ref[_Held]:
         held = _Held()
-        with pytest.raises(EnvironmentFault, match="cut off"):
+        with pytest.raises(EnvironmentFault, match="truncated"):
             ticket.result()
         return weakref.ref(held)
 
     assert [asked()(), asked()()] == [None, None]
 
 
-def test_a_file_that_something_keeps_for_ever_keeps_no_engine(tmp_path: Path) -> None:
-    """As an error in a nested backward does, which torch keeps with the frames that it went through."""
+def test_leaked_file_holds_no_engine(tmp_path: Path) -> None:
+    """A reference such as that of an error in a nested backward, which torch keeps with the frames that it
+    passed.
+    """
     script = f"""
 import ctypes
 from pathlib import Path

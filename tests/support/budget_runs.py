@@ -1,4 +1,4 @@
-"""What tests of techniques share that train where the plain model is out of memory."""
+"""Shared check of techniques that train where the plain model is out of memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from memtune.testing.training import build, config_of
 
 
 def trains_where_the_plain_model_is_out_of_memory(path: Path, *techniques: Technique) -> None:
-    """Five steps under a budget between the two predicted peaks; the measured one is as predicted, and steps
-    leave nothing.
+    """Train five steps under a budget between the two predicted peaks; check that the measured peak equals
+    the prediction and that steps leave no bytes.
     """
     predicted, whole = (
         simulate(program, hardware.detect("cpu")).peak_allocated_bytes

@@ -11,7 +11,7 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 
 @st.composite
 def models(draw: st.DrawFn) -> Sizes:
-    """Bytes of each parameter of two to four blocks, and their blocks."""
+    """Draw bytes of each parameter of two to four blocks, and their blocks."""
     blocks = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=2, max_size=4))
     return tuple(size for block in blocks for size in block), tuple(
         i for i, block in enumerate(blocks) for _ in block
@@ -19,7 +19,7 @@ def models(draw: st.DrawFn) -> Sizes:
 
 
 def all_packings(sizes: Sizes) -> list[Chunks]:
-    """With every chunk size from the largest parameter to the largest block."""
+    """Return packings with every chunk size from the largest parameter to the largest block."""
     n_bytes, block = sizes
     most = max(sum(n for n, of in zip(n_bytes, block, strict=True) if of == i) for i in set(block))
     return [pack(n_bytes, block, size) for size in range(max(n_bytes), most + 1)]

@@ -1,4 +1,4 @@
-"""Run a function on N gloo ranks, each in a process of its own, with a deadline: `run_ranks(function, 2,
+"""Run a function on N gloo ranks, each in its own process, with a deadline: `run_ranks(function, 2,
 argument)`.
 """
 
@@ -27,18 +27,19 @@ _FRESH.set_forkserver_preload(
 def run_ranks(
     function: Callable[..., Any], ranks: int, *arguments: Any, deadline_s: float = 90, may_fail: bool = False
 ) -> list[Any]:
-    """Results of `function(*arguments)`, one per rank; the function must be at the top of its file.
+    """Return the results of `function(*arguments)`, one per rank; the function must be at the top of its
+    file.
 
     Args:
         function: Runs with the default process group in place, on one thread.
         ranks: Number of processes; 0 is one process without a group.
         arguments: Anything that can be pickled.
-        deadline_s: Children that are not done by then are killed.
-        may_fail: A rank that fails ends neither the others nor the test; its result is None. Ranks do not
-            wait for one another at the end: one that a failure has reached must end for the others to see it.
+        deadline_s: Children that still run by then are killed.
+        may_fail: A failed rank ends neither the others nor the test; its result is None. Ranks do not wait
+            for one another at the end: a rank reached by a failure must end for the others to notice it.
 
     Raises:
-        AssertionError: A rank failed or hung; with the end of what it printed.
+        AssertionError: A rank failed or hung; with the end of its output.
     """
     file, name = function.__code__.co_filename, function.__name__
     with tempfile.TemporaryDirectory() as folder:

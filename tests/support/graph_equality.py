@@ -1,4 +1,4 @@
-"""A translated step's region against what the runtime captures of the model written with CUDA's ops."""
+"""Compare a translated step's region with the runtime's capture of the model written with CUDA's ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memtune.workload.workload import Workload
 
 
 def assert_same_graph(step: Step, path: Path) -> None:
-    """The model's region of `step` against a capture of the model in `path`."""
+    """Check that the model's region of `step` equals a capture of the model in `path`."""
     workload = Workload.load(path)
     model, batch = workload.build_model(), workload.make_batch(2)
     arguments = shapes_of((batch if isinstance(batch, tuple) else (batch,), {}))

@@ -1,5 +1,5 @@
-"""A net of four blocks under each technique that moves states, for tests of loops that do not go as
-planned.
+"""A net of four blocks under each technique that moves states, for tests of interrupted or irregular
+loops.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from memtune.api import Tuned, apply
 
-SLIDING = {"slots": 2, "late": []}
+SLIDING = {"slots": 2, "deferred": []}
 STORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "l2l": ({"kind": "l2l"}, {}),
     "stronghold": ({"kind": "stronghold", "window": 2}, SLIDING),
-    "late": ({"kind": "stronghold", "window": 2, "late": [0, 2]}, SLIDING | {"late": [0, 2]}),
+    "late": ({"kind": "stronghold", "window": 2, "deferred": [0, 2]}, SLIDING | {"deferred": [0, 2]}),
     "zero_infinity": ({"kind": "zero_infinity", "parameters": "host"}, {}),
     "gradients on SSD": ({"kind": "zero_infinity", "parameters": "host", "gradients": "ssd"}, {}),
     "all else on SSD": (
@@ -24,7 +24,7 @@ STORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "patrickstar": ({"kind": "patrickstar"}, {"chunk_bytes": 2048, "slots": [2] * 8}),
     "elixir": ({"kind": "elixir"}, {"chunk_bytes": 1024, "slots": [6] * 8}),
-    "angel_ptm": ({"kind": "angel_ptm"}, {"page_bytes": 512, "frames": 6, "ahead": [2] * 8}),
+    "angel_ptm": ({"kind": "angel_ptm"}, {"page_bytes": 512, "frames": 6, "prefetch": [2] * 8}),
 }
 DOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero_offload": ({"kind": "zero_offload"}, {}),

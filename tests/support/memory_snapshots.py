@@ -1,4 +1,4 @@
-"""Memory snapshots as torch records them, written by the slow allocator of tests/reference while it runs a
+"""Memory snapshots in torch's format, written by the reference allocator of tests/reference while it runs a
 program.
 """
 
@@ -14,7 +14,7 @@ Row = tuple[int, int, int, int, int, int]
 
 @dataclass
 class Recording(reference.Allocator):
-    """The reference, which writes down what torch's `record_trace` writes down."""
+    """The reference allocator, recording the events that torch's `record_trace` records."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     asked: dict[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Recording(reference.Allocator):
         super().make_free(segment, piece)
 
     def segment_infos(self) -> list[dict[str, Any]]:
-        """One a contiguous mapped stretch."""
+        """Return one entry per contiguous mapped stretch."""
         found = []
         for segment in self.segments:
             stretches: list[list[reference.Piece]] = [[]]
@@ -97,8 +97,8 @@ class Recording(reference.Allocator):
 def record(
     rows: list[Row], conf: str = "", *, last: int | None = None, **settings: Any
 ) -> tuple[dict[str, Any], Recording]:
-    """Run `rows` and return what `_snapshot()` would; `last` keeps that many entries of the trace, as a full
-    buffer does.
+    """Run `rows` and return the result of `_snapshot()`; `last` limits the trace to that many entries, like a
+    full buffer.
     """
     allocator = Recording(**settings)
     live: dict[int, tuple[reference.Segment, reference.Piece] | None] = {}

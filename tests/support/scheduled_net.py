@@ -1,4 +1,4 @@
-"""A small module and its frozen schedule: what tests of schedules run and compare."""
+"""A small module and its frozen schedule, for tests of schedules."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
-from memtune.activations.schedules.scheduled_region import FrozenRegion
-from memtune.program.op_schedule import OpGraph, Schedule, plain_schedule, scheduled, wrong_with
+from memtune.activations.schedules.scheduled_region import ScheduledRegion
+from memtune.program.op_schedule import OpGraph, Schedule, build_schedule, find_schedule_error, plain_schedule
 
 CPU = torch.device("cpu")
 SCALE = 1.0
 
 
 def everything_again(graph: OpGraph) -> Schedule:
-    """Before backward all of forward runs again that may; where something must not, its products stay."""
+    """Recompute all of forward before backward where allowed; products of other ops stay."""
     again = [op for op in range(graph.n_forward) if op not in graph.once]
     if not graph.once:
         again += range(graph.n_forward // 2)  # some for a third time
-    found = scheduled(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
-    return plain_schedule(graph) if wrong_with(graph, found) else found
+    found = build_schedule(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
+    return plain_schedule(graph) if find_schedule_error(graph, found) else found
 
 
 class Net(nn.Module):
-    """Dropout, a view that is read in backward, an output beside the one that is used, and settings of its
-    own.
-    """
+    """A net with dropout, a view that is read in backward, an unused output, and settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,10 +44,10 @@ def graph_of(net: nn.Module, *args: Any, **kwargs: Any) -> OpGraph:
     return capture(net, net.forward, shapes_of((args, kwargs)), autocast_state(), lambda i, out: True).graph
 
 
-def frozen_net(again: Callable[[OpGraph], Schedule] = plain_schedule) -> tuple[Net, FrozenRegion]:
+def frozen_net(again: Callable[[OpGraph], Schedule] = plain_schedule) -> tuple[Net, ScheduledRegion]:
     torch.manual_seed(0)
     net = Net()
-    frozen = FrozenRegion(net, again(graph_of(net, torch.ones(5, 6))), CPU)
+    frozen = ScheduledRegion(net, again(graph_of(net, torch.ones(5, 6))), CPU)
     frozen.install()
     return net, frozen
 

@@ -1,4 +1,4 @@
-"""Programs and targets for the tests of the sharding axis."""
+"""Programs and targets for tests of the sharding axis."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def program(model: str = "gpt", *, ranks: int = 2, accumulate: int = 1) -> Progr
 
 
 def with_parameter(index: int, **changes: object) -> Program:
-    """The GPT's program with one parameter described differently."""
+    """Return the GPT's program with one parameter described differently."""
     plain = step()
     parameters: list[Parameter] = list(plain.parameters)
     parameters[index] = parameters[index]._replace(**changes)  # type: ignore[arg-type]

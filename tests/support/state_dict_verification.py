@@ -1,4 +1,4 @@
-"""What a state dict verifies of an optimizer on SSD, against what whoever gets it reads then."""
+"""Compare the pieces that a state dict of an optimizer on SSD verifies with those that its reader gets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from memtune.ssd import ssd_tensors
 
 
 def verified_and_read(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each piece what was there when it was verified, and what is there when its state dict has
-    been made.
-    """
+    """Return each piece at the time of its verification, and at the time when the state dict is complete."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     verified = ssd_tensors.verified
 

@@ -1,4 +1,4 @@
-"""Steps written as columns, for tests that need no model."""
+"""Steps made from columns, for tests that need no model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _NEUTRAL = {
 
 
 def make_step(n_ops: int, n_storages: int, **given: Any) -> Step:
-    """A step whose columns are neutral unless given: compute ops in forward, device temporaries made by op 0.
+    """Return a step whose columns are neutral unless given: compute ops in forward, device temporaries made
+    by op 0.
 
-    Columns are given as `ops_phase=`, `storages_bytes=` and so on, what is no table by its own name.
+    Columns are given as `ops_phase=`, `storages_bytes=` and so on, other fields by their own name.
     """
 
     def table(kind: type[T], name: str, rows: int, **more: Any) -> T:
@@ -52,7 +53,7 @@ def make_step(n_ops: int, n_storages: int, **given: Any) -> Step:
 
 
 def _plain(n_storages: int) -> dict[str, Any]:
-    """What is no table, of a step without blocks."""
+    """Return the fields that are no tables, of a step without blocks."""
     names = ("grad_order", "returned", "partly_written", "read_by_host")
     none: dict[str, Any] = {name: np.empty(0, np.int32) for name in names}
     whole: dict[str, Any] = {
@@ -62,7 +63,7 @@ def _plain(n_storages: int) -> dict[str, Any]:
 
 
 def columns_of(step: Step, op_s: Any, issue_s: Any) -> _native.StepColumns:
-    """What the native simulator is given."""
+    """Return the columns that the native simulator takes."""
     ops, storages, uses, saves = step.ops, step.storages, step.uses, step.saves
     return _native.StepColumns(
         ops.phase,

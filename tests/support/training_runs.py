@@ -1,4 +1,4 @@
-"""What several tests of mechanisms train and compare."""
+"""Training runs and comparisons shared by tests of mechanisms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memtune.workload.workload import Workload
 def trained_values(
     workload: Workload, model: nn.Module, optimizer: Any, size: int, steps: int, micro_batches: int
 ) -> list[Tensor]:
-    """Losses, gradients (added up over the micro-batches), and at the end weights and buffers."""
+    """Return losses and gradients (summed over the micro-batches), and at the end weights and buffers."""
     out: list[Tensor] = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -28,5 +28,5 @@ def trained_values(
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether all of it is equal to the bit."""
+    """Return True if all values are bitwise equal."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

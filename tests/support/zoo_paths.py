@@ -1,4 +1,4 @@
-"""Where the small workloads of the tests are: `from zoo_paths import ZOO` (pytest is configured with
+"""Paths of the small workloads of the tests: `from zoo_paths import ZOO` (pytest is configured with
 pythonpath = ["tests"]).
 """
 
@@ -10,4 +10,4 @@ ZOO: dict[str, Path] = {path.stem: path for path in sorted(_HERE.glob("*.py"))}
 """Workloads that train: name → model.py."""
 
 BAD: dict[str, Path] = {path.stem: path for path in sorted((_HERE / "bad").glob("*.py"))}
-"""Files that must each end as one clear message: name → model.py."""
+"""Files that must each end in one clear message: name → model.py."""

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.workload.expert_modules import find_experts, moments_of, read_ahead, trace
+from memtune.workload.expert_modules import expert_traffic, experts_to_read, find_experts, moments_of
 
 
-def test_experts_are_equal_modules_in_a_list_of_that_name_in_a_block() -> None:
+def test_find_experts_requires_equal_modules_in_a_list_named_experts() -> None:
     parts = (
         "norm.weight",
         "mlp.experts.0.up.weight",
@@ -36,14 +36,14 @@ def test_experts_are_equal_modules_in_a_list_of_that_name_in_a_block() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 3), st.integers(1, 3))
-def test_what_comes_has_gone_and_what_has_changed_is_written(
-    blocks: int, each: int, slots: int, ahead: int, on_device: int
+def test_cache_evicts_before_load_and_writes_back_dirty_experts(
+    blocks: int, each: int, slots: int, read_ahead: int, on_device: int
 ) -> None:
     block_of = [block for block in range(blocks) for _ in range(each)]
     total = len(block_of)
     reads = {}
     for rule in ("lfu", "lru", "belady"):
-        moved = trace(block_of, blocks, slots, rule, ahead, on_device)  # type: ignore[arg-type]
+        moved = expert_traffic(block_of, blocks, slots, rule, read_ahead, on_device)  # type: ignore[arg-type]
         assert len(moved) == 2 * blocks + 1
         reads[rule] = sum(len(moment.read) for moment in moved)
         written = [expert for moment in moved for expert in moment.written]
@@ -52,17 +52,17 @@ def test_what_comes_has_gone_and_what_has_changed_is_written(
         else:
             assert reads[rule] > 0
             assert max(written.count(expert) for expert in range(total)) <= 1  # each is updated once a step
-    if ahead == 0:
+    if read_ahead == 0:
         assert reads["belady"] <= min(reads["lru"], reads["lfu"])
 
 
-def test_moments_of_use() -> None:
+def test_moments_of_covers_loads_and_update() -> None:
     assert moments_of(3, 1) == ((0, 5, 6), (1, 4, 5), (2, 4))
     assert [len(each) for each in moments_of(3, 3)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
-    ("ahead", "slots", "found"), [(0, 9, []), (1, 9, [2]), (2, 9, [2, 4, 5]), (2, 4, [2, 4]), (2, 2, [])]
+    ("read_ahead", "slots", "found"), [(0, 9, []), (1, 9, [2]), (2, 9, [2, 4, 5]), (2, 4, [2, 4]), (2, 2, [])]
 )
-def test_read_ahead_leaves_what_the_moment_uses(ahead: int, slots: int, found: list[int]) -> None:
-    assert read_ahead(0, ahead, slots, [[0, 1], [2], [4, 5]], [[], [], []]) == found
+def test_experts_to_read_excludes_those_of_the_moment(read_ahead: int, slots: int, found: list[int]) -> None:
+    assert experts_to_read(0, read_ahead, slots, [[0, 1], [2], [4, 5]], [[], [], []]) == found

@@ -26,7 +26,7 @@ Pair = namedtuple("Pair", "x y")  # a class that JSON would take for a tuple
     [X, (X,), (X, None), [X, (True, "a")], {"x": X, "dict": {"tensor": X}, "other": None}, (X, [X])],
     ids=structure_of,
 )
-def test_one_tensor_among_constants_is_replaced(output: Any) -> None:
+def test_wrap_tensor_replaces_one_tensor_among_constants(output: Any) -> None:
     form = structure_of(output)
     assert not not_one_tensor(form)
     assert the_tensor(output) is X
@@ -45,7 +45,7 @@ def test_one_tensor_among_constants_is_replaced(output: Any) -> None:
         (Pair(X, None), "an object of Pair"),
     ],
 )
-def test_all_else_is_named(output: Any, reason: str) -> None:
+def test_not_one_tensor_names_other_outputs(output: Any, reason: str) -> None:
     assert not_one_tensor(structure_of(output)) == reason
 
 
@@ -53,6 +53,6 @@ def test_all_else_is_named(output: Any, reason: str) -> None:
     "found",
     [(LONE,), (LONE, "["), (LONE, '{"tuple": {}}'), (LONE, '{"a": 1}'), (LONE, "[1]"), (LONE, "[" * 10**5)],
 )
-def test_damaged_plans_are_told(found: tuple[str, ...]) -> None:
+def test_require_structures_rejects_damaged_plans(found: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"block|form|Expecting"):
         require_structures(found, 2)

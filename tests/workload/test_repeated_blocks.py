@@ -1,4 +1,4 @@
-"""Repeated blocks found from the module tree, and their names written short."""
+"""Repeated blocks found from the module tree, and compressed lists of their names."""
 
 import pytest
 from hypothesis import given
@@ -67,7 +67,7 @@ CASES = {
         ),
         ["1.{0..1}", "2.{0..1}"],
     ),
-    "stages that differ give way": (
+    "stages that differ are replaced by their blocks": (
         Holder(stages=nn.ModuleList([Stage(2, 4), Stage(3, 8), Stage(2, 16)])),
         ["stages.0.blocks.{0..1}", "stages.1.blocks.{0..2}", "stages.2.blocks.{0..1}"],
     ),
@@ -86,7 +86,7 @@ CASES = {
         ),
         ["blocks.{0..2}"],
     ),
-    "a tiny stack beside a large one is left out": (
+    "a tiny stack next to a large one is omitted": (
         Holder(heads=nn.ModuleList([Mlp(), Mlp()]), layers=layers(2, dim=64)),
         ["layers.{0..1}"],
     ),
@@ -108,12 +108,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_are_found(case):
+def test_find_blocks(case):
     model, patterns = CASES[case]
     assert compress(find_blocks(model)) == patterns
 
 
-def test_encoder_and_decoder_both_count():
+def test_find_blocks_finds_encoder_and_decoder():
     model = nn.Transformer(d_model=8, nhead=2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=16)
     assert compress(find_blocks(model)) == ["encoder.layers.{0..1}", "decoder.layers.{0..2}"]
 
@@ -132,7 +132,7 @@ def test_encoder_and_decoder_both_count():
         ([], []),
     ],
 )
-def test_runs_are_written_short(names, patterns):
+def test_compress_shortens_runs(names, patterns):
     assert compress(names) == patterns
     assert expand(patterns) == names
 
@@ -147,18 +147,18 @@ NAMES = st.lists(
 
 
 @given(NAMES)
-def test_expand_undoes_compress(names):
+def test_expand_inverts_compress(names):
     patterns = compress(names)
     assert expand(patterns) == names
     assert len(patterns) <= len(names)
 
 
-def test_a_pattern_may_hold_two_ranges():
+def test_expand_accepts_two_ranges():
     assert expand(["a.{0..1}.b.{3..4}"]) == ["a.0.b.3", "a.0.b.4", "a.1.b.3", "a.1.b.4"]
 
 
 @pytest.mark.parametrize("pattern", ["h.{5..2}", "h.{0..999999999}", "a.{0..99999}.{0..99999}.{0..99999}"])
-def test_ranges_that_make_no_sense_are_refused_without_filling_the_memory(pattern):
+def test_expand_rejects_invalid_and_huge_ranges(pattern):
     with pytest.raises(ConfigError) as caught:
         expand([pattern])
     assert caught.value.code == "MT202"

@@ -1,4 +1,4 @@
-"""The user's `model.py`: what is accepted, and one clear message for each thing that is not."""
+"""The user's `model.py`: accepted forms, and the message for each mistake."""
 
 import hashlib
 import sys
@@ -46,7 +46,7 @@ def message(function, *args) -> WorkloadError:
 
 
 @pytest.mark.parametrize("path", sorted(ZOO.glob("*.py")), ids=lambda path: path.stem)
-def test_every_model_of_the_zoo_trains_and_has_blocks(path):
+def test_workload_trains_each_zoo_model(path):
     workload = Workload.load(path)
     torch.manual_seed(0)
     model = workload.build_model()
@@ -80,7 +80,7 @@ AT_LOAD = [
 
 
 @pytest.mark.parametrize(("stem", "code", "words"), AT_LOAD, ids=[case[0] for case in AT_LOAD])
-def test_a_file_that_cannot_be_used_says_why(stem, code, words):
+def test_load_reports_unusable_file(stem, code, words):
     error = message(Workload.load, BAD / f"{stem}.py")
     assert error.code == code
     assert [word for word in words if word not in str(error)] == []
@@ -124,18 +124,18 @@ AT_CALL = [
 
 
 @pytest.mark.parametrize(("stem", "use", "code", "words"), AT_CALL, ids=[case[0] for case in AT_CALL])
-def test_a_function_that_returns_something_else_says_what(stem, use, code, words):
+def test_call_reports_wrong_return_value(stem, use, code, words):
     error = message(use, Workload.load(BAD / f"{stem}.py"))
     assert error.code == code
     assert [word for word in words if word not in str(error)] == []
 
 
-def test_a_syntax_error_shows_line_and_text(tmp_path):
+def test_load_reports_syntax_error_with_line(tmp_path):
     error = message(Workload.load, written(tmp_path, "import torch\n\ndef model()\n    return 1\n"))
     assert (error.code, "line 3" in error.what, error.evidence) == ("MT102", True, "line 3:  def model()")
 
 
-def test_missing_files_and_files_of_another_kind(tmp_path):
+def test_load_reports_missing_and_other_files(tmp_path):
     written(tmp_path, GOOD, "train.py")
     assert "train.py" in message(Workload.load, tmp_path / "model.py").evidence
     written(tmp_path, "x", "model.txt")
@@ -144,21 +144,21 @@ def test_missing_files_and_files_of_another_kind(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["0", "-4", "True", "8.0", "'8'"])
-def test_global_batch_must_be_a_positive_whole_number(tmp_path, value):
+def test_load_rejects_invalid_global_batch(tmp_path, value):
     assert message(Workload.load, written(tmp_path, f"{GOOD}\nglobal_batch = {value}")).code == "MT121"
 
 
-def test_a_loss_of_whole_numbers_is_refused(tmp_path):
+def test_loss_rejects_integer_tensor(tmp_path):
     text = GOOD.replace("model(batch).square().mean()", "model(batch).sum().long()")
     assert "torch.int64" in message(loss_of, Workload.load(written(tmp_path, text))).what
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+def test_make_optimizer_rejects_closure(tmp_path):
     text = GOOD + "\ndef optimizer(params): return torch.optim.LBFGS(params)"
     assert "LBFGS.step needs closure" in message(optimizer_of, Workload.load(written(tmp_path, text))).what
 
 
-def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
+def test_make_optimizer_rejects_foreign_parameters(tmp_path):
     text = GOOD + "\ndef optimizer(params): return torch.optim.SGD([nn.Parameter(torch.ones(1))])"
     assert "none of the parameters" in message(optimizer_of, Workload.load(written(tmp_path, text))).what
 
@@ -166,13 +166,13 @@ def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "raised", ["torch.OutOfMemoryError('full')", "RuntimeError('CUDA out of memory: it is full')"]
 )
-def test_out_of_memory_in_the_users_code_is_not_the_users_fault(raised, tmp_path):
+def test_call_passes_out_of_memory_through(raised, tmp_path):
     text = GOOD.replace("return model(batch)", f"raise {raised}; return model(batch)")
     with pytest.raises(RuntimeError, match="full"):
         loss_of(Workload.load(written(tmp_path, text)))
 
 
-def test_fields_identify_the_file(tmp_path):
+def test_workload_fields_identify_the_file(tmp_path):
     path = written(tmp_path, f"{GOOD}\nglobal_batch = 32")
     workload = Workload.load(path)
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -207,7 +207,7 @@ class Strict(Task):
 
 
 @pytest.mark.parametrize(("name", "width"), [("Task", 8), ("wide", 16)])
-def test_a_name_picks_a_class_or_an_instance(tmp_path, name, width):
+def test_load_name_selects_class_or_instance(tmp_path, name, width):
     workload = Workload.load(f"{written(tmp_path, IN_A_CLASS)}:{name}")
     assert (workload.name, workload.global_batch) == (name, 4)
     assert workload.build_model().weight.shape == (4, width)
@@ -215,13 +215,13 @@ def test_a_name_picks_a_class_or_an_instance(tmp_path, name, width):
     assert loss_of(workload).requires_grad
 
 
-def test_a_name_that_is_not_there_or_cannot_be_made(tmp_path):
+def test_load_reports_missing_or_failing_name(tmp_path):
     path = written(tmp_path, IN_A_CLASS)
     assert "class Task, wide, class Strict" in message(Workload.load, f"{path}:tsk").evidence
     assert "constructor without arguments" in message(Workload.load, f"{path}:Strict").fix
 
 
-def test_the_file_may_import_its_neighbour_and_leaves_no_bytecode(tmp_path, monkeypatch):
+def test_load_allows_neighbour_imports_and_writes_no_bytecode(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     written(tmp_path, "WIDTH = 8", "neighbour_of_model.py")
@@ -234,7 +234,7 @@ def test_the_file_may_import_its_neighbour_and_leaves_no_bytecode(tmp_path, monk
     assert sorted(item.name for item in tmp_path.iterdir()) == ["model.py", "neighbour_of_model.py"]
 
 
-def test_batch_is_real_and_on_the_cpu_whatever_mode_is_active():
+def test_make_batch_is_real_and_on_cpu_under_any_mode():
     workload = Workload.load(ZOO / "gpt.py")
     with FakeTensorMode(), torch.device("meta"):
         inputs, _ = workload.make_batch(2)
@@ -244,7 +244,7 @@ def test_batch_is_real_and_on_the_cpu_whatever_mode_is_active():
     assert all(param.device.type == "meta" for param in model.parameters())
 
 
-def test_the_default_optimizer_is_adamw_and_blocks_may_be_given(tmp_path):
+def test_workload_defaults_to_adamw_and_accepts_blocks(tmp_path):
     workload = Workload.load(written(tmp_path, f"{GOOD}\ndef blocks(model): return [model[1], model[1]]"))
     model = workload.build_model()
     assert type(workload.make_optimizer(model.parameters())) is torch.optim.AdamW
@@ -279,7 +279,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_parts_put_together_again_are_the_batch(kind):
+def test_split_batch_parts_concatenate_to_the_batch(kind):
     batch = CONTAINERS[kind](12)
     parts = split_batch(batch, 3)
     assert [type(part) for part in parts] == [type(batch)] * 3
@@ -298,7 +298,7 @@ def test_parts_put_together_again_are_the_batch(kind):
 
 
 @given(parts=st.integers(1, 8), each=st.integers(1, 5), extra=st.integers(1, 9))
-def test_every_sample_is_in_exactly_one_part(parts, each, extra):
+def test_split_batch_puts_each_sample_in_one_part(parts, each, extra):
     size = parts * each
     shared = torch.zeros(size + extra)
     split = split_batch({"x": torch.arange(size), "y": torch.arange(size), "shared": shared}, parts)
@@ -306,13 +306,13 @@ def test_every_sample_is_in_exactly_one_part(parts, each, extra):
     assert all(part["shared"] is shared for part in split)
 
 
-def test_a_list_with_one_item_per_sample_is_cut_too():
+def test_split_batch_splits_lists_of_samples():
     images, targets = torch.randn(4, 3, 8, 8), [{"boxes": torch.randn(i + 5, 4)} for i in range(4)]
     second = split_batch((images, targets), 2)[1]
     assert [target["boxes"].shape[0] for target in second[1]] == [7, 8]
 
 
-def test_what_cannot_be_cut_says_why():
+def test_split_batch_returns_reason():
     assert "do not divide a batch of 6" in split_batch(torch.zeros(6, 2), 4)
     assert "no tensor" in split_batch(torch.zeros(16, 6), 2, size=6)  # time first, batch second
     assert "no tensor" in split_batch({"a": 1}, 2)
@@ -320,7 +320,7 @@ def test_what_cannot_be_cut_says_why():
     assert isinstance(split_batch(packed, 2), str)
 
 
-def test_the_batch_size_is_what_most_tensors_share():
+def test_batch_size_of_is_most_frequent_first_dimension():
     assert (
         batch_size_of(
             {"mask": torch.zeros(9, 9), "x": torch.zeros(4, 3), "y": torch.zeros(4), "scale": torch.ones(())}

@@ -1,4 +1,4 @@
-"""Captures the ops of a region of the model, with guards on what its Python code read."""
+"""Capture of the ops of a region of the model, with guards on the data that its Python code read."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""A lock for modules that several threads share.
-
-No thread runs a module's code while another thread captures it.
+"""Lock for modules that several threads share: no thread runs a module's code while another thread captures
+it.
 
 A capture (`activations.capture.region_capture`) replaces parameters and buffers by fake tensors while it
 runs, so a thread that evaluates the module meanwhile would compute with them.
 
-Rule 1. A thread that captures, or looks up captures, holds the lock (`with lock`). A thread that runs the
-module's own code is counted (`with lock.running()`); any number of threads may run it.
-Rule 2. A capture begins when no other thread runs the module's code; threads that want to run it meanwhile
-wait.
-Rule 3. No thread waits for ever: there is no capture if the others do not end within a minute, or if this
-thread runs the module's code itself, so that others may wait for it.
+- A thread that captures, or looks up captures, holds the lock (`with lock`). A thread that runs the module's
+  own code is counted (`with lock.running()`); any number of threads may run it.
+- A capture begins when no other thread runs the module's code; threads that want to run it meanwhile wait.
+- No thread waits for ever: there is no capture if the others do not end within a minute, or if this thread
+  runs the module's code itself, so that others may wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _PATIENCE_S = 60.0
 
 
 class CaptureLock:
-    """The lock of one module; a copy of the module gets a lock of its own."""
+    """Lock of one module; a copy of the module gets a lock of its own."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
@@ -52,9 +50,8 @@ class CaptureLock:
         me = threading.get_ident()
         with self._changed:
             if me not in self._running:
-                self._changed.wait_for(
-                    lambda: not self._waiting, _PATIENCE_S
-                )  # else a capture would never have its turn
+                # Without this wait, a steady flow of runs would postpone a capture for ever.
+                self._changed.wait_for(lambda: not self._waiting, _PATIENCE_S)
             self._running[me] += 1
         try:
             yield
@@ -70,16 +67,14 @@ class CaptureLock:
         return not self._running.keys() - {threading.get_ident()}
 
     def wait_alone(self) -> bool:
-        """Wait until no other thread runs the module's own code.
+        """Wait until no other thread runs the module's own code; return False if that takes too long.
 
-        Return False if that takes too long (Rule 3).
-
-        Call it with the lock held; it is released while waiting, so another thread may capture meanwhile.
+        Call it with the lock held. It is released while waiting, so another thread may capture meanwhile.
         """
         if self.is_alone():
             return True
         if threading.get_ident() in self._running:
-            return False
+            return False  # others may wait for this thread's run to end: a deadlock
         self._waiting += 1
         try:
             return bool(self._changed.wait_for(self.is_alone, _PATIENCE_S))

@@ -1,4 +1,4 @@
-"""Guesses which outputs of a model get a gradient, and in which memory layout.
+"""Guesses of the outputs of a model that get a gradient, and of the gradients' memory layout.
 
 A schedule is for the ops of one backward, which depend on both: a product with a non-contiguous gradient
 begins with a copy, and an output that the loss does not use has no backward. A region is captured before its
@@ -20,9 +20,9 @@ from memtune.activations.capture.tape import GradientLike, Outside, Slot, Tape
 from memtune.errors import ApplyError
 
 MOST = 24
-"""Most guesses for one region."""
+"""Maximal number of guesses for one region."""
 _MOST_OUTPUTS = 4
-"""Up to so many outputs, every subset is tried; with more: all, each alone, and all but one."""
+"""Up to this number of outputs every subset is tried; with more: all, each alone, and all but one."""
 _Layout = tuple[int, ...] | str
 
 
@@ -101,8 +101,8 @@ def match_layouts(tape: Tape, gradients: dict[int, Tensor], device: torch.device
     unplanned = sorted(set(gradients) - set(tape.asked))
     if unplanned:
         raise ApplyError(
-            f"A gradient flows into output {unplanned[0]} of the model, which was not so when its schedule"
-            " was made.",
+            f"Output {unplanned[0]} of the model gets a gradient, which it did not get when its schedule was"
+            " made.",
             fix="use the same outputs in the loss in each step, or choose recompute: {kind: full}",
             code="MT328",
         )
@@ -116,11 +116,9 @@ def match_layouts(tape: Tape, gradients: dict[int, Tensor], device: torch.device
             )
 
 
-# How a gradient gets into a parameter, and who else wants to see it.
 def is_watched(parameters: Iterable[Tensor]) -> bool:
-    """Return whether hooks may need gradients one by one.
-
-    DDP's own C++ hooks cannot be seen, so several ranks count.
+    """Return whether hooks may need gradients one by one; DDP's own C++ hooks are invisible, so several ranks
+    count.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return True
@@ -136,14 +134,13 @@ def is_accumulated(edge: Any) -> bool:
     """Return whether the engine runs this parameter's own node, which accumulates into `parameter.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(edge))
-    except RuntimeError:  # asked for in `autograd.grad`: it is returned to the caller
+    except RuntimeError:  # the call is `autograd.grad`, which returns this gradient to the caller
         return False
 
 
 def accumulate_grad(parameter: Tensor, gradient: Tensor) -> None:
-    """Accumulate `gradient` as autograd's own node does.
-
-    A parameter that no longer requires one is skipped.
+    """Accumulate `gradient` as autograd's own node does; a parameter that no longer requires one is
+    skipped.
     """
     if not parameter.requires_grad:
         return

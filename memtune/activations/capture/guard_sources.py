@@ -1,14 +1,13 @@
-"""The plain Python data that a module's code can read, compared before each run.
+"""Plain Python data that a module's code can read: attributes, class attributes and globals, compared before
+each run.
 
-That is attributes, class attributes and globals.
+The names that are read are taken from the code that `forward` can reach by name: other methods, functions of
+its file. Numbers, strings and other plain values are compared wherever they are; other objects only under
+names that this code reads. Lists, dicts and sets are compared by value, functions and other objects by
+identity, and tensors not at all, because a tensor that is neither a parameter nor a buffer cannot be
+captured.
 
-Rule 1. The names that are read are taken from the code that `forward` can reach by name: other methods,
-functions of its file. Numbers, strings and other plain values are compared wherever they are; other objects
-only under names that this code reads.
-Rule 2. Lists, dicts and sets are compared by value, functions and other objects by identity, and tensors not
-at all: a tensor that is neither a parameter nor a buffer cannot be captured.
-
-The second half takes back side effects of a capture: values that a forward sets outside its own tensors.
+The second half undoes side effects of a capture: values that a forward sets outside its own tensors.
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _MOST_ITEMS = 256
 """Largest list, dict or set that is compared by value at each step."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_ITEMS = frozenset(
-    {list, tuple, dict, OrderedDict, defaultdict, set, frozenset}
-)  # what derives from them may compare otherwise
+# Exact types: a subclass may define another comparison.
+_ITEMS = frozenset({list, tuple, dict, OrderedDict, defaultdict, set, frozenset})
 _GONE = object()
 _OURS = ("torch.", "memtune.")
 
 
 class _Copy(NamedTuple):
-    """A snapshot of a container."""
+    """Snapshot of a container."""
 
     kind: type
     items: Any
@@ -67,7 +65,8 @@ class _Seen:
         self._read: Callable[[Any], tuple[Any, ...]] = (
             itemgetter(*self._fixed, *self._fixed[:1]) if self._fixed else _nothing
         )
-        self._again = [*self._values, *self._values[:1]]  # of one name alone `itemgetter` gives no tuple
+        # The first name is read twice, because `itemgetter` of a single name returns no tuple.
+        self._again = [*self._values, *self._values[:1]]
 
     def changed(self) -> str:
         """Return a description of the first change, '' if there is none."""
@@ -82,7 +81,7 @@ class _Seen:
                     return _describe_change(name, held.get(name, _GONE), value)
         for name, copy in self._copies:
             if not _same(held.get(name, _GONE), copy):
-                return f"{name} holds something else"
+                return f"the content of {name} has changed"
         if self._noticed is not None and tuple(held) != self._keys:
             added = self._noticed.intersection(held).difference(self._keys)
             if added:
@@ -102,39 +101,39 @@ def visible_data(module: nn.Module) -> list[_Seen]:
     found: list[_Seen] = []
     known: set[int] = set()
 
-    def see(held: Mapping[str, Any], left_out: frozenset[str] = frozenset()) -> None:
+    def see(held: Mapping[str, Any], omitted: frozenset[str] = frozenset()) -> None:
         names = [
             name
             for name, value in held.items()
-            if name not in left_out and name[:2] != "__" and (name in read or _is_plain(value))
+            if name not in omitted and name[:2] != "__" and (name in read or _is_plain(value))
         ]
-        found.append(_Seen(held, names, read - left_out))
+        found.append(_Seen(held, names, read - omitted))
 
     for each in modules:
         for held in (vars(each), *_settings(each)):
             if id(held) not in known:
                 known.add(id(held))
-                see(
-                    held, _OF_MODULES | {"forward"} if each is module else _OF_MODULES
-                )  # its own forward is the region
+                # The region replaces the module's own `forward`, which is therefore no change.
+                see(held, _OF_MODULES | {"forward"} if each is module else _OF_MODULES)
     for kind in kinds:
         see(vars(kind))
     return found + [_Seen(scope, names) for scope, names in scopes]
 
 
 class WritablePlace(NamedTuple):
-    """A place where code may set names."""
+    """Place where code may set names."""
 
     holder: Any
-    """A file's globals (a dict), a class, or an imported file."""
+    """Globals of a file (a dict), a class, or an imported file."""
     names: frozenset[str] | None
-    """Names that it may set there; None: any."""
+    """Names that it may set there; None for any."""
 
 
 def writable_places(module: nn.Module) -> list[WritablePlace]:
     """Return the places outside modules' own attributes that the code of `module` can read and so could set.
 
-    Globals, by the names that the code reads or sets; classes; attributes that it sets of imported files.
+    These are globals, by the names that the code reads or sets; classes; and attributes that it sets of
+    imported files.
     """
     modules = list(module.modules())
     kinds = list(
@@ -167,10 +166,10 @@ class _Sets(NamedTuple):
 def _read_names(
     places: list[Mapping[str, Any]], sets: _Sets | None = None
 ) -> tuple[frozenset[str], list[tuple[dict[str, Any], list[str]]]]:
-    """Return the names that reachable code reads, and the globals that it reads.
+    """Return the names that reachable code reads, and the globals that it reads; add the names that it sets
+    to `sets`.
 
-    Reachable is the code among `places` that `forward` can reach by name. Adds the names that it sets to
-    `sets`.
+    Reachable is the code among `places` that `forward` can reach by name.
     """
     read, done = {"forward"}, set[int]()
     scopes: dict[int, tuple[dict[str, Any], list[str]]] = {}
@@ -244,7 +243,7 @@ def _with(code: CodeType, *ops: str) -> Iterator[str]:
 
 
 def _settings(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of objects that a module holds: its config."""
+    """Yield the attributes of objects that a module holds, such as its config."""
     for name, value in vars(module).items():
         if name[:1] != "_" and has_attributes(value):
             yield vars(value)
@@ -302,7 +301,7 @@ def _describe_change(name: str, now: Any, before: Any) -> str:
     return f"{name} is {now!r}, was {before!r}"
 
 
-# What containers and objects hold, a few levels deep, so that it can be compared later and put back.
+# Snapshots of the content of containers and objects, a few levels deep, to compare and restore it.
 _MOST_SNAPSHOT_ITEMS = 4096
 """Largest container that is snapshotted."""
 _MOST_HELD = 20_000
@@ -329,11 +328,11 @@ class Content:
     """Snapshot of the items of one container, or of one object's attributes."""
 
     root: str
-    """Description of the place where it was found."""
+    """Description of a change at the place where it was found."""
     held: Any
     kind: Any
     items: Any
-    """A list of its items; of pairs for a dictionary."""
+    """List of its items; of pairs for a dictionary."""
 
     def is_changed(self) -> bool:
         """Return whether it holds other items now; items are compared by identity."""
@@ -355,7 +354,7 @@ class Content:
 def contents_of(roots: Iterable[tuple[str, Any]]) -> list[Content]:
     """Return a snapshot of every container, and every object with attributes, in or below `roots`, each once.
 
-    Modules, tensors, loggers, classes, functions, `_OTHERS`, and large containers are skipped.
+    Modules, tensors, loggers, classes, functions, objects of `_OTHERS`, and large containers are skipped.
     """
     found: dict[int, Content] = {}
     waiting = [(name, value, 0) for name, value in roots]
@@ -396,22 +395,20 @@ def _items(held: Any, kind: Any) -> list[Any]:
     return list(kind.items(held)) if issubclass(kind, dict) else list(kind.__iter__(held))
 
 
-# What a forward leaves behind: a counter in a global, in a class, in a config, in a container that a module
-# holds.
+# Side effects of a forward: a counter in a global, in a class, in a config, in a container of a module.
 
 
 @contextmanager
 def no_side_effects(module: nn.Module, error: type[Exception]) -> Iterator[None]:
-    """Undo the side effects of the code that runs inside.
+    """Undo the side effects of the code inside this context; raise `error` for them unless an exception is
+    raised already.
 
-    Raise `error` for them unless an exception is raised already.
-
-    Covers the contents of modules' attributes; the attributes themselves are checked by the capture.
+    Covers the contents of modules' attributes; the capture checks the attributes themselves.
     """
     places = writable_places(module)
     before = [_values(each) for each in places]
     roots = [
-        (f"changes {name}, which is of no module", value)
+        (f"changes {name}, which belongs to no module", value)
         for values in before
         for name, value in values.items()
     ]
@@ -430,9 +427,8 @@ def no_side_effects(module: nn.Module, error: type[Exception]) -> Iterator[None]
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of modules with a description of a change.
-
-    The description is '' where torch's own code changes them.
+    """Yield the attributes of modules with a description of a change, '' for attributes that torch's own code
+    changes.
     """
     for each in module.modules():
         for name, value in vars(each).items():
@@ -463,7 +459,7 @@ def _restore(place: WritablePlace, before: dict[str, Any]) -> str:
     for name in {**before, **now}:
         value = before.get(name, _GONE)
         if now.get(name, _GONE) is not value:
-            changed = f"changes {name}, which is of no module"
+            changed = f"changes {name}, which belongs to no module"
             _set(place.holder, name, value)
     return changed
 

@@ -1,11 +1,10 @@
-"""Guards of a captured region, checked before each run.
-
-They cover shapes, flags, and the plain data that its code reads.
+"""Guards of a captured region, checked before each run: shapes, flags, and the plain data that its code
+reads.
 
 A forward is Python: it may depend on any attribute of its modules and their classes, and on any global that
-its code reads. They are compared with their values at capture (`activations.capture.guard_sources`), one
-level into objects that hold settings (a `config`). Not seen are reads from closures and from attributes of
-other files.
+its code reads. These are compared with their values at capture (`activations.capture.guard_sources`), one
+level into objects that hold settings (a `config`). Reads from closures and from attributes of other files are
+not observed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 def call_key(args: Any, kwargs: Any) -> Any | None:
-    """Return the key under which captures are stored.
-
-    It has shapes and flags of tensor arguments, other arguments by value.
+    """Return the key under which captures are stored: shapes and flags of tensor arguments, other arguments
+    by value.
 
     None if an argument cannot be compared.
     """
@@ -43,7 +41,7 @@ def call_key(args: Any, kwargs: Any) -> Any | None:
         if isinstance(leaf, Tensor):
             if not is_plain(leaf):
                 return None
-            twin = seen.setdefault(id(leaf), len(seen))  # the same tensor twice is another program
+            twin = seen.setdefault(id(leaf), len(seen))  # the same tensor as two arguments is another program
             key.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, twin))
         elif isinstance(leaf, PLAIN):
             key.append((type(leaf), leaf))
@@ -57,7 +55,7 @@ def _hashable(key: list[Any]) -> tuple[Any, ...]:
 
 
 class Guards:
-    """The state of a module when it was captured.
+    """State of a module when it was captured.
 
     Args:
         module: The region's module.
@@ -102,7 +100,7 @@ class Guards:
 
     def _changed_tensors(self) -> str:
         if _shared(self._slots) != self._shared:
-            return "a parameter or buffer came, went, or is another one's twin"
+            return "a parameter or buffer was added, removed or tied"
         for held, name, shape, stride, dtype, device, requires_grad in self._tensors:
             tensor = held[name]
             if (

@@ -1,4 +1,4 @@
-"""Captures a region: runs its forward and backward once on fake tensors and records the ops as a `Tape`.
+"""Capture of a region: runs its forward and backward once on fake tensors and records the ops as a `Tape`.
 
 A capture has no side effects: the ops run below all active modes, on fake copies of parameters, buffers and
 inputs, and no attribute of the modules and no generator may have changed afterwards.
@@ -45,9 +45,8 @@ def is_plain(tensor: Any) -> bool:
 
 
 def named_state(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return every parameter, then every buffer of `module`, each tensor once.
-
-    Each is given by its dictionary, its key and itself.
+    """Return every parameter, then every buffer of `module`, each tensor once, as (its dictionary, its key,
+    itself).
     """
     found: list[tuple[dict[str, Any], str, Tensor]] = []
     for attribute in ("_parameters", "_buffers"):
@@ -85,15 +84,15 @@ def capture(
     """Run `forward` and its backward on fake copies of all tensors; return the recorded ops.
 
     Args:
-        module: The module of the region: its parameters and buffers are replaced by fakes meanwhile.
+        module: Module of the region, whose parameters and buffers are replaced by fakes meanwhile.
         forward: Its forward.
-        arguments: Of the current call, by position and by name; tensors may be shapes alone (`shapes_of`).
+        arguments: Arguments of the current call, by position and by name; fakes (`shapes_of`) are enough.
         autocast: The result of `autocast_state` when the module was called.
         gradients: Layout of the gradient of each output that gets one; or a predicate on outputs, for
             contiguous ones.
 
     Raises:
-        CaptureError: It cannot be captured: the op, and the reason.
+        CaptureError: It cannot be captured; the message names the op and the reason.
     """
     with (
         _disable_current_modes(),
@@ -106,9 +105,9 @@ def capture(
         fakes_look_real(),
     ):
         recorder = Recorder()
-        landed: list[tuple[int, int, Slot]] = []
+        ready_gradients: list[tuple[int, int, Slot]] = []
         arrived: dict[int, Slot] = {}
-        with _faked_state(module, fake, recorder, landed):
+        with _faked_state(module, fake, recorder, ready_gradients):
             leaves, spec = tree_flatten(arguments)
             faked: dict[int, Tensor] = {}
             for number, leaf in enumerate(leaves):
@@ -122,7 +121,7 @@ def capture(
                     for context in (no_autocast, *autocast):
                         stack.enter_context(context())
                     out = forward(*given[0], **given[1])
-                return _with_backward(recorder, out, gradients, fake, landed, arrived)
+                return _with_backward(recorder, out, gradients, fake, ready_gradients, arrived)
 
 
 def _with_backward(
@@ -130,7 +129,7 @@ def _with_backward(
     out: Any,
     gradients: dict[int, GradientLike] | Callable[[int, Tensor], bool],
     fake: FakeTensorMode,
-    landed: list[tuple[int, int, Slot]],
+    ready_gradients: list[tuple[int, int, Slot]],
     arrived: dict[int, Slot],
 ) -> Tape:
     leaves, spec = tree_flatten(out)
@@ -148,7 +147,7 @@ def _with_backward(
         if (i in gradients if isinstance(gradients, dict) else gradients(i, leaves[i]))
     ]
     if not asked:
-        raise CaptureError("nothing that its forward returns can be differentiated")
+        raise CaptureError("no output of its forward can be differentiated")
     flowing = []
     for i in asked:
         like = gradients[i] if isinstance(gradients, dict) else _contiguous_like(leaves[i])
@@ -174,7 +173,7 @@ def _with_backward(
         spec,
         tuple(differentiable),
         tuple(asked),
-        tuple(landed),
+        tuple(ready_gradients),
         tuple(sorted(arrived.items())),
         tuple(recorder.constants),
         recorder.given,
@@ -190,7 +189,7 @@ def _faked_input(
     leaf: Tensor, number: int, fake: FakeTensorMode, recorder: Recorder, arrived: dict[int, Slot]
 ) -> Tensor:
     if not is_plain(leaf):
-        raise CaptureError(f"it is given a {type(leaf).__name__}")
+        raise CaptureError(f"one of its arguments is a {type(leaf).__name__}")
     twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     recorder.know(twin, Outside("input", number))
     if not leaf.requires_grad:
@@ -206,9 +205,9 @@ def _faked_input(
 
 @contextmanager
 def _faked_state(
-    module: nn.Module, fake: FakeTensorMode, recorder: Recorder, landed: list[tuple[int, int, Slot]]
+    module: nn.Module, fake: FakeTensorMode, recorder: Recorder, ready_gradients: list[tuple[int, int, Slot]]
 ) -> Iterator[None]:
-    """Replace every parameter and buffer of `module` by a fake twin while the context is active."""
+    """Replace every parameter and buffer of `module` by a fake twin in this context."""
     state = named_state(module)
     twins: dict[int, Tensor] = {}
     for number, (_, name, tensor) in enumerate(state):
@@ -220,7 +219,7 @@ def _faked_state(
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             if tensor.requires_grad:
-                twin.register_post_accumulate_grad_hook(_grad_ready_hook(number, recorder, landed))
+                twin.register_post_accumulate_grad_hook(_grad_ready_hook(number, recorder, ready_gradients))
         twins[id(tensor)] = twin
     held_by: list[dict[str, Any]] = [
         held for each in module.modules() for held in (each._parameters, each._buffers)
@@ -240,9 +239,8 @@ def _faked_state(
 
 
 def _set_in(held: dict[str, Any], before: dict[str, Any], twins: dict[int, Tensor]) -> Iterator[str]:
-    """Yield the names that a forward has set in `held` or removed.
-
-    Its tensors were twins of those in `before`.
+    """Yield the names that a forward has set in `held` or removed; its tensors were twins of those in
+    `before`.
     """
     for name in {**before, **held}:
         tensor = before.get(name)
@@ -259,20 +257,20 @@ def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _grad_ready_hook(
-    number: int, recorder: Recorder, landed: list[tuple[int, int, Slot]]
+    number: int, recorder: Recorder, ready_gradients: list[tuple[int, int, Slot]]
 ) -> Callable[[Tensor], None]:
     def note(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        landed.append((number, len(recorder.calls) - 1, recorder.slot(parameter.grad)))
+        ready_gradients.append((number, len(recorder.calls) - 1, recorder.slot(parameter.grad)))
 
     return note
 
 
 @contextmanager
 def _no_random_draws() -> Iterator[None]:
-    """Refuse draws from the generators of Python and numpy: a captured region could not repeat them.
+    """Refuse draws from the generators of Python and numpy, which a captured region could not repeat.
 
-    The generators are restored in any case: the run that follows draws the same numbers.
+    The generators are restored in any case, so that the run that follows draws the same numbers.
     """
     before, numpy_before = random.getstate(), np.random.get_state()
     drawn = False
@@ -351,7 +349,7 @@ def shapes_of(values: Any) -> Any:
 
 
 class no_autocast(AbstractContextManager[None]):
-    """Disables autocast: the ops of a tape contain their casts."""
+    """Context that disables autocast, because the ops of a tape contain their casts."""
 
     def __enter__(self) -> None:
         self._kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

@@ -1,9 +1,8 @@
-"""The tape of a region: the ATen ops of its forward and backward, and their recorder.
+"""Tape of a region: the ATen ops of its forward and backward, and their recorder.
 
-Rule 1. Data flow is by storage: an op reads a storage through size, stride and offset. Views are no ops; they
-are made again where they are read.
-Rule 2. A region whose ops do not follow from shapes is refused by the op's name: sizes that depend on data,
-writes into inputs, outside tensors that are neither parameter nor buffer nor argument.
+Data flow is by storage: an op reads a storage through size, stride and offset. Views are no ops; they are
+made again where they are read. A region whose ops do not follow from shapes is refused, by the op's name:
+data-dependent sizes, writes into inputs, outside tensors that are neither parameter nor buffer nor argument.
 """
 
 from __future__ import annotations
@@ -25,24 +24,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memtune.program import BATCH_NORMS, EMPTY, OpGraph
 from memtune.runtime import READ_OUTS, draws, mutated, tensors_in
 
-_FAKE_SHARES = frozenset(
-    {"aten.mkldnn_rnn_layer_backward.default"}
-)  # its fake gradients of the two biases are one tensor
+# Its fake implementation returns one tensor as the gradients of both biases.
+_FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})
 COLLECTIVE_INSIDE = "a collective runs inside"
 
 
 class CaptureError(Exception):
-    """A region cannot be captured; the message is part of a user-facing one."""
+    """Error when a region cannot be captured; the message is part of a user-facing one."""
 
 
 class SideEffectError(CaptureError):
-    """The forward has a side effect, which it may have in its first run only."""
+    """Error when the forward has a side effect, which it may have in its first run only."""
 
 
 class Outside(NamedTuple):
-    """A tensor from outside a region, by kind and number.
-
-    Kinds are `parameter`, `buffer`, `input`, `gradient` and `constant`.
+    """Tensor from outside a region, by kind (`parameter`, `buffer`, `input`, `gradient`, `constant`) and
+    number.
     """
 
     kind: str
@@ -50,7 +47,7 @@ class Outside(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A tensor as an op sees it: a storage, and the view of it."""
+    """Tensor as an op sees it: a storage, and the view of it."""
 
     of: int | Outside
     """Number of the value, or the outside tensor."""
@@ -62,7 +59,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientLike:
-    """Shape of a gradient that flows into an output."""
+    """Layout of a gradient that flows into an output."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -83,7 +80,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Tape:
-    """A captured region."""
+    """Captured region."""
 
     graph: OpGraph
     calls: tuple[Call, ...]
@@ -94,8 +91,8 @@ class Tape:
     """Outputs that can have a gradient."""
     asked: tuple[int, ...]
     """Those of them with a gradient in the captured backward."""
-    landed: tuple[tuple[int, int, Slot], ...]
-    """(parameter, op after which its gradient was in place, the gradient)."""
+    ready_gradients: tuple[tuple[int, int, Slot], ...]
+    """(parameter, op after which its gradient was accumulated, the gradient)."""
     input_gradients: tuple[tuple[int, Slot], ...]
     constants: tuple[Tensor, ...]
     given: Mapping[Outside, Slot]
@@ -104,7 +101,7 @@ class Tape:
 
 @dataclass
 class Recorder(TorchDispatchMode):
-    """Records every op with its arguments as slots."""
+    """Dispatch mode that records every op with its arguments as slots."""
 
     calls: list[Call] = field(default_factory=list)
     makes: list[list[int]] = field(default_factory=list)
@@ -133,7 +130,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, tensor: Tensor, of: int | Outside) -> None:
         storage = tensor.untyped_storage()
         self._of[storage._cdata] = of
-        weakref.finalize(storage, self._forget, storage._cdata, of)
+        weakref.finalize(storage, self._forget, storage._cdata, of)  # the allocator reuses addresses
 
     def _forget(self, address: int, of: int | Outside) -> None:
         if self._of.get(address) == of:
@@ -156,9 +153,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in ("prim", "prims"):
             return func(*args, **kwargs)
-        told = self._known.look(func, args)
-        if told is not None:
-            return told
+        constant = self._known.look(func, args)
+        if constant is not None:
+            return constant
         try:
             plain = self._slots(func, args), {key: self._slots(func, value) for key, value in kwargs.items()}
             out = func(*args, **kwargs)
@@ -170,7 +167,7 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(f"{func}: {error}") from None
         except (UnsupportedFakeTensorException, RuntimeError) as error:
             if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-                raise CaptureError(f"{func}: what it returns depends on the data") from None
+                raise CaptureError(f"{func}: its output depends on the data") from None
             raise
         return out
 
@@ -189,7 +186,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, list | tuple):
             return type(value)(self._slots(func, each) for each in value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Generator):
-            raise CaptureError(f"it is given a {type(value).__name__}")
+            raise CaptureError(f"one of its arguments is a {type(value).__name__}")
         return value
 
     def _record(self, func: Any, args: Any, kwargs: Any, plain: tuple[Any, Any], out: Any) -> None:
@@ -216,7 +213,7 @@ class Recorder(TorchDispatchMode):
         changed = [self.slot(t).of for t in written]
         self.writes.append(sorted({of for of in changed if isinstance(of, int)}))
         self._check_outside(func, op, [of for of in changed if isinstance(of, Outside)])
-        if str(func) not in BATCH_NORMS:  # in training they read no statistics
+        if str(func) not in BATCH_NORMS:  # BatchNorm in training reads no running statistics
             for of in touched:
                 if isinstance(of, Outside):
                     self._readers.setdefault(of, set()).add(op)
@@ -233,9 +230,8 @@ class Recorder(TorchDispatchMode):
                 raise CaptureError(f"it writes into an {each.kind} of the region")
             if str(func) not in BATCH_NORMS:
                 self.once.add(op)
-            self.once |= self._readers.get(
-                each, set()
-            )  # run again after this, they would read something else
+            # Ops that read the buffer before would read another value in a second run.
+            self.once |= self._readers.get(each, set())
         if func.namespace in ("c10d", "_c10d_functional"):
             raise CaptureError(COLLECTIVE_INSIDE)
 
@@ -252,8 +248,8 @@ def _apart(outputs: Any) -> Any:
     return tuple(found)
 
 
-# Values that follow from shapes and constants alone: positions, masks. Code may look at them without
-# depending on its data.
+# Values that follow from shapes and constants alone: positions, masks. Code that reads them is independent of
+# data.
 _MOST_ELEMENTS = 1 << 20
 
 
@@ -270,9 +266,8 @@ class ConstantTensors:
                 self._twin[fake] = real.detach().to("cpu", copy=True)
 
     def look(self, func: Any, args: Any) -> Any | None:
-        """Return the value that code reads from constant tensors with `func`.
-
-        None for other ops and tensors.
+        """Return the value that code reads from constant tensors with `func`; None for other ops and
+        tensors.
         """
         if func not in READ_OUTS or any(each not in self._twin for each in tensors_in(args)):
             return None
@@ -280,10 +275,10 @@ class ConstantTensors:
             return func(*tree_map(self._real, args))
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any, *, writes: list[Tensor]) -> None:
-        """Register the result of `func` if all that it read is constant, and it draws nothing."""
+        """Register the result of `func` if all its arguments are constant and it draws nothing."""
         inputs = tensors_in([*args, *kwargs.values()])
         known = all(each in self._twin for each in inputs)
-        for each in writes:  # views of it would have to follow
+        for each in writes:  # a twin has no views that share its memory, so its value would be stale
             self._forget(each)
         if writes or not known or not isinstance(out, Tensor) or not _is_kept(out):
             return

@@ -1,4 +1,6 @@
-"""Evicts tensors under a byte budget while the model runs, and rematerializes them (DTR, MegTaiChi, Coop)."""
+"""Eviction and rematerialization of tensors under a byte budget while the model runs (DTR, MegTaiChi,
+Coop).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from memtune.activations.eviction.op_metadata import Costs, scratch_name
     from memtune.activations.eviction.policy import COOP, DTR, MEGTAICHI, Policy, Trace
     from memtune.activations.eviction.policy_schedule_planner import (
-        Frozen,
+        PolicySchedule,
         freeze,
         freeze_between,
         least_bytes,
@@ -32,10 +34,10 @@ __all__ = [
     "DTR",
     "MEGTAICHI",
     "Costs",
-    "Frozen",
     "OnlineRegion",
     "OnlineSettings",
     "Policy",
+    "PolicySchedule",
     "RuntimeCosts",
     "Trace",
     "freeze",

@@ -1,7 +1,7 @@
-"""A log of one run of the evicting region: every call on the rematerializer, and the outputs of each op.
+"""Log of one run of the evicting region: every call on the rematerializer, and the outputs of each op.
 
 A program that does the same again makes the same calls, whatever the budget: evictions and replays are
-results of the rematerializer, not inputs. So a later run can replay the calls from this log
+results of the rematerializer, not inputs. So a later run can replay the calls from the log
 (`activations.eviction.replayer`).
 """
 
@@ -46,22 +46,22 @@ class OpOutput(NamedTuple):
 
 @dataclass(slots=True)
 class OpLog:
-    """An op in the log."""
+    """Log entry of one op."""
 
     before: int
-    """Number of calls logged when it ran."""
+    """Number of calls logged before it ran."""
     made: list[OpOutput] = field(default_factory=list)
     again: int = -1
-    """Its number among the ops that may run again."""
+    """Its number among the ops that may run again; -1 if it must not."""
     over: tuple[int, int] | None = None
-    """The value that it wrote into, and the new value."""
+    """The value that it wrote into, and the new version."""
 
 
 @dataclass
 class DecisionLog:
-    """The log of one forward and its backward."""
+    """Log of one forward and its backward."""
 
-    told: list[LoggedCall] = field(default_factory=list)
+    calls: list[LoggedCall] = field(default_factory=list)
     ops: list[OpLog] = field(default_factory=list)
     forward_end: int = 0
     """Number of calls logged at the end of forward."""
@@ -71,29 +71,29 @@ class DecisionLog:
     """Reason why the log cannot be replayed, '' if it can."""
 
     def made(self, tensor: Tensor, number: int, n_bytes: int) -> None:
-        """Note that the op that ran last made a storage."""
+        """Record a storage made by the latest op."""
         self.ops[-1].made.append(
             OpOutput(number, n_bytes, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         )
 
 
 class LoggingRematerializer:
-    """A rematerializer that logs its mutating calls.
+    """Rematerializer that logs its mutating calls.
 
     Args:
-        remat: The rematerializer that is called.
-        notes: The log.
+        remat: The rematerializer to call.
+        log: The log to append to.
     """
 
-    def __init__(self, books: _native.Rematerializer, notes: DecisionLog) -> None:
-        self.pending, self.drain, self.counted = books.pending, books.drain, books.counted
+    def __init__(self, remat: _native.Rematerializer, log: DecisionLog) -> None:
+        self.pending, self.drain, self.counted = remat.pending, remat.drain, remat.counted
         for name in MUTATING_CALLS:
-            setattr(self, name, _logged(name, getattr(books, name), notes.told))
+            setattr(self, name, _logged(name, getattr(remat, name), log.calls))
 
 
-def _logged(name: str, tell: Callable[..., Any], told: list[LoggedCall]) -> Callable[..., Any]:
+def _logged(name: str, tell: Callable[..., Any], calls: list[LoggedCall]) -> Callable[..., Any]:
     def noted(*args: Any) -> Any:
-        told.append((name, args))
+        calls.append((name, args))
         return tell(*args)
 
     return noted
@@ -101,22 +101,25 @@ def _logged(name: str, tell: Callable[..., Any], told: list[LoggedCall]) -> Call
 
 @dataclass(frozen=True, eq=False)
 class LoggedRun:
-    """The log of one forward and its backward, with its ops."""
+    """Log of one forward and its backward, with the metadata of its ops."""
 
-    notes: DecisionLog
+    log: DecisionLog
     ran: list[OpMetadata]
     """Every op, in the order of first runs."""
     n_forward: int
     gradients: dict[int, GradientLike]
-    """The incoming gradients, by output of forward."""
+    """Incoming gradients, by output of forward."""
 
 
-def script_of(notes: DecisionLog, ran: list[OpMetadata]) -> _native.RematScript:
-    """Return the logged calls as a native script for a later run; the sizes of all ops are known now."""
-    told = list(notes.told)
-    for note, facts in zip(notes.ops, ran, strict=True):
-        told[note.before - 1] = ("make_room", (facts.makes_bytes + facts.scratch_bytes,))
+def script_of(log: DecisionLog, ran: list[OpMetadata]) -> _native.RematScript:
+    """Return the logged calls as a native script for a later run, with the sizes of outputs that are known
+    now.
+    """
+    calls = list(log.calls)
+    for note, facts in zip(log.ops, ran, strict=True):
+        # The last call before an op requested room for it; op sizes that depend on data are exact only now.
+        calls[note.before - 1] = ("make_room", (facts.makes_bytes + facts.scratch_bytes,))
     script = _native.RematScript()
-    for name, args in told:
+    for name, args in calls:
         getattr(script, name)(*args)
     return script

@@ -20,7 +20,7 @@ from memtune.units import format_bytes
 
 
 class View(NamedTuple):
-    """The layout of a tensor within its storage."""
+    """Layout of a tensor within its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,7 +41,7 @@ def view_of(tensor: Tensor) -> View:
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One version of one storage that an op of the model made."""
+    """One version of a storage that an op of the model made."""
 
     number: int
     """Number in the rematerializer."""
@@ -52,15 +52,16 @@ class Value:
     address: int = 0
     """Address of its storage while it is resident."""
     outside: bool = True
-    """Python or autograd's engine hold it, as far as known."""
+    """True while Python or autograd's engine hold it, as of the last check."""
     writes: int = 0
-    """Number of writes that did not make a new value."""
-    unsaid: int = 0
-    """Number of those writes that the op's schema does not declare (BatchNorm's statistics): no version
+    """Number of in-place writes that did not make a new version."""
+    undeclared_writes: int = 0
+    """Number of those writes that the op's schema does not declare (BatchNorm's statistics), so no version
     counter counts them.
     """
     version: int | None = None
-    """Version counter of its storage when forward returned it, if it did and the storage is still that one.
+    """Version counter of its storage when forward returned it; None if it did not, or has another storage
+    now.
     """
 
     @property
@@ -71,7 +72,7 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class OutsideTensor:
-    """A tensor from outside the region; replaced by a copy before it is written into."""
+    """Tensor from outside the region; a copy replaces it before it is written into."""
 
     tensor: Tensor
     version: int
@@ -83,12 +84,12 @@ class Read(NamedTuple):
     of: Value | OutsideTensor
     view: View
     writes: int
-    """Writes into the value so far."""
+    """Number of writes into the value at that time."""
 
 
 @dataclass(slots=True, eq=False)
 class RepeatableOp:
-    """An op that may run again, with its arguments."""
+    """An op that may run again, with its recorded arguments."""
 
     facts: OpMetadata
     args: Any
@@ -96,57 +97,60 @@ class RepeatableOp:
     at: int
     """Its number among all ops that ran."""
     made: list[tuple[int, Value]]
-    """Position among the tensors that it returns, and the value."""
+    """Position among the returned tensors, and the value, of each output."""
     over: tuple[Value, Value] | None
-    """The value that it writes into, and the new value."""
+    """The value that it writes into, and the new version."""
     random: RandomState | None
 
 
 class ReplayRecord(NamedTuple):
-    """A second run, by numbers among all ops that ran."""
+    """Record of a second run, by numbers among all ops that ran."""
 
     before: int
     """The op that ran next for the first time."""
     which: int
     along: tuple[int, ...] = ()
-    """Ops that ran along in its parts."""
+    """Ops that ran with it, part by part."""
     parts: int = 1
 
 
 class PackedValue:
-    """The object that autograd saves instead of a tensor.
-
-    Its deletion releases autograd's reference to the value.
+    """The object that autograd saves instead of a tensor. Its deletion releases autograd's reference to the
+    value.
     """
 
     __slots__ = ("gone", "value", "view", "writes")
 
     def __init__(self, value: Value, view: View, gone: Callable[[Value], None]) -> None:
-        self.value, self.view, self.writes, self.gone = value, view, value.writes - value.unsaid, gone
+        self.value, self.view, self.writes, self.gone = (
+            value,
+            view,
+            value.writes - value.undeclared_writes,
+            gone,
+        )
 
     def __del__(self) -> None:
         self.gone(self.value)
 
 
 class StorageWatch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that reports the end of a storage that the table does not hold."""
+    """Weak reference that reports the end of a storage that the table does not hold."""
 
     __slots__ = ("number",)
     number: int
     """Number in the rematerializer."""
 
 
-# -- once more -----------------------------------------------------------------------------------------------
+# -- second runs ---------------------------------------------------------------------------------------------
 
 
 def run_again(ran: RepeatableOp, over: bool) -> tuple[Any, Tensor | None]:
-    """Run `ran` again on its recorded arguments.
-
-    Return its result, and the whole storage that it wrote into, if any.
+    """Run `ran` again on its recorded arguments; return its result, and the whole storage it wrote into, if
+    any.
 
     Args:
         ran: The op.
-        over: It may write into the original value; else into a copy.
+        over: Whether it may write into the original value; otherwise it writes into a copy.
 
     Raises:
         ApplyError: An argument has been written into since.
@@ -157,11 +161,11 @@ def run_again(ran: RepeatableOp, over: bool) -> tuple[Any, Tensor | None]:
         assert old.alias is not None
         whole = whole_of(old.alias) if over else whole_of(old.alias).clone()
     args, kwargs = tree_map(
-        lambda each: _given_again(each, ran, whole), (ran.args, ran.kwargs), is_leaf=_is_read
+        lambda each: _argument(each, ran, whole), (ran.args, ran.kwargs), is_leaf=_is_read
     )
     about = ran.facts.about
-    if about.norm and args[5]:  # training; in eval mode they are read
-        args = (*args[:3], None, None, *args[5:])  # the running statistics have had their update
+    if about.norm and args[5]:  # training: the first run has already updated the running statistics
+        args = (*args[:3], None, None, *args[5:])
     if about.name in READS_GRAD_MODE:
         with grad_mode_on():
             return about.func(*args, **kwargs), whole
@@ -176,27 +180,26 @@ def run_in_parts(ran: RepeatableOp, along: Sequence[RepeatableOp], parts: int) -
 
     Args:
         ran: An elementwise op (`memtune.runtime.op_schema`).
-        along: Elementwise ops, in order, that produce arguments which are not resident: they are computed
-            part by part as well and never exist whole.
+        along: Elementwise ops, in order, whose outputs are missing arguments; computed part by part as well,
+            so these never exist in full.
         parts: Number of parts.
 
     Raises:
         ApplyError: An argument of one of them has been written into since.
     """
-    looks = next(
-        each.view for each in tree_leaves((ran.args, ran.kwargs), is_leaf=_is_read) if _is_read(each)
-    )
+    # All tensor arguments of an elementwise op have the layout of its output.
+    like = next(each.view for each in tree_leaves((ran.args, ran.kwargs), is_leaf=_is_read) if _is_read(each))
     whole: Tensor | None = None
-    for start, end in parts_of(math.prod(looks.size), parts):
+    for start, end in parts_of(math.prod(like.size), parts):
         made: dict[int, Tensor] = {}  # id of a value → its part
         for each in along:
             made[id(each.made[0][1])] = _run_part(each, made, start, end)
         part = _run_part(ran, made, start, end)
         made.clear()
         if whole is None:
-            whole = torch.empty_strided(looks.size, looks.stride, dtype=part.dtype, device=part.device)
+            whole = torch.empty_strided(like.size, like.stride, dtype=part.dtype, device=part.device)
         part_of(whole, start, end).copy_(part)
-        del part
+        del part  # else two parts would be live in the next round
     assert whole is not None
     return whole
 
@@ -206,7 +209,7 @@ def _run_part(ran: RepeatableOp, made: Mapping[int, Tensor], start: int, end: in
         if not _is_read(each):
             return each
         part = made.get(id(each.of))
-        return part_of(_given_again(each, ran, None), start, end) if part is None else part
+        return part_of(_argument(each, ran, None), start, end) if part is None else part
 
     args, kwargs = tree_map(given, (ran.args, ran.kwargs), is_leaf=_is_read)
     out: Tensor = ran.facts.about.func(*args, **kwargs)
@@ -217,7 +220,7 @@ def _is_read(each: Any) -> bool:
     return isinstance(each, Read)
 
 
-def _given_again(each: Any, ran: RepeatableOp, whole: Tensor | None) -> Any:
+def _argument(each: Any, ran: RepeatableOp, whole: Tensor | None) -> Any:
     if not isinstance(each, Read):
         return each
     what = ran.facts.about.name
@@ -234,12 +237,12 @@ def _given_again(each: Any, ran: RepeatableOp, whole: Tensor | None) -> Any:
 
 
 def whole_of(alias: Tensor) -> Tensor:
-    """Return all of the storage behind `alias` as one flat tensor."""
+    """Return the whole storage behind `alias` as one flat tensor."""
     return alias.as_strided((alias.untyped_storage().nbytes() // alias.element_size(),), (1,), 0)
 
 
 def written_since(what: str) -> ApplyError:
-    """Return the error for `what` being changed in place within a region."""
+    """Return the error for an in-place write to `what` within a region."""
     return ApplyError(
         f"{what} was written into in place after the model's forward had used it.",
         fix="write x = x + y instead of x += y, and step the optimizer after backward",
@@ -248,19 +251,18 @@ def written_since(what: str) -> ApplyError:
 
 
 def too_small(
-    who: str, wanted_bytes: int, held_bytes: int, background_bytes: int, *, waits: bool = False
+    requester: str, wanted_bytes: int, held_bytes: int, background_bytes: int, *, waits: bool = False
 ) -> ApplyError:
-    """Return the error for a request of `requester` that eviction cannot satisfy.
-
-    `waits`: another forward waits for its backward.
+    """Return the error for a request of `requester` that eviction cannot satisfy; `waits`: another forward
+    waits for its backward.
     """
     first = ", or call backward() before the next forward" if waits else ""
     return ApplyError(
-        f"the budget is too small for {who}: nothing is left to evict.",
+        f"the budget is too small for {requester}: nothing is left to evict.",
         evidence=(
-            f"It asks for {format_bytes(wanted_bytes)} beside {format_bytes(held_bytes)} that must stay and"
-            f" {format_bytes(background_bytes)} of parameters, gradients, optimizer state, inputs and what"
-            " waits for its backward."
+            f"It requests {format_bytes(wanted_bytes)} in addition to {format_bytes(held_bytes)} that cannot"
+            f" be evicted and {format_bytes(background_bytes)} of parameters, gradients, optimizer state,"
+            " inputs and values of forwards that wait for their backward."
         ),
         fix=(
             f"give a budget of at least {format_bytes(background_bytes + wanted_bytes + held_bytes)}, "

@@ -1,20 +1,17 @@
-"""Runs a module under a byte budget with evictions decided online.
+"""Region that runs a module under a byte budget with evictions decided online, for models without a static
+schedule.
 
-It is for models that have no static schedule (DTR and its kin).
+The module's forward and backward run under a dispatch mode: each op passes through
+`activations.eviction.eviction_table`, which evicts until the op's outputs fit, and keeps for autograd what
+autograd would have saved. The region has an inner autograd graph, whose backward is run by a node of the
+outer graph, so the mode sees backward as well.
 
-Rule 1. The module's forward and backward run under a dispatch mode. Each op passes through
-`activations.eviction.eviction_table`, which evicts before it until its outputs fit, and keeps for autograd
-what autograd would have saved.
-Rule 2. The region has an inner autograd graph: a node of the outer graph runs its backward, so the mode sees
-backward as well. Autograd accumulates parameters' gradients itself. Where the caller asks for some gradients
-only (`autograd.grad`, `backward(inputs=...)`), all are returned to the outer graph, which takes those.
-Rule 3. Ops between forward and backward are not seen: their bytes are reserved at the end of forward.
-Rule 4. A run that has been logged once is repeated without the mode (`activations.eviction.replayer`), with
-the same result.
-Rule 5. After a few equal runs in a row the decisions run as a schedule, without the mode
-(`activations.eviction.schedule_cache`), until something differs.
-Rule 6. One thread at a time runs a forward, or a backward under the mode. Calls without gradients are not
-accounted and run concurrently, but not during a capture (`activations.capture.capture_lock`).
+A logged run is repeated without the mode (`activations.eviction.replayer`), with the same result. After a few
+equal runs in a row the decisions run as a schedule, also without the mode
+(`activations.eviction.schedule_cache`), until a call differs.
+
+Concurrency: one thread at a time runs a forward, or a backward under the mode. Calls without gradients are
+not accounted and run concurrently, but not during a capture (`activations.capture.capture_lock`).
 """
 
 from __future__ import annotations
@@ -62,8 +59,8 @@ class OnlineRuns:
     """Counters of online runs, for the audit."""
 
     steps: int = 0
-    followed: int = 0
-    """Number of steps without a dispatch mode."""
+    steps_without_mode: int = 0
+    """Number of steps that ran without a dispatch mode."""
     replays: int = 0
     evictions: int = 0
     peak_bytes: int = 0
@@ -76,28 +73,28 @@ class OnlineSettings:
 
     policy: Policy
     budget_bytes: int
-    """Budget of the device while the module's forward and backward run."""
+    """Device budget while the module's forward and backward run."""
     costs: Costs
     reserve_bytes: int = 0
     """Bytes that the loss needs between forward and backward."""
     scratch: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a kernel takes while it runs, as `OpMetadataCache` looks them up."""
+    """Workspace bytes of kernels, by the names of `OpMetadataCache`."""
     makes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that an op makes where its fake implementation says less, as `OpMetadataCache` looks them up."""
+    """Output bytes of ops whose fake implementation reports too few, by the names of `OpMetadataCache`."""
     unseen_bytes: int = 0
-    """Background bytes that the module is not given, such as labels."""
+    """Background bytes that are no arguments of the module, such as labels."""
     freeze_after: int = 3
     """Number of equal runs in a row after which the decisions run as a schedule; 0: never."""
-    follow: bool = True
+    use_replayer: bool = True
     """Repeat logged runs without a dispatch mode."""
 
 
 class OnlineRegion(ReplacedForward):
-    """A module whose forward and backward stay within a budget; `install` replaces its forward.
+    """Module whose forward and backward stay within a budget; `install` replaces its forward.
 
     Args:
         module: The module.
-        optimizer: Its state on the device counts as background.
+        optimizer: The optimizer, whose state on the device counts as background.
         settings: Policy, budget and costs.
         device: Device of the module.
     """
@@ -112,37 +109,38 @@ class OnlineRegion(ReplacedForward):
     def _start(self) -> None:
         """Reset all state of runs."""
         module, settings, device = self.module, self.settings, self.device
-        self.turn, self._lock = threading.RLock(), CaptureLock()
+        self.forward_lock, self._lock = threading.RLock(), CaptureLock()
         self.runs, self.facts = (
             OnlineRuns(),
             OpMetadataCache(settings.costs, settings.scratch, settings.makes),
         )
         self._table: Callable[[], OnlineTable | None] = _no_table
-        """The table of the forwards that wait for their backward; they own it."""
+        """Returns the table of the forwards that wait for their backward; they own it."""
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
         """Parameters and buffers at the last call of forward."""
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
-        self.warm_up = ScheduleCache(
+        self.schedule_cache = ScheduleCache(
             module, self._original, self.online, settings.freeze_after, device, self._lock
         )
-        self.followers = Replayer(
+        self.replayer = Replayer(
             module,
             self._original,
             device,
             settings.policy.parts,
             self.online,
             self._opened,
-            self._followed_through,
-            (self.turn, self._lock),
+            self._replay_ended,
+            (self.forward_lock, self._lock),
         )
-        with tier(HOST):  # it is none of the model's bytes
+        with tier(HOST):  # not accounted as device memory: the prediction has no such tensor
             self.token = torch.zeros((), device=device, requires_grad=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnlineRegion:
-        """Return the region of a copy of the module: logs and schedules belong to the original.
+        """Return the region of a copy of the module, without logs and schedules, which belong to the
+        original.
 
-        It has the copy of the optimizer if that is made first, else the same one, whose state is on the
-        device as well.
+        It has the copy of the optimizer if that was made first, else the original one, whose state is
+        resident as well.
         """
         copied = memo[id(self)] = type(self).__new__(type(self))
         optimizer = memo.get(id(self._optimizer), self._optimizer)
@@ -169,64 +167,66 @@ class OnlineRegion(ReplacedForward):
         if not torch.is_grad_enabled():
             with self._lock.running():
                 return self._original(*args, **kwargs)
-        with self.turn:
+        with self.forward_lock:
             return self._within(args, kwargs)
 
     def _within(self, args: Any, kwargs: Any) -> Any:
         key = self._key(args, kwargs)
-        ready = self.warm_up.ready(key, alone=not self._live and not self.followers.waiting_bytes())
+        ready = self.schedule_cache.ready(key, alone=not self._live and not self.replayer.waiting_bytes())
         if ready is not None:
             return ready.forward(*args, **kwargs)
-        return self.followers.forward(key, args, kwargs) if not self._live else self.online(key, args, kwargs)
+        return self.replayer.forward(key, args, kwargs) if not self._live else self.online(key, args, kwargs)
 
     def online(self, key: Any, args: Any, kwargs: Any) -> Any:
-        """Run the module's forward under the mode; each op's evictions are decided when it runs."""
-        with self.turn:  # one that gave way runs again in its backward
+        """Run the module's forward under the mode, which decides evictions as each op runs."""
+        with self.forward_lock:  # re-entrant: a preempted forward runs again inside its backward
             return self._online(key, args, kwargs)
 
     def _online(self, key: Any, args: Any, kwargs: Any) -> Any:
-        alone = not self._live and not self.followers.waiting_bytes() and not self.warm_up.waiting_bytes()
+        alone = (
+            not self._live and not self.replayer.waiting_bytes() and not self.schedule_cache.waiting_bytes()
+        )
         if not alone:
-            self.followers.give_way()
-            self.warm_up.give_way()
+            self.replayer.preempt()
+            self.schedule_cache.preempt()
         settings = self.settings
         follows = (
-            settings.follow
+            settings.use_replayer
             and settings.freeze_after != 1
             and settings.policy.forget
             and alone
-            and self.followers.wants(key)
+            and self.replayer.wants(key)
         )
         run = _Run(self, self._table_for(args, kwargs, DecisionLog() if follows else None), key)
         for each in self._live:
             each.alone = alone
         run.alone, run.table.waits = alone, not alone
         self._live.add(run)
+        # Several forwards in flight share one table and budget, so none of them is a run to log or repeat.
         return run.start(self._original, args, kwargs)
 
     @property
     def frozen_steps(self) -> int:
-        """Return the number of steps that ran as a schedule."""
-        return self.warm_up.frozen_steps
+        """Number of steps that ran as a schedule."""
+        return self.schedule_cache.frozen_steps
 
     @property
     def why_online(self) -> str:
-        """Return why the last run was decided online although a schedule was due, or ''."""
-        return self.warm_up.why_online
+        """Reason why the last run was decided online although a schedule was due, or ''."""
+        return self.schedule_cache.why_online
 
     @property
     def why_under_mode(self) -> str:
-        """Return the reason why a kind of call stays under the mode, '' if none does."""
-        return next(iter(self.followers.why_not.values()), "")
+        """Reason why a kind of call keeps using the mode, '' if none does."""
+        return next(iter(self.replayer.why_not.values()), "")
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that require a gradient, as of the last call of forward."""
         return [each for each in self._members[0] if each.requires_grad]
 
     def _key(self, args: Any, kwargs: Any) -> Any:
-        """Return the key of decisions.
-
-        It describes how the module is called, and which gradients and optimizer state exist.
+        """Return the key of decisions: how the module is called, and which gradients and optimizer state
+        exist.
         """
         called = call_key(args, kwargs)
         self._members = members_of(self.module)
@@ -235,13 +235,13 @@ class OnlineRegion(ReplacedForward):
             None if called is None else (called, self.module.training, gradients, len(self._optimizer.state))
         )
 
-    def _table_for(self, args: Any, kwargs: Any, notes: DecisionLog | None) -> OnlineTable:
+    def _table_for(self, args: Any, kwargs: Any, log: DecisionLog | None) -> OnlineTable:
         """Return the table that all forwards waiting for their backward share."""
         table = self._table()
         if table is None or not self._live:
             policy, budget_bytes = self.settings.policy, self.settings.budget_bytes
             background = self._background_bytes(tree_leaves((args, kwargs)))
-            table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, notes)
+            table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, log)
             self._table = weakref.ref(table)
         return table
 
@@ -255,9 +255,8 @@ class OnlineRegion(ReplacedForward):
         return Opened(partial(_native.Rematerializer, settings), budget_bytes, background)
 
     def _background_bytes(self, inputs: Iterable[Any]) -> int:
-        """Return the bytes that are resident throughout.
-
-        These are parameters, buffers, gradients, optimizer state and inputs.
+        """Return the bytes resident throughout: parameters, buffers, gradients, optimizer state and
+        inputs.
         """
         parameters, buffers = self._members
         held = [*parameters, *buffers, *(p.grad for p in parameters), *inputs]
@@ -265,33 +264,36 @@ class OnlineRegion(ReplacedForward):
         storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))
         there = sum({each._cdata: each.nbytes() for each in storages}.values())
         return (
-            there + self.settings.unseen_bytes + self.warm_up.waiting_bytes() + self.followers.waiting_bytes()
+            there
+            + self.settings.unseen_bytes
+            + self.schedule_cache.waiting_bytes()
+            + self.replayer.waiting_bytes()
         )
 
     def finish(self, run: _Run) -> None:
         """Count and log `run`, whose backward has ended."""
         table = run.table
         self._live.discard(run)
-        if not run.is_whole:  # the next one may be whole again
+        if not run.is_whole:  # a partial backward (`autograd.grad`) must not become a log or schedule
             self._count(table.counted(), table.background_bytes)
             return
-        if table.notes is not None:
-            self.followers.note(
+        if table.log is not None:
+            self.replayer.note(
                 run.key,
-                LoggedRun(table.notes, table.ran, run.n_forward, run.flowed_in) if run.alone else None,
+                LoggedRun(table.log, table.ran, run.n_forward, run.flowed_in) if run.alone else None,
             )
         decided = Decided(table.ran, run.n_forward, table.replays, run.flowed_in)
-        self.warm_up.note(run.key, decided if run.alone else None)
+        self.schedule_cache.note(run.key, decided if run.alone else None)
         self._count(table.counted(), table.background_bytes)
 
-    def _followed_through(self, key: Any, noted: LoggedRun, run: ReplayRun) -> None:
+    def _replay_ended(self, key: Any, logged: LoggedRun, run: ReplayRun) -> None:
         """Count and log a run without the mode, whose backward has ended."""
-        with self.turn:
+        with self.forward_lock:
             alone = not self._live
-            decided = Decided(noted.ran, noted.n_forward, run.replays, noted.gradients)
-            self.warm_up.note(key, decided if alone else None)
-            self.runs.followed += 1
-            self._count(run.books.counted(), run.background_bytes)
+            decided = Decided(logged.ran, logged.n_forward, run.replays, logged.gradients)
+            self.schedule_cache.note(key, decided if alone else None)
+            self.runs.steps_without_mode += 1
+            self._count(run.remat.counted(), run.background_bytes)
 
     def _count(self, counted: dict[str, Any], background_bytes: int) -> None:
         self.runs.steps += 1
@@ -322,7 +324,7 @@ class _Run:
     def __init__(self, region: OnlineRegion, table: OnlineTable, key: Any) -> None:
         self.region, self.table, self.key = region, table, key
         self.alone, self.n_forward = True, 0
-        """No other forward waited for its backward at the same time; number of ops in this one's forward."""
+        """`alone`: no other forward waited for its backward at the same time. Number of ops in forward."""
         self.gradients: list[Tensor | None] = []
         self.flowed_in: dict[int, GradientLike] = {}
         """Layouts of the incoming gradients, by output."""
@@ -335,7 +337,7 @@ class _Run:
         """Gradients of parameters may go to the outer graph; backward computed all of them."""
 
     def start(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run forward; the returned tensors have `_Leave` as their grad_fn."""
+        """Run forward; the returned tensors have `_RegionOutputs` as their grad_fn."""
         leaves, spec = tree_flatten((args, kwargs))
         flow = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         twins = {id(leaf): leaf.detach().requires_grad_() for leaf in flow}
@@ -358,26 +360,24 @@ class _Run:
         if not roots:
             return tree_unflatten(leaves, spec)
         self._hands_out = not is_watched(self._parameters)
-        if not self._hands_out:  # their nodes call hooks, and must run once only: in the inner graph
+        if not self._hands_out:  # parameters' nodes call hooks and must run once only, in the inner graph
             self._parameters = []
         token = _apply(_Region, self, len(flow), self.region.token, *flow, *self._parameters)
-        outer = iter(_apply(_Leave, self, token, *(root.detach() for root in roots)))
+        outer = iter(_apply(_RegionOutputs, self, token, *(root.detach() for root in roots)))
         return tree_unflatten(
             [next(outer) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves],
             spec,
         )
 
     def hooked_since(self) -> list[Tensor]:
-        """Return the parameters that got hooks since forward.
-
-        The outer graph calls them with the returned gradients.
+        """Return the parameters that got hooks since forward; the outer graph calls these with the returned
+        gradients.
         """
         return [each for each in self._parameters if is_hooked(each)]
 
     def backward(self, *, accumulates: bool) -> list[Tensor | None]:
-        """Run backward of the inner graph.
-
-        Return gradients of the inputs, then of parameters unless `accumulates`.
+        """Run backward of the inner graph; return gradients of the inputs, then of parameters unless
+        `accumulates`.
 
         Raises:
             ApplyError: Backward creates a graph, or runs a second time.
@@ -390,7 +390,7 @@ class _Run:
             )
         if self._inner is None:
             raise ApplyError(
-                "backward runs a second time, but what it needs has been let go.",
+                "backward runs a second time, but the tensors that it needs have been freed.",
                 fix="add the losses up before one backward(), or choose recompute: {kind: none}",
                 code="MT326",
             )
@@ -400,7 +400,7 @@ class _Run:
             if each is not None:
                 self.table.flow_in(at, each)
                 self.flowed_in[at] = GradientLike(tuple(each.shape), each.stride(), each.dtype)
-        root, each = torch.zeros_like(inner), None  # what flowed in is the engine's from here on
+        root, each = torch.zeros_like(inner), None  # from here on only the engine holds the gradients
         inputs, self._inputs = self._inputs, []
         found: list[Tensor | None] = []
         with _Mode(self.table, self.region.facts):
@@ -418,7 +418,7 @@ class _Run:
 
 @contextmanager
 def _unhooked(parameters: list[Tensor]) -> Iterator[None]:
-    """Disable the hooks of `parameters` inside: the outer graph calls them afterwards."""
+    """Disable the hooks of `parameters` in this context; the outer graph calls them afterwards."""
     held = [(hooks, dict(hooks)) for each in parameters if (hooks := each._backward_hooks)]
     try:
         for hooks, _ in held:
@@ -438,7 +438,7 @@ def _apply(function: Any, *args: Any) -> Any:
 
 
 def _without_dynamo(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run `run` outside Dynamo: under a dispatch mode compiled code runs eagerly anyway."""
+    """Call `run` outside Dynamo, because under a dispatch mode compiled code runs eagerly anyway."""
     return (
         torch.compiler.disable(run)(*args, **kwargs)
         if "torch._dynamo" in sys.modules
@@ -447,13 +447,12 @@ def _without_dynamo(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class _Gather(torch.autograd.Function):
-    """The root of the inner graph: passes it the gradients of its outputs and drops its own references."""
+    """Root of the inner graph: passes it the gradients of its outputs and drops its own references."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *roots: Tensor) -> Tensor:
-        ctx.run = weakref.ref(
-            run
-        )  # the run holds the inner graph: abandoned, both go without the garbage collector
+        # Weak, because the run holds the inner graph: an abandoned run is freed without the cycle collector.
+        ctx.run = weakref.ref(run)
         return run.region.token.detach().clone()
 
     @staticmethod
@@ -464,7 +463,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Region(torch.autograd.Function):
-    """The outer node whose backward runs the region's backward; a token flows through it."""
+    """Outer node whose backward runs the region's backward; a token flows through it."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, n_inputs: int, token: Tensor, *flow: Tensor) -> Tensor:
@@ -476,25 +475,22 @@ class _Region(torch.autograd.Function):
         edges = [edge for edge, _ in ctx.next_functions]
         hooked = ctx.run.hooked_since()
         accumulates = not hooked and all(map(is_accumulated, edges[:1] + edges[1 + ctx.n_inputs :]))
-        with ctx.run.region.turn, _unhooked(hooked):
+        with ctx.run.region.forward_lock, _unhooked(hooked):
             found = ctx.run.backward(accumulates=accumulates)
         n_reached = len(edges) - 1
         return None, None, None, *found[:n_reached], *[None] * (n_reached - len(found))
 
 
-class _Leave(torch.autograd.Function):
-    """The outer node behind the outputs.
-
-    Stores their gradients for the region and returns a token's gradient.
-    """
+class _RegionOutputs(torch.autograd.Function):
+    """Outer node behind the outputs: stores their gradients for the region and returns a token's gradient."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        return tuple(
-            each.detach() for each in outputs
-        )  # no views, so that they may be written into (`OnlineTable.note_outputs`)
+        # Detached, so they are no views of a custom Function's inputs: the caller may write into them in
+        # place (`OnlineTable.note_outputs`).
+        return tuple(each.detach() for each in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -1,11 +1,10 @@
-"""Plays the evicting region (`activations.eviction.evicting_region`) on a recorded Step.
+"""Pass of the evicting region: plays `activations.eviction.evicting_region` on a recorded Step to predict the
+peak.
 
-It predicts the peak bytes and whether a budget is met.
-
-It makes the same calls on the runtime's own rematerializer (`_native.Rematerializer`) as the runtime does, op
-by op: what Python and autograd's engine hold (`held_until`), what autograd saves and unpacks (`save_*`),
-which gradients arrive. So it knows that a module's local variable or, under autocast, a cached cast of a
-weight cannot be evicted although only backward reads it.
+It makes the runtime's calls on the runtime's own rematerializer (`_native.Rematerializer`), op by op, from
+the Step's record of Python's and the engine's references (`held_until`), of saves (`save_*`) and of incoming
+gradients. So it knows that a local variable of a module, or autocast's cached cast of a weight, cannot be
+evicted although only backward reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class RuntimeCosts:
     """Inputs of the runtime in addition to policy and budget."""
 
     cost_s: F64
-    """(n,) cost of each op of the region."""
+    """(n,) cost of each op of the region, in seconds."""
     reserve_bytes: int
     """Bytes reserved between forward and backward."""
     scratch_bytes: I64
@@ -35,35 +34,33 @@ class RuntimeCosts:
 
 
 def online_policy(policy: Policy) -> Policy:
-    """Return `policy` as the runtime uses it.
-
-    Bytes decide whether a request fits, addresses only which storage is evicted.
+    """Return `policy` as the runtime uses it: bytes decide whether a request fits, addresses only select
+    victims.
     """
     return replace(policy, in_place=True, forget=True, compacts=True)
 
 
-def fits_within(step: Step, region: Region, policy: Policy, budget_bytes: int, told: RuntimeCosts) -> bool:
-    """Return whether the runtime satisfies every request of one forward and backward.
-
-    Arguments as for `peak_within`.
+def fits_within(step: Step, region: Region, policy: Policy, budget_bytes: int, costs: RuntimeCosts) -> bool:
+    """Return whether the runtime satisfies every request of one forward and backward; arguments as for
+    `peak_within`.
     """
-    return peak_within(step, region, policy, budget_bytes, told) is not None
+    return peak_within(step, region, policy, budget_bytes, costs) is not None
 
 
 def peak_within(
-    step: Step, region: Region, policy: Policy, budget_bytes: int, told: RuntimeCosts
+    step: Step, region: Region, policy: Policy, budget_bytes: int, costs: RuntimeCosts
 ) -> int | None:
     """Return the peak bytes of one forward and backward under the runtime; None if a request does not fit.
 
-    The first step has no optimizer state, and a step's first micro-batch has no gradients: the runtime then
-    keeps more values and evicts others. Training must get through all of these cases.
+    The first step has no optimizer state, and a step's first micro-batch has no gradients: there the runtime
+    keeps more values and evicts others. All of these cases must fit.
 
     Args:
         step: The recorded step.
         region: The model's forward and backward in it.
         policy: The eviction policy, from `online_policy`.
         budget_bytes: Budget of the device while the region runs.
-        told: Costs, reserve and workspace.
+        costs: Costs, reserve and workspace.
     """
     peak_bytes = 0
     gradients = _added_to(step)
@@ -77,11 +74,11 @@ def peak_within(
         if budget_bytes <= background_bytes:
             return None
         player = _Player(
-            step, region, policy.settings(budget_bytes - background_bytes), told, first_batch=first_batch
+            step, region, policy.settings(budget_bytes - background_bytes), costs, first_batch=first_batch
         )
         try:
             player.play()
-        except RuntimeError:  # nothing is left to evict
+        except RuntimeError:  # the native rematerializer has nothing left to evict
             return None
         peak_bytes = max(peak_bytes, background_bytes + player.peak_bytes)
     return peak_bytes
@@ -105,9 +102,10 @@ def _state_bytes(step: Step, region: Region) -> int:
 
 
 def with_peak(step: Step, peak_bytes: int) -> Step:
-    """Return `step` with the runtime's extra bytes at its peak in model and backward.
+    """Return `step` with the runtime's extra bytes at its peak in forward and backward.
 
-    The runtime evicts when it must, a schedule as soon as it can.
+    The runtime evicts as late as it can, a schedule frees as early as it can, so the runtime's peak is
+    higher.
     """
     live = step.live_bytes()[: int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]) + 1]
     more = peak_bytes - int(live.max(initial=0))
@@ -119,20 +117,19 @@ def with_peak(step: Step, peak_bytes: int) -> Step:
 
 
 def least_budget_bytes(
-    step: Step, region: Region, policy: Policy, too_little_bytes: int, told: RuntimeCosts
+    step: Step, region: Region, policy: Policy, too_little_bytes: int, costs: RuntimeCosts
 ) -> int | None:
-    """Return a budget that the runtime meets, within 0.1 % of one that it does not.
+    """Return a budget that the runtime meets, within 0.1 % of one that it does not; None if it misses the
+    plain peak.
 
-    None if it misses the plain peak.
-
-    A policy may fail above a budget that it meets: the result is one that it does meet, found by bisection.
+    A policy may fail above a budget that it meets, so bisection finds one such budget, not the least.
     """
     high = step.peak_bytes()
-    if high <= too_little_bytes or not fits_within(step, region, policy, high, told):
+    if high <= too_little_bytes or not fits_within(step, region, policy, high, costs):
         return None
     while high - too_little_bytes > max(high // 1000, 1):
         middle = (too_little_bytes + high) // 2
-        if fits_within(step, region, policy, middle, told):
+        if fits_within(step, region, policy, middle, costs):
             high = middle
         else:
             too_little_bytes = middle
@@ -140,38 +137,36 @@ def least_budget_bytes(
 
 
 class _Player:
-    """Calls the rematerializer as `activations.eviction.eviction_table.OnlineTable` does."""
+    """Player that calls the rematerializer as `activations.eviction.eviction_table.OnlineTable` does."""
 
     def __init__(
         self,
         step: Step,
         region: Region,
         settings: dict[str, object],
-        told: RuntimeCosts,
+        costs: RuntimeCosts,
         *,
         first_batch: bool,
     ) -> None:
-        self._step, self._region, self._told = step.without_donations(region.rows), region, told
-        self._books = _native.Rematerializer(settings)
+        self._step, self._region, self._costs = step.without_donations(region.rows), region, costs
+        self._remat = _native.Rematerializer(settings)
         self._elements = elements_of(step, region)
         self._rows: list[int] = region.rows.tolist()
-        self._number: dict[int, int] = {}  # storage → its value on the books, as it is now
-        self._again: set[int] = set()  # storages whose value can be made again
-        self._held: dict[int, int] = {}  # storage of a value that others hold → row after which they let go
-        self._watched: dict[
-            int, int
-        ] = {}  # number of what is not the table's to end → row after which it goes
+        self._number: dict[int, int] = {}  # storage → number of its current version in the rematerializer
+        self._again: set[int] = set()  # storages whose value can be recomputed
+        self._held: dict[int, int] = {}  # storage of a value held outside → row after which it is released
+        self._watched: dict[int, int] = {}  # number of a storage held outside only → row after which it ends
         self._given: set[int] = set()  # storages from outside that ops have read
         self._kept: defaultdict[int, list[int]] = defaultdict(
             list
-        )  # row after which autograd lets go → numbers
+        )  # row after which autograd releases → numbers
         self._settled = self._rows[0] - 1
-        self._stays = np.zeros(step.storages.n, bool)
-        """First gradients: they are the sums from here on, so they stay."""
+        self._persistent = np.zeros(step.storages.n, bool)
+        """First gradients: later micro-batches accumulate into them, so they remain resident."""
         if first_batch:
-            self._stays[step.uses.storage[np.isin(step.uses.op, np.flatnonzero(added_gradients(step)))]] = (
-                True
-            )
+            self._persistent[
+                step.uses.storage[np.isin(step.uses.op, np.flatnonzero(added_gradients(step)))]
+            ] = True
         self._read_uses_and_saves()
 
     def _read_uses_and_saves(self) -> None:
@@ -191,16 +186,18 @@ class _Player:
         ):
             by.get(how, self._reads)[op].append(storage)
         ended = self._rows[self._region.graph.n_forward - 1] + 1
-        self._let_go = np.maximum(step.storages.held_until, step.storages.producer)
-        read = step.uses.op < ended  # whoever calls an op holds what it reads, if by a view
-        np.maximum.at(self._let_go, step.uses.storage[read], step.uses.op[read])
+        self._released_after = np.maximum(step.storages.held_until, step.storages.producer)
+        read = step.uses.op < ended  # an op's caller holds its arguments, or views of them
+        np.maximum.at(self._released_after, step.uses.storage[read], step.uses.op[read])
         for save in range(step.saves.n):
             before = int(step.saves.packed_before[save])
             if before < ended or (before == ended and step.saves.is_output[save]):
                 self._packs[before].append(save)
-            else:  # the loss holds what the model returned
+            else:  # the loss saves the model's outputs: its references are outside the table
                 storage = int(step.saves.storage[save])
-                self._let_go[storage] = max(self._let_go[storage], step.saves.held_until[save])
+                self._released_after[storage] = max(
+                    self._released_after[storage], step.saves.held_until[save]
+                )
         for save in np.argsort(step.saves.unpack_order, kind="stable").tolist():
             self._asks[int(step.saves.unpacked_before[save])].append(save)
 
@@ -222,17 +219,19 @@ class _Player:
             self._unpack(row)
             self._settle(row)
             fresh = self._fresh[row]
-            self._books.make_room(self._needs_bytes(op, fresh))
+            self._remat.make_room(self._needs_bytes(op, fresh))
             for storage in fresh:
                 self._watch(storage)
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak of accounted bytes."""
-        return int(self._books.counted()["peak_bytes"])
+        """Peak of accounted bytes."""
+        return int(self._remat.counted()["peak_bytes"])
 
     def _needs_bytes(self, op: int, fresh: list[int]) -> int:
-        return sum(int(self._step.storages.bytes[each]) for each in fresh) + int(self._told.scratch_bytes[op])
+        return sum(int(self._step.storages.bytes[each]) for each in fresh) + int(
+            self._costs.scratch_bytes[op]
+        )
 
     def _name(self, row: int) -> str:
         return self._step.names[int(self._step.ops.name[row])]
@@ -241,45 +240,44 @@ class _Player:
 
     def _forward(self, op: int, row: int) -> None:
         fresh, reads, writes = self._fresh[row], self._reads[row], self._writes[row]
-        again, over = self._noted(op, row, reads, writes)
-        self._books.make_room(self._needs_bytes(op, fresh))
+        again, over = self._repeatable(op, row, reads, writes)
+        self._remat.make_room(self._needs_bytes(op, fresh))
         if not again or (over is not None and fresh):
             if over is not None:
                 self._spoil([over])
             for storage in fresh:
-                number = self._books.constant(int(self._step.storages.bytes[storage]))
-                self._books.hold(number)
+                number = self._remat.constant(int(self._step.storages.bytes[storage]))
+                self._remat.hold(number)
                 self._enter(storage, number)
         elif fresh or over is not None:
             numbers = [self._number[each] for each in reads if each in self._number]
             sizes = [int(self._step.storages.bytes[each]) for each in (fresh if over is None else [over])]
-            cost_s, scratch = float(self._told.cost_s[op]), int(self._told.scratch_bytes[op])
+            cost_s, scratch = float(self._costs.cost_s[op]), int(self._costs.scratch_bytes[op])
             old = -1 if over is None else self._number[over]
             if over is not None:
-                self._books.let_go(old)
+                self._remat.let_go(old)
             elements = self._elements[op] if over is None else 0
-            made = self._books.call(cost_s, numbers, sizes, old, scratch, elements)
+            made = self._remat.call(cost_s, numbers, sizes, old, scratch, elements)
             if over is not None:
-                self._books.release(old)
+                self._remat.release(old)
             for storage, number in zip(fresh if over is None else [over], made, strict=True):
                 self._enter(storage, number)
                 self._again.add(storage)
 
-    def _noted(self, op: int, row: int, reads: list[int], writes: list[int]) -> tuple[bool, int | None]:
+    def _repeatable(self, op: int, row: int, reads: list[int], writes: list[int]) -> tuple[bool, int | None]:
         """Return whether the op could run again, and the storage of the value that it overwrites."""
-        mine, abroad = (
+        mine, outside = (
             [each for each in writes if each in self._number],
             [each for each in writes if each not in self._number],
         )
         norm = self._name(row) in BATCH_NORMS
-        for storage in abroad:
+        for storage in outside:
             if storage in self._given and self._step.storages.kind[storage] != Kind.PARAMETER:
                 self._given.remove(storage)
-                self._books.constant(
-                    int(self._step.storages.bytes[storage])
-                )  # a copy for those that have read it
-        over = self._number[mine[0]] if mine and not abroad else None
-        alone = op in self._region.graph.once or (bool(abroad) and not norm) or len(mine) > 1
+                # The table copies an outside tensor before its first write, for ops that have read it.
+                self._remat.constant(int(self._step.storages.bytes[storage]))
+        over = self._number[mine[0]] if mine and not outside else None
+        alone = op in self._region.graph.once or (bool(outside) and not norm) or len(mine) > 1
         if alone or (over is not None and mine[0] not in self._again):
             self._spoil(mine)
             return False, None
@@ -290,23 +288,22 @@ class _Player:
         for storage in written:
             if storage in self._again:
                 self._again.remove(storage)
-                self._books.hold(self._number[storage])
+                self._remat.hold(self._number[storage])
 
     def _enter(self, storage: int, number: int) -> None:
-        self._number[storage], self._held[storage] = number, int(self._let_go[storage])
+        self._number[storage], self._held[storage] = number, int(self._released_after[storage])
 
     # -- between forward and backward ------------------------------------------------------------------------
 
     def _leave_room(self, last: int) -> None:
-        """Reserve bytes for the loss, after autocast's cache is freed.
-
-        The cache may end with the model's forward.
+        """Reserve bytes for the loss after autocast's cache is freed, which may happen at the end of the
+        model's forward.
         """
         for storage in self._held:
-            if self._let_go[storage] == last and self._is_cast_of_parameter(storage):
+            if self._released_after[storage] == last and self._is_cast_of_parameter(storage):
                 self._held[storage] = last + 1
         self._settle(last + 1)
-        self._books.make_room(self._told.reserve_bytes)
+        self._remat.make_room(self._costs.reserve_bytes)
 
     def _is_cast_of_parameter(self, storage: int) -> bool:
         row, step = int(self._step.storages.producer[storage]), self._step
@@ -315,7 +312,7 @@ class _Player:
         )
 
     def _flow_in(self, first: int, first_back: int) -> None:
-        """Add the gradients of the model's outputs."""
+        """Account the gradients of the model's outputs."""
         reads = {
             storage for row in self._rows[self._region.graph.n_forward :] for storage in self._reads[row]
         }
@@ -324,31 +321,31 @@ class _Player:
                 if storage in reads:
                     self._watch(storage)
 
-    # -- what others hold ------------------------------------------------------------------------------------
+    # -- outside references ----------------------------------------------------------------------------------
 
     def _watch(self, storage: int) -> None:
-        until = self._step.ops.n if self._stays[storage] else int(self._step.freed_after[storage])
-        self._watched[self._books.constant(int(self._step.storages.bytes[storage]))] = until
+        until = self._step.ops.n if self._persistent[storage] else int(self._step.freed_after[storage])
+        self._watched[self._remat.constant(int(self._step.storages.bytes[storage]))] = until
 
     def _settle(self, row: int) -> None:
         """Release the references that ended before this row's op."""
         for number in [number for number, until in self._watched.items() if until < row]:
             del self._watched[number]
-            self._books.release(number)
+            self._remat.release(number)
         for storage in [storage for storage, until in self._held.items() if until < row]:
             del self._held[storage]
-            self._books.give_back(self._number[storage])
+            self._remat.give_back(self._number[storage])
         while self._settled < row - 1:
             self._settled += 1
             for number in self._kept.pop(self._settled, ()):
-                self._books.release(number)
+                self._remat.release(number)
 
     def _pack(self, row: int) -> None:
         """Retain the values that autograd saves just before this row's op."""
         for save in self._packs[row]:
             number = self._number.get(int(self._step.saves.storage[save]))
             if number is not None:
-                self._books.retain(number)
+                self._remat.retain(number)
                 self._kept[int(self._step.saves.held_until[save])].append(number)
 
     def _unpack(self, row: int) -> None:
@@ -359,7 +356,7 @@ class _Player:
             if number is None:
                 continue
             self._settle(row)
-            self._books.bring(number)
+            self._remat.bring(number)
             if storage not in self._held:
-                self._books.take(number)
+                self._remat.take(number)
             self._held[storage] = max(self._held.get(storage, -1), int(self._step.saves.used_until[save]))

@@ -1,15 +1,12 @@
-"""The tensors of a running model under a byte budget: their producers and holders, evictions and replays.
+"""Table of a running model's values under a byte budget: their producers and holders, evictions and replays.
 
-Rule 1. The native rematerializer (`csrc/remat`) accounts and decides; this table applies its journal to real
-tensors.
-Rule 2. Values that Python or autograd's engine hold cannot be evicted: they are held in the rematerializer
-until the table's own alias of the storage is the only reference. The table keeps what autograd would save
-(`pack`) and restores it (`unpack`).
-Rule 3. An op runs again on its recorded arguments: an outside tensor that has been written into since is an
-error, a buffer or input is copied before a write, and a value changed in place becomes a new version.
-Rule 4. Collectives, ops that write into outside tensors, and ops of backward never run again.
-Rule 5. All storages made while the region runs are accounted, by whichever code they are held: incoming
-gradients, copies, kernel workspace. So the accounted peak is the device's.
+The native rematerializer (`csrc/remat`) accounts and decides; this table applies its journal to real tensors.
+All storages made while the region runs are accounted: values, incoming gradients, copies and kernel
+workspace. So the accounted peak is the device's.
+
+A value that Python or autograd's engine hold cannot be evicted: it is held in the rematerializer until the
+table's alias is the only reference to its storage. The table keeps values for autograd (`pack`) and restores
+them (`unpack`). An op runs again on its recorded arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from memtune.program import ON_GPU_ONLY
 from memtune.runtime import RandomState, element_bytes, generator_of, is_uncounted, mutated, tensors_in
 
 TRIES = 4
-"""Attempts of an op that the device refuses, each after more evictions."""
+"""Attempts of an op for which the device is out of memory, each after more evictions."""
 
 
 class OnlineTable:
@@ -55,10 +52,10 @@ class OnlineTable:
     Args:
         module: The module that runs.
         policy: The eviction policy.
-        budget_bytes: For the values alone.
+        budget_bytes: Budget of the values alone.
         background_bytes: Other resident bytes, for messages.
-        facts: Metadata of ops; kept over many steps.
-        notes: Log of the run; None: no log.
+        facts: Metadata of ops, kept over many steps.
+        log: Log of the run, or None.
     """
 
     def __init__(
@@ -68,9 +65,9 @@ class OnlineTable:
         budget_bytes: int,
         background_bytes: int,
         facts: OpMetadataCache,
-        notes: DecisionLog | None = None,
+        log: DecisionLog | None = None,
     ) -> None:
-        self.budget_bytes, self.background_bytes, self.notes = budget_bytes, background_bytes, notes
+        self.budget_bytes, self.background_bytes, self.log = budget_bytes, background_bytes, log
         self.backward, self.paused, self.waits = False, False, False
         self.ran: list[OpMetadata] = []
         """Every op, once for each first run."""
@@ -79,22 +76,24 @@ class OnlineTable:
         self._module, self._facts = module, facts
         self._values: dict[int, Value] = {}  # by address of the storage
         self._by_number: dict[int, Value] = {}
-        self._held: dict[int, Value] = {}  # those outside, by number
+        self._held: dict[int, Value] = {}  # values with references outside the table, by number
         self._given: dict[int, OutsideTensor] = {}
         self._ops: list[RepeatableOp] = []
-        self._watches: dict[int, StorageWatch] = {}  # what the engine or others hold and the table does not
+        self._watches: dict[int, StorageWatch] = {}  # storages that the table accounts but does not hold
+        # Weakref callbacks and `PackedValue.__del__` may run at any allocation, also inside a call on the
+        # rematerializer, so they only append here; `_settle` applies them.
         self._dead: deque[StorageWatch] = deque()
         self._unkept: deque[Value] = deque()
         if budget_bytes <= 0:
             raise too_small("the model", 0, 0, background_bytes)
         self._parts = policy.parts
-        books = _native.Rematerializer(policy.settings(budget_bytes))
-        self._books: Any = books if notes is None else LoggingRematerializer(books, notes)
+        remat = _native.Rematerializer(policy.settings(budget_bytes))
+        self._remat: Any = remat if log is None else LoggingRematerializer(remat, log)
 
     # -- an op runs ------------------------------------------------------------------------------------------
 
     def run(self, about: OpProperties, args: Any, kwargs: Any) -> Any:
-        """Run an op of the model's forward or backward; evict before until its outputs fit."""
+        """Run an op of the model's forward or backward, after evicting until its outputs fit."""
         self._settle()
         facts = self._facts.of(about, args, kwargs)
         self.ran.append(facts)
@@ -103,7 +102,7 @@ class OnlineTable:
             inputs += tensors_in(list(kwargs.values()))
         written = mutated(about.func, args, kwargs) if about.writes else []
         addresses = [each.untyped_storage()._cdata for each in inputs]
-        noted = None if self.backward else self._noted(facts, args, kwargs, inputs, written)
+        repeatable = None if self.backward else self._repeatable(facts, args, kwargs, inputs, written)
         out = self._fitted(facts, args, kwargs, bool(written))
         fresh: list[tuple[int, Tensor, int, int]] = []  # position, tensor, address, bytes
         for at, each in enumerate(tensors_in((out,))):
@@ -114,20 +113,19 @@ class OnlineTable:
         made_bytes = sum([each[3] for each in fresh])
         if made_bytes > facts.makes_bytes:
             facts.makes_bytes = made_bytes
-        if noted is None or (noted.over is not None and fresh):
-            if noted is not None:
-                self._spoil(
-                    about.func, args, written
-                )  # no op makes both again: without it the value would be as before
+        if repeatable is None or (repeatable.over is not None and fresh):
+            if repeatable is not None:
+                # It writes in place and returns new storages: a second run cannot reproduce both.
+                self._spoil(about.func, args, written)
             for _, each, _, size in fresh:
                 self._enter_constant(each, size)
-        elif fresh or noted.over is not None:
+        elif fresh or repeatable.over is not None:
             self._enter(
-                noted,
+                repeatable,
                 self._facts.cost_s(facts, args, kwargs, out, inputs),
                 addresses,
                 fresh,
-                self._elements(noted, args, kwargs, out),
+                self._elements(repeatable, args, kwargs, out),
             )
         return out
 
@@ -137,38 +135,42 @@ class OnlineTable:
         needs_bytes = facts.makes_bytes + facts.scratch_bytes
         for attempt in range(TRIES):
             self._make_room(needs_bytes << attempt, about.name)
-            if self.notes is not None:
+            if self.log is not None:
                 self._note(attempt)
             try:
                 return about.func(*args, **kwargs)
             except RuntimeError as error:
+                # An op that writes in place may have written a part already, so it is not tried again.
                 last = writes or attempt == TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes
                 if last or not is_out_of_memory(error):
                     raise
         raise AssertionError
 
     def _note(self, attempt: int) -> None:
-        assert self.notes is not None
+        assert self.log is not None
         if attempt:
-            self.notes.why_not = "the device had less room than the books"
+            self.log.why_not = "the device had less free memory than the rematerializer accounts"
         else:
-            self.notes.ops.append(OpLog(len(self.notes.told)))
+            self.log.ops.append(OpLog(len(self.log.calls)))
 
-    def _noted(
+    def _repeatable(
         self, facts: OpMetadata, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor]
     ) -> RepeatableOp | None:
-        """Return the op as it could run again; None if it must not (Rule 4)."""
+        """Return the op with its arguments, as needed to run it again; None if it must not.
+
+        Collectives, ops that write into outside tensors, and ops of backward never run again.
+        """
         about, over = facts.about, None
         odd = any(each.layout is not torch.strided or each.is_conj() or each.is_neg() for each in inputs)
         if written or odd or about.once:
             owners = {
                 address for each in written if (address := each.untyped_storage()._cdata) in self._values
             }
-            abroad = [each for each in written if each.untyped_storage()._cdata not in self._values]
-            for each in abroad:
+            outside = [each for each in written if each.untyped_storage()._cdata not in self._values]
+            for each in outside:
                 self._copy_given(each)
-            over = None if abroad or not written else self._values[written[0].untyped_storage()._cdata]
-            spoils = odd or about.once or (abroad and not about.norm) or len(owners) > 1
+            over = None if outside or not written else self._values[written[0].untyped_storage()._cdata]
+            spoils = odd or about.once or (outside and not about.norm) or len(owners) > 1
             if spoils or (over is not None and not over.again):
                 self._spoil(about.func, args, written)
                 return None
@@ -196,47 +198,50 @@ class OnlineTable:
         return value
 
     def _copy_given(self, tensor: Tensor) -> None:
-        """Copy an outside tensor that ops have read and that is about to be written.
-
-        Parameters are too large for that.
+        """Copy an outside tensor that ops have read and that is about to be written; parameters are too large
+        for that.
         """
         given = self._given.pop(tensor.untyped_storage()._cdata, None)
         if given is not None and not isinstance(tensor, nn.Parameter) and not self.backward:
-            self._cannot_follow("a tensor from outside is changed that was read before")
+            self._cannot_follow("an op writes into an outside tensor that was read before")
             self._make_room(given.tensor.untyped_storage().nbytes(), "a copy of a buffer")
             whole = whole_of(given.tensor).clone()
             given.tensor, given.version = whole, whole._version
             self.watch(whole)
 
     def _spoil(self, func: Any, args: Any, written: list[Tensor]) -> None:
-        """Hold values that an unrepeatable op wrote into: ops that read them before cannot run again."""
+        """Hold values that an unrepeatable op wrote into, because ops that read them before cannot run
+        again.
+        """
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:
-                self._cannot_follow("a value is changed by what must not run again")
+                self._cannot_follow("an op that must not run again writes into a value")
                 value.writes += 1
-                value.unsaid += is_uncounted(func, args, each)
+                value.undeclared_writes += is_uncounted(func, args, each)
                 if value.again:
                     value.again = False
-                    self._books.hold(value.number)
+                    self._remat.hold(value.number)
 
     def _cannot_follow(self, why: str) -> None:
-        if self.notes is not None:
-            self.notes.why_not = why
+        if self.log is not None:
+            self.log.why_not = why
 
-    # -- what it made ----------------------------------------------------------------------------------------
+    # -- outputs of an op ------------------------------------------------------------------------------------
 
-    def _elements(self, noted: RepeatableOp, args: Any, kwargs: Any, out: Any) -> int:
+    def _elements(self, repeatable: RepeatableOp, args: Any, kwargs: Any, out: Any) -> int:
         """Return the number of elements of an elementwise op's output; 0 for other ops."""
-        if self._parts < 2 or not noted.facts.about.by_element or noted.over is not None:
+        if self._parts < 2 or not repeatable.facts.about.by_element or repeatable.over is not None:
             return 0
         return (
-            out.numel() if 0 < element_bytes(noted.facts.about.func, args, kwargs, out) < ON_GPU_ONLY else 0
+            out.numel()
+            if 0 < element_bytes(repeatable.facts.about.func, args, kwargs, out) < ON_GPU_ONLY
+            else 0
         )
 
     def _enter(
         self,
-        noted: RepeatableOp,
+        repeatable: RepeatableOp,
         cost_s: float,
         addresses: list[int],
         fresh: list[tuple[int, Tensor, int, int]],
@@ -245,40 +250,44 @@ class OnlineTable:
         """Account the op's outputs."""
         values = self._values
         numbers = [values[each].number for each in addresses if each in values]
-        if noted.over is not None:
-            self._overwrite(noted, cost_s, numbers)
+        if repeatable.over is not None:
+            self._overwrite(repeatable, cost_s, numbers)
             return
-        made = self._called(noted.facts, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements)
-        if self.notes is not None:
-            self.notes.ops[-1].again = len(self._ops)
-        self._ops.append(noted)
+        made = self._called(
+            repeatable.facts, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements
+        )
+        if self.log is not None:
+            self.log.ops[-1].again = len(self._ops)
+        self._ops.append(repeatable)
         for number, (at, each, address, size) in zip(made, fresh, strict=True):
-            if self.notes is not None:
-                self.notes.made(each, number, size)
+            if self.log is not None:
+                self.log.made(each, number, size)
             value = Value(number, size, True, each.detach(), address)
-            noted.made.append((at, value))
+            repeatable.made.append((at, value))
             values[address] = self._by_number[number] = self._held[number] = value
 
     def _enter_constant(self, tensor: Tensor, size: int) -> None:
         number = self.watch(tensor) if self.backward else self._constant(size)
-        if self.notes is not None and number is not None:
-            self.notes.made(tensor, number, size)
+        if self.log is not None and number is not None:
+            self.log.made(tensor, number, size)
         if self.backward or number is None:
             return
         value = Value(number, size, again=False)
-        self._books.hold(value.number)
+        self._remat.hold(value.number)
         self._adopt(value, tensor.detach())
 
     def flow_in(self, at: int, gradient: Tensor) -> None:
         """Account a gradient of output `at` of forward."""
         number = self.watch(gradient)
         if number is None:
-            self._cannot_follow("a gradient flows in that is a value of the model")
-        elif self.notes is not None:
-            self.notes.flowed_in.append((number, at))
+            self._cannot_follow("an incoming gradient is a value of the model")
+        elif self.log is not None:
+            self.log.flowed_in.append((number, at))
 
     def watch(self, tensor: Tensor) -> int | None:
-        """Account `tensor` while it has holders, as a constant; return its number, None if it is a value."""
+        """Account `tensor` as a constant while it has holders; return its number, or None if it is a
+        value.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata in self._values:
             return None
@@ -289,10 +298,10 @@ class OnlineTable:
 
     def _constant(self, n_bytes: int) -> int:
         try:
-            number: int = self._books.constant(n_bytes)
+            number: int = self._remat.constant(n_bytes)
         except RuntimeError as error:
             raise self._nothing_left("the model") from error
-        self._obey()
+        self._apply_journal()
         return number
 
     def _called(
@@ -305,34 +314,34 @@ class OnlineTable:
         elements: int = 0,
     ) -> list[int]:
         try:
-            made: list[int] = self._books.call(
+            made: list[int] = self._remat.call(
                 cost_s, numbers, n_bytes, takes_over, facts.scratch_bytes, elements
             )
         except RuntimeError as error:
             raise self._nothing_left(facts.about.name) from error
-        self._obey()
+        self._apply_journal()
         return made
 
-    def _overwrite(self, noted: RepeatableOp, cost_s: float, numbers: list[int]) -> None:
+    def _overwrite(self, repeatable: RepeatableOp, cost_s: float, numbers: list[int]) -> None:
         """Replace the old value by a new version of it in the same storage."""
-        assert noted.over is not None
-        old = noted.over[0]
+        assert repeatable.over is not None
+        old = repeatable.over[0]
         alias, old.alias, old.writes = old.alias, None, old.writes + 1
         assert alias is not None
-        self._books.let_go(old.number)
-        (number,) = self._called(noted.facts, cost_s, numbers, [old.bytes], old.number)
-        if self.notes is not None:
-            self.notes.ops[-1].again, self.notes.ops[-1].over = len(self._ops), (old.number, number)
-        self._ops.append(noted)
-        self._books.release(old.number)
+        self._remat.let_go(old.number)
+        (number,) = self._called(repeatable.facts, cost_s, numbers, [old.bytes], old.number)
+        if self.log is not None:
+            self.log.ops[-1].again, self.log.ops[-1].over = len(self._ops), (old.number, number)
+        self._ops.append(repeatable)
+        self._remat.release(old.number)
         old.outside = False
         del self._held[old.number]
         value = Value(number, old.bytes, again=True)
-        noted.over = (old, value)
+        repeatable.over = (old, value)
         self._adopt(value, alias)
 
     def _adopt(self, value: Value, alias: Tensor) -> None:
-        """Note that `value` is resident for the first time and held by the op's caller."""
+        """Note that `value` is resident for the first time, and held by the op's caller."""
         self._by_number[value.number] = self._held[value.number] = value
         self._place(value, alias)
 
@@ -341,29 +350,29 @@ class OnlineTable:
         self._values[value.address] = value
 
     def _remove(self, value: Value) -> None:
-        """Free its storage if it is resident."""
+        """Drop the table's reference to its storage, which frees it."""
         if value.alias is not None:
             value.alias = value.version = None
             if self._values.get(value.address) is value:
                 del self._values[value.address]
 
-    # -- who still wants it ----------------------------------------------------------------------------------
+    # -- outside references ----------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Release the references that Python and autograd have dropped since the last op."""
-        books = self._books
+        remat = self._remat
         while self._dead:
             number = self._dead.popleft().number
             del self._watches[number]
-            books.release(number)
+            remat.release(number)
         gone = [value for value in self._held.values() if _count(value.address) <= _ALONE]
         for value in gone:
             value.outside = False
             del self._held[value.number]
-            books.give_back(value.number)
+            remat.give_back(value.number)
         while self._unkept:
-            books.release(self._unkept.popleft().number)
-        self._obey()
+            remat.release(self._unkept.popleft().number)
+        self._apply_journal()
 
     # -- autograd --------------------------------------------------------------------------------------------
 
@@ -378,11 +387,11 @@ class OnlineTable:
             or tensor.is_neg()
         ):
             return tensor, tensor._version
-        self._books.retain(value.number)
+        self._remat.retain(value.number)
         return PackedValue(value, view_of(tensor), self._unkept.append)
 
     def unpack(self, kept: Any) -> Tensor:
-        """Return the tensor that autograd saved; replay ops if it was evicted.
+        """Return the tensor that autograd saved, after replaying ops if it was evicted.
 
         Raises:
             ApplyError: It, or a tensor that it was computed from, was written since.
@@ -393,7 +402,7 @@ class OnlineTable:
                 raise written_since("a tensor that backward needs")
             return tensor  # type: ignore[no-any-return]
         value = kept.value
-        if value.writes - value.unsaid != kept.writes:
+        if value.writes - value.undeclared_writes != kept.writes:
             raise written_since("a tensor that backward needs")
         if value.is_written:
             raise written_since("a tensor that backward needs")
@@ -402,7 +411,7 @@ class OnlineTable:
         if not value.outside:
             value.outside = True
             self._held[value.number] = value
-            self._books.take(value.number)
+            self._remat.take(value.number)
         self.paused = True
         try:
             return kept.view.on(value.alias)
@@ -412,57 +421,56 @@ class OnlineTable:
     def _bring(self, value: Value) -> None:
         self._settle()
         try:
-            self._books.bring(value.number)
+            self._remat.bring(value.number)
         except RuntimeError as error:
             raise self._nothing_left("the model") from error
-        self._obey()
+        self._apply_journal()
 
-    # -- what the books decide -------------------------------------------------------------------------------
+    # -- decisions of the rematerializer ---------------------------------------------------------------------
 
     def leave_room(self, n_bytes: int) -> None:
         """Evict until `n_bytes` are free, for the ops between forward and backward."""
         self._settle()
         self._make_room(n_bytes, "the loss")
-        if self.notes is not None:
-            self.notes.forward_end = len(self.notes.told)
+        if self.log is not None:
+            self.log.forward_end = len(self.log.calls)
 
     def note_outputs(self, outputs: list[Tensor]) -> None:
-        """Note the outputs of forward.
-
-        Later writes into them are not seen, but change their version counters.
+        """Note the outputs of forward. The mode does not see later writes into them, but their version
+        counters do.
         """
         for each in outputs:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None and value.alias is not None:
-                value.alias = whole_of(
-                    each.detach()
-                ).detach()  # what ops made below autograd's view counts other versions
+                # An alias of the returned tensor: the table's own was made below ADInplaceOrView and has
+                # another version counter.
+                value.alias = whole_of(each.detach()).detach()
                 value.version = value.alias._version
 
     def counted(self) -> dict[str, Any]:
         """Return the rematerializer's counters."""
-        found: dict[str, Any] = self._books.counted()
+        found: dict[str, Any] = self._remat.counted()
         return found
 
-    def _make_room(self, n_bytes: int, who: str) -> None:
+    def _make_room(self, n_bytes: int, requester: str) -> None:
         try:
-            self._books.make_room(n_bytes)
+            self._remat.make_room(n_bytes)
         except RuntimeError as error:
-            raise self._nothing_left(who) from error
-        self._obey()
+            raise self._nothing_left(requester) from error
+        self._apply_journal()
 
-    def _nothing_left(self, who: str) -> ApplyError:
-        self._obey()
-        counted = self._books.counted()
+    def _nothing_left(self, requester: str) -> ApplyError:
+        self._apply_journal()
+        counted = self._remat.counted()
         return too_small(
-            who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes, waits=self.waits
+            requester, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes, waits=self.waits
         )
 
-    def _obey(self) -> None:
-        if not self._books.pending():
+    def _apply_journal(self) -> None:
+        if not self._remat.pending():
             return
         over, along = False, []
-        for act, number in self._books.drain():
+        for act, number in self._remat.drain():
             if act == EVICT:
                 value = self._by_number.get(number)
                 if value is not None:
@@ -491,7 +499,7 @@ class OnlineTable:
         self._place(ran.made[0][1], out)
 
     def _again(self, ran: RepeatableOp, over: bool) -> None:
-        """Replay an op (Rule 3)."""
+        """Replay an op on its recorded arguments."""
         self.replays.append(ReplayRecord(len(self.ran), ran.at))
         self.paused = True
         try:
@@ -503,7 +511,7 @@ class OnlineTable:
             assert whole is not None
             if over:
                 self._remove(ran.over[0])
-            self._place(ran.over[1], whole.detach())  # a view would keep its base, and look held for ever
+            self._place(ran.over[1], whole.detach())  # a view would hold its base and always look referenced
         made = tensors_in((out,))
         for at, value in ran.made:
             if value.alias is None:

@@ -1,6 +1,5 @@
-"""Metadata of ops before they run: output bytes, workspace, cost.
-
-Computed once per op and shapes, corrected by real runs.
+"""Metadata of ops before they run: output bytes, workspace, cost; computed once per op and shapes, corrected
+by real runs.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ _ONCE = ("c10d", "_c10d_functional", "memtune")
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> Key:
-    """Return the key of an op call.
-
-    It has shapes and dtypes of tensors (or of a tape's slots), other arguments by value or text.
+    """Return the key of an op call: shapes and dtypes of tensors (or of a tape's slots), other arguments by
+    value or text.
     """
     if kwargs:
         return (func, *map(_plain, args), *((name, _plain(value)) for name, value in kwargs.items()))
@@ -41,8 +39,8 @@ def scratch_name(name: str, read_bytes: Iterable[int]) -> str:
     """Return the name under which an op's workspace is stored.
 
     Args:
-        name: Of the op.
-        read_bytes: Sizes of the storages that it reads or writes and has not made.
+        name: Name of the op.
+        read_bytes: Sizes of its argument storages.
     """
     return " ".join([name, *map(str, sorted(read_bytes))])
 
@@ -61,7 +59,9 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost model of ops: used to choose what is cheap to recompute, equal on every rank and in every run."""
+    """Cost model of ops, used to select values that are cheap to recompute; equal on every rank and in every
+    run.
+    """
 
     flops_per_s: float
     bytes_per_s: float
@@ -79,18 +79,18 @@ class OpProperties:
     func: Any
     name: str
     unseen: bool
-    """A view, or no op of the model."""
+    """True for a view, or an op that is not the model's."""
     once: bool
-    """It never runs again."""
+    """True if it never runs again."""
     writes: bool
-    """A call may write into its arguments."""
+    """True if a call may write into its arguments."""
     norm: bool
-    """It updates running statistics, which a second run must not update."""
+    """True if it updates running statistics, which a second run must not update."""
     seeded: bool
     scratch_bytes: int
-    """Largest workspace of its kernel, whatever the shapes."""
+    """Largest workspace of its kernel over all shapes."""
     by_element: bool
-    """It may be elementwise: each output element depends on the same element of its inputs."""
+    """True if it may be elementwise: each output element depends on the same element of its inputs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,9 @@ class OpMetadata:
     about: OpProperties
     key: Key
     makes_bytes: int
-    """0 where that depends on the data and it has not run before; then the largest sum so far."""
+    """Output bytes; 0 for an op with data-dependent sizes before its first run, then the largest sum
+    so far.
+    """
     random: bool
     scratch_bytes: int
     """Kernel workspace."""
@@ -146,9 +148,8 @@ class OpMetadataCache:
     def of(self, about: OpProperties, args: Any, kwargs: Any) -> OpMetadata:
         """Return the metadata of this call."""
         key = key_of(about.func, args, kwargs)
-        name = (
-            _read_by(about, args, kwargs) if about.scratch_bytes else about.name
-        )  # views of other storages: another scratch
+        # The workspace depends on the argument storages, not only on the views in `key`.
+        name = _read_by(about, args, kwargs) if about.scratch_bytes else about.name
         known = (key, name) if about.scratch_bytes else key
         found = self._known.get(known)
         if found is None:
@@ -174,9 +175,8 @@ def _read_by(about: OpProperties, args: Any, kwargs: Any) -> str:
 
 
 def _fake_output_bytes(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Return the bytes of each storage that `func` would make, by its fake implementation.
-
-    None where that fails.
+    """Return the bytes of each storage that `func` would make, by its fake implementation; none if that
+    fails.
     """
     twins: dict[int, Tensor] = {}
 
@@ -193,9 +193,7 @@ def _fake_output_bytes(func: Callable[..., Any], args: Any, kwargs: Any) -> tupl
         try:
             given, named = tree_map(twin, (tuple(args), kwargs))
             out = func(*given, **named)
-        except (
-            Exception
-        ):  # sizes that depend on data, ops without a fake implementation: known once they have run
+        except Exception:  # data-dependent sizes, no fake implementation: known after the first run
             return ()
         old = {each.untyped_storage()._cdata for each in twins.values()}
         made: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Eviction policies (DTR, MegTaiChi, Coop) and their simulation under a byte budget.
 
-The rematerializer itself is native (`csrc/remat`): one lineage of ops and storages, and three rules that
-choose victims. A `Trace` is a program as the rematerializer plays it; `replay` plays it under a `Policy`.
+The rematerializer is native (`csrc/remat`): one lineage of ops and storages, and three rules that select
+victims. A `Trace` is a program in the rematerializer's terms; `replay` plays it under a `Policy`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Neighbours = Literal["nothing", "own", "classes", "closure", "ancestors"]
 
 RUN, REPLAY, EVICT, OVERWRITE, ALONG = range(5)
 """First item of a journal entry; the second is the op, or the evicted storage. An op marked ALONG runs in the
-parts of the RUN or REPLAY that follows.
+parts of the RUN or REPLAY after it.
 """
 
 CONSTANT, CALL, RELEASE, RETAIN, REQUIRE = range(5)
@@ -29,16 +29,15 @@ CONSTANT, CALL, RELEASE, RETAIN, REQUIRE = range(5)
 
 @dataclass(frozen=True)
 class Policy:
-    """One rule and its options.
-
-    The defaults are DTR with equivalence classes (Kirisame et al. 2021, section 4).
+    """An eviction rule and its options; the defaults are DTR with equivalence classes (Kirisame et al. 2021,
+    section 4).
 
     A storage's score is (own cost + cost of its `neighbours`) / (bytes * staleness); the lowest score is
     evicted first.
     """
 
     rule: Literal["dtr", "megtaichi", "coop"] = "dtr"
-    """dtr: lowest score first. megtaichi: the same with a score that counts the free bytes next to a storage.
+    """dtr: lowest score first. megtaichi: the same with a score that counts free bytes adjacent to a storage.
     coop: the run of adjacent pieces with the lowest summed score that makes room for the request.
     """
     neighbours: Neighbours = "classes"
@@ -57,12 +56,12 @@ class Policy:
     """Action when the program drops the last reference to a storage: nothing, eviction, or permanent removal.
     """
     keep_replayed: bool = True
-    """A released storage that a replay recomputed stays until it is chosen; False: until the requesting call
-    has run.
+    """A released storage that a replay recomputed remains until it is evicted; False: only until the
+    requesting call has run.
     """
     forget: bool = False
-    """A storage that can never be requested again is freed and is no neighbour any more; the DTR artifact
-    keeps all.
+    """A storage that can never be requested again is freed and is no neighbour any more; the DTR
+    artifact keeps all.
     """
     addressed: bool = False
     """The budget is an arena with addresses, which fragments; False: a counter of bytes."""
@@ -78,13 +77,13 @@ class Policy:
     """An op that overwrites a value without other readers reuses its memory (Coop's recomputable in-place).
     """
     compacts: bool = False
-    """Only bytes decide whether a request fits, as real addresses are the allocator's: where no hole is large
-    enough, the cheapest pieces are evicted, the rest is compacted, and the small pieces' area gives up its
-    free bytes.
+    """Only bytes decide whether a request fits, because the allocator assigns the real addresses. If no hole
+    is large enough, the cheapest pieces are evicted, the rest is compacted, and the small pieces' area
+    returns its free bytes.
     """
     parts: int = 1
     """Above 1: under memory pressure an elementwise op and the producers of its evicted inputs run together
-    in so many parts, and those inputs never exist whole (MegTaiChi's tensor partition).
+    in so many parts, so that those inputs never exist in full (MegTaiChi's tensor partition).
     """
     foresight: bool = False
     """Staleness is the time to the next use, as recorded in an earlier run of the same program (MegTaiChi's
@@ -113,9 +112,7 @@ class Policy:
 
 
 DTR = Policy(keep_replayed=False)
-"""DTR as memtune runs it: a storage recomputed for a replay alone is dropped again when the requesting call
-has run.
-"""
+"""DTR as memtune runs it: a storage recomputed for a replay alone is dropped after the requesting call."""
 MEGTAICHI = Policy(
     rule="megtaichi",
     neighbours="closure",
@@ -126,14 +123,13 @@ MEGTAICHI = Policy(
     small_share=0.01,
     parts=4,
 )
-"""MegEngine's powers and base; its epsilon of 1e-3 is about a hundredth of an op's cost there. Exact
-neighbourhoods and a separate small area halve the smallest budget on some logs, against classes and one
-area.
+"""Powers and base of MegEngine; its epsilon of 1e-3 is about a hundredth of an op's cost there. Compared with
+classes and one area, exact neighbourhoods and a separate small area halve the smallest budget on some logs.
 """
 COOP = Policy(
     rule="coop", neighbours="closure", addressed=True, in_place=True, small_bytes=10 * 1024, small_share=0.01
 )
-"""One group as OneFlow ships it, with a separate small area."""
+"""One group, as in OneFlow, with a separate small area."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,17 +137,15 @@ class Trace:
     """A program: t tensors in the order of creation, n ops, k events in the order of time."""
 
     tensor_bytes: I64  # (t,)
-    tensor_base: I32  # (t,) tensor whose storage it looks into, -1 for one of its own
+    tensor_base: I32  # (t,) tensor whose storage it views, -1 if it has its own storage
     tensor_cheap: U8  # (t,) made by a cheap op (for partitioned arenas)
     op_cost: F64  # (n,) in any unit
     op_args_at: I32  # (n + 1,) where the arguments of each op begin in `op_args`
     op_args: I32  # tensors
     op_outs: I32  # (n,) number of tensors that it makes
     op_takes_over: I32  # (n,) tensor that the first output overwrites, -1 for none
-    op_again: U8  # (n,) 0 where it must not run a second time
-    op_elements: (
-        I64  # (n,) that its one output has, each made of the same one of what it reads; 0 for all others
-    )
+    op_again: U8  # (n,) 0 if it must not run a second time
+    op_elements: I64  # (n,) elements of an elementwise op's output; 0 for all other ops
     event_kind: I32  # (k,)
     event_id: I32  # (k,) op or tensor
 
@@ -281,7 +275,7 @@ class Replay:
 
     @property
     def slowdown(self) -> float:
-        """Return all costs over those of the first runs."""
+        """All costs divided by those of the first runs."""
         return 1.0 + self.replay_cost / self.first_cost
 
 

@@ -1,12 +1,10 @@
-"""Turns an eviction policy into a static schedule.
+"""Planner that turns an eviction policy into a static schedule: plays it on recorded ops and keeps the order
+of runs.
 
-Plays the policy on a region's recorded ops and keeps the order of its runs.
-
-The rematerializer (`activations.eviction.policy`) gets what a running model would give it: ops one by one
+The rematerializer (`activations.eviction.policy`) receives what a running model would give it: ops one by one
 with their reads and outputs, and the references that the program drops. A value changed in place becomes a
-new version in the same memory; values held outside the region stay. The order in which ops ran, first and
-again, is a schedule, which frees every value right after its last reader and so never holds more than the
-policy did.
+new version in the same memory; values held outside the region remain. The schedule frees every value right
+after its last reader, so it never holds more than the policy did.
 """
 
 from __future__ import annotations
@@ -18,23 +16,23 @@ import numpy as np
 
 from memtune.activations.eviction.policy import ALONG, REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
 from memtune.activations.schedules import Region
-from memtune.program import F64, Action, Do, OpGraph, Schedule, scheduled, wrong_with
+from memtune.program import F64, Action, OpGraph, Schedule, ScheduleStep, build_schedule, find_schedule_error
 
 _TRIES = 16
-"""Most budgets tried until the whole step's peak is within the user's."""
+"""Maximal number of budgets tried until the whole step's peak is within the user's."""
 COST_LIMIT = 6.0
-"""Sum of all runs' costs over that of the first ones above which a policy counts as thrashing."""
+"""Ratio of all runs' costs to the first runs' above which a policy counts as thrashing."""
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """A policy's decisions for one region."""
+class PolicySchedule:
+    """Decisions of a policy for one region, as a schedule."""
 
     schedule: Schedule
     peak_bytes: int
-    """Of the whole step under the schedule."""
-    replay_s: float
-    """Seconds of the runs beyond the first ones."""
+    """Peak of the whole step under the schedule."""
+    recompute_s: float
+    """Seconds of the second and later runs."""
 
 
 def region_trace(
@@ -56,8 +54,7 @@ def region_trace(
         elements: (n,) elements of elementwise ops (`activations.schedules.partial_ops_pass.elements_of`).
         keep_written: Values that are changed in place are never evicted.
         online: Values of backward are never evicted: autograd's engine holds them.
-        between_bytes: Bytes that another component needs between forward and backward and then frees: one
-            more op there.
+        between_bytes: Bytes that the loss needs between forward and backward; adds an op there.
     """
     graph, trace = region.graph, TraceWriter()
     last_read = _last_reads(graph)
@@ -69,9 +66,9 @@ def region_trace(
         written = graph.writes[op]
         made = graph.makes[op]
         held = any(region.outside_until[value] >= 0 for value in (*made, *written))
-        stays = held or op in graph.once or len(written) > 1 or bool(written and made)
-        stays |= online and op >= graph.n_forward
-        stays |= keep_written and bool(written or any(value in graph.writers for value in made))
+        once = held or op in graph.once or len(written) > 1 or bool(written and made)
+        once |= online and op >= graph.n_forward
+        once |= keep_written and bool(written or any(value in graph.writers for value in made))
         outs = [(int(region.bytes[value]), -1) for value in (*written, *made)]
         tensors = trace.call(
             float(op_s[op]),
@@ -79,7 +76,7 @@ def region_trace(
             outs,
             cheap=is_cheap(name),
             takes_over=now[written[0]] if written else -1,
-            again=not stays,
+            again=not once,
             elements=0 if online and op >= graph.n_forward else elements[op],
         )
         for value in written:
@@ -92,9 +89,8 @@ def region_trace(
 
 
 def least_bytes(region: Region) -> int:
-    """Return a lower bound of the peak of any schedule of `region`.
-
-    It counts values held outside, and each op's reads and outputs.
+    """Return a lower bound of the peak of any schedule of `region`: values held outside, and each op's reads
+    and outputs.
     """
     graph = region.graph
     held = np.zeros(graph.n_ops + 1, np.int64)
@@ -120,32 +116,32 @@ def freeze(
     policy: Policy,
     budget_bytes: int,
     peak_of: Callable[[Schedule], int],
-) -> Frozen | None:
+) -> PolicySchedule | None:
     """Return the schedule of `policy` whose step stays within `budget_bytes`; None if none is found.
 
-    The policy accounts the region's values alone. It gets what the rest of the step leaves at its peak, and
-    less if that was too much.
+    The policy accounts the region's values alone. Its budget is what the rest of the step leaves, reduced
+    until the whole step's peak fits.
 
     Args:
         region: The model's forward and backward.
-        traces: Alternatives from `region_trace`; each is made if the ones before yield no valid schedule.
-        policy: The eviction policy; `in_place` is set, as the ops are.
-        budget_bytes: For the whole step.
+        traces: Alternatives from `region_trace`, each tried if those before yield no valid schedule.
+        policy: The eviction policy; `in_place` is set, because the ops are in place.
+        budget_bytes: Budget of the whole step.
         peak_of: Peak bytes of the whole step under a schedule.
     """
     policy = replace(policy, in_place=True, forget=True)
     rest = region.background_bytes + region.scratch_bytes
     allowed = budget_bytes - int(rest.min())
     if policy.addressed:
-        allowed += allowed // 4  # holes are no bytes of the step
+        allowed += allowed // 4  # the arena's holes count for the policy, but not for the step
     for _ in range(_TRIES):
         found = _frozen(region, traces, policy, allowed)
         if found is None:
             break
-        schedule, replay_s = found
+        schedule, recompute_s = found
         peak = peak_of(schedule)
         if peak <= budget_bytes:
-            return Frozen(schedule, peak, replay_s)
+            return PolicySchedule(schedule, peak, recompute_s)
         allowed -= max(peak - budget_bytes, allowed // 24)
     return None
 
@@ -153,9 +149,8 @@ def freeze(
 def freeze_between(
     region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int
 ) -> Schedule | None:
-    """Return the schedule of `policy` within `budget_bytes` of values.
-
-    The `between_bytes` of `traces` are left free between forward and backward.
+    """Return the schedule of `policy` within `budget_bytes` of values, with the `between_bytes` of `traces`
+    left free.
     """
     found = _frozen(region, traces, replace(policy, in_place=True, forget=True), budget_bytes, between=True)
     return found[0] if found is not None else None
@@ -177,7 +172,7 @@ def _frozen(
         if done.outcome != "done":
             continue
         schedule = _schedule(region.graph, done, policy, between=between)
-        if not wrong_with(region.graph, schedule):
+        if not find_schedule_error(region.graph, schedule):
             return schedule, done.replay_cost
     return None
 
@@ -192,11 +187,11 @@ def _schedule(graph: OpGraph, done: Replay, policy: Policy, *, between: bool) ->
         if act == ALONG:
             along.append(op)
         elif act in (RUN, REPLAY):
-            runs.append(Do(Action.COMPUTE, op, tuple(along), policy.parts if along else 1))
+            runs.append(ScheduleStep(Action.COMPUTE, op, tuple(along), policy.parts if along else 1))
             along = []
             if (act, op) == (RUN, graph.n_forward - 1):
                 middle = len(runs)
-    return scheduled(graph, runs[:middle], runs[middle:], made_by=policy.rule)
+    return build_schedule(graph, runs[:middle], runs[middle:], made_by=policy.rule)
 
 
 def _last_reads(graph: OpGraph) -> dict[int, int]:

@@ -1,14 +1,9 @@
-"""A forward that runs without the mode, and is preempted when another one needs its memory.
+"""Forward without the mode that is preempted when another forward needs its memory.
 
-Rule 1. A preempted run frees what it saved and repeats its forward online when its backward comes, so that
-both forwards stay within the budget. It keeps its arguments, and the generators' state if it draws.
-Rule 2. A run keeps its memory if a second forward would differ: it writes into buffers or updates a norm's
-statistics. So it does where hooks may need gradients one by one (`grad_layouts.is_watched`): the second run
-computes them all at once.
-Rule 3. The second run repeats the first whatever state the module is in: autocast and the modules' training
-flags are set as they were. If anything else has changed, or a parameter has got hooks, the captured ops run
-under their schedule instead of the module's own code.
-Rule 4. Once backward has begun, a run cannot be preempted; a lock of the run separates the two.
+A preempted run frees its saved values and repeats its forward online when its backward begins, so that both
+forwards stay within the budget. It keeps its arguments, and the generators' state if it draws.
+
+Concurrency: a run cannot be preempted once its backward has begun; a lock of the run separates the two.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from memtune.activations.capture import (
     no_autocast,
 )
 from memtune.activations.eviction.evictable_tensor import written_since
-from memtune.activations.schedules import FrozenRun
+from memtune.activations.schedules import ScheduledRun
 from memtune.program import BATCH_NORMS
 from memtune.runtime import RandomState
 
@@ -41,12 +36,12 @@ Online = Callable[[Any, Any], Any]
 """Runs the module within the budget, given positional and keyword arguments."""
 
 
-class PreemptibleRun(FrozenRun):
+class PreemptibleRun(ScheduledRun):
     """One forward under a schedule and its backward; it can be preempted in between."""
 
     _called: tuple[list[Any], Any] | None = None
     """Its arguments, detached from their graph; None once backward has begun."""
-    _gave_way = False
+    _preempted = False
 
     def called_with(self, args: Any, kwargs: Any, online: Online) -> None:
         """Set the arguments before the run starts; `online` runs it again."""
@@ -56,32 +51,37 @@ class PreemptibleRun(FrozenRun):
             for leaf in leaves
             if isinstance(leaf, Tensor)
         }
-        self._lock = threading.Lock()  # of what says whether backward has begun: no op runs under it
+        self._lock = threading.Lock()  # guards `_called` and `_preempted`; no op runs while it is held
         self._called, self._online = ([twins.get(id(leaf), leaf) for leaf in leaves], spec), online
         self._autocast = autocast_state()
         self._training = [(each, each.training) for each in self.region.module.modules()]
         self._drawn = RandomState.capture(self.region.module) if self._captured.tape.graph.random else None
         self._before = self._sum_of_all(self._called[0])
 
-    def give_way(self) -> bool:
-        """Let go of what backward needs, if it can be had again; whether it was."""
+    def preempt(self) -> bool:
+        """Free the values that backward needs if they can be recomputed; return whether they were freed."""
         with self._lock:
             if self._called is None or not self.saved or not self._may_run_again() or self.is_written():
                 return False
-            let_go, self._gave_way, self.saved = self.saved, True, []
-        del let_go  # out of the lock: what goes may call others
+            freed, self._preempted, self.saved = self.saved, True, []
+        del freed  # outside the lock: destructors of freed values may take other locks
         return True
 
     def called(self) -> list[Any]:
         """Return its arguments between forward and backward."""
         called = self._called
-        return called[0] if called is not None and (self.saved or self._gave_way) else []
+        return called[0] if called is not None and (self.saved or self._preempted) else []
 
     def waiting(self) -> list[Any]:
         """Return the values that it holds for its backward."""
         return [*super().waiting(), *self.called()]
 
     def _may_run_again(self) -> bool:
+        """Return whether a second forward would be equal, and its gradients are not needed one by one.
+
+        It is not equal if the forward writes into buffers or updates a norm's statistics. Hooks may need
+        gradients one by one (`grad_layouts.is_watched`), while the second run computes them all at once.
+        """
         graph = self._captured.tape.graph
         n = graph.n_forward
         writes = any(op < n for op in graph.once) or any(name in BATCH_NORMS for name in graph.names[:n])
@@ -92,7 +92,7 @@ class PreemptibleRun(FrozenRun):
         )
 
     def all_gradients(self, node: Any) -> list[Tensor | None]:
-        """Return `FrozenRun.all_gradients`; of a second run if it was preempted.
+        """Return `ScheduledRun.all_gradients`, from a second run if this one was preempted.
 
         Raises:
             ApplyError: A tensor that forward read was written since.
@@ -100,7 +100,7 @@ class PreemptibleRun(FrozenRun):
         self._require_first_order()
         with self._lock:
             called, self._called = self._called, None
-            gave_way, self._gave_way = self._gave_way, False
+            gave_way, self._preempted = self._preempted, False
         if not gave_way:
             del called
             return super().all_gradients(node)
@@ -109,6 +109,8 @@ class PreemptibleRun(FrozenRun):
         if self._sum_of_all(leaves) != self._before:
             raise written_since("a tensor that forward has read and must read again")
         parameters = [self._state[number] for number in self._numbers]
+        # The second run repeats the first in the modules' training flags and autocast of that time. If
+        # anything else changed, or a parameter got hooks, the captured ops run under their schedule instead.
         with _in_modes(self._training):
             if not any(map(is_hooked, parameters)) and self.region.is_as_captured(
                 self._captured, self._state
@@ -140,7 +142,7 @@ class PreemptibleRun(FrozenRun):
         del out
         if not accumulates:
             return list(torch.autograd.grad(roots, [*parameters, *flow], given, allow_unused=True))
-        torch.autograd.backward(roots, given)  # each gradient is added up as soon as it is there
+        torch.autograd.backward(roots, given)  # the engine accumulates each gradient as soon as it is ready
         return [*(None for _ in parameters), *(each.grad for each in flow)]
 
     def _draw_again(self, stack: ExitStack) -> None:
@@ -154,7 +156,7 @@ class PreemptibleRun(FrozenRun):
 
 @contextmanager
 def _in_modes(training: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set the modules' training flags as in `training` inside."""
+    """Set the modules' training flags as in `training` in this context."""
     others = [(each, each.training) for each, flag in training if each.training is not flag]
     try:
         for each, flag in others:
@@ -165,15 +167,14 @@ def _in_modes(training: list[tuple[nn.Module, bool]]) -> Iterator[None]:
             each.training = flag
 
 
-# A run that was made for gradients into some outputs of a model, when others get one: see `OutputsRun`.
-_NO_GRADIENT = "no gradient flowed into one of its outputs, which may be another time"
+_NO_GRADIENT = "one of its outputs got no gradient, but may get one in another step"
 
 
 def why_outputs_differ(tape: Tape) -> str:
-    """Return why `tape` is not run without the mode: outputs without a gradient that may have one; else ''.
+    """Return why `tape` needs the mode: an output without a gradient that may get one; '' if there is none.
 
-    If all outputs with a gradient are scalars, the model returns its own loss, and other outputs are taken to
-    have none.
+    If all outputs with a gradient are scalars, the model returns its own loss, and other outputs are assumed
+    to have none.
     """
     outputs = (tape.outputs[at] for at in tape.asked)
     has_own_loss = all(isinstance(each, Slot) and each.size == () for each in outputs)
@@ -181,36 +182,35 @@ def why_outputs_differ(tape: Tape) -> str:
 
 
 class OutputsRun(PreemptibleRun):
-    """A forward without the mode; where another output gets a gradient than it was made for, it runs again
-    online.
+    """Forward without the mode that runs again online if another output gets a gradient than it was made for.
 
-    What cannot run again (`PreemptibleRun`) is an error then, as it is under any schedule.
+    A run that cannot be repeated (`PreemptibleRun`) raises instead, as under any schedule.
     """
 
-    _told: Callable[[str], None]
+    _notify: Callable[[str], None]
 
-    def tells(self, told: Callable[[str], None]) -> None:
-        """Told before it starts; `told` hears that it ran again, and why."""
-        self._told = told
+    def notify_with(self, notify: Callable[[str], None]) -> None:
+        """Set the function that receives the reason if it runs again; call this before it starts."""
+        self._notify = notify
 
     def all_gradients(self, node: Any) -> list[Tensor | None]:
-        """`PreemptibleRun.all_gradients`, whatever output gets one."""
+        """Return `PreemptibleRun.all_gradients`, whichever output got a gradient."""
         new = sorted(set(self.gradients) - set(self._captured.tape.asked))
-        if new and self.give_way():
-            self._told(f"a gradient flows into output {new[0]}, which was not so before")
+        if new and self.preempt():
+            self._notify(f"output {new[0]} gets a gradient, which it did not get before")
         return super().all_gradients(node)
 
 
-# Forwards without the mode that wait for their backward, of all regions that one module has: their bytes, and
-# giving way.
 class _Region(Protocol):
     def waiting_bytes(self) -> int: ...
 
-    def give_way(self) -> None: ...
+    def preempt(self) -> None: ...
 
 
 class WaitingForwards(ABC):
-    """Base of `Followers` and `WarmUp`: the waiting forwards of their regions."""
+    """Base of `Replayer` and `ScheduleCache`: forwards of all regions of one module that wait for their
+    backward.
+    """
 
     _online: Callable[[Any, Any, Any], Any]
 
@@ -218,10 +218,10 @@ class WaitingForwards(ABC):
         """Return the bytes held by forwards that wait for their backward."""
         return sum(each.waiting_bytes() for each in self._all())
 
-    def give_way(self) -> None:
-        """Another forward begins: those that wait for their backward let go of what may run again."""
+    def preempt(self) -> None:
+        """Preempt the waiting forwards, because another forward begins."""
         for each in self._all():
-            each.give_way()
+            each.preempt()
 
     def again(self, args: Any, kwargs: Any) -> Any:
         """Run a preempted forward again."""

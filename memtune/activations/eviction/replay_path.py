@@ -1,11 +1,8 @@
-"""The path of a logged run along its tape: rematerializer calls before each op, and the number of each value.
+"""Path of a logged run along its tape: rematerializer calls before each op, and the number of each value.
 
-Rule 1. A value of the tape is a storage; each version that an in-place op makes of it has a number of its own
-in the rematerializer.
-Rule 2. The arguments of an op must be held when it runs, whatever the budget. There is no path where that
-fails, or where views have another layout than on the tape.
-Rule 3. Ops of backward that do not run on fake tensors (copies of gradients) are accounted but not on the
-tape.
+A value of the tape is a storage; each version that an in-place op makes of it has its own number in the
+rematerializer. Ops of backward that do not run on fake tensors (copies of gradients) are accounted but are
+not on the tape.
 """
 
 from __future__ import annotations
@@ -27,19 +24,19 @@ class OpPath:
     ran: int
     """Its number among all ops that ran."""
     first: int
-    """Rematerializer calls before it: from here …"""
+    """Rematerializer calls before it: from this one …"""
     asks: int
-    """… where backward begins to request what this op reads …"""
+    """… over the first that backward needs for the op's arguments …"""
     end: int
-    """… to here."""
+    """… to before this one."""
     numbers: dict[int, int]
     """Numbers of the values that it reads and makes, after it has run."""
     over: tuple[int, int] | None
     """Number of the value that it writes into, and of the new version."""
     again: int
-    """Its number among the ops that may run again; -1: it must not."""
+    """Its number among the ops that may run again; -1 if it must not."""
     outputs: tuple[int, ...]
-    """Numbers of the region's outputs that the caller dropped before it runs, as logged."""
+    """Numbers of the region's outputs that the caller dropped before it ran, as logged."""
 
 
 @dataclass(frozen=True)
@@ -54,66 +51,68 @@ class Path:
     backward_begin: int
     """Calls in between add the incoming gradients."""
     flowed_in: tuple[tuple[int, int], ...]
-    """Number and output of each, in order."""
+    """Number and output of each incoming gradient, in order."""
     outputs: dict[int, int]
     """Number by output of forward; an output that is no value has none."""
 
 
-def path_of(tape: Tape, noted: LoggedRun) -> Path | str:
-    """Return the path along the tape of a run with the same ops, or why there is none."""
+def path_of(tape: Tape, logged: LoggedRun) -> Path | str:
+    """Return the path along the tape of a run with the same ops, or the reason why there is none."""
     if not 0 < tape.graph.n_forward < tape.graph.n_ops:
-        return "there is nothing to decide"
-    notes, ran = noted.notes, noted.ran
-    places = places_of(tape, ran, noted.n_forward)
+        return "it has no forward or no backward to decide on"
+    log, ran = logged.log, logged.ran
+    places = places_of(tape, ran, logged.n_forward)
     if isinstance(places, str):
         return places
-    elsewhere = sorted(set(range(noted.n_forward)) - set(places))
-    made_elsewhere = next((at for at in elsewhere if notes.ops[at].made), None)
-    if made_elsewhere is not None:
-        return f"{ran[made_elsewhere].about.name} runs, and is not seen on fake tensors"
-    walked = _Walk(tape, notes, places).walk()
+    off_tape = sorted(set(range(logged.n_forward)) - set(places))
+    allocates = next((at for at in off_tape if log.ops[at].made), None)
+    if allocates is not None:
+        return f"{ran[allocates].about.name} runs, but not on fake tensors"
+    walked = _Walk(tape, log, places).walk()
     if isinstance(walked, str):
         return walked
-    return walked if all(_is_held(tape, notes, walked)) else "an op reads what nobody seems to hold"
+    # The path replays requests without knowing which reads caused them. So each argument must be held when
+    # its op runs, whatever is evicted under another budget.
+    return walked if all(_is_held(tape, log, walked)) else "an op reads a value that nothing holds"
 
 
 class _Walk:
-    def __init__(self, tape: Tape, notes: DecisionLog, places: Sequence[int]) -> None:
-        self._tape, self._notes, self._places = tape, notes, places
-        self._number = {Outside("gradient", at): number for number, at in notes.flowed_in}
+    def __init__(self, tape: Tape, log: DecisionLog, places: Sequence[int]) -> None:
+        self._tape, self._notes, self._places = tape, log, places
+        self._number = {Outside("gradient", at): number for number, at in log.flowed_in}
         self._of: dict[int, int] = {}  # value → number
         self._bases = bases_of(tape)
         self._viewed = viewed(tape, self._bases)
 
     def walk(self) -> Path | str:
-        notes, tape, begin = self._notes, self._tape, self._notes.forward_end + len(self._notes.flowed_in)
+        log, tape, begin = self._notes, self._tape, self._notes.forward_end + len(self._notes.flowed_in)
         ops: list[OpPath] = []
         outputs: dict[int, int] = {}
-        told = 0
+        calls = 0
         for op, place in enumerate(self._places):
             if op == tape.graph.n_forward:
-                told, outputs = begin, self._outputs()
-            note = notes.ops[place]
-            before = told
-            told = note.before
+                calls, outputs = begin, self._outputs()
+            note = log.ops[place]
+            before = calls
+            calls = note.before
             wrong = self._made(op, note)
             if wrong:
                 return wrong
             asks = next(
-                (at for at in range(before, told) if notes.told[at][0] in ("bring", "take")), told - 1
+                (at for at in range(before, calls) if log.calls[at][0] in ("bring", "take")), calls - 1
             )
             leaves = tuple(
-                number for name, args in notes.told[before:told] if name == "give_back" for number in args
+                number for name, args in log.calls[before:calls] if name == "give_back" for number in args
             )
             leaves = tuple(sorted(set(leaves) & set(outputs.values())))
-            ops.append(OpPath(place, before, asks, told, self._numbers(op), note.over, note.again, leaves))
-        return Path(tuple(ops), _count(notes.told), notes.forward_end, begin, tuple(notes.flowed_in), outputs)
+            ops.append(OpPath(place, before, asks, calls, self._numbers(op), note.over, note.again, leaves))
+        return Path(tuple(ops), _count(log.calls), log.forward_end, begin, tuple(log.flowed_in), outputs)
 
     def _made(self, op: int, note: OpLog) -> str:
         """Note the numbers of the op's outputs; return why that fails, or ''."""
         graph, call = self._tape.graph, self._tape.calls[op]
         if len(graph.makes[op]) != len(note.made):
-            return f"{call.func} makes something else than on fake tensors"
+            return f"{call.func} makes other storages than on fake tensors"
         for value, made in zip(graph.makes[op], note.made, strict=True):
             base = self._bases[value]
             if value in self._viewed and (base.size, base.stride, base.offset) != (
@@ -121,13 +120,13 @@ class _Walk:
                 made.stride,
                 made.offset,
             ):
-                return f"{call.func} lays out what it returns in another way than on fake tensors"
+                return f"{call.func} returns another layout than on fake tensors"
             self._of[value] = made.number
         if note.over is not None:
             old, new = note.over
             written = [each for each in graph.writes[op] if self._of.get(each) == old]
             if not written:
-                return f"{call.func} writes into something else than on fake tensors"
+                return f"{call.func} writes into other storages than on fake tensors"
             self._of[written[0]] = new
         return ""
 
@@ -148,21 +147,18 @@ class _Walk:
         }
 
 
-def _count(told: Sequence[LoggedCall]) -> int:
+def _count(calls: Sequence[LoggedCall]) -> int:
     return sum(
-        1 if name == "constant" else len(args[2]) for name, args in told if name in ("constant", "call")
+        1 if name == "constant" else len(args[2]) for name, args in calls if name in ("constant", "call")
     )
 
 
-def _is_held(tape: Tape, notes: DecisionLog, path: Path) -> Iterator[bool]:
-    """Yield for each op, and for the outputs, whether its arguments are always resident.
-
-    That is, whatever the rematerializer decides under another budget.
-    """
-    held, number_of = _Held(notes.told), dict[int, int]()
-    landed = defaultdict[int, set[int]](set)
-    for _, after, slot in tape.landed:
-        landed[after].update({slot.of} - {*tape.graph.makes[after]} if isinstance(slot.of, int) else ())
+def _is_held(tape: Tape, log: DecisionLog, path: Path) -> Iterator[bool]:
+    """Yield for each op, and for the outputs, whether its arguments are resident under any budget."""
+    held, number_of = _Held(log.calls), dict[int, int]()
+    ready = defaultdict[int, set[int]](set)
+    for _, after, slot in tape.ready_gradients:
+        ready[after].update({slot.of} - {*tape.graph.makes[after]} if isinstance(slot.of, int) else ())
     flowed_in = {at: number for number, at in path.flowed_in}
     for op, each in enumerate(path.ops):
         if op == tape.graph.n_forward:
@@ -179,22 +175,22 @@ def _is_held(tape: Tape, notes: DecisionLog, path: Path) -> Iterator[bool]:
             if kind == "gradient"
         )
         number_of |= each.numbers
-        yield all(held.has(number_of[value]) for value in landed[op])
-    held.run_to(len(notes.told))
+        yield all(held.has(number_of[value]) for value in ready[op])
+    held.run_to(len(log.calls))
     yield all(held.has(number_of[slot.of]) for _, slot in tape.input_gradients if isinstance(slot.of, int))
 
 
 class _Held:
-    """Tracks the values that are held at some point of the log, so that they cannot be evicted."""
+    """Tracker of the values that are held at some point of the log, so that they cannot be evicted."""
 
-    def __init__(self, told: Sequence[LoggedCall]) -> None:
-        self._told, self._at, self._next = told, 0, 0
+    def __init__(self, calls: Sequence[LoggedCall]) -> None:
+        self._calls, self._at, self._next = calls, 0, 0
         self._holds: Counter[int] = Counter()
         self._references: Counter[int] = Counter()
         self._constants: set[int] = set()
 
     def run_to(self, end: int) -> None:
-        for name, args in self._told[self._at : end]:
+        for name, args in self._calls[self._at : end]:
             if name in ("constant", "call"):
                 made = range(self._next, self._next + (1 if name == "constant" else len(args[2])))
                 self._next = made.stop

@@ -1,6 +1,5 @@
-"""One forward and backward along a logged path.
-
-Runs its ops, replays the rematerializer calls and applies its decisions.
+"""Forward and backward along a logged path: runs the ops, replays the rematerializer calls and applies its
+decisions.
 """
 
 from __future__ import annotations
@@ -58,21 +57,21 @@ class Route:
         self,
         tape: Tape,
         path: Path,
-        noted: LoggedRun,
+        logged: LoggedRun,
         parts: int,
         random_state: Callable[[], RandomState],
         device: torch.device,
     ) -> None:
         self.tape, self.path, self.parts = tape, path, parts
-        self.script = script_of(noted.notes, noted.ran)
+        self.script = script_of(logged.log, logged.ran)
         self.code = ReplayCode(tape, path, random_state, device)
-        self.facts: list[OpMetadata] = [noted.ran[each.ran] for each in path.ops]
+        self.facts: list[OpMetadata] = [logged.ran[each.ran] for each in path.ops]
         self.op_of = {each.again: op for op, each in enumerate(path.ops) if each.again >= 0}
         self.bases = bases_of(tape)
         self.output_numbers = frozenset(path.outputs.values())
         self.due: dict[int, list[tuple[int, Slot]]] = {}
         """By op: parameters and their gradients that are ready before it."""
-        for parameter, after, gradient in tape.landed:
+        for parameter, after, gradient in tape.ready_gradients:
             self.due.setdefault(after + 1, []).append((parameter, gradient))
         self.fresh: Callable[[int], list[tuple[int, int]]] = cache(
             lambda op: fresh_outputs(tape, path.ops[op], op)
@@ -82,24 +81,22 @@ class Route:
 
     @cached_property
     def forward(self) -> list[Run]:
-        """Return the ops of forward."""
+        """Ops of forward."""
         return self.code.runs(0, self.tape.graph.n_forward)
 
     @cached_property
     def backward(self) -> list[Run]:
-        """Return the ops of backward."""
+        """Ops of backward."""
         return self.code.runs(self.tape.graph.n_forward, self.tape.graph.n_ops)
 
     @cached_property
-    def lands(self) -> tuple[int, ...]:
-        """Parameters in the order in which backward has their gradients."""
+    def ready_order(self) -> tuple[int, ...]:
+        """Parameters in the order in which backward completes their gradients."""
         return tuple(parameter for _, each in sorted(self.due.items()) for parameter, _ in each)
 
     @cached_property
-    def told(self) -> list[tuple[tuple[int, int], ...]]:
-        """What the books are told before each op, from where to where; in two parts where gradients are due
-        in between.
-        """
+    def calls(self) -> list[tuple[tuple[int, int], ...]]:
+        """Ranges of rematerializer calls before each op; two ranges if gradients are ready in between."""
         ops = enumerate(self.path.ops)
         return [
             ((op.first, op.asks), (op.asks, op.end)) if at in self.due else ((op.first, op.end),)
@@ -108,7 +105,7 @@ class Route:
 
     @cached_property
     def until(self) -> list[int]:
-        """Return for each op the next one before which the caller's references to outputs must be checked."""
+        """For each op the next one before which the caller's references to outputs must be checked."""
         found, end = [], len(self.path.ops)
         for at in reversed(range(len(self.path.ops))):
             found.append(end)
@@ -117,21 +114,21 @@ class Route:
 
     @cached_property
     def outputs(self) -> Views:
-        """Return the function that makes forward's outputs."""
+        """Function that makes forward's outputs."""
         slots = [leaf for leaf in self.tape.outputs if isinstance(leaf, Slot)]
         return self.code.views(slots, self._numbers_at(self.tape.graph.n_forward - 1))
 
     @cached_property
     def input_gradients(self) -> Views:
-        """Return the function that makes the gradients of the inputs."""
+        """Function that makes the gradients of the inputs."""
         return self.code.views(
             [slot for _, slot in self.tape.input_gradients], self._numbers_at(self.tape.graph.n_ops - 1)
         )
 
     @cached_property
-    def landing(self) -> dict[int, tuple[Views, list[int]]]:
-        """The gradients that are due before an op, and the numbers that nobody reads any more when they have
-        landed.
+    def gradient_views(self) -> dict[int, tuple[Views, list[int]]]:
+        """By op: a function that makes the gradients ready before it, and the numbers that have no later
+        reader.
         """
         found = {}
         for op, due in self.due.items():
@@ -149,19 +146,18 @@ class Route:
 
     @cached_property
     def inputs_of_backward(self) -> list[int]:
-        """Return the arguments that backward reads."""
+        """Arguments that backward reads."""
         calls = self.tape.calls[self.tape.graph.n_forward :]
         return sorted({each.number for call in calls for each in _outside(call) if each.kind == "input"})
 
     @cached_property
     def outside_of(self) -> dict[int, list[Outside]]:
-        """Return the outside tensors that repeatable ops of the tape read: parameters, buffers, arguments."""
+        """Outside tensors that repeatable ops of the tape read: parameters, buffers, arguments."""
         found = {}
         for op in self.op_of.values():
             call = self.tape.calls[op]
-            statistics = (
-                str(call.func) in BATCH_NORMS and call.args[5]
-            )  # updated in training, read in eval mode
+            # In training the statistics are updated, not read, and a second run gets None for them.
+            statistics = str(call.func) in BATCH_NORMS and call.args[5]
             read = [*call.args[:3], *call.args[5:]] if statistics else call.args
             found[op] = [
                 each
@@ -172,12 +168,12 @@ class Route:
 
     @cached_property
     def all_outside(self) -> frozenset[Outside]:
-        """Return all of these."""
+        """All outside tensors that repeatable ops read."""
         return frozenset(each for read in self.outside_of.values() for each in read)
 
     @cached_property
     def returned_and_read(self) -> frozenset[int]:
-        """Return the numbers of forward's outputs that backward reads."""
+        """Numbers of forward's outputs that backward reads."""
         backward = self.path.ops[self.tape.graph.n_forward :]
         return self.output_numbers.intersection(
             number for each in backward for number in each.numbers.values()
@@ -198,7 +194,7 @@ def _outside(values: Any) -> list[Outside]:
 def _last_reads(tape: Tape) -> dict[int, int]:
     """Return the last op that reads each value, or passes it on as a gradient."""
     last = {value: op for op, read in enumerate(tape.graph.reads) for value in read}
-    for _, after, slot in tape.landed:
+    for _, after, slot in tape.ready_gradients:
         if isinstance(slot.of, int):
             last[slot.of] = max(last.get(slot.of, -1), after)
     for _, slot in tape.input_gradients:
@@ -212,8 +208,8 @@ class ReplayRun:
 
     Args:
         route: The path to run.
-        opened: Makes a rematerializer.
-        budget_bytes: For the values alone.
+        opened: Function that makes a rematerializer.
+        budget_bytes: Budget of the values alone.
         background_bytes: Other resident bytes, for messages.
         state: Parameters and buffers.
         inputs: Arguments of the module.
@@ -228,7 +224,7 @@ class ReplayRun:
         state: Sequence[Tensor],
         inputs: Sequence[Any],
     ) -> None:
-        self.books, self.background_bytes, self.replays = opened(), background_bytes, list[ReplayRecord]()
+        self.remat, self.background_bytes, self.replays = opened(), background_bytes, list[ReplayRecord]()
         self._opened, self._one_by_one = opened, False
         self._decided: list[list[Acts]] = []
         """Actions before the next ops, one list per op, as far as decided; the next op is last."""
@@ -240,7 +236,7 @@ class ReplayRun:
         self._versions: dict[Outside, int] = {}
         self._output_versions: dict[int, int] = {}
         self._longer: list[int] = []
-        """Numbers that the caller holds for longer than in the logged run."""
+        """Numbers of outputs that the caller holds longer than in the logged run."""
 
     # -- forward and backward --------------------------------------------------------------------------------
 
@@ -252,7 +248,7 @@ class ReplayRun:
             if not self._decided:
                 self._decide(at, len(route.forward))
             for done in self._decided.pop():
-                self._obey(done, at)
+                self._apply_journal(done, at)
             try:
                 run(there, state, inputs, random)
             except RuntimeError as error:
@@ -264,7 +260,7 @@ class ReplayRun:
         return tuple(route.outputs(there, state, inputs))
 
     def backward(
-        self, route: Route, gradients: list[Any], landed: list[Tensor]
+        self, route: Route, gradients: list[Any], ready: list[Tensor]
     ) -> Generator[int, None, list[Tensor]]:
         """Run backward along `route`, which has the same path.
 
@@ -281,25 +277,26 @@ class ReplayRun:
                 self._decide(at, route.until[at])
             decided = self._decided.pop()
             if at in due:
-                found = self._landing(at)
-                self._obey(decided.pop(0), at)
+                # Take the gradients out of the list of values before the calls that release them are applied.
+                found = self._take_ready(at)
+                self._apply_journal(decided.pop(0), at)
                 for parameter, _ in due[at]:
-                    landed.append(found.pop())
+                    ready.append(found.pop())
                     yield parameter
             for done in decided:
-                self._obey(done, at)
+                self._apply_journal(done, at)
             try:
                 run(there, state, inputs, random)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 self._with_more_room(at, run)
-        found = self._landing(last) if last in due else []
+        found = self._take_ready(last) if last in due else []
         self._tell(path.ops[-1].end, len(route.script), "the model", last)
         results = route.input_gradients(there, state, inputs)
         there.clear()
         for parameter, _ in due.get(last, ()):
-            landed.append(found.pop())
+            ready.append(found.pop())
             yield parameter
         return results
 
@@ -308,17 +305,17 @@ class ReplayRun:
             self._there[number] = gradients[output]
             self._flowed_in_bytes.append(gradients[output].untyped_storage().nbytes())
             try:
-                self.books.constant(self._flowed_in_bytes[-1])
+                self.remat.constant(self._flowed_in_bytes[-1])
             except RuntimeError as error:
                 raise self._nothing_left("the model", len(self._route.forward)) from error
-            self._obey(self.books.drain(), len(self._route.forward))
+            self._apply_journal(self.remat.drain(), len(self._route.forward))
         gradients.clear()
 
-    def _landing(self, at: int) -> list[Tensor]:
-        """The gradients that are due before an op, the first one last; from here on nobody else holds
-        them.
+    def _take_ready(self, at: int) -> list[Tensor]:
+        """Return the gradients that are ready before an op, the first one last; this run holds them no
+        longer.
         """
-        views, done = self._route.landing[at]
+        views, done = self._route.gradient_views[at]
         found = views(self._there, self._state, self._inputs)
         for number in done:
             self._there[number] = None
@@ -327,32 +324,30 @@ class ReplayRun:
 
     def used_bytes(self) -> int:
         """Return the accounted bytes."""
-        return int(self.books.counted()["used_bytes"])
+        return int(self.remat.counted()["used_bytes"])
 
-    def give_way(self) -> None:
-        """Evict down to half of the budget, or as far as that goes; for use between forward and backward."""
-        self._one_by_one = (
-            True  # what is evicted here is in no script: the books must not be made anew from one
-        )
+    def preempt(self) -> None:
+        """Evict down to half of the budget, or as far as possible; call it between forward and backward."""
+        # These evictions are in no script, so `_back_to` could not rebuild the rematerializer from one.
+        self._one_by_one = True
         with suppress(RuntimeError):
-            self.books.make_room(self._budget_bytes // 2)
-        self._obey(self.books.drain(), len(self._route.forward))
+            self.remat.make_room(self._budget_bytes // 2)
+        self._apply_journal(self.remat.drain(), len(self._route.forward))
 
-    # -- what the books decide -------------------------------------------------------------------------------
+    # -- decisions of the rematerializer ---------------------------------------------------------------------
 
     def _decide(self, at: int, end: int) -> None:
-        """Ask the rematerializer for the actions before the ops from `at` to before `end`.
+        """Get the rematerializer's actions before the ops from `at` to before `end`.
 
-        They do not depend on the outputs of ops.
-
-        All at once, while the CPU caches are warm; if a request fails, up to the op that makes it.
+        They do not depend on the outputs of ops, so all are decided at once while the CPU caches are warm; if
+        a request fails, only those up to the op that makes it.
         """
-        books, play = self.books, self._route.script.play
+        remat, play = self.remat, self._route.script.play
         if self._one_by_one or self._longer:
             end = at + 1
         try:
             decided = [
-                [play(books, first, last) for first, last in each] for each in self._route.told[at:end]
+                [play(remat, first, last) for first, last in each] for each in self._route.calls[at:end]
             ]
         except RuntimeError as error:
             if end == at + 1:
@@ -366,27 +361,27 @@ class ReplayRun:
     def _back_to(self, event: int, at: int) -> None:
         """Rebuild the rematerializer as it was before this call; decide op by op from here on."""
         path, play = self._route.path, self._route.script.play
-        self.books, self._decided, self._one_by_one = self._opened(), [], True
-        play(self.books, 0, min(event, path.forward_end))
+        self.remat, self._decided, self._one_by_one = self._opened(), [], True
+        play(self.remat, 0, min(event, path.forward_end))
         if at >= len(self._route.forward):
             for n_bytes in self._flowed_in_bytes:
-                self.books.constant(n_bytes)
-            play(self.books, path.backward_begin, event)
+                self.remat.constant(n_bytes)
+            play(self.remat, path.backward_begin, event)
 
-    def _tell(self, first: int, end: int, who: str, at: int) -> None:
+    def _tell(self, first: int, end: int, requester: str, at: int) -> None:
         try:
-            done = self._route.script.play(self.books, first, end)
+            done = self._route.script.play(self.remat, first, end)
         except RuntimeError as error:
-            raise self._nothing_left(who, at) from error
-        self._obey(done, at)
+            raise self._nothing_left(requester, at) from error
+        self._apply_journal(done, at)
 
-    def _nothing_left(self, who: str, at: int) -> ApplyError:
-        self._obey(self.books.drain(), at)
-        counted = self.books.counted()
-        return too_small(who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes)
+    def _nothing_left(self, requester: str, at: int) -> ApplyError:
+        self._apply_journal(self.remat.drain(), at)
+        counted = self.remat.counted()
+        return too_small(requester, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes)
 
     def _with_more_room(self, at: int, run: Run) -> None:
-        """Retry an op that the device refused, after more evictions; call it while the error is handled."""
+        """Retry an op that ran out of memory, after more evictions; call it while the error is handled."""
         facts = self._route.facts[at]
         if self._decided:
             self._back_to(self._route.path.ops[at].end, at)
@@ -395,10 +390,10 @@ class ReplayRun:
             if facts.about.writes or needs_bytes << attempt > self._budget_bytes:
                 raise
             try:
-                self.books.make_room(needs_bytes << attempt)
+                self.remat.make_room(needs_bytes << attempt)
             except RuntimeError as error:
                 raise self._nothing_left(facts.about.name, at) from error
-            self._obey(self.books.drain(), at)
+            self._apply_journal(self.remat.drain(), at)
             try:
                 run(self._there, self._state, self._inputs, self._random)
             except RuntimeError as error:
@@ -407,7 +402,7 @@ class ReplayRun:
             else:
                 return
 
-    def _obey(self, done: Sequence[tuple[int, int]], at: int) -> None:
+    def _apply_journal(self, done: Sequence[tuple[int, int]], at: int) -> None:
         over, along = False, list[int]()
         for act, number in done:
             if act == EVICT:
@@ -423,7 +418,7 @@ class ReplayRun:
             over = act == OVERWRITE
 
     def _again(self, op: int, over: bool, at: int) -> None:
-        """Replay an op (`evictable_tensor.run_again`)."""
+        """Replay an op, as `evictable_tensor.run_again` does."""
         route, path, there = self._route, self._route.path.ops[op], self._there
         self._note_again(op, (), 1, at)
         if path.over is not None:
@@ -454,7 +449,7 @@ class ReplayRun:
         self._there[given[-1].made[0][1].number] = made
 
     def _as_ran(self, op: int, values: dict[int, Value]) -> RepeatableOp:
-        """Return the op as the table of the mode has it."""
+        """Return the op in the form that the mode's table has."""
         path, call = self._route.path.ops[op], self._route.tape.calls[op]
 
         def value(number: int) -> Value:
@@ -488,7 +483,7 @@ class ReplayRun:
             for each in (*along, op):
                 self._check(each)
 
-    # -- what others may do in between -----------------------------------------------------------------------
+    # -- changes between forward and backward ----------------------------------------------------------------
 
     def _outside(self, outside: Outside) -> Tensor:
         found: Tensor = (self._inputs if outside.kind == "input" else self._state)[outside.number]
@@ -521,22 +516,26 @@ class ReplayRun:
         return there is not None and version is not None and there._version != version
 
     def _hold_longer(self, op: OpPath) -> None:
-        """Hold outputs that the caller still holds, although it had dropped them here in the logged run."""
+        """Hold outputs that the caller still holds, although it had dropped them here in the logged run.
+
+        Only the list of values references each value, so that an eviction frees it; an output that the caller
+        holds could not be freed.
+        """
         for number in [number for number in self._longer if not self._is_held(number)]:
             self._longer.remove(number)
-            self.books.give_back(number)
+            self.remat.give_back(number)
         for number in op.outputs:
             if number not in self._longer and self._is_held(number):
                 self._longer.append(number)
-                self.books.take(number)
+                self.remat.take(number)
 
     def _is_held(self, number: int) -> bool:
         there = self._there[number]
         return there is not None and is_shared_storage(there.untyped_storage()._cdata)
 
 
-# The ops of a followed run as functions, one for each: what they read and make is in a list, by number on the
-# books.
+# Generated code: one function per op, whose arguments and outputs are in a list, by number in the
+# rematerializer.
 Run = Callable[[list[Any], Sequence[Any], Sequence[Any], dict[int, RandomState]], None]
 """(V, p, x, R): runs an op and stores its outputs in V."""
 RunAgain = Callable[[list[Any], Sequence[Any], Sequence[Any]], Any]
@@ -544,7 +543,7 @@ RunAgain = Callable[[list[Any], Sequence[Any], Sequence[Any]], Any]
 
 
 class ReplayCode(CallText):
-    """Generates the functions of one tape and path.
+    """Generator of the functions of one tape and path.
 
     Args:
         tape: The captured region.
@@ -566,14 +565,14 @@ class ReplayCode(CallText):
         """Return the ops of the tape from `first` to before `end` as functions."""
         text = "\n".join(line for op in range(first, end) for line in self._lines(op))
         exec(
-            compile(text, "<followed run>", "exec"), self.namespace
-        )  # the text holds nothing that came from a file
+            compile(text, "<replayed run>", "exec"), self.namespace
+        )  # the text is made from op names and numbers alone
         return [self.namespace[f"run{op}"] for op in range(first, end)]
 
     def views(
         self, slots: Sequence[Slot], numbers: dict[int, int]
     ) -> Callable[[list[Any], Sequence[Any], Sequence[Any]], Any]:
-        """Return (V, p, x) → tensors that are these slots' views, detached."""
+        """Return a function (V, p, x) → tensors with these slots' views, detached."""
         self._numbers = numbers
         found: Callable[..., Any] = self._evaluated(
             f"[{', '.join(f'{self._view(slot)}.detach()' for slot in slots)}]"
@@ -581,14 +580,14 @@ class ReplayCode(CallText):
         return found
 
     def again(self, op: int) -> RunAgain:
-        """Return the function that runs an op of the tape again; it is made on first use."""
+        """Return the function that runs an op of the tape again; it is compiled at first use."""
         if op not in self._known:
             self._numbers = self._path.ops[op].numbers
             self._known[op] = self._evaluated(self._call(self._tape.calls[op], again=True))
         return self._known[op]
 
     def _evaluated(self, text: str) -> Any:
-        return eval(compile(f"lambda V, p, x: {text}", "<followed run>", "eval"), self.namespace)
+        return eval(compile(f"lambda V, p, x: {text}", "<replayed run>", "eval"), self.namespace)
 
     def _lines(self, op: int) -> list[str]:
         path, call, graph = self._path.ops[op], self._tape.calls[op], self._tape.graph

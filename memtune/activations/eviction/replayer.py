@@ -1,17 +1,13 @@
-"""Repeats logged runs of the evicting region op by op without a dispatch mode.
+"""Replayer of logged runs of the evicting region, op by op and without a dispatch mode.
 
-Rule 1. The first run of a new kind uses the mode and is logged (`activations.eviction.decision_log`). From
-the second one on its ops (`activations.capture.tape`) run one after the other. The logged calls are replayed
-on the rematerializer; they do not depend on the ops' outputs, so several ops may be decided in one go. The
-decisions are applied between ops: evictions and replays. So decisions and accounted bytes equal those under
-the mode.
-Rule 2. Before each run the guards are checked (`activations.capture.guards`). A call that differs takes
-another logged path, or the mode with a log.
-Rule 3. Only the run's value list references each value, so that an eviction frees it. If the caller holds an
-output for longer than in the logged run, it is held in the rematerializer as long.
-Rule 4. A forward that begins while another waits for its backward uses the mode, as does its kind from then
-on. The waiting run is preempted (`activations.eviction.preemption`), or evicted down to half of the budget if
-it cannot be; the new forward has the bytes that it does not hold.
+The first run of a kind uses the mode and is logged (`activations.eviction.decision_log`). From the second run
+on, the ops of its tape (`activations.capture.tape`) run one after the other, and the logged calls are
+replayed on the rematerializer. These do not depend on the ops' outputs, so several ops can be decided at
+once. Evictions and replays are applied between ops, so decisions and accounted bytes equal those under the
+mode.
+
+Before each run the guards are checked (`activations.capture.guards`). A call that differs takes another
+logged path, or the mode with a log.
 """
 
 from __future__ import annotations
@@ -36,23 +32,23 @@ from memtune.activations.eviction.preemption import (
 )
 from memtune.activations.eviction.replay_path import path_of
 from memtune.activations.eviction.replay_run import ReplayRun, Route
-from memtune.activations.schedules import FrozenRegion, FrozenRun, held_bytes
+from memtune.activations.schedules import ScheduledRegion, ScheduledRun, held_bytes
 from memtune.program import Schedule
 from memtune.runtime import RandomState
 
 _MOST_KINDS = 64
 _MOST_PATHS = 4
-"""Of one kind of call; kinds with ever new paths use the mode."""
-_NOT_ALONE = "a forward begins before the backward of the one before it"
+"""Maximal number of paths of one kind of call; a kind with ever new paths uses the mode."""
+_NOT_ALONE = "a forward begins before the backward of the previous one"
 
 
 class Opened(NamedTuple):
     """A rematerializer for one forward and its backward."""
 
     opened: Callable[[], _native.Rematerializer]
-    """Makes one, the same each time."""
+    """Function that makes a rematerializer, the same each time."""
     budget_bytes: int
-    """For the values alone."""
+    """Budget of the values alone."""
     background_bytes: int
 
 
@@ -64,10 +60,10 @@ class Replayer(WaitingForwards):
         forward: The module's own forward.
         device: Device of the module.
         parts: Number of parts of an op that runs in parts.
-        online: Runs it under the mode: with the kind, positional and keyword arguments.
-        opened: Makes rematerializers for these arguments.
-        through: Called at the end of each run: kind, log, run.
-        locks: A lock held while a forward runs; and the module's capture lock.
+        online: Function that runs it under the mode, given kind, positional and keyword arguments.
+        opened: Function that makes rematerializers for these arguments.
+        through: Function called at the end of each run with kind, log and run.
+        locks: A lock held while a forward runs, and the module's capture lock.
     """
 
     def __init__(
@@ -83,12 +79,10 @@ class Replayer(WaitingForwards):
     ) -> None:
         self.module, self.original, self.device, self.parts = module, forward, device, parts
         self.opened, self.through, self._online = opened, through, online
-        self.turn, self.lock = locks
+        self.forward_lock, self.lock = locks
         self._regions: dict[Any, list[_ReplayedRegion]] = {}
         self._retired = weakref.WeakSet[_ReplayedRegion]()
-        """Regions of kinds that now use the mode: a forward along one of them may still wait for its
-        backward.
-        """
+        """Regions of kinds that now use the mode; a forward of theirs may still wait for its backward."""
         self.why_not: dict[Any, str] = {}
         """Reason why a kind of call permanently uses the mode."""
 
@@ -98,6 +92,7 @@ class Replayer(WaitingForwards):
         if not regions:
             return self._online(key, args, kwargs)
         if self.waiting_bytes():
+            # The mode preempts the waiting forward, or evicts it down to half of the budget.
             self.never(key, _NOT_ALONE)
             return self._online(key, args, kwargs)
         return regions[0].forward(*args, **kwargs)
@@ -109,18 +104,13 @@ class Replayer(WaitingForwards):
             return False
         return len(self._regions) < _MOST_KINDS if known is None else len(known) < _MOST_PATHS
 
-    def note(self, key: Any, noted: LoggedRun | None) -> None:
-        """Add the log of a run of this kind under the mode; None: other forwards ran in between."""
-        if noted is None or noted.notes.why_not:
-            self.never(
-                key,
-                "a forward begins before the backward of the one before it"
-                if noted is None
-                else noted.notes.why_not,
-            )
+    def note(self, key: Any, logged: LoggedRun | None) -> None:
+        """Add the log of a run of this kind under the mode; None if other forwards ran in between."""
+        if logged is None or logged.log.why_not:
+            self.never(key, _NOT_ALONE if logged is None else logged.log.why_not)
             return
         regions = self._regions.setdefault(key, [])
-        regions.append(_ReplayedRegion(self, key, noted, partial(self._instead, key, len(regions))))
+        regions.append(_ReplayedRegion(self, key, logged, partial(self._instead, key, len(regions))))
 
     def _all(self) -> Iterator[_ReplayedRegion]:
         yield from self._retired
@@ -142,14 +132,14 @@ class Replayer(WaitingForwards):
         self._retired.update(self._regions.pop(key, ()))
 
 
-class _ReplayedRegion(FrozenRegion):
+class _ReplayedRegion(ScheduledRegion):
     """A region along one path."""
 
-    _most_alike = 1  # what differs takes another path
+    _most_alike = 1  # a call that differs takes another path instead of another capture
 
-    def __init__(self, followers: Replayer, key: Any, noted: LoggedRun, instead: Callable[..., Any]) -> None:
-        super().__init__(followers.module, Schedule("", (), ()), followers.device, instead, followers.lock)
-        self._original, self._followers, self._key, self._noted = followers.original, followers, key, noted
+    def __init__(self, replayer: Replayer, key: Any, logged: LoggedRun, instead: Callable[..., Any]) -> None:
+        super().__init__(replayer.module, Schedule("", (), ()), replayer.device, instead, replayer.lock)
+        self._original, self._replayer, self._key, self._logged = replayer.original, replayer, key, logged
 
     @property
     def is_captured(self) -> bool:
@@ -161,63 +151,65 @@ class _ReplayedRegion(FrozenRegion):
         called = [each for run in self._runs() if isinstance(run, PreemptibleRun) for each in run.called()]
         return sum(each.used_bytes() for each in self._waiting()) + held_bytes(called)
 
-    def give_way(self) -> None:
-        """See `WaitingForwards.give_way`."""
+    def preempt(self) -> None:
+        """Preempt its waiting forwards; evict from those that cannot be preempted."""
         for run in self._runs():
             if isinstance(run, PreemptibleRun):
-                run.give_way()
+                run.preempt()
         for each in self._waiting():
-            each.give_way()
+            each.preempt()
 
-    def _run(self, captured: Any, args: Any, kwargs: Any) -> FrozenRun:
+    def _run(self, captured: Any, args: Any, kwargs: Any) -> ScheduledRun:
         run = OutputsRun(self, captured)
-        run.called_with(args, kwargs, self._followers.again)
-        run.tells(partial(self._followers.never, self._key))
+        run.called_with(args, kwargs, self._replayer.again)
+        run.notify_with(partial(self._replayer.never, self._key))
         return run
 
     def _waiting(self) -> list[ReplayRun]:
         return [run.saved[0][0] for run in self._runs() if run.saved]
 
     def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
-        return (self._noted.gradients,)
+        return (self._logged.gradients,)
 
     def _differs(self, tape: Tape) -> str:
-        path = path_of(tape, self._noted)
+        path = path_of(tape, self._logged)
         if isinstance(path, str):
             return path
         return why_outputs_differ(tape)
 
     def _coded(self, tape: Tape) -> Any:
-        path = path_of(tape, self._noted)
-        if isinstance(path, str):  # with gradients of other strides: those are made alike
+        path = path_of(tape, self._logged)
+        if isinstance(path, str):  # other gradient strides: convert the gradients to those of the first code
             return next(iter(self._captured.values()))[0].first  # type: ignore[union-attr]
         random_state = partial(RandomState.capture, self.module)
         return _ReplayedCode(
-            self, Route(tape, path, self._noted, self._followers.parts, random_state, self._device)
+            self, Route(tape, path, self._logged, self._replayer.parts, random_state, self._device)
         )
 
     def begin(self, route: Route, state: Sequence[Tensor], inputs: Sequence[Any]) -> ReplayRun:
         """Return a run with its own rematerializer, whose background includes other waiting forwards."""
-        with self._followers.turn:
-            opened = self._followers.opened(inputs)
+        with self._replayer.forward_lock:
+            opened = self._replayer.opened(inputs)
         return ReplayRun(route, *opened, state, inputs)
 
     def taken(self, saved: list[Any]) -> ReplayRun:
-        """Return the run whose backward begins: a forward in another thread cannot preempt it any more."""
-        with self._followers.turn:
+        """Return the run whose backward begins, so that a forward in another thread cannot preempt it any
+        more.
+        """
+        with self._replayer.forward_lock:
             run: ReplayRun = saved.pop()[0]
         return run
 
     def through(self, run: ReplayRun) -> None:
         """Report that the backward of `run` has ended."""
-        self._followers.through(self._key, self._noted, run)
+        self._replayer.through(self._key, self._logged, run)
 
 
 class _ReplayedCode:
-    """Forward and backward of one tape, as `FrozenRegion` calls them."""
+    """Forward and backward of one tape, in the form that `ScheduledRegion` calls."""
 
     def __init__(self, region: _ReplayedRegion, route: Route) -> None:
-        self.tape, self.lands, self._region, self._route = route.tape, route.lands, region, route
+        self.tape, self.ready_order, self._region, self._route = route.tape, route.ready_order, region, route
 
     def forward(
         self, state: Sequence[Tensor], inputs: Sequence[Any]
@@ -227,10 +219,10 @@ class _ReplayedCode:
         return run.forward(), (run, *(inputs[number] for number in self._route.inputs_of_backward))
 
     def backward(
-        self, _: Sequence[Tensor], saved: list[Any], gradients: list[Any], landed: list[Tensor]
+        self, _: Sequence[Tensor], saved: list[Any], gradients: list[Any], ready: list[Tensor]
     ) -> Generator[int, None, list[Tensor]]:
         """Run backward; see `codegen.Code.backward`."""
         run = self._region.taken(saved)
-        found = yield from run.backward(self._route, gradients, landed)
+        found = yield from run.backward(self._route, gradients, ready)
         self._region.through(run)
         return found

@@ -1,17 +1,14 @@
-"""Turns decisions of the evicting region into a schedule after a few equal runs in a row.
+"""Cache of schedules made from the evicting region's decisions after a few equal runs in a row; they need no
+dispatch mode.
 
-A schedule needs no dispatch mode.
+Runs are equal if the same ops are called in the same order with the same shapes and other arguments. Each
+case (arguments of the module, existing gradients and optimizer state) is counted separately. A schedule has
+the latest decisions: the order of first runs and replays. It frees every value after its last reader, so it
+never holds more than the policy did.
 
-Rule 1. Runs are equal if the same ops are called in the same order with the same shapes and other arguments.
-Each case (arguments of the module, existing gradients and optimizer state) is counted on its own.
-Rule 2. The latest decisions are frozen: the order of first runs and replays. The schedule frees every value
-after its last reader, so it never holds more than the policy did.
-Rule 3. A schedule that is invalid for the captured ops (`schedule.wrong_with`) is not used. Before each run
-the guards are checked (`activations.capture.guards`); a difference ends the schedule, with one message.
-Rule 4. A forward that begins while another waits for its backward was never decided: it ends the schedule and
-preempts the waiting one (`activations.eviction.preemption`).
-Rule 5. A schedule is for gradients of the outputs that had one when it was decided; a gradient of another
-output ends it (`activations.eviction.preemption`).
+Before each run the guards are checked (`activations.capture.guards`). A difference ends the schedule with one
+warning, as does a gradient of an output that had none when it was decided, or a forward that begins while
+another waits for its backward, which is preempted (`activations.eviction.preemption`).
 """
 
 from __future__ import annotations
@@ -36,16 +33,16 @@ from memtune.activations.eviction.preemption import (
     WaitingForwards,
     why_outputs_differ,
 )
-from memtune.activations.schedules import FrozenRegion
-from memtune.program import Action, Do, Schedule, scheduled, wrong_with
+from memtune.activations.schedules import ScheduledRegion
+from memtune.program import Action, Schedule, ScheduleStep, build_schedule, find_schedule_error
 
 _MOST_CASES = 64
-"""Most cases that are remembered; further ones stay online."""
+"""Maximal number of remembered cases; further ones remain online."""
 
 
 @dataclass(frozen=True, eq=False)
 class Decided:
-    """The decisions of one forward and backward."""
+    """Decisions of one forward and backward."""
 
     ran: list[OpMetadata]
     """Every op, in the order of first runs."""
@@ -70,16 +67,16 @@ class Case:
     """Number of equal runs in a row."""
     frozen: _CachedRegion | None = None
     ended: bool = False
-    """It stays online from now on."""
+    """It remains online from now on."""
 
 
 class ScheduleCache(WaitingForwards):
-    """Counts equal runs, and freezes their decisions.
+    """Counter of equal runs that turns their decisions into schedules.
 
     Args:
         module: The module that runs.
         forward: The module's own forward.
-        online: Runs it under the policy: with the case, positional and keyword arguments.
+        online: Function that runs it under the policy, given case, positional and keyword arguments.
         freeze_after: Number of equal runs until a schedule is used; 0: never.
         device: Device of the module.
         lock: The module's capture lock.
@@ -98,22 +95,22 @@ class ScheduleCache(WaitingForwards):
         self._freeze_after, self._device, self._lock = freeze_after, device, lock
         self.cases: dict[Any, Case] = {}
         self._retired = weakref.WeakSet[_CachedRegion]()
-        """Regions of ended cases: a forward under one of them may still wait for its backward."""
+        """Regions of ended cases; a forward of theirs may still wait for its backward."""
         self._warned, self._ended_steps = False, 0
         self.why_online = ""
         """Reason why the last run was decided online although a schedule was due."""
 
-    def ready(self, key: Any, *, alone: bool) -> FrozenRegion | None:
-        """Return the region with the schedule of this case, None without one.
+    def ready(self, key: Any, *, alone: bool) -> ScheduledRegion | None:
+        """Return the region with the schedule of this case, or None.
 
-        Also None while a forward waits for its backward: that ends the schedule.
+        A schedule was decided for one forward at a time, so a waiting forward ends it.
         """
         case = self.cases.get(key)
         if case is None or case.frozen is None:
             return None
         if not alone or self.waiting_bytes():
-            self.end(key, "a forward begins before the backward of the one before it")
-            self.give_way()
+            self.end(key, "a forward begins before the backward of the previous one")
+            self.preempt()
             return None
         return case.frozen
 
@@ -122,7 +119,7 @@ class ScheduleCache(WaitingForwards):
 
     @property
     def frozen_steps(self) -> int:
-        """Return the number of runs of schedules so far."""
+        """Number of runs of schedules so far."""
         return self._ended_steps + sum(
             case.frozen.runs.frozen for case in self.cases.values() if case.frozen is not None
         )
@@ -156,7 +153,7 @@ class ScheduleCache(WaitingForwards):
         if ran and not self._warned:
             self._warned = True
             warnings.warn(
-                f"memtune decides again while the model runs what to recompute, which is slower: {why}",
+                f"memtune decides evictions while the model runs again, which is slower: {why}",
                 stacklevel=4,
             )
 
@@ -168,37 +165,37 @@ class ScheduleCache(WaitingForwards):
 
     @property
     def region(self) -> tuple[nn.Module, Callable[..., Any], torch.device, CaptureLock]:
-        """Return the module, its own forward, its device, and its capture lock."""
+        """The module, its own forward, its device, and its capture lock."""
         return self._module, self._forward, self._device, self._lock
 
 
-class _CachedRegion(FrozenRegion):
-    """A region under a schedule, which is made from decisions when the ops are captured."""
+class _CachedRegion(ScheduledRegion):
+    """Region under a schedule, which is made from decisions when the ops are captured."""
 
-    _most_alike = 1  # what differs ends the schedule
+    _most_alike = 1  # a difference ends the schedule instead of capturing again
 
-    def __init__(self, warm_up: ScheduleCache, key: Any, decided: Decided) -> None:
-        module, forward, device, lock = warm_up.region
+    def __init__(self, schedule_cache: ScheduleCache, key: Any, decided: Decided) -> None:
+        module, forward, device, lock = schedule_cache.region
         super().__init__(module, Schedule("", (), ()), device, self._back, lock)
-        self._original, self._warm_up, self._key, self._decided = forward, warm_up, key, decided
+        self._original, self._cache, self._key, self._decided = forward, schedule_cache, key, decided
 
     def _back(self, *args: Any, **kwargs: Any) -> Any:
-        return self._warm_up.instead(self._key, self.runs.why_plain, self.tries_again, args, kwargs)
+        return self._cache.instead(self._key, self.runs.why_plain, self.tries_again, args, kwargs)
 
     def _run(self, captured: Any, args: Any, kwargs: Any) -> PreemptibleRun:
         run = OutputsRun(self, captured)
-        run.called_with(args, kwargs, self._warm_up.again)
-        run.tells(partial(self._warm_up.end, self._key))
+        run.called_with(args, kwargs, self._cache.again)
+        run.notify_with(partial(self._cache.end, self._key))
         return run
 
     def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
         return (self._decided.gradients,)
 
-    def give_way(self) -> None:
-        """See `WaitingForwards.give_way`."""
+    def preempt(self) -> None:
+        """Preempt its waiting forwards."""
         for each in self._runs():
             if isinstance(each, PreemptibleRun):
-                each.give_way()
+                each.preempt()
 
     def _differs(self, tape: Tape) -> str:
         found = why_outputs_differ(tape) or schedule_of(tape, self._decided)
@@ -209,34 +206,33 @@ class _CachedRegion(FrozenRegion):
 
 
 def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
-    """Return the schedule that repeats the decisions, or why there is none.
+    """Return the schedule that repeats the decisions, or the reason why there is none.
 
-    Ops that are not on the tape are skipped: autograd's handling of gradients.
+    Ops that are not on the tape (autograd's handling of gradients) are skipped.
     """
     found = places_of(tape, decided.ran, decided.n_forward)
     if isinstance(found, str):
         return found
     op_at = {at: op for op, at in enumerate(found)}  # number among what ran → op of the tape
-    again: defaultdict[int, list[Do]] = defaultdict(list)
+    again: defaultdict[int, list[ScheduleStep]] = defaultdict(list)
     for each in decided.replays:
         if each.which in op_at:
             along = tuple(sorted(op_at[at] for at in each.along))
-            again[each.before].append(Do(Action.COMPUTE, op_at[each.which], along, each.parts))
-    parts: tuple[list[int | Do], list[int | Do]] = ([], [])
+            again[each.before].append(ScheduleStep(Action.COMPUTE, op_at[each.which], along, each.parts))
+    parts: tuple[list[int | ScheduleStep], list[int | ScheduleStep]] = ([], [])
     for at in range(len(decided.ran)):
         part = parts[at >= decided.n_forward]
         part += again[at]
         if at in op_at:
             part.append(op_at[at])
-    schedule = scheduled(tape.graph, *parts, made_by="what was decided online")
-    return wrong_with(tape.graph, schedule) or schedule
+    schedule = build_schedule(tape.graph, *parts, made_by="online decisions")
+    return find_schedule_error(tape.graph, schedule) or schedule
 
 
-# Which of the ops that ran are the ops of a tape.
 def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int] | str:
-    """Return for each op of the tape its number among the ops that ran, or why there is none.
+    """Return for each op of the tape its number among the ops that ran, or the reason why there is none.
 
-    Ops that are not on the tape are skipped: autograd's handling of gradients.
+    Ops that are not on the tape (autograd's handling of gradients) are skipped.
 
     Args:
         tape: The captured region.
@@ -250,16 +246,15 @@ def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int
         while at < end and (ran[at].about.func is not call.func or _alike(ran[at].key) != wanted):
             at += 1
         if at == end or (at < n_forward) != (op < tape.graph.n_forward):
-            return f"{call.func} did not run where it does now"
+            return f"{call.func} ran in another place in the decided run"
         found.append(at)
         at += 1
     return found
 
 
 def _alike(key: Key) -> Key:
-    """Return the part of a key that is equal on fake tensors.
-
-    Dtypes and the sizes of kernels' own saves may differ.
+    """Return the part of a key that is equal on fake tensors; dtypes and the sizes of kernels' own saves may
+    differ.
     """
     return tuple(
         each[0] if isinstance(each, tuple) and each and isinstance(each[-1], torch.dtype) else each

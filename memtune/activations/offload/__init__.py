@@ -1,4 +1,4 @@
-"""Offloads saved tensors to host memory or SSD and prefetches them in backward."""
+"""Offload of saved tensors to host memory or SSD, and their prefetch in backward."""
 
 from __future__ import annotations
 

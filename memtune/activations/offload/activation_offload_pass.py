@@ -1,15 +1,15 @@
-"""The pass of offload claims: copies saved tensors to the host in forward, and back in backward.
+"""Pass of offload claims: copies saved tensors to the host in forward, and reloads them in backward.
 
 It runs after `activations.recompute.recompute_pass` and mirrors Rules 2, 6 and 10 of
-`activations.recompute.activation_table`: the same tensors are selected by the same running sums
+`activations.recompute.activation_table`: the same running sums select the tensors
 (`activations.offload.selection_plan`), each copy holds its source until the next copy starts or the next
 block ends, and each tensor is reloaded once. A tensor that is spilled to SSD is written when its copy to the
-host is complete, and read when it is fetched, or when a tensor that was offloaded after it is
+host is complete, and read when it, or a tensor offloaded after it, is fetched
 (`activations.offload.ssd_spill`).
 
 On pipeline stages (`Stages`) only the outputs of a stage's own blocks are offloaded: the schedule holds the
 stage's inputs anyway, or each stage computes them. With `in_slots` copies follow
-`activations.offload.pipeline_slots`: all reloads of a stage are put before its backward, and
+`activations.offload.pipeline_slots`: all reloads of a stage are inserted before its backward.
 `activations.offload.pipeline_slots_pass`, which knows the other micro-batches, sets how long sources are held
 and when SSD writes are complete.
 """
@@ -40,17 +40,17 @@ from memtune.program import (
     Tier,
     join_calls,
     read_by_second_order,
-    reads,
     saved_in_backward,
     split_calls,
+    ssd_spill_reads,
 )
 
 
 def move_activations(
     step: Step,
     claims: list[OffloadClaim],
-    ssd_ahead: int | None = None,
-    ahead: int = 0,
+    ssd_prefetch: int | None = None,
+    prefetch: int = 0,
     stages: Stages | None = None,
     *,
     window: int = 0,
@@ -60,30 +60,28 @@ def move_activations(
     Args:
         step: Any step.
         claims: At most one per block.
-        ssd_ahead: Spill all claims without `keep_on_host` to SSD, and read so many tensors before backward
+        ssd_prefetch: Spill all claims without `keep_on_host` to SSD, and read so many tensors before backward
             reads them; None: no tensor is spilled.
-        ahead: Number of tensors to prefetch from the host, by the rule of `activations.offload.prefetch`.
-        stages: Of a pipeline, whose blocks run once each.
-        window: As `prefetch`, with as many copies to the host in flight at once; excludes the other three.
+        prefetch: Number of tensors to prefetch from the host, by the rule of `activations.offload.prefetch`.
+        stages: Stages of a pipeline, whose blocks run once each.
+        window: Number of tensors to prefetch, and of copies to the host in flight; excludes the other three.
     """
     claim_of = {claim.block: claim for claim in claims}
-    look = Lookahead(window, window) if window else Lookahead(ahead)
+    look = Lookahead(window, window) if window else Lookahead(prefetch)
     each = [
         (call, claim_of[block]) for call, block in enumerate(step.calls.block.tolist()) if block in claim_of
     ]
     calls = split_calls(step)
     own = [replace(claim, block=call) for call, claim in each]
-    new = _move_calls(calls, own, copy_end_ops(step, stages), ssd_ahead, look, stages)
+    new = _move_calls(calls, own, copy_end_ops(step, stages), ssd_prefetch, look, stages)
     return step if new is calls else join_calls(new, step)
 
 
 def copy_end_ops(step: Step, stages: Stages | None = None) -> I32:
     """Return (calls,) the op after which copies started in each call are complete (Rule 6).
 
-    n_ops if only backward's first read completes them.
-
     That is the end of the next call that autograd records, or of the call itself if its block is the last of
-    all or of a stage.
+    all or of a stage; n_ops if only backward's first read completes them.
     """
     end = forward_end(split_calls(step))
     seen = np.sort(end[(step.calls.grad_enabled == 1) & (end >= 0)])
@@ -96,8 +94,8 @@ def copy_end_ops(step: Step, stages: Stages | None = None) -> I32:
 def _move_calls(
     step: Step,
     claims: list[OffloadClaim],
-    lands_after: I32,
-    ssd_ahead: int | None,
+    ends_after: I32,
+    ssd_prefetch: int | None,
     look: Lookahead,
     stages: Stages | None,
 ) -> Step:
@@ -119,26 +117,26 @@ def _move_calls(
         else _first_asked(step, moved_save, len(storage))
     )
     last = np.full(min(look.out, len(storage)), step.ops.n, np.int32)
-    by_next = np.append(out.before[look.out :], last) <= lands_after[block]
-    landing = _CopyEnds(lands_after[block], by_next, int(first.min(initial=step.ops.n)), look.out)
-    stay = [claim.block for claim in claims if claim.stays_on_host]
-    on = ~np.isin(block, stay) if ssd_ahead is not None else np.zeros(len(storage), bool)
-    leave, rest, write = _insert_offloads(edit, step, out, landing, on)
-    edit.add_uses(leave, storage)
-    host = edit.add_storages(out.n_bytes, producer=leave, tier=Tier.HOST)
+    by_next = np.append(out.before[look.out :], last) <= ends_after[block]
+    copy_ends = _CopyEnds(ends_after[block], by_next, int(first.min(initial=step.ops.n)), look.out)
+    stay = [claim.block for claim in claims if claim.keep_on_host]
+    on = ~np.isin(block, stay) if ssd_prefetch is not None else np.zeros(len(storage), bool)
+    d2h, rest, write = _insert_offloads(edit, step, out, copy_ends, on)
+    edit.add_uses(d2h, storage)
+    host = edit.add_storages(out.n_bytes, producer=d2h, tier=Tier.HOST)
     kept = _keep_cut_bytes(edit, step, out, rest)
-    _hold_sources(edit, step, out, np.maximum(leave, rest), write, moved, landing)
+    _hold_sources(edit, step, out, np.maximum(d2h, rest), write, moved, copy_ends)
     if not in_slots:
-        _free_sources(edit, storage, leave, write, landing)
+        _free_sources(edit, storage, d2h, write, copy_ends)
 
     if in_slots:
         ops = at = insert_stage_reloads(edit, out, first, asked)
-        read = leave[:0]
-    elif ssd_ahead is None and look.back:
+        read = d2h[:0]
+    elif ssd_prefetch is None and look.back:
         ops, at = insert_prefetches(edit, step, out, host, first, asked, look)
-        read = leave[:0]
+        read = d2h[:0]
     else:
-        ops, read = insert_reloads(edit, step, out, first, asked, on, ssd_ahead or 0, moved.stage[block])
+        ops, read = insert_reloads(edit, step, out, first, asked, on, ssd_prefetch or 0, moved.stage[block])
         at = ops
     if on.any():
         there, place = on[asked], np.cumsum(on) - 1
@@ -153,7 +151,7 @@ def _move_calls(
     back = np.full(len(storage), -1, np.int32)
     back[asked] = edit.add_storages(step.storages.bytes[storage[asked]], producer=ops)
     edit.set_uses(storage=np.where(readers >= 0, back[readers], edit.uses.storage).astype(np.int32))
-    # Some saves are let go without ever being asked for.
+    # Autograd may drop a save without ever unpacking it.
     edit.drop_saves((moved_save >= 0) & (step.saves.held_until < first[moved_save]))
     returned = (moved_save >= 0) & (back[moved_save] >= 0)
     edit.set_saves(storage=np.where(returned, back[moved_save], edit.saves.storage).astype(np.int32))
@@ -162,10 +160,10 @@ def _move_calls(
 
 @dataclass(frozen=True)
 class _CopyEnds:
-    """When copies to the host complete (Rule 6)."""
+    """Completion of copies to the host (Rule 6)."""
 
-    after: I32  # (moved,)
-    by_next: npt.NDArray[np.bool_]  # (moved,)
+    after: I32  # (moved,) op after which each is complete unless a later copy completes it
+    by_next: npt.NDArray[np.bool_]  # (moved,) a later copy completes it
     first_asked: int
     at_once: int = 1
 
@@ -192,9 +190,8 @@ class _Offloaded:
         A storage that another stage offloads is resident for this one.
         """
         index = self.index(step)[storages]
-        same = (self.stage[blocks] == self.stage[self.block[index]]) & (
-            blocks >= self.block[index]
-        )  # one before has kept it
+        # A block before the one that offloads the storage has saved it while it was resident.
+        same = (self.stage[blocks] == self.stage[self.block[index]]) & (blocks >= self.block[index])
         return np.where(same & self.claimed[blocks], index, -1).astype(np.int32)
 
     def index(self, step: Step) -> I32:
@@ -205,9 +202,8 @@ class _Offloaded:
 
 
 def _keep_cut_bytes(edit: Edit, step: Step, out: OffloadSelection, rest: I32) -> I32:
-    """Return the device copies of the kept bytes of cut storages, made by the ops `rest`.
-
-    -1 for all other storages.
+    """Return the device copies of the kept bytes of cut storages, made by the ops `rest`; -1 for all other
+    storages.
     """
     kept = np.full(len(out.storage), -1, np.int32)
     cut = np.flatnonzero(out.is_cut)
@@ -222,71 +218,71 @@ def _hold_sources(
     edit: Edit,
     step: Step,
     out: OffloadSelection,
-    leave: I32,
+    d2h: I32,
     write: I32,
     moved: _Offloaded,
-    landing: _CopyEnds,
+    copy_ends: _CopyEnds,
 ) -> None:
     """Hold the arguments and outputs of an op that saves its own outputs until it has packed the last one."""
     output = out.is_output
     if output.any():
         at = out.before[output] - 1
         last_packed = np.full(step.ops.n, -1, np.int32)
-        last_packed[at] = leave[output]  # ascending, so the last one stays
+        last_packed[at] = d2h[output]  # ascending, so the last assignment wins
         free_after = _end_without(step, moved)
         waits = np.flatnonzero(
             (free_after < step.ops.n) & (last_packed[np.minimum(free_after, step.ops.n - 1)] >= 0)
         )
         edit.hold_through(waits.astype(np.int32), last_packed[free_after[waits]])
-    _hold_until_copied(edit, step, out, leave, write, landing)
+    _hold_until_copied(edit, step, out, d2h, write, copy_ends)
 
 
-def _free_sources(edit: Edit, storage: I32, leave: I32, write: I32, landing: _CopyEnds) -> None:
-    """Free each source just before the copy that completes its own (Rule 6).
+def _free_sources(edit: Edit, storage: I32, d2h: I32, write: I32, copy_ends: _CopyEnds) -> None:
+    """Free each source just before the copy that completes its own (Rule 6): the next one, or the
+    `at_once`-th next.
 
-    That is the next copy, or the `at_once`-th next; else the source is held through the op after which its
-    copy is complete.
+    A source without such a copy is held through the op after which its copy is complete.
     """
-    by_next, n = landing.by_next, landing.at_once
-    landed_by = np.where(write[:-n] >= 0, write[:-n], leave[n:])
-    edit.let_go_before(storage[:-n][by_next[:-n]], landed_by[by_next[:-n]])
-    late = ~by_next
-    edit.hold_through(storage[late], landing.after[late])
+    by_next, n = copy_ends.by_next, copy_ends.at_once
+    completed_by = np.where(write[:-n] >= 0, write[:-n], d2h[n:])
+    edit.release_before(storage[:-n][by_next[:-n]], completed_by[by_next[:-n]])
+    by_call = ~by_next
+    edit.hold_through(storage[by_call], copy_ends.after[by_call])
 
 
 def _end_without(step: Step, moved: _Offloaded) -> I32:
-    """(m,) `step.freed_after` as it would be if autograd did not hold what moves."""
+    """Return (m,) `step.freed_after` as it would be if autograd did not hold the offloaded storages."""
     readers, moved_save = _readers_and_saves(step, moved)
-    stays = moved_save < 0
+    resident = moved_save < 0
     end = np.maximum(step.storages.held_until, step.storages.producer)
     np.maximum.at(end, step.uses.storage, np.where(readers < 0, step.uses.op, -1))
-    np.maximum.at(end, step.saves.storage[stays], step.saves.held_until[stays])
+    np.maximum.at(end, step.saves.storage[resident], step.saves.held_until[resident])
     return end
 
 
 def _hold_until_copied(
-    edit: Edit, step: Step, out: OffloadSelection, leave: I32, write: I32, landing: _CopyEnds
+    edit: Edit, step: Step, out: OffloadSelection, d2h: I32, write: I32, copy_ends: _CopyEnds
 ) -> None:
     """Hold arguments of a block's callers through the last copy or write at its end."""
     block, end = out.block, forward_end(step)
     at_end = out.before == end[block] + 1
-    last_leave = np.full(step.ops.n, -1, np.int32)
-    np.maximum.at(last_leave, end[block[at_end]], leave[at_end])
-    at_return = ~landing.by_next & (landing.after < step.ops.n) & (write >= 0)
-    np.maximum.at(last_leave, landing.after[at_return], write[at_return])
+    last_d2h = np.full(step.ops.n, -1, np.int32)
+    np.maximum.at(last_d2h, end[block[at_end]], d2h[at_end])
+    at_return = ~copy_ends.by_next & (copy_ends.after < step.ops.n) & (write >= 0)
+    np.maximum.at(last_d2h, copy_ends.after[at_return], write[at_return])
     returns = np.full(step.ops.n, -1, np.int32)
     returns[end[end >= 0]] = np.flatnonzero(end >= 0)
     until = np.clip(step.storages.held_until, 0, step.ops.n - 1)
-    held = (step.storages.held_until == until) & (last_leave[until] >= 0) & (_made_in(step) != returns[until])
-    edit.hold_through(np.flatnonzero(held).astype(np.int32), last_leave[until[held]])
+    held = (step.storages.held_until == until) & (last_d2h[until] >= 0) & (_made_in(step) != returns[until])
+    edit.hold_through(np.flatnonzero(held).astype(np.int32), last_d2h[until[held]])
 
 
 def _readers_and_saves(step: Step, moved: _Offloaded) -> tuple[I32, I32]:
     """Return (u,) and (v,): the offloaded storage that each use or save finds reloaded, -1 for all others.
 
     Those are reads in backward or recomputation of a claimed block, and saves in the block itself and in
-    later claimed ones. Where backward is differentiated again: also what it saves of its reads, and the
-    readers of that.
+    later claimed ones. If backward is differentiated again, also what it saves of its reads, and the readers
+    of that.
     """
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     readers = np.where(later, moved.seen_by(step, step.uses.storage, step.ops.block[step.uses.op]), -1)
@@ -300,9 +296,8 @@ def _readers_and_saves(step: Step, moved: _Offloaded) -> tuple[I32, I32]:
 
 
 def _before_backward(step: Step, moved: _Offloaded, moved_save: I32) -> tuple[I32, I32]:
-    """Return as `_first_asked` for pipeline slots: the first op of each one's stage in backward.
-
-    Storages offloaded last come first.
+    """Return the result of `_first_asked` for pipeline slots: the first op of each stage's backward, last
+    offloaded first.
     """
     backward = np.flatnonzero(
         (step.ops.phase == Phase.RECOMPUTE) | (step.ops.phase == Phase.BACKWARD)
@@ -311,7 +306,7 @@ def _before_backward(step: Step, moved: _Offloaded, moved_save: I32) -> tuple[I3
     begins = np.full(int(moved.stage.max(initial=0)) + 1, step.ops.n, np.int32)
     np.minimum.at(begins, stage[stage >= 0], backward[stage >= 0])
     if len(backward):
-        begins[-1] = backward[0]  # the loss and what follows the blocks are the last stage's
+        begins[-1] = backward[0]  # the loss and the modules after the blocks belong to the last stage
     first = begins[moved.stage[moved.block]]
     saved_until = np.full(len(moved.storage), -1, np.int32)
     rows = moved_save >= 0
@@ -321,9 +316,8 @@ def _before_backward(step: Step, moved: _Offloaded, moved_save: I32) -> tuple[I3
 
 
 def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:
-    """Return (moved,) the op that first reads each storage, and the storages in order of access.
-
-    The op is n_ops if none reads it.
+    """Return (moved,) the op that first reads each storage, n_ops if none does, and the storages in order of
+    access.
     """
     rows = np.flatnonzero((moved_save >= 0) & (step.saves.unpacked_before >= 0))
     rows = rows[np.lexsort((rows, step.saves.unpack_order[rows], step.saves.unpacked_before[rows]))]
@@ -339,11 +333,11 @@ def _made_in(step: Step) -> I32:
 
 
 def _insert_offloads(
-    edit: Edit, step: Step, out: OffloadSelection, landing: _CopyEnds, on: npt.NDArray[np.bool_]
+    edit: Edit, step: Step, out: OffloadSelection, copy_ends: _CopyEnds, on: npt.NDArray[np.bool_]
 ) -> tuple[I32, I32, I32]:
-    """Insert the copies to the host, the copies of what is kept of cut storages, and the SSD writes of `on`.
+    """Insert the copies to the host, the clones of kept bytes of cut storages, and the SSD writes of `on`.
 
-    Returns the rows of the three, -1 for none. An SSD write starts where the copy to the host is complete.
+    Return the rows of the three, -1 for none. An SSD write starts when the copy to the host is complete.
     """
     block, before, none = out.block, out.before, np.full(len(out.storage), -1, np.int32)
     if not (on.any() or out.is_cut.any()):
@@ -362,9 +356,9 @@ def _insert_offloads(
         step.ops.n + 1, -1, np.int32
     )  # the call that returns after each op; the last entry: none
     returns[end[end >= 0]] = np.flatnonzero(end >= 0)
-    late = np.where(landing.after < step.ops.n, landing.after + 1, landing.first_asked)
-    lands_before = np.where(landing.by_next, np.append(before[1:], step.ops.n), late)
-    lands_in = np.where(landing.by_next, np.append(block[1:], -1), returns[landing.after])
+    by_call = np.where(copy_ends.after < step.ops.n, copy_ends.after + 1, copy_ends.first_asked)
+    ends_before = np.where(copy_ends.by_next, np.append(before[1:], step.ops.n), by_call)
+    ends_in = np.where(copy_ends.by_next, np.append(block[1:], -1), returns[copy_ends.after])
     names = [
         edit.name_id(name)
         for name in ("memtune.to_host.default", "aten.clone.default", "memtune.to_ssd.default")
@@ -373,13 +367,13 @@ def _insert_offloads(
     rest_bytes = 2 * (step.storages.bytes[out.storage] - out.n_bytes)  # read and written
     there = np.stack([np.ones(len(on), bool), out.is_cut, on], axis=1)
     place = there.ravel()
-    ops = edit.add_ops(  # a copy, that of the rest, the write, the next copy
+    ops = edit.add_ops(  # order: D2H copy, clone of its kept bytes, SSD write, next D2H copy
         np.tile(np.asarray(names, np.int32), len(on))[place],
-        before=_interleave(before, before, lands_before)[place],
+        before=_interleave(before, before, ends_before)[place],
         phase=Phase.FORWARD,
         resource=np.tile(np.asarray(resources, np.uint8), len(on))[place],
         traffic_bytes=np.stack([out.n_bytes, rest_bytes, out.n_bytes], axis=1).ravel()[place],
-        call=_interleave(block, block, lands_in)[place],
+        call=_interleave(block, block, ends_in)[place],
         prefetch=np.tile(np.asarray([1, 0, 1], np.uint8), len(on))[place],
     )
     rows = np.full(there.shape, -1, np.int32)
@@ -391,7 +385,7 @@ def _interleave(*columns: npt.NDArray[np.integer]) -> I32:
     return np.stack(columns, axis=1).ravel().astype(np.int32)
 
 
-# How moved activations come back in backward: one by one, before a stage's backward, or ahead of their use.
+# Reloads in backward: one by one, before a stage's backward, or prefetched.
 @dataclass(frozen=True)
 class Lookahead:
     """Numbers of tensors to prefetch, and of copies to the host in flight."""
@@ -407,12 +401,11 @@ def insert_reloads(
     first: I32,
     asked: I32,
     on: npt.NDArray[np.bool_],
-    ssd_ahead: int,
+    ssd_prefetch: int,
     stage: I32,
 ) -> tuple[I32, I32]:
-    """Insert the reloads, each just before its first read and after the SSD reads it starts.
-
-    Returns both, in the order of `asked`.
+    """Insert the reloads, each just before its first read and after the SSD reads it starts; return both in
+    order of `asked`.
 
     A reload belongs to the block whose backward reads the tensor first: a tensor saved by several blocks is
     reloaded with the last of them. `stage` is that of each tensor; SSD reads are prefetched within a stage.
@@ -420,12 +413,12 @@ def insert_reloads(
     fetched, is_read = asked, np.zeros(len(asked), bool)
     moving = asked
     if on.any():
-        shelved = asked[on[asked]]
+        spilled = asked[on[asked]]
         pairs: list[tuple[int, int, bool]] = []
         starts: dict[int, list[int]] = {}
-        for each in np.unique(stage[shelved]).tolist():
-            mine = shelved[stage[shelved] == each]
-            for fetch, tensor in reads(np.sort(mine).tolist(), mine.tolist(), ssd_ahead):
+        for each in np.unique(stage[spilled]).tolist():
+            mine = spilled[stage[spilled] == each]
+            for fetch, tensor in ssd_spill_reads(np.sort(mine).tolist(), mine.tolist(), ssd_prefetch):
                 starts.setdefault(fetch, []).append(tensor)
         for each in asked.tolist():
             pairs += [(each, tensor, True) for tensor in starts.get(each, [])] + [(each, each, False)]
@@ -442,7 +435,7 @@ def insert_reloads(
         resource=np.where(is_read, np.uint8(Resource.SSD_READ), np.uint8(Resource.HOST_TO_DEVICE)),
         traffic_bytes=out.n_bytes[moving],
         call=np.where(asking >= 0, asking, out.block[fetched]),
-        stream=np.where(is_read, 0, 1).astype(np.uint8),  # a copy back is complete in stream order
+        stream=np.where(is_read, 0, 1).astype(np.uint8),  # a reload completes in stream order, without a wait
         prefetch=is_read.astype(np.uint8),
     )
     read = np.full(len(on), -1, np.int32)
@@ -451,10 +444,10 @@ def insert_reloads(
 
 
 def _names(edit: Edit, out: OffloadSelection) -> I32:
-    """Return the op of each reload: a cut storage is joined with its kept bytes."""
+    """Return the op of each reload; a cut storage is joined with its kept bytes."""
     whole = np.full(len(out.storage), edit.name_id("memtune.to_device.default"), np.int32)
     return (
-        np.where(out.is_cut, edit.name_id("memtune.to_device_beside.default"), whole)
+        np.where(out.is_cut, edit.name_id("memtune.to_device_with_tail.default"), whole)
         if out.is_cut.any()
         else whole
     )
@@ -476,17 +469,18 @@ def insert_stage_reloads(edit: Edit, out: OffloadSelection, first: I32, asked: I
 def insert_prefetches(
     edit: Edit, step: Step, out: OffloadSelection, host: I32, first: I32, asked: I32, look: Lookahead
 ) -> tuple[I32, I32]:
-    """As `insert_reloads`, by the rule of `activations.offload.prefetch`; also the last copy that each one
-    starts, as asked, -1 for none.
+    """Insert reloads as `insert_reloads` does, with prefetches by the rule of `activations.offload.prefetch`.
 
-    Copies ahead of their use are on a stream of their own, after what has been computed so far. What they
-    come from stays on the `host` until they are asked for, and the copies that this starts have begun.
+    Also return the last copy that each reload starts, in order of `asked`, -1 for none.
+
+    Prefetches run on a separate stream, after the compute issued so far. Their sources remain on the `host`
+    until they are read and the copies that this starts have begun.
     """
-    # Schedules run ops again, not blocks; backward that is differentiated runs in this phase, and is no copy.
-    runs_again = (step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of >= 0) & (not step.by_schedules)
+    # Schedules recompute ops, not blocks. A backward that is differentiated has this phase, but no copy_of.
+    runs_again = (step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of >= 0) & (not step.runs_schedules)
     again, block = np.unique(step.ops.block[runs_again]), out.block
     left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
-    pairs = reads(left.tolist(), asked.tolist(), look.back)
+    pairs = ssd_spill_reads(left.tolist(), asked.tolist(), look.back)
     fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
     asking, early = step.ops.block[first[fetched]], fetched != moving
     ops = edit.add_ops(
@@ -499,17 +493,18 @@ def insert_prefetches(
         stream=np.where(early, 0, 1).astype(np.uint8),
         prefetch=early.astype(np.uint8),
     )
-    turn = np.empty(len(block), np.int32)
-    turn[asked] = np.arange(len(asked), dtype=np.int32)
+    rank = np.empty(len(block), np.int32)
+    rank[asked] = np.arange(len(asked), dtype=np.int32)
     mine = moving[early]
-    before = (
-        np.searchsorted(turn[fetched], turn[mine], side="right") - 1
-    )  # the last copy that has been started then
+    before = np.searchsorted(rank[fetched], rank[mine], side="right") - 1  # the last copy started by then
     same_place = (before >= 0) & (first[fetched[before]] == first[mine])
     edit.hold_through(host[mine], np.where(same_place, ops[before], first[mine] - 1).astype(np.int32))
-    came, at = (np.full(len(block), -1, np.int32) for _ in range(2))
-    came[moving], at[fetched] = ops, ops  # of several copies at one place the last
-    return came[asked], at[asked]
+    reloads, at = (np.full(len(block), -1, np.int32) for _ in range(2))
+    reloads[moving], at[fetched] = (
+        ops,
+        ops,
+    )  # the last of several copies at one place wins
+    return reloads[asked], at[asked]
 
 
 def insert_ssd_spill(
@@ -521,30 +516,32 @@ def insert_ssd_spill(
     `activations.offload.pipeline_slots_pass`, which knows the other micro-batches, sets when a write
     completes.
     """
-    shelved = edit.add_storages(n_bytes, producer=write, tier=Tier.SSD)
+    spilled = edit.add_storages(n_bytes, producer=write, tier=Tier.SSD)
     edit.add_uses(write, host)
     if not on_stages:
-        edit.let_go_before(host[:-WRITES_IN_FLIGHT], write[WRITES_IN_FLIGHT:])
+        edit.release_before(host[:-WRITES_IN_FLIGHT], write[WRITES_IN_FLIGHT:])
     if not len(asked):
         return host
     if not on_stages:
         last = host[-WRITES_IN_FLIGHT:]
-        edit.let_go_before(last, np.full(len(last), read[0], np.int32))
-    edit.add_uses(read, shelved[asked])
-    edit.hold_through(shelved[asked], back)
+        edit.release_before(last, np.full(len(last), read[0], np.int32))
+    edit.add_uses(read, spilled[asked])
+    edit.hold_through(spilled[asked], back)
     again = host.copy()
     again[asked] = edit.add_storages(n_bytes[asked], producer=read, tier=Tier.HOST)
     return again
 
 
 def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
-    """Hold what an op's first run held locally while its kept outputs are reloaded in the second run."""
-    if step.by_schedules or not (step.ops.copy_of >= 0).any():
+    """Hold the local variables of a block's first run while its kept outputs are reloaded in the
+    second run.
+    """
+    if step.runs_schedules or not (step.ops.copy_of >= 0).any():
         return
     twin, held = _twins(step), step.storages.held_until.copy()
     forward = step.use_phase == Phase.FORWARD
     np.maximum.at(held, step.uses.storage[forward], step.uses.op[forward])
-    # Pairs of a storage that comes back and one that its block's first run held over the op that made it.
+    # Pairs of a reloaded storage and one that its block's first run held over the op that made it.
     originals = np.flatnonzero(twin >= 0)
     originals = originals[np.argsort(step.ops.block[step.storages.producer[originals]], kind="stable")]
     made_in = step.ops.block[step.storages.producer[originals]]
@@ -562,9 +559,8 @@ def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
 def _twins(step: Step) -> I32:
     """Return (m,) the storage that the second run makes for each, -1 for none; third runs are ignored."""
     twin = np.full(step.storages.n, -1, np.int32)
-    made = (step.storages.producer >= 0) & (
-        step.storages.tier == Tier.DEVICE
-    )  # states of random numbers, which only one run may keep, are not
+    # On the device only: random states are on the host, and may be kept by one of the runs alone.
+    made = (step.storages.producer >= 0) & (step.storages.tier == Tier.DEVICE)
     copies = np.flatnonzero(made & (step.ops.copy_of[step.storages.producer] >= 0))
     copied = np.zeros(step.ops.n, bool)
     copied[step.ops.copy_of[step.ops.copy_of >= 0]] = True

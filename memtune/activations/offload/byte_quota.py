@@ -1,11 +1,9 @@
-"""Selects the tensors that a block offloads so that a share of its saved bytes is met exactly.
+"""Selection of tensors so that the offloaded share of a block's saved bytes is met exactly; for runtime and
+pass.
 
-Used by the runtime and the pass.
-
-Rule 1. A tensor is offloaded whole when it is saved if the offloaded bytes stay within the share of the bytes
-saved so far.
-Rule 2. At the end of the block's call the missing bytes are taken from the last tensor that was kept. It is
-large enough: it exceeded the missing bytes when it was saved, and tensors offloaded whole since then have not
+A tensor is offloaded in full when it is saved if the offloaded bytes stay within the share of the bytes saved
+so far. At the end of the block's call the missing bytes are taken from the last tensor that was kept. It is
+large enough: it exceeded the missing bytes when it was saved, and tensors offloaded since then have not
 increased them.
 """
 
@@ -25,25 +23,24 @@ class ByteShare(Generic[T]):
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
-        self._seen_bytes = self._gone_bytes = 0
-        self._stayed: T | None = None
+        self._seen_bytes = self._offloaded_bytes = 0
+        self._kept: T | None = None
 
     def _missing_bytes(self) -> int:
-        return round(self._fraction * self._seen_bytes) - self._gone_bytes
+        return round(self._fraction * self._seen_bytes) - self._offloaded_bytes
 
     def takes(self, tensor: T, n_bytes: int) -> bool:
-        """Return whether `tensor`, which is saved now, is offloaded whole (Rule 1)."""
+        """Return whether `tensor`, which is being saved, is offloaded in full."""
         self._seen_bytes += n_bytes
         if n_bytes > self._missing_bytes():
-            self._stayed = tensor
+            self._kept = tensor
             return False
-        self._gone_bytes += n_bytes
+        self._offloaded_bytes += n_bytes
         return True
 
     def rest(self) -> tuple[T, int] | None:
-        """Return the tensor to cut at the end of the call and the bytes of it to offload (Rule 2).
-
-        None if none are missing.
+        """Return the tensor to cut at the end of the call and the bytes of it to offload; None if no bytes
+        are missing.
         """
         missing = self._missing_bytes()
-        return None if self._stayed is None or not missing else (self._stayed, missing)
+        return None if self._kept is None or not missing else (self._kept, missing)

@@ -1,6 +1,6 @@
-"""A storage that autograd saved and the activation table offloads: its states, its copies, and views of it.
+"""Saved storage that the activation table offloads: its states, its copies, and views of it.
 
-States of an `SavedStorage`: resident → copying to the host → on the host (→ on SSD → on the host) → resident.
+States: resident → copying to the host → on the host (→ on SSD → on the host) → resident.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from memtune.runtime import transfer
 
 
 class EntryOwner(Protocol):
-    """The operations of the activation table that an entry calls."""
+    """Operations of the activation table that an entry calls."""
 
-    def land(self) -> None:
-        """Complete the copy that is on its way."""
+    def complete_offloads(self) -> None:
+        """Complete the copies to the host that are in flight."""
 
     def take(self, entry: SavedStorage) -> None:
         """Read `entry` from SSD into host memory."""
@@ -30,7 +30,7 @@ class EntryOwner(Protocol):
 
 
 class SavedStorage:
-    """One storage that autograd saved: resident, being copied, on the host, or on SSD.
+    """Storage that autograd saved: resident, being copied, on the host, or on SSD.
 
     Args:
         moves: The table that it belongs to.
@@ -45,31 +45,31 @@ class SavedStorage:
         self._source: Tensor | None = None
         self._host: Tensor | None = None
         self._kept: Tensor | None = None
-        """The bytes of a cut storage that stay on the device: its last ones."""
+        """The last bytes of a cut storage, which remain on the device."""
         self._ssd: Tensor | None = None
         self.device = tensor.device
-        self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
+        self._storage = weakref.ref(tensor.untyped_storage())  # not its address, which the allocator reuses
         self._back: Tensor | None = None
         self._asked = False
 
     @property
-    def goes_on(self) -> bool:
-        """From the host to SSD."""
+    def spills(self) -> bool:
+        """True if it is spilled from the host to SSD."""
         return self._name != ""
 
     @property
-    def may_leave(self) -> bool:
-        """It is among what leaves or may still leave: whoever needs it asks here for it."""
+    def is_claimed(self) -> bool:
+        """It is offloaded, or may still be: readers must get it by `fetch`."""
         return self.moved or self._back is not None
 
     @property
-    def is_back(self) -> bool:
-        """On the device again."""
+    def is_resident(self) -> bool:
+        """True if it is on the device again."""
         return self._back is not None
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the host copy, complete or in flight; 0 without one."""
+        """Bytes of the host copy, complete or in flight; 0 without one."""
         return 0 if self._host is None else self._host.nbytes
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -80,13 +80,9 @@ class SavedStorage:
         """Keep it resident and readable until it is offloaded."""
         self._back, self._asked = _whole(tensor), True
 
-    def leave(self, n_bytes: int) -> None:
-        """Start the copy of its first `n_bytes` to the host; hold the source until `complete_offload`.
-
-        Clone the rest.
-
-        The copy starts before the clone: its stream waits for all compute issued so far, which would include
-        the clone.
+    def offload(self, n_bytes: int) -> None:
+        """Start the copy of its first `n_bytes` to the host, and clone the rest; hold the source until
+        `complete_offload`.
         """
         source, self._back = self._back, None
         assert source is not None
@@ -95,17 +91,18 @@ class SavedStorage:
             self._host = torch.ops.memtune.to_host(source)
             return
         flat = source.view(torch.uint8)
+        # The copy first: its stream waits for all compute issued so far, which would include the clone.
         self._host = torch.ops.memtune.to_host(flat[:n_bytes])
         self._kept = flat[n_bytes:].clone()
 
-    def arrive(self) -> None:
-        """Complete the copy and let the source go."""
+    def complete_offload(self) -> None:
+        """Wait for the copy to the host and free the source."""
         assert self._host is not None
         transfer.wait(self._host)
         self._source = None
 
-    def shelve(self) -> tuple[Tensor, Tensor]:
-        """Start the write from host to SSD; returns both, and holds the one on SSD alone."""
+    def spill(self) -> tuple[Tensor, Tensor]:
+        """Start the write from host to SSD; return both tensors, and hold only the one on SSD."""
         host, self._host = self._host, None
         assert host is not None
         self._ssd = torch.ops.memtune.to_ssd(host, self._name)
@@ -117,48 +114,46 @@ class SavedStorage:
         self._host = torch.ops.memtune.from_ssd(self._ssd)
 
     def fetch(self, like: View) -> Tensor:
-        """Return the tensor on the device.
-
-        The first read reloads the storage, which all views of it share.
-        """
+        """Return the tensor on the device; the first read reloads the storage, which all views share."""
         if not self._asked:
             self._asked = True
-            self._moves.land()
+            self._moves.complete_offloads()
             self._moves.bring(self)
         assert self._back is not None
         return like.of(self._back)
 
-    def come_back(self) -> None:
-        """Copy it to the device, asked for or ahead of that."""
+    def reload(self) -> None:
+        """Copy it to the device, from SSD through the host if necessary."""
         if self._ssd is not None:
             self._moves.take(self)
         assert self._host is not None
         if self._kept is None:
             self._back = torch.ops.memtune.to_device(self._host, self.device)
         else:
-            self._back = torch.ops.memtune.to_device_beside(self._host, self._kept, self.device)
+            self._back = torch.ops.memtune.to_device_with_tail(self._host, self._kept, self.device)
         self._host = self._ssd = self._kept = None
 
-    def come_ahead(self) -> None:
-        """As `come_back`, where nobody waits yet: what it comes from is held until `is_there`, however soon
-        the copy is over.
+    def prefetch(self) -> None:
+        """Reload it before it is read, on a separate stream; hold the host copy until `complete_prefetch`.
+
+        The host copy is held even if the copy ends early, so that host bytes do not depend on timing.
         """
         host = self._host
         with transfer.prefetching_separately(self.device):
-            self.come_back()
+            self.reload()
         self._source = host
 
-    def is_there(self) -> None:
-        """Complete the copy that `come_ahead` started."""
+    def complete_prefetch(self) -> None:
+        """Wait for the copy that `prefetch` started."""
         assert self._back is not None
         transfer.wait_tensor(self._back)
         self._source = None
 
     def __del__(self) -> None:
         if self._back is not None and not self._asked:
-            transfer.wait_tensor(self._back)  # came ahead and was never asked for
+            transfer.wait_tensor(self._back)  # prefetched but never read
         if self._ssd is not None and self._host is not None:
-            transfer.abandon(self._host)  # was read ahead and never asked for
+            transfer.abandon(self._host)  # read from SSD but never reloaded
 
 
 @dataclass(frozen=True)
@@ -198,13 +193,13 @@ class View:
 
 @dataclass(frozen=True)
 class OffloadedTensor:
-    """A tensor whose storage is, or may be, on the host or SSD: the object that autograd saves instead."""
+    """Tensor whose storage is, or may be, on the host or SSD; autograd saves this object instead."""
 
     entry: SavedStorage
     view: View
 
     def get(self) -> Tensor:
-        """Return the tensor on the device; reload it if necessary."""
+        """Return the tensor on the device, after a reload if necessary."""
         return self.entry.fetch(self.view)
 
 
@@ -217,8 +212,8 @@ def is_written_part(tensor: Tensor) -> bool:
     """Return whether `tensor` was changed in place and shares its storage with other base tensors.
 
     Autograd does not treat those as its views. Recurrent cells on CPU split their gates with `unsafe_chunk`
-    and write the parts one by one, some after the first part was saved: a copy of the storage made then would
-    have stale values of the others.
+    and write the parts one by one, some after the first part was saved: a copy of the storage made at that
+    time would have stale values of the others.
     """
     return tensor._version > 0 and not tensor._is_view() and tensor.nbytes < tensor.untyped_storage().nbytes()
 

@@ -1,21 +1,22 @@
-"""Offloads and reloads saved activations in the slots of a pipeline schedule.
+"""Offload and reload of saved activations in the slots of a pipeline schedule; a slot is a forward or
+backward of a micro-batch.
 
-A slot is a forward or backward of a micro-batch.
-
-A stage holds a micro-batch's activations while it runs forwards and backwards of other micro-batches: copies
+A stage holds a micro-batch's activations while it runs forwards and backwards of other micro-batches; copies
 overlap with those.
 
 Rule 1. The offload of a tensor starts when it is saved and completes by the end of the next slot; then its
 memory is freed.
+
 Rule 2. In a forward that follows a forward, each offload that starts completes one of the slot before, the
 oldest first: at most one micro-batch's bytes are in flight.
+
 Rule 3. The reload of all that a backward reads starts at the beginning of the slot before it, last offloaded
 first. If that slot is a backward as well, offloads in flight complete before: the device holds two
 micro-batches' activations at most.
 
-So in the slots in between a device holds none of a micro-batch's offloaded bytes; which slots these are
-follows from the schedule, not from timing. Where fewer than two slots lie in between
-(`pipeline_order.slots_between`), no tensor is claimed.
+In the slots in between, the device holds none of a micro-batch's offloaded bytes. These slots follow from the
+schedule, not from timing. If fewer than two slots lie in between (`pipeline_order.slots_between`), no tensor
+is claimed.
 
 Source: Yuan et al. 2024, Accelerating the Training of Large Language Models using Efficient Activation
 Rematerialization and Optimal Hybrid Parallelism, USENIX ATC 24, section 4.
@@ -50,7 +51,7 @@ class Moment:
 
 
 class Slots:
-    """The copies of one rank, in the slots of its schedule; replaces `Prefetcher` in an activation table."""
+    """Copies of one rank, in the slots of its schedule; replaces `Prefetcher` in an activation table."""
 
     def __init__(self) -> None:
         self.trace: list[Moment] = []
@@ -61,9 +62,9 @@ class Slots:
     def _clear(self) -> None:
         self._now: StageAction | None = None
         self._slot = -1
-        self._leaving = deque[tuple[StageAction, SavedStorage]]()
-        self._late = deque[tuple[StageAction, SavedStorage]]()
-        self._gone: dict[tuple[int, int], list[weakref.ref[SavedStorage]]] = {}
+        self._started = deque[tuple[StageAction, SavedStorage]]()
+        self._completing = deque[tuple[StageAction, SavedStorage]]()
+        self._offloaded: dict[tuple[int, int], list[weakref.ref[SavedStorage]]] = {}
 
     def follow(self, actions: Sequence[StageAction]) -> None:
         """Begin a step in which this rank runs `actions` in this order."""
@@ -72,51 +73,51 @@ class Slots:
         self.trace = []
 
     def stop(self) -> None:
-        """Complete all copies in flight: the step has ended or failed."""
-        while self._late or self._leaving:
-            (self._late or self._leaving).popleft()[1].arrive()
+        """Complete all copies in flight, because the step has ended or failed."""
+        while self._completing or self._started:
+            (self._completing or self._started).popleft()[1].complete_offload()
         self._clear()
 
     def begins(self, action: StageAction) -> None:
-        """Begin the slot of `action`: reload for the slot after it (Rule 3)."""
+        """Begin the slot of `action`, and reload for the slot after it (Rule 3)."""
         self._now, self._slot = action, self._slot + 1
         following = self._next.get(action)
         if following is None or not following.backward:
             return
-        while self._late and action.backward:
-            self._arrives()
-        for left in reversed(self._gone.pop((following.stage, following.micro_batch), [])):
+        while self._completing and action.backward:
+            self._complete_oldest()
+        for left in reversed(self._offloaded.pop((following.stage, following.micro_batch), [])):
             if (entry := left()) is not None:
                 self._note("comes", following, entry)
                 with transfer.prefetching(entry.device):
-                    entry.come_back()
+                    entry.reload()
 
     def ends(self) -> None:
-        """End the slot: complete the copies that the slot before it started (Rule 1)."""
-        while self._late:
-            self._arrives()
-        self._late, self._leaving = self._leaving, self._late
+        """End the slot, and complete the copies that the slot before it started (Rule 1)."""
+        while self._completing:
+            self._complete_oldest()
+        self._completing, self._started = self._started, self._completing
 
-    def leave(self, entry: SavedStorage, n_bytes: int) -> None:
+    def offload(self, entry: SavedStorage, n_bytes: int) -> None:
         """Start the copy of the first `n_bytes` of `entry` to the host (Rules 1 and 2)."""
-        if self._late:
-            self._arrives()
+        if self._completing:
+            self._complete_oldest()
         assert self._now is not None
-        entry.leave(n_bytes)
-        self._leaving.append((self._now, entry))
-        self._gone.setdefault((self._now.stage, self._now.micro_batch), []).append(weakref.ref(entry))
+        entry.offload(n_bytes)
+        self._started.append((self._now, entry))
+        self._offloaded.setdefault((self._now.stage, self._now.micro_batch), []).append(weakref.ref(entry))
         self._note("leaves", self._now, entry)
 
     def bring(self, entry: SavedStorage) -> None:
-        """Wait on the device for the reload of `entry`, which backward reads."""
-        if not entry.is_back:
-            entry.come_back()
+        """Make the compute stream wait for the reload of `entry`, which backward reads."""
+        if not entry.is_resident:
+            entry.reload()
         transfer.wait_prefetched(entry.device)
 
-    def _arrives(self) -> None:
-        action, entry = self._late.popleft()
+    def _complete_oldest(self) -> None:
+        action, entry = self._completing.popleft()
         self._note("arrived", action, entry)
-        entry.arrive()
+        entry.complete_offload()
 
     def _note(
         self, what: Literal["leaves", "arrived", "comes"], action: StageAction, entry: SavedStorage
@@ -124,9 +125,10 @@ class Slots:
         self.trace.append(Moment(self._slot, what, action.stage, action.micro_batch, entry.n_bytes))
 
 
-# What a pipeline stage's own blocks have returned: the activations that this rank alone decides about.
 class OwnOutputs:
-    """The block outputs of one micro-batch's forward through one stage."""
+    """Block outputs of one micro-batch's forward through one stage: the activations that this rank alone may
+    offload.
+    """
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []

@@ -1,9 +1,8 @@
-"""Places the copies of saved activations in the rows of one pipeline rank.
+"""Pass of `activations.offload.pipeline_slots`: places the copies of saved activations in the rows of one
+rank.
 
-The pass of `activations.offload.pipeline_slots`.
-
-`activations.offload.activation_offload_pass` has inserted the copies of one micro-batch, all reloads of a
-stage before its backward. Here they are put into the slots of the schedule, by Rules 1 to 3 of
+`activations.offload.activation_offload_pass` has inserted the copies of one micro-batch, with all reloads of
+a stage before its backward. This pass moves them into the slots of the schedule by Rules 1 to 3 of
 `activations.offload.pipeline_slots`.
 """
 
@@ -17,15 +16,15 @@ import numpy as np
 
 from memtune.program import I32, Key, Phase, StageAction, Step, Tier, UnrolledRows, residency
 
-_OUT, _BACK = "memtune.to_host.default", ("memtune.to_device.default", "memtune.to_device_beside.default")
+_OUT, _BACK = "memtune.to_host.default", ("memtune.to_device.default", "memtune.to_device_with_tail.default")
 
 
 class SlotMoves:
-    """The activation copies of one rank.
+    """Activation copies of one rank.
 
     Args:
         step: One micro-batch with all stages.
-        stage: (n,) of each op.
+        stage: (n,) stage of each op.
         actions: Forwards and backwards of the rank, in order.
     """
 
@@ -37,17 +36,17 @@ class SlotMoves:
         self._back = np.isin(step.ops.name, [named.get(each, -1) for each in _BACK]) & (
             step.ops.phase == Phase.BACKWARD
         )
-        self._late: deque[tuple[tuple[Hashable, int], int]] = deque()
+        self._completing: deque[tuple[tuple[Hashable, int], int]] = deque()
 
     def begins(self, rows: UnrolledRows, action: StageAction) -> None:
         """Insert the reloads for the backward in the slot after this one (Rule 3)."""
         following = self._next.get(action)
         if following is not None and following.backward:
             if action.backward:
-                self._all_arrive(rows)
+                self._complete_all(rows)
             ops = np.flatnonzero(self._back & (self._stage == following.stage)).astype(np.int32)
             if len(ops):
-                rows.take(ops, (following.stage, following.micro_batch), backward=True)
+                rows.append_ops(ops, (following.stage, following.micro_batch), backward=True)
 
     def without(self, ops: I32) -> I32:
         """Return `ops` of a backward without the reloads, which the slot before has inserted."""
@@ -59,31 +58,30 @@ class SlotMoves:
 
         Args:
             rows: Its last row is the slot's last.
-            action: The action of the slot.
+            action: Forward or backward of the slot.
             ops: Ops of the slot, ascending, one row each from `first_row` on.
             first_row: Row of the first of `ops`.
         """
-        leaving: list[tuple[tuple[Hashable, int], int]] = []
+        started: list[tuple[tuple[Hashable, int], int]] = []
         for op in ops[self._out[ops]].tolist():
-            if self._late:
-                rows.hold(*self._late.popleft(), first_row + int(np.searchsorted(ops, op)) - 1)
+            if self._completing:
+                rows.hold(*self._completing.popleft(), first_row + int(np.searchsorted(ops, op)) - 1)
             (source,) = self._step.uses.storage[self._step.uses.op == op].tolist()
-            leaving.append(((action.stage, action.micro_batch), source))
-        self._all_arrive(rows)
-        self._late.extend(leaving)
+            started.append(((action.stage, action.micro_batch), source))
+        self._complete_all(rows)
+        self._completing.extend(started)
 
-    def _all_arrive(self, rows: UnrolledRows) -> None:
-        while self._late:
-            rows.hold(*self._late.popleft(), rows.n_ops - 1)
+    def _complete_all(self, rows: UnrolledRows) -> None:
+        while self._completing:
+            rows.hold(*self._completing.popleft(), rows.n_ops - 1)
 
 
-# Until when host memory is held by what a rank of a pipeline writes to SSD: the mirror of
-# `activations.offload.ssd_spill`, Rules 1, 2 and 4.
 _WRITE, _READ = "memtune.to_ssd.default", "memtune.from_ssd.default"
 
 
 class StageSpill:
-    """Holds the host memory of one rank's SSD writes until each write completes.
+    """Host memory of one rank's SSD writes, held until each write completes, as
+    `activations.offload.ssd_spill` does.
 
     Args:
         step: One micro-batch with all stages.
@@ -102,8 +100,8 @@ class StageSpill:
         self._host = dict(
             zip(step.uses.op[by_write].tolist(), step.uses.storage[by_write].tolist(), strict=True)
         )
-        shelved = (step.storages.producer >= 0) & write[step.storages.producer]
-        self._reads = np.unique(step.uses.op[read[step.uses.op] & shelved[step.uses.storage]])
+        spilled = (step.storages.producer >= 0) & write[step.storages.producer]
+        self._reads = np.unique(step.uses.op[read[step.uses.op] & spilled[step.uses.storage]])
 
     def ends(self, rows: UnrolledRows, action: StageAction, ops: I32) -> None:
         """Add the writes and reads of a forward or backward whose rows have been added from `ops`."""

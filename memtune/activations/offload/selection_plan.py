@@ -1,4 +1,4 @@
-"""Selects the saved tensors that a block offloads, when, and how many bytes of each.
+"""Selection of the saved tensors that a block offloads, with the time and bytes of each.
 
 It follows Rules 1, 2 and 10 of `activations.recompute.activation_table`.
 """
@@ -29,15 +29,15 @@ from memtune.program import (
 
 @dataclass(frozen=True)
 class OffloadClaim:
-    """The offload claim of one block: a fraction of its claimable bytes, no tensor under `min_bytes`."""
+    """Offload claim of one block: a fraction of its claimable bytes, without tensors under `min_bytes`."""
 
     block: int
     fraction: float
     min_bytes: int = 0
     only: frozenset[OpAddress] | None = None
     """Calls whose outputs are claimable, `INPUTS` for the block's inputs; None: all saved tensors."""
-    stays_on_host: bool = False
-    """Keep it on the host where other claims spill to SSD."""
+    keep_on_host: bool = False
+    """Keep it on the host while other claims spill to SSD."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,19 @@ def select_offloads(step: Step, claims: list[OffloadClaim], stages: Stages | Non
     n_bytes = np.concatenate(
         [step.storages.bytes[storage[whole]], np.asarray([each for _, each in cut], np.int64)]
     ).astype(np.int64)
-    late = np.arange(len(chosen)) >= len(whole)
+    at_end = np.arange(len(chosen)) >= len(whole)  # cut tensors are offloaded at the end of the call
     before = np.where(
-        late, forward_end(step)[block[chosen]] + 1, step.saves.packed_before[rows[chosen]]
+        at_end, forward_end(step)[block[chosen]] + 1, step.saves.packed_before[rows[chosen]]
     ).astype(np.int32)
-    order = np.lexsort((late, block[chosen], before))  # a block's call ends before the next one's starts
-    chosen, late, n_bytes = chosen[order], late[order], n_bytes[order]
+    order = np.lexsort((at_end, block[chosen], before))  # a block's call ends before the next one's starts
+    chosen, at_end, n_bytes = chosen[order], at_end[order], n_bytes[order]
     return OffloadSelection(
         storage[chosen],
         block[chosen],
         before[order],
         n_bytes,
         n_bytes < step.storages.bytes[storage[chosen]],
-        (step.saves.is_output[rows[chosen]] == 1) & ~late,
+        (step.saves.is_output[rows[chosen]] == 1) & ~at_end,
     )
 
 
@@ -105,9 +105,8 @@ def _deciding_rows(step: Step, claim_of: dict[int, OffloadClaim], stages: Stages
     if stages is not None:
         stage, producer = stage_of(step, stages), step.storages.producer[step.saves.storage[rows]]
         rows = rows[(producer >= 0) & (stage[step.ops.block[producer]] == stage[step.saves.block[rows]])]
-    least = np.full(
-        len(step.blocks), np.iinfo(np.int64).max
-    )  # (blocks,) bytes of the smallest tensor that moves
+    # (blocks,) bytes of the smallest tensor to offload; no tensor is as large as the initial value.
+    least = np.full(len(step.blocks), np.iinfo(np.int64).max)
     for block, claim in claim_of.items():
         least[block] = max(claim.min_bytes, 1)
     rows = rows[step.storages.bytes[step.saves.storage[rows]] >= least[step.saves.block[rows]]]
@@ -138,7 +137,7 @@ def _named(step: Step, rows: I32, claims: list[OffloadClaim]) -> npt.NDArray[np.
     if not only:
         return np.ones(len(rows), bool)
     forward = (step.ops.phase == Phase.FORWARD) & np.isin(step.ops.block, list(only))
-    named = np.zeros(step.ops.n + 1, bool)  # the last entry serves what no op made
+    named = np.zeros(step.ops.n + 1, bool)  # the last entry serves producer -1
     for op, block, call in calls_of(step, np.flatnonzero(forward).astype(np.int32)):
         named[op] = call in (only[block] or ())
     inputs = set(zip(step.calls.input_block.tolist(), step.calls.inputs.storage.tolist(), strict=True))
@@ -160,7 +159,7 @@ def _named(step: Step, rows: I32, claims: list[OffloadClaim]) -> npt.NDArray[np.
 
 
 def forward_end(step: Step) -> I32:
-    """Return (blocks,) the last forward op of each block, -1 where there is none."""
+    """Return (blocks,) the last forward op of each block, -1 for none."""
     forward = (step.ops.phase == Phase.FORWARD) & (step.ops.block >= 0)
     end = np.full(len(step.blocks), -1, np.int32)
     np.maximum.at(end, step.ops.block[forward], np.flatnonzero(forward).astype(np.int32))

@@ -1,16 +1,19 @@
-"""Spills saved activations from host memory to SSD, so that host memory holds few of them at any time.
+"""Spill of saved activations from host memory to SSD, so that host memory holds few of them at any time.
 
 Rule 1. The write of a tensor begins when its copy to the host is complete. At most `WRITES_IN_FLIGHT` tensors
 are being written: before another write begins, the oldest is completed and its host memory freed.
+
 Rule 2. The first tensor that backward fetches completes all writes.
+
 Rule 3. A fetch reads its tensor unless it was read ahead, then tops up the tensors being read ahead to the
-limit, taking those that were offloaded last and still live: backward reads in about the reverse order.
+limit, with those that were offloaded last and still live: backward reads in about the reverse order.
+
 Rule 4. On pipeline stages the tensors of all micro-batches in flight are spilled, each until its own
 backward: only tensors of the same forward are read ahead, and writes that one forward has begun overlap with
 the next.
 
-None of it depends on timing, so `activations.offload.activation_offload_pass` predicts the tier of each
-tensor at each op; on pipeline stages `activations.offload.pipeline_slots_pass` predicts when writes complete.
+Nothing depends on timing, so `activations.offload.activation_offload_pass` predicts the tier of each tensor
+at each op; on pipeline stages `activations.offload.pipeline_slots_pass` predicts when writes complete.
 """
 
 from __future__ import annotations
@@ -25,37 +28,33 @@ from memtune.ssd import ssd_tensors
 
 
 class SSDSpill:
-    """Spills the entries of one activation table by the rules above.
+    """Spiller of the entries of one activation table.
 
     Args:
         read_ahead: Number of tensors to read ahead of backward.
     """
 
-    def __init__(self, ahead: int) -> None:
-        self.ahead = ahead
+    def __init__(self, read_ahead: int) -> None:
+        self.read_ahead = read_ahead
         self.written_bytes = 0
         self._writing: list[tuple[Tensor, Tensor]] = []  # (on SSD, on the host)
-        self._forward = 0  # how many forwards of a stage have ended
-        self._shelved: list[
-            tuple[int, weakref.ref[SavedStorage]]
-        ] = []  # with their forwards, in the order in which they left
+        self._forward = 0  # number of a stage's forwards that have ended
+        # Number of the forward and entry, in order of their offload.
+        self._spilled: list[tuple[int, weakref.ref[SavedStorage]]] = []
         self._read: list[tuple[int, weakref.ref[SavedStorage]]] = []
 
     def put(self, entry: SavedStorage) -> None:
         """Start the write of `entry`, whose copy to the host is complete (Rule 1)."""
         if len(self._writing) == WRITES_IN_FLIGHT:
             self._finish_oldest()
-        host, ssd = entry.shelve()
+        host, ssd = entry.spill()
         self.written_bytes += host.nbytes
         self._writing.append((ssd, host))
-        self._shelved = [each for each in self._shelved if each[1]() is not None]
-        self._shelved.append((self._forward, weakref.ref(entry)))
+        self._spilled = [each for each in self._spilled if each[1]() is not None]
+        self._spilled.append((self._forward, weakref.ref(entry)))
 
     def forward_ends(self) -> None:
-        """Note the end of a stage's forward.
-
-        All tensors that it offloaded have been written here (Rule 4).
-        """
+        """Note the end of a stage's forward, whose tensors have all been written here (Rule 4)."""
         self._forward += 1
 
     def take(self, entry: SavedStorage) -> None:
@@ -66,14 +65,14 @@ class SSDSpill:
         if (mine := _of(entry, self._read)) is not None:
             self._read.remove(mine)
         else:
-            mine = _of(entry, self._shelved)
+            mine = _of(entry, self._spilled)
             assert mine is not None
-            self._shelved.remove(mine)
+            self._spilled.remove(mine)
             entry.read()
-        beside = [each for each in self._shelved if each[0] == mine[0]]
-        while beside and len(self._read) < self.ahead:
-            last = beside.pop()
-            self._shelved.remove(last)
+        same_forward = [each for each in self._spilled if each[0] == mine[0]]
+        while same_forward and len(self._read) < self.read_ahead:
+            last = same_forward.pop()
+            self._spilled.remove(last)
             if (found := last[1]()) is not None:
                 found.read()
                 self._read.append(last)
@@ -86,5 +85,5 @@ class SSDSpill:
 def _of(
     entry: SavedStorage, among: list[tuple[int, weakref.ref[SavedStorage]]]
 ) -> tuple[int, weakref.ref[SavedStorage]] | None:
-    """Return the reference in `among` to `entry`, None without one."""
+    """Return the reference in `among` to `entry`, or None."""
     return next((each for each in among if each[1]() is entry), None)

@@ -1,9 +1,9 @@
-"""Plans which saved tensors to offload, whole or in parts, to stay below a budget (TSPLIT).
+"""Planner of TSPLIT: offloads saved tensors, in full or in parts, to stay below a budget.
 
 The plan is made on the step's memory timeline. At the peak, the action with the least added time per byte
 freed there is taken, the timeline is updated, and the new peak is found, until it is below the budget (Nie et
-al., ICDE 2022, algorithm 2). A copy adds the time that compute does not hide: a link carries one copy at a
-time, so a copy must also be over when the next one begins.
+al., ICDE 2022, algorithm 2). A copy adds its exposed time. A link carries one copy at a time, so a copy must
+also be over when the next one begins.
 
 Finally, actions that later ones have made superfluous are undone. This is no proof of the least time: on
 random steps of up to eight tensors most plans are optimal, those in
@@ -24,33 +24,33 @@ from memtune import _native
 from memtune.program import F64, I32, I64
 
 _EXHAUSTIVE = 1 << 13
-"""If the greedy fails and there are no more choices than this, all are evaluated."""
+"""If the greedy algorithm fails and there are at most this many choices, all are evaluated."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A transfer over one direction of the link, on the clock of the plain step's compute."""
+    """Transfer over one direction of the link, on the clock of the plain step's compute."""
 
     start_s: float
-    """Earliest start; to the device, also not before the copy before it was waited for."""
+    """Earliest start; a reload also does not start before the previous reload was waited for."""
     until_s: float
-    """Compute waits here until it is over; to the host, so does the next copy."""
+    """Time at which compute waits for its end; for a copy to the host, the next copy waits as well."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Action:
-    """One alternative to keeping a tensor on the device."""
+    """Alternative to keeping a tensor on the device."""
 
     frees: tuple[tuple[int, int, int], ...]
-    """(first, stop, bytes): bytes that are not on the device in the moments first to stop - 1; negative if it
-    needs more.
+    """(first, stop, bytes): bytes freed on the device in the moments first to stop - 1; negative if it needs
+    more.
     """
     out: tuple[Copy, ...] = ()
     """Copies to the host, in order."""
     back: tuple[Copy, ...] = ()
     more_s: float = 0.0
-    """Added seconds of its ops, which run in parts."""
+    """Seconds added by running its ops in parts."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Tensor:
 
     actions: tuple[Action, ...]
     part_of: int = -1
-    """The tensor whose actions decide on this one as well, once one is taken: a split module saves both."""
+    """Tensor whose action, once taken, decides on this one as well: a split module saves both."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Problem:
     """A step's timeline and its decisions."""
 
     live_bytes: I64
-    """(moments,) without any action."""
+    """(moments,) live bytes without any action."""
     tensors: tuple[Tensor, ...]
 
     def live_under(self, choice: Sequence[int]) -> I64:
@@ -99,10 +99,7 @@ class Problem:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """Return a lower bound of all choices' peaks.
-
-        Each tensor frees its most over all of its actions' moments.
-        """
+        """Lower bound of all choices' peaks: each tensor frees its most over all of its actions' moments."""
         freed = np.zeros(len(self.live_bytes) + 1, np.int64)
         for tensor in self.tensors:
             most = max((sum(max(n, 0) for _, _, n in action.frees) for action in tensor.actions), default=0)
@@ -114,7 +111,7 @@ class Problem:
 
     @cached_property
     def columns(self) -> _Columns:
-        """Return the actions as arrays."""
+        """The actions as arrays."""
         return _Columns.of(self)
 
 
@@ -126,16 +123,13 @@ class PlanResult:
     peak_bytes: int
     added_s: float
     is_within: bool
-    """The peak is at most the budget; if not, the greedy found no action that frees more."""
+    """The peak is at most the budget; if not, the greedy algorithm found no action that frees more."""
 
 
 def solve(problem: Problem, budget_bytes: int) -> PlanResult:
-    """Return a choice whose peak is at most `budget_bytes`, quickly.
+    """Return a choice whose peak is at most `budget_bytes`, or one with a smaller peak if there is none.
 
-    If there is none, one with a smaller peak.
-
-    Bytes freed beyond the budget may count or not: each rule is the better one on some steps, so both are
-    tried.
+    Bytes freed beyond the budget may count or not. Each rule is better on some steps, so both are tried.
     """
     found = [_followed(problem, budget_bytes, beyond=each) for each in (False, True)]
     within = [each for each in found if each.is_within]
@@ -227,9 +221,8 @@ def _added_s(taken: Sequence[Action]) -> float:
 
 
 def _mirrored(copy: Copy) -> Copy:
-    """Return a reload on the reversed clock.
-
-    There it starts when it is needed, and may last until it can begin.
+    """Return a reload on the reversed clock, where it starts when it is needed and may last until it can
+    begin.
     """
     return Copy(-copy.until_s, -copy.start_s, copy.seconds)
 
@@ -292,7 +285,7 @@ class _Link:
     action: I32
     start_s: F64
     end_s: F64
-    """Time when it must be over, as far as its own action determines it."""
+    """Time at which it must be over, as far as its own action determines it."""
     copy_s: F64
 
     @classmethod

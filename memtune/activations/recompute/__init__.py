@@ -1,6 +1,5 @@
-"""Recomputes parts of forward in backward.
-
-Owns the activation table of keep, recompute and offload claims.
+"""Recomputation of parts of forward in backward, and the activation table of keep, recompute and offload
+claims.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ from memtune.runtime import ForwardWrapper, NoteGenerators, RandomState, autocas
 
 
 class ActivationTable:
-    """Holds the claims on every region; `install` wraps the regions' forwards so that they follow the claims.
+    """The claims on every region; `install` wraps the regions' forwards so that they follow the claims.
 
     Args:
         model: The model that contains the regions.
@@ -96,22 +96,21 @@ class ActivationTable:
         self._lasting = {id_of(buffer) for buffer in model.buffers()}
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
-        self.shelf = SSDSpill(0)
-        self.ahead = Prefetcher(0)
+        self.ssd_spill = SSDSpill(0)
+        self.prefetcher = Prefetcher(0)
         self.out_at_once = 1
         """Copies to the host that may be in flight (Rule 6)."""
         self.slots: Slots | None = None
         self.own: OwnOutputs | None = None
-        """On a pipeline stage: the outputs of the stage's own blocks."""
+        """Outputs of a pipeline stage's own blocks; None without a pipeline."""
         self.stages: list[int] = []
         """The stage of each region; empty without a pipeline."""
         self.last = {len(regions) - 1}
         """Regions at whose end all copies in flight are completed (Rule 6)."""
         self._entries: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
-        self._on_the_way: deque[tuple[SavedStorage, int]] = (
-            deque()
-        )  # with the number of the call that each was started in
-        self._call = 0  # calls of regions that began so far
+        # Copies to the host in flight, each with the number of the call that started it.
+        self._on_the_way: deque[tuple[SavedStorage, int]] = deque()
+        self._call = 0  # number of calls of regions that have begun
         self._undo: list[Callable[[], None]] = []
 
     def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
@@ -140,7 +139,7 @@ class ActivationTable:
         Args:
             index: Row of the region.
             fraction: Share of the claimable bytes, from 0 to 1.
-            min_bytes: Smaller tensors stay on the device.
+            min_bytes: Smaller tensors are kept on the device.
             only: Calls whose outputs are claimable; None: all saved tensors.
             ssd: Spill the tensors from the host to SSD.
 
@@ -150,18 +149,20 @@ class ActivationTable:
         region = self.regions[index]
         if region.move:
             raise ApplyError(
-                f"two techniques move the activations of {region.name}.", fix="choose one", code="MT305"
+                f"two techniques offload the activations of {region.name}.", fix="choose one", code="MT305"
             )
         region.move, region.min_bytes, region.only, region.ssd = fraction, min_bytes, only, ssd
 
     def install(self) -> None:
-        """Wrap the forward of every region with a claim, or at whose end copies complete (Rule 6)."""
+        """Wrap the forward of every region with a claim, and of regions at whose end copies complete (Rule
+        6).
+        """
         moves = [region for region in self.regions if region.move]
         for region in self.regions:
             if region.recompute or region.move:
                 self._wrap(region, self._claimed(region))
             elif moves:
-                self._wrap(region, self._landing(region))
+                self._wrap(region, self._unclaimed(region))
 
     def remove(self) -> None:
         """Restore the original forward of every region."""
@@ -177,14 +178,14 @@ class ActivationTable:
                 return original(*args, **kwargs)
             number = self._call = self._call + 1
             frame = _Frame(self, region, original, args, kwargs)
-            del args, kwargs  # the frame holds them (moved ones only as bytes on the host)
+            del args, kwargs  # only the frame may hold them: offloaded ones as bytes on the host
             out = frame.run()
             self._call_ends(region, number)
             return out
 
         return forward
 
-    def _landing(self, region: Region) -> Callable[..., Any]:
+    def _unclaimed(self, region: Region) -> Callable[..., Any]:
         original = region.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -209,14 +210,13 @@ class ActivationTable:
 
         self._undo.append(undo)
 
-    # -- moves -----------------------------------------------------------------------------------------------
+    # -- offload ---------------------------------------------------------------------------------------------
 
     def entry(
         self, tensor: Tensor, region: Region, share: ByteShare[SavedStorage], *, may_move: bool = True
     ) -> SavedStorage:
-        """Return the entry of `tensor`'s storage.
-
-        Make one that is kept or offloaded by `region`'s claim (Rule 10) if there is none.
+        """Return the entry of `tensor`'s storage; make one that `region`'s claim keeps or offloads (Rule 10)
+        if there is none.
 
         `share` counts the claimable bytes of the current call. Each storage has one entry: the first region
         that saves it decides.
@@ -231,59 +231,60 @@ class ActivationTable:
             self._entries[key] = entry
             entry.hold(tensor)
             if share.takes(entry, n_bytes):
-                self.leave(entry, region, n_bytes)
+                self.offload(entry, region, n_bytes)
         return entry
 
-    def leave(self, entry: SavedStorage, region: Region, n_bytes: int) -> None:
+    def offload(self, entry: SavedStorage, region: Region, n_bytes: int) -> None:
         """Offload the first `n_bytes` of `entry`, as `region` claims."""
         self.traffic.moved_bytes += n_bytes
         if self.slots is not None:
-            self.slots.leave(entry, n_bytes)
+            self.slots.offload(entry, n_bytes)
             return
         while len(self._on_the_way) >= self.out_at_once:
-            self._land_first()
-        entry.leave(n_bytes)
+            self._complete_oldest()
+        entry.offload(n_bytes)
         self._on_the_way.append((entry, self._call))
-        if not entry.goes_on:
-            self.ahead.left(entry, self._call, runs_again=region.recompute)
+        if not entry.spills:
+            self.prefetcher.note_offload(entry, self._call, runs_again=region.recompute)
 
     def lasts(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` must stay on the device.
-
-        Such are parameters, buffers of any module, and parts being written.
+        """Return whether `tensor` must be kept on the device: parameters, buffers of any module, and parts
+        being written.
         """
         return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting or is_written_part(tensor)
 
-    def land(self) -> None:
-        """Complete the copies that are on their way (Rule 6); what goes on to SSD does so now (Rule 7)."""
+    def complete_offloads(self) -> None:
+        """Complete the copies to the host in flight (Rule 6), and start the SSD writes of those that spill
+        (Rule 7).
+        """
         while self._on_the_way:
-            self._land_first()
+            self._complete_oldest()
 
-    def _land_first(self) -> None:
+    def _complete_oldest(self) -> None:
         entry, _ = self._on_the_way.popleft()
-        entry.arrive()
-        if entry.goes_on:
-            self.shelf.put(entry)
+        entry.complete_offload()
+        if entry.spills:
+            self.ssd_spill.put(entry)
 
     def take(self, entry: SavedStorage) -> None:
         """Read `entry` from SSD into host memory (Rule 7)."""
-        self.shelf.take(entry)
+        self.ssd_spill.take(entry)
 
     def bring(self, entry: SavedStorage) -> None:
         """Reload `entry`, which backward has unpacked (Rule 8)."""
-        (self.slots or self.ahead).bring(entry)
+        (self.slots or self.prefetcher).bring(entry)
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Complete copies at the end of call `number` of `region` (Rule 6)."""
         ends = region.index in self.last
         while self._on_the_way and (self._on_the_way[0][1] != number or ends):
-            self._land_first()
+            self._complete_oldest()
         if ends and self.stages:
-            self.shelf.forward_ends()
+            self.ssd_spill.forward_ends()
 
 
 class _Number:
-    """The n-th recomputed tensor of a region's forward, packed as its number."""
+    """Number of a recomputed tensor of a region's forward; autograd saves it instead of the tensor."""
 
     def __init__(self, frame: _Frame, n: int) -> None:
         self._frame, self._n = frame, n
@@ -306,7 +307,7 @@ class _Frame:
         self.fixed = {id_of(local(tensor)): name for name, tensor in fixed}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if is_plain(t)}
         self.kept: dict[OpAddress, KeptOutputs] = {}
-        self.left_out = SkippedCalls()
+        self.skipped = SkippedCalls()
         self._named = None if region.only is None else NamedMode(region.only)
         self._entered = (
             frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
@@ -314,10 +315,10 @@ class _Frame:
         self._share = ByteShare[SavedStorage](region.move)
         self._decided: dict[int, SavedStorage] = {}
         self.count = 0
-        self._trail, self.looks = Fingerprinter(self.fixed), list[Fingerprint]()
-        """Of each tensor that is recomputed."""
+        self._fingerprinter, self.fingerprints = Fingerprinter(self.fixed), list[Fingerprint]()
+        """Fingerprints of the recomputed tensors."""
         self.magnitudes: dict[int, Tensor | float | None] = {}
-        """By number: in the region's first run all magnitudes, later the one that is compared."""
+        """Magnitudes by number: all in the region's first run, later only the one that is compared."""
         self.wanted: set[int] = set()
         """Numbers of the recomputed tensors that autograd still holds."""
         if region.recompute and not region.watched:
@@ -350,7 +351,7 @@ class _Frame:
         mode = (
             nullcontext()
             if keep is None
-            else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
+            else KeepMode(keep, self.kept, self.skipped, lambda: self.count, random)
         )
         packer = _Packer(self)
         watch = refused_in(self.region.name, first=not self.region.watched) if recompute else nullcontext()
@@ -366,7 +367,7 @@ class _Frame:
         ):
             out = self._forward(*args, **kwargs)
         if noted is not None and noted.found and self._random is not None:
-            self._random = self._random.beside(noted.found)
+            self._random = self._random.with_generators(noted.found)
         self._random, self.region.watched = self.region.needed(self._random, noted), True
         packer.frame = None
         if recompute:
@@ -386,29 +387,28 @@ class _Frame:
             changed = frozenset(self._changed_buffers) - only_written(self.region.module)
             self.region.reads_back = changed | (self.region.reads_back or frozenset())
         self.inputs = {}
-        del args, kwargs, inputs, mode, watch, noted  # the mode names all that was kept, needed or not
+        del args, kwargs, inputs, mode, watch, noted  # the mode holds all kept outputs, needed or not
         if recompute:
             self._settle()
         else:
             self._args = None
         rest = self._share.rest()
         if rest is not None:
-            self.table.leave(rest[0], self.region, rest[1])
+            self.table.offload(rest[0], self.region, rest[1])
         self._decided, self._named, self._share = {}, None, ByteShare(0.0)
         return out
 
     def _settle(self) -> None:
-        """After the first run: drop kept outputs that the second run does not read (Rule 5).
-
-        Offload the claimed ones.
+        """Drop kept outputs that the second run does not read, and offload the claimed ones, after the first
+        run (Rule 5).
         """
-        needed = self.region.looked_at = max(self.wanted, default=-1)
+        needed = self.region.last_unpacked = max(self.wanted, default=-1)
         asked = sum(kept.before <= needed for kept in self.kept.values())
         self.kept = {
             key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()
         }
-        self.left_out.settle(needed, all_kept=len(self.kept) == asked)
-        if not self.wanted:  # nothing to recompute: the inputs are not needed either
+        self.skipped.settle(needed, all_kept=len(self.kept) == asked)
+        if not self.wanted:  # nothing to recompute, so the inputs are not needed either
             self._args, self._before = None, {}
             return
         claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
@@ -427,13 +427,13 @@ class _Frame:
             entry = self._decided[id_of(tensor)] = self.table.entry(
                 tensor, self.region, self._share, may_move=may_move
             )
-        return OffloadedTensor(entry, View.describe(tensor)) if entry.may_leave else tensor
+        return OffloadedTensor(entry, View.describe(tensor)) if entry.is_claimed else tensor
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
         """Return the object that autograd saves instead of `tensor` (Rules 1 to 3)."""
         key = id_of(tensor)
         if key in self.fixed:
-            self._trail.passes(key)
+            self._fingerprinter.passes(key)
             return tensor
         if not is_plain(tensor):
             return tensor
@@ -442,18 +442,18 @@ class _Frame:
         kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
         if kept is not None:
             return _detached(kept.claimed(tensor, self.claim(tensor)))
-        if self.left_out.made(tensor):
+        if self.skipped.made(tensor):
             return _detached(self.claim(tensor))
         self.wanted.add(self.count)
-        self.looks.append(self._trail.look(tensor))
-        if not self.region.watched or self.count == self.region.looked_at:
+        self.fingerprints.append(self._fingerprinter.take(tensor))
+        if not self.region.watched or self.count == self.region.last_unpacked:
             self.magnitudes[self.count] = magnitude(tensor)
         self.count += 1
         return _Number(self, self.count - 1)
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output that the first run kept, or of a skipped call."""
-        return self.left_out.made(tensor) or any(kept.holds(tensor) for kept in self.kept.values())
+        return self.skipped.made(tensor) or any(kept.holds(tensor) for kept in self.kept.values())
 
     # -- the second run --------------------------------------------------------------------------------------
 
@@ -470,7 +470,7 @@ class _Frame:
 
     def _run_again(self) -> None:
         args, kwargs = tree_map(once_each(as_input), self._args)
-        mode = ReplayMode(self.kept, self.left_out) if self.region.keep is not None else nullcontext()
+        mode = ReplayMode(self.kept, self.skipped) if self.region.keep is not None else nullcontext()
         replay = Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
         with ExitStack() as stack:
             stack.enter_context(self._put_back_buffers())
@@ -481,9 +481,8 @@ class _Frame:
             stack.enter_context(saved_tensors_hooks(replay.pack, refuse_unpack))
             stack.enter_context(refused_in(self.region.name, first=False))
             stack.enter_context(mode)
-            stack.enter_context(
-                self._noted or nullcontext()
-            )  # torch's composites may do otherwise under a mode: reshape
+            # The same mode as in the first run: composite ops such as reshape take another path under a mode.
+            stack.enter_context(self._noted or nullcontext())
             try:
                 self._forward(*args, **kwargs)
             except StopReplay:
@@ -491,7 +490,7 @@ class _Frame:
         if replay.count < replay.enough:
             raise ApplyError(
                 f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run"
-                f" again, without {first_op(self.looks[replay.count :])}.",
+                f" again, without {first_op(self.fingerprints[replay.count :])}.",
                 fix=(
                     "its forward must do the same each time it runs; choose recompute: {kind: none} if it"
                     " cannot"
@@ -518,10 +517,10 @@ class _Frame:
 
 
 class _Packer:
-    """Calls `frame.pack` while the first run lasts.
+    """Pack hook that calls `frame.pack` during the first run.
 
-    Autograd keeps the pack hook with every tensor that it saved, parameters included: the hook must not keep
-    the frame alive.
+    Autograd keeps the hook with every tensor that it saved, parameters included, so the hook must not hold
+    the frame after the run.
     """
 
     def __init__(self, frame: _Frame) -> None:

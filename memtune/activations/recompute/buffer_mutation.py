@@ -1,6 +1,5 @@
-"""Buffers that a block's forward writes, and those of them that it may read.
-
-The second run must find the latter unchanged.
+"""Buffers that a block's forward writes, and those of them that it may read, which the second run must find
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ def changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
 
 
 def only_written(module: nn.Module) -> set[str]:
-    """Return the names of buffers that a forward may write but does not read.
-
-    These are the statistics of PyTorch's norms in training.
+    """Return the names of buffers that a forward may write but does not read: the statistics of PyTorch's
+    norms in training.
     """
     norms = {
         name: norm
@@ -40,9 +38,8 @@ def only_written(module: nn.Module) -> set[str]:
 
 
 def copied_buffers(module: nn.Module, reads_back: frozenset[str] | None) -> dict[str, Tensor]:
-    """Return copies of the buffers that a second run must find unchanged.
-
-    These are `reads_back`, or all while that is unknown (None).
+    """Return copies of the buffers that a second run must find unchanged: `reads_back`, or all while that is
+    unknown (None).
     """
     buffers = dict(module.named_buffers())
     names = set(buffers) - only_written(module) if reads_back is None else reads_back

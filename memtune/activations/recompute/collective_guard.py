@@ -1,18 +1,14 @@
-"""Refuses the user's own collectives inside recomputed blocks.
+"""Guard that refuses the user's own collectives inside recomputed blocks, in the first run or the second.
 
-Raises when one is called, in the first run or the second.
+A recording on one rank does not show a collective behind `if dist.is_initialized()`, or one that starts at
+the tenth step. Here it raises before any data is exchanged twice.
 
-A recording on one rank does not show a collective behind `if dist.is_initialized()`, or one from the tenth
-step on. Here it raises before any data is exchanged twice.
-
-Rule 1. The first run of a block is under a dispatch mode, which sees every op that exchanges data between
-ranks.
-Rule 2. A dispatch mode costs time at every op, so later runs rely on kernels in front of the operators of
-`c10d`, which cost about 20 µs per collective and nothing otherwise. They are registered before the first
-recomputed block runs on several ranks. Functional collectives with autograd call `c10d` from below autograd,
-where those kernels do not see them: they get kernels of their own. A torch version without
-`torch.library.get_kernel` keeps the mode.
-Rule 3. Collectives below autograd are those of `torch.ops.memtune`, which may run again.
+The first run of a block is under a dispatch mode, which sees every op that exchanges data between ranks. A
+dispatch mode costs time at every op, so later runs rely on kernels in front of the operators of `c10d`, which
+cost about 20 µs per collective and nothing otherwise. They are registered before the first recomputed block
+runs on several ranks. Functional collectives with autograd call `c10d` from below autograd, where those
+kernels do not see them: they get kernels of their own. A torch version without `torch.library.get_kernel`
+keeps the mode.
 """
 
 from __future__ import annotations
@@ -31,14 +27,14 @@ from memtune.runtime import WatchingMode
 
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 NAMESPACES = ("c10d", *_FUNCTIONAL)
-"""Namespaces of ops that exchange data between ranks. memtune's own collectives are not among them: they may
-run again.
+"""Namespaces of ops that exchange data between ranks, without memtune's own collectives
+(`torch.ops.memtune`), which may run again.
 """
 
 
 class _Inside(threading.local):
     block = ""
-    """The block that runs, or would run, a second time; empty outside of all."""
+    """The recomputed block that runs now; empty outside of such blocks."""
 
 
 _inside = _Inside()
@@ -53,11 +49,11 @@ class _NoExchange(WatchingMode):
 
 
 def refused_in(name: str, *, first: bool = True) -> AbstractContextManager[Any]:
-    """Return a context that raises MT306 at a collective called inside; a null context on one rank.
+    """Return a context that raises MT306 at a collective called inside it; a null context on one rank.
 
     Args:
-        name: The block.
-        first: It is the block's first run (Rule 1).
+        name: Name of the block.
+        first: It is the block's first run, which needs the dispatch mode.
     """
     talks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return _refused_in(name, first) if talks else nullcontext()
@@ -76,8 +72,8 @@ def _refused_in(name: str, first: bool) -> Iterator[None]:
 
 @cache
 def _kernels() -> tuple[torch.library.Library, ...]:
-    """Register the kernels of Rule 2, once per process."""
-    import torch.distributed._functional_collectives  # registers kernels, which would come too late
+    """Register the kernels that refuse collectives, once per process."""
+    import torch.distributed._functional_collectives  # registers its kernels: must run before ours
 
     libraries = {name: torch.library.Library(name, "IMPL") for name in NAMESPACES}
     for name in torch._C._dispatch_get_all_op_names():
@@ -93,10 +89,11 @@ def _kernels() -> tuple[torch.library.Library, ...]:
 def _look_above(
     library: torch.library.Library, op: str, found: Any, get_kernel: Callable[[Any, str], Any]
 ) -> None:
-    """Register a kernel per device key that raises inside a recomputed block.
+    """Register a kernel per device key that raises inside a recomputed block, and otherwise calls the present
+    kernel.
 
-    Otherwise it calls the present kernel. A Python kernel registered for `Autograd`, which covers all
-    devices, would hide a present Python kernel under a dispatch mode: ours would then call itself.
+    A Python kernel registered for `Autograd`, which covers all devices, would hide a present Python kernel
+    under a dispatch mode: ours would then call itself.
     """
     for key in ("AutogradCPU", "AutogradCUDA"):
         library.impl(op, partial(_looked_at_above, found, get_kernel(found, key)), key, with_keyset=True)

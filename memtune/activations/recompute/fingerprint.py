@@ -1,12 +1,14 @@
-"""What a saved tensor looks like: two runs of the same code save tensors that look the same, made by the same
-ops.
+"""Fingerprints of saved tensors: two runs of the same code save tensors with equal fingerprints, made by the
+same ops.
 
-A `Fingerprinter` is told of the tensors one after the other and reads off autograd's graph what ran since:
-the nodes behind a tensor that are younger than the run and behind none before it. So an op between two saved
-tensors is seen although it saves nothing itself, and with each op the module's own parameters that it took
-and the numbers that autograd wrote down of it (a dim, a power). What autograd writes nowhere is not seen: the
-number in `x + 2`, a bias without a gradient. So a `magnitude` of the values is compared as well: of all that
-is saved the first time, later of what backward asks for last, which all before it has led to.
+A `Fingerprinter` receives the saved tensors in order and reads from autograd's graph which ops ran since the
+last one: the nodes behind a tensor that are younger than the run and behind no earlier tensor. So an op
+between two saved tensors is found although it saves nothing itself. Each op is recorded with the module's
+parameters that it took and the numbers that autograd saved of it (a dim, a power).
+
+Values that autograd does not save, such as the number in `x + 2` or a bias without a gradient, have no
+influence on the graph. So a `magnitude` of the values is compared as well: of all saved tensors in the first
+run, later of the tensor that backward unpacks last, which depends on all before it.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from memtune.errors import ApplyError
 from memtune.runtime import page_locked
 
 _LEAF = "torch::autograd::AccumulateGrad"
-"""Its sequence number says nothing about the order: inputs of the region are leaves in the second run."""
+"""Its sequence number does not show the order, because inputs of the region are leaves in the second run."""
 _CAST = "ToCopyBackward0"
-"""May occur in one run only: autocast casts a weight once and caches it."""
+"""Op that may occur in one run only: autocast casts a weight once and caches it."""
 _LIBRARIES = ("torch.", "memtune.")
-"""Python autograd functions of these packages may occur in one run only: FSDP2 has some."""
+"""Packages whose autograd functions in Python may occur in one run only; FSDP2 has some."""
 
 _MAY_BE_NUMBERS = frozenset(f"_raw_saved_{name}" for name in ("other", "self", "exponent"))
 
 
 class GraphNode(NamedTuple):
-    """One autograd node, as it is compared between two runs."""
+    """Autograd node, as it is compared between two runs."""
 
     name: str
     parameters: tuple[str, ...]
@@ -52,13 +54,13 @@ _NOTHING = GraphNode("", (), ())
 
 
 _SAMPLED = 1024
-"""Number of values of a tensor that its magnitude is taken of."""
+"""Number of values of a tensor that its magnitude is computed from."""
 _CLOSE = 0.02
-"""Relative tolerance of magnitudes: kernels may add in another order each time."""
+"""Relative tolerance of magnitudes, because kernels may sum in another order each time."""
 
 
 class Fingerprint(NamedTuple):
-    """The properties of a saved tensor that must be equal in both runs."""
+    """Properties of a saved tensor that must be equal in both runs."""
 
     made_by: tuple[GraphNode, ...]
     """Autograd nodes that led to it since the tensor before, the latest first."""
@@ -85,8 +87,8 @@ class Fingerprinter:
         """Note that autograd saved a parameter or buffer."""
         self._passed.append(self._fixed[key])
 
-    def look(self, tensor: Tensor) -> Fingerprint:
-        """What `tensor`, the next one, is known by."""
+    def take(self, tensor: Tensor) -> Fingerprint:
+        """Return the fingerprint of `tensor`, the next saved one."""
         passed, self._passed = tuple(self._passed), []
         return Fingerprint(tuple(self._new(tensor.grad_fn)), passed, tensor.shape, tensor.dtype)
 
@@ -106,9 +108,8 @@ class Fingerprinter:
             waiting += following
 
     def _parameters(self, nodes: list[Any]) -> Iterator[str]:
-        """Return the names of the parameters among `nodes`.
-
-        Parameters behind casts count as well; a cast may be older than the run.
+        """Yield the names of the parameters among `nodes`, also behind casts; a cast may be older than the
+        run.
         """
         for node in nodes:
             while node is not None and node.name() == _CAST:
@@ -120,7 +121,7 @@ class Fingerprinter:
 
 
 def difference(before: Fingerprint, now: Fingerprint) -> tuple[str, str]:
-    """Return the first op that differs, before and now; '' where there was none, or none differs."""
+    """Return the first op that differs, before and now; '' if there was none, or none differs."""
     pairs = zip_longest(reversed(before.made_by), reversed(now.made_by), fillvalue=_NOTHING)
     one, two = next(((one, two) for one, two in pairs if one != two), (_NOTHING, _NOTHING))
     if one.name != two.name:
@@ -132,17 +133,16 @@ def difference(before: Fingerprint, now: Fingerprint) -> tuple[str, str]:
     return _of("an op", before.passed), _of("an op", now.passed)
 
 
-def first_op(looks: Sequence[Fingerprint]) -> str:
-    """Return the name of the first op that led to one of the tensors, as far as autograd tells."""
+def first_op(fingerprints: Sequence[Fingerprint]) -> str:
+    """Return the name of the first op that led to one of the tensors, as far as autograd's graph shows it."""
     return next(
-        (made.name for look in looks for made in reversed(look.made_by)), "the ops that saved the others"
+        (made.name for each in fingerprints for made in reversed(each.made_by)),
+        "the ops that saved the others",
     )
 
 
 def magnitude(tensor: Tensor) -> Tensor | float | None:
-    """Return the norm of up to 1,024 values of `tensor`, which an op returned.
-
-    None where it has no readable values (fake, gaps).
+    """Return the norm of up to 1,024 values of `tensor`; None if it has no readable values (fake, gaps).
 
     On CPU a float, computed without a tensor; on other devices a tensor, so that the host does not wait.
 
@@ -154,10 +154,8 @@ def magnitude(tensor: Tensor) -> Tensor | float | None:
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     step = -(-tensor.numel() // _SAMPLED)
-    with (
-        torch.no_grad(),
-        _disable_current_modes(),
-    ):  # none of the model's ops, to those who count or replace them
+    # Outside all modes: these ops are not the model's, and must not be counted or replaced.
+    with torch.no_grad(), _disable_current_modes():
         some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,), tensor.storage_offset())
         if tensor.device.type == "cpu":
             return _norm(some)
@@ -175,9 +173,8 @@ def _norm(some: Tensor) -> float | None:
 
 
 def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
-    """Return whether two magnitudes agree up to summation order.
-
-    Unknown and non-finite ones agree with all.
+    """Return whether two magnitudes agree up to summation order; unknown and non-finite ones agree
+    with all.
     """
     if before is None or now is None:
         return True
@@ -190,18 +187,18 @@ def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """The values of a saved tensor in both runs of a region."""
+    """Values of a saved tensor in both runs of a region."""
 
     region: str
     number: int
-    look: Fingerprint
+    fingerprint: Fingerprint
     before: Tensor | float | None
     now: Tensor | float | None
     event: torch.cuda.Event | None = None
     """Recorded after the copy of both values to the host."""
 
     def sent(self) -> Compared:
-        """Return a copy with both values on their way to the host, so that it need not wait."""
+        """Return a copy whose values are being copied to the host, so that the host need not wait."""
         if not isinstance(self.before, Tensor) or not isinstance(self.now, Tensor):
             return self
         with _disable_current_modes():
@@ -222,12 +219,11 @@ class Compared:
             ApplyError: They differ.
         """
         if not is_close(self.before, self.now):
-            made_by = ", ".join(each.name for each in reversed(self.look.made_by)) or "the same ops"
+            made_by = ", ".join(each.name for each in reversed(self.fingerprint.made_by)) or "the same ops"
+            like = f"{self.fingerprint.dtype} {list(self.fingerprint.size)}"
             raise ApplyError(
-                f"{self.region} made other values when it was run again, in {made_by}.",
-                evidence=(
-                    f"Saved tensor {self.number}, {self.look.dtype} {list(self.look.size)}, has another norm."
-                ),
+                f"{self.region} computed other values when it was run again, in {made_by}.",
+                evidence=f"Saved tensor {self.number}, {like}, has another norm.",
                 fix=(
                     "its forward must do the same each time it runs; choose recompute: {kind: none} if it"
                     " cannot"
@@ -250,9 +246,8 @@ def _numbers(node: Any) -> tuple[Any, ...]:
 
 @cache
 def _saved_attributes(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the node's attributes that hold plain numbers, and those that hold packed tensors.
-
-    `getattr` would unpack the latter.
+    """Return the node's attributes that hold plain numbers, and those that hold packed tensors, which
+    `getattr` would unpack.
     """
     names = dir(node)
     plain = tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
@@ -261,12 +256,12 @@ def _saved_attributes(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _python_number(saved: Any) -> str:
     """Return the 2 of `x * 2`, which autograd saves as a tensor without calling hooks; '' for all else."""
-    if getattr(saved, "unpack_hook", _NOTHING) is not None:  # torch before 2.13 may not tell
+    if getattr(saved, "unpack_hook", _NOTHING) is not None:  # torch before 2.13 may lack the attribute
         return ""
     data = saved.data
     if type(data) is not Tensor or data.dim() or data.device.type != "cpu":
         return ""
-    with _disable_current_modes():  # no op of the model's, to those who count or replace them
+    with _disable_current_modes():  # not one of the model's ops: must not be counted or replaced
         return repr(data.item())
 
 

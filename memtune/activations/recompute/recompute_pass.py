@@ -1,4 +1,4 @@
-"""The pass of recompute claims: inserts a second forward of the claimed blocks into backward.
+"""Pass of recompute claims: inserts a second forward of the claimed blocks into backward.
 
 It mirrors Rules 1 to 5 of `activations.recompute.activation_table`: a save inside a block is replaced by the
 output of a second run, which starts before the first backward op that reads one and stops after the last
@@ -41,9 +41,9 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Keep | None = None) ->
     """Return `step` with the given blocks recomputed.
 
     Args:
-        step: As recorded, without any recomputation.
-        blocks: Rows of `step.blocks`; each call of such a block that autograd recorded is run again on its
-            own.
+        step: A recorded step, without any recomputation.
+        blocks: Rows of `step.blocks`; each call of such a block that autograd recorded is run again
+            separately.
         keep: Predicate on op names whose outputs are kept; or for each block the calls that do not run again;
             None keeps nothing.
     """
@@ -60,13 +60,13 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     chosen = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
     chosen[blocks] = True
     forward = (step.ops.phase == Phase.FORWARD) & chosen[step.ops.block]
-    if keep is not None:  # a dispatch mode looks for what is kept, in both runs
+    if keep is not None:  # under the dispatch mode of both runs no op reuses its arguments' memory
         step = step.without_donations(np.flatnonzero(forward).astype(np.int32))
     made_in = np.where(step.storages.producer >= 0, step.ops.block[step.storages.producer], -1)
     made_in[
         (step.storages.producer < 0) | ~forward[step.storages.producer]
     ] = -1  # (m,) block that made it in forward, if chosen
-    tried, left_out = _kept_and_skipped(step, forward, keep)
+    tried, skipped = _kept_and_skipped(step, forward, keep)
     kept_op = tried & ~spoiled(step)
 
     end = np.full(len(step.blocks), -1, np.int32)
@@ -75,14 +75,14 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     number = (
         (step.saves.block >= 0) & chosen[step.saves.block] & (made_in[step.saves.storage] == step.saves.block)
     )
-    number &= ~(kept_op | left_out)[step.storages.producer[step.saves.storage]]
+    number &= ~(kept_op | skipped)[step.storages.producer[step.saves.storage]]
     runs = _second_runs(step, number, end)
     if not (runs.release >= 0).any():
         return step
     wanted = number & (step.saves.held_until >= runs.anchor[step.saves.block])
     n_made = np.bincount(step.storages.producer[step.storages.producer >= 0], minlength=step.ops.n)
     again = (
-        forward & ~kept_op & ((n_made > 0) | ~left_out) & (np.arange(step.ops.n) < runs.stop[step.ops.block])
+        forward & ~kept_op & ((n_made > 0) | ~skipped) & (np.arange(step.ops.n) < runs.stop[step.ops.block])
     )
 
     edit = Edit(step)
@@ -92,16 +92,15 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     clones, copies = _save_buffers(edit, step, buffers, runs.anchor)
     _restore_buffers(edit, before, runs.anchor, runs.stop > 0)
     ops, new_op, new = _run_again(
-        edit, step, np.flatnonzero(again).astype(np.int32), left_out, n_made, runs.anchor, end
+        edit, step, np.flatnonzero(again).astype(np.int32), skipped, n_made, runs.anchor, end
     )
-    new_op[again & left_out] -= n_made[again & left_out] - 1  # the first of several allocations
+    new_op[again & skipped] -= n_made[again & skipped] - 1  # the first of several allocations
     _put_back_buffers(edit, step, buffers, copies, runs.anchor)
 
-    # Backward of the same block now reads the second run's products; so does a recomputation of the model's
-    # own in it.
+    # Backward of the same block, and the model's own recomputation in it, now read the second run's outputs.
     in_backward = (step.ops.phase == Phase.RECOMPUTE) | (step.ops.phase == Phase.BACKWARD)
     redirect = in_backward[step.uses.op] & (new[step.uses.storage] >= 0)
-    redirect &= (step.ops.block[step.uses.op] == made_in[step.uses.storage]) & ~left_out[
+    redirect &= (step.ops.block[step.uses.op] == made_in[step.uses.storage]) & ~skipped[
         step.storages.producer[step.uses.storage]
     ]
     again_saved = saved_in_backward(step, redirect, ~number)
@@ -111,7 +110,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     edit.set_saves(
         storage=np.where(wanted | again_saved, new[edit.saves.storage], edit.saves.storage).astype(np.int32)
     )
-    handed_out = wanted & (step.saves.unpacked_before >= 0)  # each once
+    handed_out = wanted & (step.saves.unpacked_before >= 0)  # the table returns each recomputed tensor once
     edit.set_saves(
         held_until=np.where(handed_out, edit.saves.used_until, edit.saves.held_until).astype(np.int32)
     )
@@ -125,7 +124,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     before_run = (
         (step.saves.block >= 0) & ~wanted & (step.saves.unpacked_before == runs.anchor[step.saves.block])
     )
-    before_run &= step.saves.unpack_order < runs.turn[step.saves.block]
+    before_run &= step.saves.unpack_order < runs.order_at_anchor[step.saves.block]
     edit.set_saves(
         unpacked_before=np.where(before_run, starts[edit.saves.call], edit.saves.unpacked_before).astype(
             np.int32
@@ -133,43 +132,39 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     )
     put_aside(edit, step, ops, new_op)
     if third is not None:
-        _run_a_third_time(edit, step, third, np.flatnonzero(again).astype(np.int32), left_out, end, buffers)
+        _run_a_third_time(edit, step, third, np.flatnonzero(again).astype(np.int32), skipped, end, buffers)
     kept = kept_op & (np.arange(step.ops.n) < runs.settled[step.ops.block])
     _hold_inputs_and_kept(
         edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor)
     )
     until = np.where(runs.release >= 0, runs.release, end)
-    keep_states(edit, step, forward, (tried & ~kept, end), (left_out | kept, until))
+    keep_states(edit, step, forward, (tried & ~kept, end), (skipped | kept, until))
     if keep is not None:
         _hold_tried(edit, step, tried, kept, number, end)
     return edit.done()
 
 
 def _run_again(
-    edit: Edit, step: Step, ops: I32, left_out: Mask, n_made: npt.NDArray[np.intp], anchor: I32, end: I32
+    edit: Edit, step: Step, ops: I32, skipped: Mask, n_made: npt.NDArray[np.intp], anchor: I32, end: I32
 ) -> tuple[I32, I32, I32]:
-    """Copy `ops` before their blocks' anchors.
-
-    Return the copied ops and the maps to new ops and storages of `Edit.copy_ops`.
-    """
-    ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))  # one allocation for each tensor
+    """Copy `ops` before their blocks' anchors; return the copied ops and the maps of `Edit.copy_ops`."""
+    ops = np.repeat(ops, np.where(skipped[ops], n_made[ops], 1))  # one allocation for each tensor
     where = step.ops.block[ops]
-    return ops, *edit.copy_ops(ops, anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
+    return ops, *edit.copy_ops(ops, anchor[where], Phase.RECOMPUTE, end[where], skipped[ops])
 
 
 def _run_a_third_time(
-    edit: Edit, step: Step, third: ThirdRuns, again: I32, left_out: Mask, end: I32, buffers: tuple[I32, I32]
+    edit: Edit, step: Step, third: ThirdRuns, again: I32, skipped: Mask, end: I32, buffers: tuple[I32, I32]
 ) -> None:
-    """Insert a third run for what the last backward reads again (Rule 2 of `second_order`).
-
-    The second run's outputs are freed before.
+    """Insert a third run for what the last backward reads again (Rule 2 of `second_order`), after freeing the
+    second's outputs.
     """
     n_made = np.bincount(step.storages.producer[step.storages.producer >= 0], minlength=step.ops.n)
     in_third = third.anchor[buffers[0]] < step.ops.n
     changed = buffers[0][in_third], buffers[1][in_third]
     _, copies = _save_buffers(edit, step, changed, third.anchor)
     ops = again[again < third.stop[step.ops.block[again]]]
-    ops, new_op, new = _run_again(edit, step, ops, left_out, n_made, third.anchor, end)
+    ops, new_op, new = _run_again(edit, step, ops, skipped, n_made, third.anchor, end)
     put_aside(edit, step, ops, new_op)
     _put_back_buffers(edit, step, changed, copies, third.anchor)
     reads = third.reads & (new[step.uses.storage] >= 0)
@@ -195,24 +190,23 @@ class _Runs:
 
     anchor: I32
     """The second run starts before this op, when backward first reads an output; n_ops for never."""
-    turn: I32
-    """Turn of that request among those before the same op."""
+    order_at_anchor: I32
+    """Position of that request among those before the same op."""
     stop: I32
     """The second run stops before this forward op: all that autograd still holds has been saved."""
     settled: I32
-    """As `stop`, as known when the block's forward returned: decides which outputs are kept."""
+    """Like `stop`, as known when the block's forward returned; determines which outputs are kept."""
     release: I32
     """Op after which autograd holds no recomputed tensor, -1 if it holds none after forward."""
 
 
 def _second_runs(step: Step, number: Mask, end: I32) -> _Runs:
     n_blocks = len(step.blocks)
-    anchor, turn = np.full(n_blocks, step.ops.n, np.int32), np.zeros(n_blocks, np.int32)
+    anchor, order_at_anchor = np.full(n_blocks, step.ops.n, np.int32), np.zeros(n_blocks, np.int32)
     asked = np.flatnonzero(number & (step.saves.unpacked_before >= 0))
-    asked = asked[np.lexsort((step.saves.unpack_order[asked], step.saves.unpacked_before[asked]))][
-        ::-1
-    ]  # the first one is written last
-    anchor[step.saves.block[asked]], turn[step.saves.block[asked]] = (
+    # Reversed, so that the first request of each block is assigned last and wins.
+    asked = asked[np.lexsort((step.saves.unpack_order[asked], step.saves.unpacked_before[asked]))][::-1]
+    anchor[step.saves.block[asked]], order_at_anchor[step.saves.block[asked]] = (
         step.saves.unpacked_before[asked],
         step.saves.unpack_order[asked],
     )
@@ -226,7 +220,7 @@ def _second_runs(step: Step, number: Mask, end: I32) -> _Runs:
 
     return _Runs(
         anchor,
-        turn,
+        order_at_anchor,
         last(step.saves.packed_before, wanted, 0),
         last(step.saves.packed_before, after_forward, 0),
         last(step.saves.held_until, after_forward, -1),
@@ -240,7 +234,7 @@ def _kept_and_skipped(step: Step, forward: Mask, keep: Keep | None) -> tuple[Mas
     if callable(keep):
         by_name = np.asarray([keep(name) for name in step.names], bool)
         return forward & by_name[step.ops.name], np.zeros(step.ops.n, bool)
-    tried, left_out = np.zeros(step.ops.n, bool), np.zeros(step.ops.n, bool)
+    tried, skipped = np.zeros(step.ops.n, bool), np.zeros(step.ops.n, bool)
     rows = np.flatnonzero(forward).astype(np.int32)
     blocks, nth = step.ops.block[rows], nth_of_name(step, rows)
     each = int(nth.max(initial=-1)) + 1
@@ -252,11 +246,11 @@ def _kept_and_skipped(step: Step, forward: Mask, keep: Keep | None) -> tuple[Mas
     for same in alike.values():
         mine = np.isin(blocks, same) if len(alike) > 1 else np.ones(len(rows), bool)
         calls = keep[same[0]]
-        for found, named in ((tried, calls.kept), (left_out, calls.left_out)):
+        for found, named in ((tried, calls.kept), (skipped, calls.skipped)):
             is_named = np.zeros(len(step.names) * each, bool)
             is_named[[of_name[name] * each + i for name, i in named if name in of_name and i < each]] = True
             found[rows[mine]] = is_named[code[mine]]
-    return tried, left_out
+    return tried, skipped
 
 
 def spoiled(step: Step) -> Mask:
@@ -273,7 +267,7 @@ def spoiled(step: Step) -> Mask:
 def _starts(step: Step, ops: I32, new_op: I32, cloned_in: I32, clones: I32) -> I32:
     """Return (blocks,) the new row of the first op of each second run."""
     starts = np.full(len(step.blocks), -1, np.int32)
-    starts[step.ops.block[ops][::-1]] = new_op[ops][::-1]  # the first one is written last
+    starts[step.ops.block[ops][::-1]] = new_op[ops][::-1]  # reversed, so that the first op of a block wins
     starts[cloned_in[::-1]] = clones[::-1]
     return starts
 
@@ -295,9 +289,8 @@ def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32)
 
 
 def _changed_buffers(step: Step, forward: Mask, active: I32, *, may_read: bool = False) -> tuple[I32, I32]:
-    """Return blocks and buffers (block[i], storage[i]) that a block's forward writes (Rule 4).
-
-    With `may_read` norms' statistics are omitted.
+    """Return blocks and buffers (block[i], storage[i]) that a block's forward writes (Rule 4); `may_read`
+    omits norms' statistics.
     """
     rows = np.flatnonzero(step.uses.mode == 1)
     rows = rows[step.storages.kind[step.uses.storage[rows]] == Kind.BUFFER]
@@ -324,9 +317,8 @@ class _Before:
 
 
 def _copies_before(edit: Edit, step: Step, forward: Mask, until: I32) -> _Before:
-    """Clone the buffers that the second run must find unchanged.
-
-    `until` is the op after which each block frees its clones.
+    """Clone the buffers that the second run must find unchanged; `until` is the op after which each block
+    frees its clones.
     """
     block, buffer = _changed_buffers(
         step, forward, np.arange(len(step.blocks), dtype=np.int32), may_read=True
@@ -392,7 +384,7 @@ def _put_back_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], copies: 
     )
     edit.add_uses(ops, storage, mode=WRITES)
     last = np.asarray([ops[np.flatnonzero(block == b)[-1]] for b in block], np.int32)
-    edit.add_uses(last, copies)  # the copies are let go together, after the last one is put back
+    edit.add_uses(last, copies)  # the copies are freed together, after the last buffer is restored
 
 
 def _hold_inputs_and_kept(
@@ -419,7 +411,7 @@ def _hold_inputs_and_kept(
         held_until=runs.release[block],
         call=block,
         unpacked_before=asked,
-        unpack_order=runs.turn[block],
+        unpack_order=runs.order_at_anchor[block],
     )
 
 
@@ -432,9 +424,8 @@ def _made_by(step: Step, ops: Mask) -> Mask:
 
 
 def _hold_tried(edit: Edit, step: Step, tried: Mask, kept: Mask, number: Mask, end: I32) -> None:
-    """Hold all outputs that `keep` names until the block has run.
-
-    Only then is known which ones the second run reads.
+    """Hold all outputs that `keep` names until the block has run; only then is known which ones the second
+    run reads.
 
     An output that autograd saved as well counts as a save: if it is offloaded, it is not held here either.
     """

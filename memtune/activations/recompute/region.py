@@ -1,4 +1,4 @@
-"""A region of the activation table: a block and the claims on the tensors that its forward saves."""
+"""Region of the activation table: a block and the claims on the tensors that its forward saves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memtune.runtime import NoteGenerators, RandomState
 
 @dataclass
 class Region:
-    """One block and the claims on the tensors that its forward saves."""
+    """A block and the claims on the tensors that its forward saves."""
 
     name: str
     module: nn.Module
@@ -25,23 +25,23 @@ class Region:
     move: float = 0.0
     """Fraction of the claimable bytes that is offloaded to the host."""
     min_bytes: int = 0
-    """Smaller tensors stay on the device."""
+    """Smaller tensors are kept on the device."""
     only: frozenset[OpAddress] | None = None
-    """Calls whose outputs may be offloaded, `INPUTS` for the inputs of the region; None: all that is
+    """Calls whose outputs may be offloaded, `INPUTS` for the inputs of the region; None for all that is
     claimable.
     """
     watched: bool = False
     """Its first run was checked for collectives and generators."""
     generators: list[Generator] = field(default_factory=list)
-    """Generators of the user from which its forward may draw: those known since its first run."""
+    """The user's generators from which its forward may draw; known after its first run."""
     draws: bool = False
     """An op of its first run drew random numbers, or a later run did."""
-    looked_at: int = -1
-    """Number of the saved tensor that backward unpacked last after its latest run: its values are compared in
-    the next one.
+    last_unpacked: int = -1
+    """Number of the saved tensor that backward unpacked last after the latest run; the next run compares its
+    values.
     """
     compared: Compared | None = None
-    """Values of its latest second run, still on their way from the device."""
+    """Values of its latest second run, which are being copied from the device."""
     reads_back: frozenset[str] | None = None
     """Buffers that its forward changes and may read, as far as its runs have shown; None before the first
     run.
@@ -50,16 +50,15 @@ class Region:
     """Offloaded tensors are spilled from the host to SSD."""
 
     def random_state(self) -> RandomState:
-        """Return the random state at the start of a run.
-
-        Counted as host memory by the pass where the region draws.
+        """Return the random state at the start of a run; the pass counts it as host memory if the region
+        draws.
         """
         return (RandomState.kept if self.draws else RandomState.capture)(self.module, self.generators)
 
     def needed(self, state: RandomState | None, noted: NoteGenerators | None) -> RandomState | None:
         """Return `state` of a run that is over, or None if a second run does not draw from it.
 
-        An op may draw and restore the generator's state (`fork_rng`): the generators do not show that, only
+        An op may draw and restore the generator's state (`fork_rng`). The generators do not show that, but
         `noted` of the first run does.
         """
         if state is not None and not self.draws:

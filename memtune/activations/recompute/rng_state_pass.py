@@ -1,12 +1,11 @@
-"""Adds to a Step the random states that recompute keeps on the host.
-
-Each is one CPU generator state (5,056 bytes).
+"""Pass that adds to a Step the random states that recompute keeps on the host: CPU generator states of 5,056
+bytes.
 
 A block that runs again and draws keeps the state it began with, and the state after each of its ops that
 draws and is not run again. A block that draws nothing drops its state at the end of its forward; that is not
-counted. Where ops are evicted online, every op that draws keeps its state (`states_online`).
+counted. If ops are evicted online, every op that draws keeps its state (`states_online`).
 
-A GPU generator's state adds 16 bytes to each, which are not counted: a Step does not name its device.
+A GPU generator's state adds 16 bytes to each, which are not counted, because a Step does not name its device.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def states_of(draws: Mask, again: Mask, first: I32) -> dict[str, npt.NDArray[Any
 def states_online(step: Step) -> Step:
     """Return `step`, whose ops run by a schedule, with the random states that online eviction keeps.
 
-    An upper bound: each op that draws keeps a state, until backward is over at the latest (it is freed with
-    the op's outputs). Any of them may run again, so the current state is saved as well.
+    This is an upper bound: each op that draws keeps a state until backward is over at the latest (it is freed
+    with the op's outputs). Any of them may run again, so the current state is saved as well.
     """
     draws = np.flatnonzero(
         (step.ops.rng > 0) & (step.ops.copy_of < 0) & (step.ops.phase < Phase.BOUNDARY)
@@ -67,12 +66,11 @@ def states_online(step: Step) -> Step:
         & (step.storages.tier == Tier.HOST)
         & (step.storages.bytes == STATE_BYTES)
     )
-    there = np.flatnonzero(there & (step.storages.held_until > step.storages.producer)).astype(
-        np.int32
-    )  # not what is put aside
+    # A state that ends with its producer is one saved around a second run.
+    there = np.flatnonzero(there & (step.storages.held_until > step.storages.producer)).astype(np.int32)
     edit = Edit(step)
     edit.hold_through(there, np.full(len(there), last, np.int32))
-    own = draws[step.ops.rng[draws] == OWN_GENERATOR]  # whose state is kept beside torch's
+    own = draws[step.ops.rng[draws] == OWN_GENERATOR]  # keeps the user's generator state as well as torch's
     more = np.concatenate([np.setdiff1d(draws, step.storages.producer[there]), own, draws[:1]]).astype(
         np.int32
     )
@@ -81,17 +79,17 @@ def states_online(step: Step) -> Step:
 
 
 def keep_states(
-    edit: Edit, step: Step, forward: Mask, dropped: tuple[Mask, I32], stays: tuple[Mask, I32]
+    edit: Edit, step: Step, forward: Mask, dropped: tuple[Mask, I32], lasting: tuple[Mask, I32]
 ) -> None:
     """Add the random states that blocks that run again and draw keep.
 
     Args:
-        edit: Of `step`.
+        edit: Edit of `step`.
         step: A Step in which each block runs once.
         forward: (n,) ops of the blocks' forwards.
         dropped: (n,) ops whose state is kept until their block's forward ends, and (blocks,) its last op.
-        stays: (n,) ops whose state is kept with the one that the block began with, and (blocks,) the last op
-            that needs it.
+        lasting: (n,) ops whose state is kept with the one that the block began with, and (blocks,) the last
+            op that needs it.
     """
     rows = np.flatnonzero(forward & (step.ops.rng == 1)).astype(np.int32)
     if not len(rows):
@@ -99,17 +97,17 @@ def keep_states(
     every = np.flatnonzero(forward).astype(np.int32)
     blocks, at = np.unique(step.ops.block[every], return_index=True)
     drawn = np.isin(blocks, step.ops.block[rows])
-    _add(edit, every[at[drawn]], stays[1][blocks[drawn]])
-    for these, until in (dropped, stays):
+    _add(edit, every[at[drawn]], lasting[1][blocks[drawn]])
+    for these, until in (dropped, lasting):
         mine = rows[these[rows]]
-        _add(edit, mine + np.int32(1), until[step.ops.block[mine]])  # there when the next op runs
+        _add(edit, mine + np.int32(1), until[step.ops.block[mine]])  # exists from the next op on
 
 
 def put_aside(edit: Edit, step: Step, ops: I32, new_op: I32) -> None:
     """Add the current random state of each block that draws, saved during its second run.
 
     Args:
-        edit: Of `step`.
+        edit: Edit of `step`.
         step: A Step in which each block runs once.
         ops: Ops that run again, ascending.
         new_op: (n,) row of each second run.

@@ -1,6 +1,5 @@
-"""Outputs that a recomputed region keeps.
-
-Dispatch modes collect them in the first run and return them in the second.
+"""Outputs that a recomputed region keeps: dispatch modes collect them in the first run and return them in the
+second.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from memtune.program import SHAPE_ALONE, OpAddress, OpAddresses
 from memtune.runtime import RandomState, draws, mutated
 
 Keep = Callable[[Any], bool] | OpAddresses
-"""Selects the kept outputs: a predicate on ops, or a list of calls."""
+"""Selection of the kept outputs: a predicate on ops, or a list of calls."""
 
 
 class KeptOutputs:
-    """The outputs of one op that a recomputed region keeps."""
+    """Outputs of one op that a recomputed region keeps."""
 
     def __init__(self, out: Any, before: int, random: RandomState | None = None) -> None:
         self.before = before
         """Number of recomputed tensors that had been saved when the op ran."""
         self._random = random
-        """The random state after the op, if it may have drawn: later ops continue from it."""
-        # Rule 5 needs to see later writes: a detach below autograd would count them apart from the
-        # original's.
+        """The random state after the op, if it may have drawn; later ops continue from it."""
+        # Inside a dispatch mode ADInplaceOrView is excluded, and `detach` would give the alias a version
+        # counter of its own. With the key included it shares the original's, which counts later in-place
+        # writes (Rule 5).
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
         tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
@@ -42,14 +42,13 @@ class KeptOutputs:
         self._written = False
 
     def note_write(self, storage: torch.UntypedStorage) -> None:
-        """Note that an op of the region writes into `storage`.
-
-        Views with their own version counter (`unsafe_split`) do not show it.
+        """Note that an op of the region writes into `storage`; views with their own version counter
+        (`unsafe_split`) do not show it.
         """
         self._written = self._written or any(kept() is storage for kept in self._storages)
 
     def unchanged(self) -> bool:
-        """Return whether nothing has written into the outputs since they were kept."""
+        """Return whether no op has written into the outputs since they were kept."""
         return not self._written and all(t._version == version for t, version in self._versions)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -63,13 +62,11 @@ class KeptOutputs:
         self._versions = []
 
     def claimed(self, tensor: Tensor, claim: Tensor | OffloadedTensor) -> Tensor | OffloadedTensor:
-        """Return `claim`, the table's decision on an output that autograd saved.
-
-        Drop the reference to an offloaded output.
+        """Return `claim`, the table's decision on an output that autograd saved; drop the reference to an
+        offloaded output.
         """
-        if (
-            isinstance(claim, OffloadedTensor) and claim.entry.moved
-        ):  # what may still leave can be changed before it does
+        # An output whose offload has not begun can still be changed in place, so its versions are kept.
+        if isinstance(claim, OffloadedTensor) and claim.entry.moved:
             storage = tensor.untyped_storage()
             self._versions = [
                 (t, version) for t, version in self._versions if t.untyped_storage() is not storage
@@ -99,21 +96,21 @@ class KeptOutputs:
 
 
 class KeepMode(TorchDispatchMode):
-    """Runs the first forward: collects kept outputs, and notes skipped calls."""
+    """Mode of the first forward: collects kept outputs, and notes skipped calls."""
 
     def __init__(
         self,
         keep: Keep,
         kept: dict[OpAddress, KeptOutputs],
-        left_out: SkippedCalls,
+        skipped: SkippedCalls,
         count: Callable[[], int],
         random: Callable[[], RandomState],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keep, self._kept, self._left_out, self._count, self._random = (
+        self._keep, self._kept, self._skipped, self._count, self._random = (
             keep,
             kept,
-            left_out,
+            skipped,
             count,
             random,
         )
@@ -124,14 +121,14 @@ class KeepMode(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(self._keep, OpAddresses):
             call = self._seen.next(func)
-            if call in self._keep.left_out:
-                self._left_out.leave_out(
+            if call in self._keep.skipped:
+                self._skipped.skip(
                     call, func, args, out, before=self._count(), random=self._state_after(func, args, kwargs)
                 )
             elif call in self._keep.kept:
                 self._kept[call] = self._output(func, args, kwargs, out)
             else:
-                self._left_out.read_by(func, (args, kwargs), out, before=self._count())
+                self._skipped.read_by(func, (args, kwargs), out, before=self._count())
         elif self._keep(func):
             self._kept[self._seen.next(func)] = self._output(func, args, kwargs, out)
         if func._schema.is_mutable:
@@ -148,23 +145,23 @@ class KeepMode(TorchDispatchMode):
 
 
 class ReplayMode(TorchDispatchMode):
-    """Runs the second forward: returns each kept output instead of computing it."""
+    """Mode of the second forward: returns each kept output instead of computing it."""
 
-    def __init__(self, kept: dict[OpAddress, KeptOutputs], left_out: SkippedCalls) -> None:
+    def __init__(self, kept: dict[OpAddress, KeptOutputs], skipped: SkippedCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._left_out, self._seen = kept, left_out, _Occurrences()
+        self._kept, self._skipped, self._seen = kept, skipped, _Occurrences()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, unless its outputs were kept or are not needed."""
         call = self._seen.next(func)
-        if call in self._left_out:
-            return self._left_out.take(call, func, args, kwargs or {})
+        if call in self._skipped:
+            return self._skipped.take(call, func, args, kwargs or {})
         kept = self._kept.get(call)
         return func(*args, **(kwargs or {})) if kept is None else kept.take()
 
 
 class NamedMode(TorchDispatchMode):
-    """Notes the outputs of some calls of a region, while their storages live."""
+    """Mode that notes the outputs of some calls of a region, while their storages live."""
 
     def __init__(self, calls: frozenset[OpAddress]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,7 +184,7 @@ class NamedMode(TorchDispatchMode):
 
 
 class _Occurrences:
-    """Numbers the calls of each op: (op, 0), (op, 1) and so on."""
+    """Counter of the calls of each op: (op, 0), (op, 1) and so on."""
 
     def __init__(self) -> None:
         self._count: dict[str, int] = {}
@@ -198,7 +195,6 @@ class _Occurrences:
         return name, self._count[name]
 
 
-# The calls that a recomputed region neither keeps nor runs again.
 NEVER = sys.maxsize
 
 
@@ -222,7 +218,7 @@ class _SkippedCall:
 
 
 class SkippedCalls:
-    """The calls that a recomputed region neither keeps nor runs again, with the shapes of their outputs.
+    """Calls that a recomputed region neither keeps nor runs again, with the shapes of their outputs.
 
     The first run checks that no op of the second run needs their values. If one does, all calls of the region
     run again: a plan made for other code costs time, never a wrong gradient.
@@ -234,12 +230,12 @@ class SkippedCalls:
         self._calls: dict[OpAddress, _SkippedCall] = {}
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def leave_out(
+    def skip(
         self, call: OpAddress, func: Any, args: Any, out: Any, *, before: int, random: RandomState | None
     ) -> None:
         """Note that `call`, which ran `func` on `args` and returned `out`, is not to run again.
 
-        `before`, here and below: how many recomputed tensors had been saved. `random`: the state now, if
+        `before`, here and below: number of recomputed tensors saved so far. `random`: the state now, if
         `func` may draw.
         """
         if func._schema.is_mutable:
@@ -254,9 +250,8 @@ class SkippedCalls:
         self._note(out)
 
     def read_by(self, func: Any, args: Any, out: Any, *, before: int) -> None:
-        """Check an op that runs again and read `args`.
-
-        It may read the shape of a skipped output, or make a view, but not read values.
+        """Check an op that runs again and read `args`: it may read the shape of a skipped output, or make a
+        view, but not read values.
 
         memtune's own ops copy saved tensors, which the second run does not repeat.
         """
@@ -292,9 +287,8 @@ class SkippedCalls:
         return call in self._calls
 
     def take(self, call: OpAddress, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return uninitialized tensors like the outputs of `call`.
-
-        For a call that writes in place, return its argument.
+        """Return uninitialized tensors like the outputs of `call`; for a call that writes in place, its
+        argument.
         """
         left = self._calls[call]
         if self._all_run:

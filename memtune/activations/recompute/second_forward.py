@@ -1,6 +1,5 @@
-"""The second run of a region's forward.
-
-It compares the tensors that it saves with the first run's, and stores them for backward.
+"""Second run of a region's forward: compares the tensors that it saves with the first run's, and stores them
+for backward.
 """
 
 from __future__ import annotations
@@ -20,20 +19,18 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """Packs the tensors that the second run saves; stops the run after the last one that backward needs."""
+    """Pack hook of the second run, which it stops after the last tensor that backward needs."""
 
     def __init__(self, frame: Frame, inputs: set[int]) -> None:
-        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Fingerprinter(frame.fixed)
+        self._frame, self._inputs, self.count = frame, inputs, 0
+        self._fingerprinter = Fingerprinter(frame.fixed)
         self.enough = max(frame.wanted) + 1
 
     def pack(self, tensor: Tensor) -> int:
-        """Return the number of a saved tensor; -1 for one that is not recomputed.
-
-        A recomputed tensor is stored for backward.
-        """
+        """Return the number of a saved tensor, stored for backward; -1 for one that is not recomputed."""
         key = id_of(tensor)
         if key in self._frame.fixed:
-            self._trail.passes(key)
+            self._fingerprinter.passes(key)
             return -1
         if key in self._inputs or not is_plain(tensor) or self._frame.is_kept(tensor):
             return -1
@@ -50,12 +47,12 @@ class Replay:
         Raises:
             ApplyError: They differ, so the forward is not deterministic.
         """
-        before, now = self._frame.looks[self.count], self._trail.look(tensor)
+        before, now = self._frame.fingerprints[self.count], self._fingerprinter.take(tensor)
         if before != now:
             was, is_now = difference(before, now)
             raise ApplyError(
-                f"{self._frame.region.name} did something else when it was run again: {is_now or 'nothing'}"
-                f" where the first run had {was or 'nothing'}.",
+                f"{self._frame.region.name} ran other ops when it was run again: {is_now or 'nothing'} where"
+                f" the first run had {was or 'nothing'}.",
                 evidence=(
                     f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype}"
                     f" {list(now.size)}."
@@ -78,7 +75,7 @@ class Replay:
 
 
 class StopReplay(Exception):
-    """Ends the second run: it has saved the last tensor that backward needs."""
+    """Ends the second run after the last tensor that backward needs."""
 
 
 def is_plain(value: Any) -> bool:
@@ -97,9 +94,8 @@ def refuse_unpack(packed: int) -> Tensor:
     )
 
 
-# What a block was called with, for its second run.
 def once_each(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `convert` with a cache by identity: a forward may compare its inputs with `is`."""
+    """Return `convert` with a cache by identity, because a forward may compare its inputs with `is`."""
     made: dict[int, tuple[Any, Any]] = {}
 
     def converted(value: Any) -> Any:

@@ -1,6 +1,5 @@
-"""Tells whether the activation table may claim the tensors that autograd saves now.
-
-It may not in the user's own checkpoint, nor where saves are dropped.
+"""Detection of the user's own checkpoints and of dropped saves, where the activation table may claim
+nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ _DROPS, _TABLE = (
     "memtune.activations.recompute.activation_table",
 )
 _OTHERS = ("torch.utils.checkpoint", _DROPS)
-"""Modules whose hooks recompute or drop what is saved."""
+"""Modules whose hooks recompute or drop saved tensors."""
 
 
 def autograd_saves() -> bool:
-    """Return whether autograd records, and keeps what it saves.
+    """Return whether autograd records and keeps what it saves, and no checkpoint of the user's own handles or
+    drops it.
 
-    No checkpoint of the user's own handles or drops it.
-
-    `torch.utils.checkpoint(use_reentrant=True)` runs a forward without gradients, and runs it again inside
-    the backward of a Python function; otherwise saved tensors pass, both times, through hooks of
-    `torch.utils.checkpoint`. A pack's forward-only run drops them.
+    `torch.utils.checkpoint(use_reentrant=True)` runs a forward without gradients, and again inside the
+    backward of a Python function; with `use_reentrant=False` saved tensors pass, both times, through its
+    hooks. A pack's forward-only run drops them.
     """
     if not torch.is_grad_enabled():
         return False
@@ -39,24 +37,22 @@ def autograd_saves() -> bool:
 
 
 def saves_are_dropped() -> bool:
-    """Return whether saved tensors are dropped because this run has no backward.
-
-    See `boundary_activations.nothing_saved`.
+    """Return whether saved tensors are dropped because this run has no backward
+    (`boundary_activations.discard_saved`).
     """
     return _hooks_of() == _DROPS
 
 
 def hooks_of_table() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the activation table's pack and unpack hooks.
-
-    None where it claims nothing of the current block.
+    """Return the activation table's pack and unpack hooks, or None if it claims nothing of the current
+    block.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) if _hooks_of() == _TABLE else None
 
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Return a context without saved-tensor hooks: autograd keeps what it saves."""
+    """Disable saved-tensor hooks in this context: autograd keeps what it saves."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         yield

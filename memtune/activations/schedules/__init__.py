@@ -1,4 +1,4 @@
-"""Runs a region by a frozen schedule of compute, free and move steps (Checkmate)."""
+"""Execution of a region by a static schedule of compute, free and copy steps (Checkmate)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from memtune.activations.schedules.block_regions_pass import (
         BlockRegions,
         block_regions_of,
+        find_block_schedule_error,
         run_blocks,
-        wrong_with_block,
     )
     from memtune.activations.schedules.checkmate_planner import (
         Problem,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         solve_rounded,
     )
     from memtune.activations.schedules.codegen_expr import CallText, bases_of, outside_name, slots_in, viewed
-    from memtune.activations.schedules.late_free_planner import Late
+    from memtune.activations.schedules.free_after_forward_planner import FreeAfterForwardPlanner
     from memtune.activations.schedules.partial_ops_pass import elements_of
     from memtune.activations.schedules.region_pass import (
         Region,
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
         region_of,
     )
     from memtune.activations.schedules.schedule_pass import run_schedule
-    from memtune.activations.schedules.scheduled_region import FrozenRegion, FrozenRun, held_bytes
+    from memtune.activations.schedules.scheduled_region import ScheduledRegion, ScheduledRun, held_bytes
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
     "BlockRegions",
     "CallText",
-    "FrozenRegion",
-    "FrozenRun",
-    "Late",
+    "FreeAfterForwardPlanner",
     "Problem",
     "Region",
+    "ScheduledRegion",
+    "ScheduledRun",
     "Solution",
     "added_gradients",
     "bases_of",
@@ -52,6 +52,7 @@ __all__ = [
     "codegen",
     "codegen_expr",
     "elements_of",
+    "find_block_schedule_error",
     "held_bytes",
     "not_foreseen",
     "outside_name",
@@ -64,5 +65,4 @@ __all__ = [
     "solve_exactly",
     "solve_rounded",
     "viewed",
-    "wrong_with_block",
 ]

@@ -1,10 +1,10 @@
 """Regions of single blocks, for schedules where a block's parameters are resident only during its own calls.
 
-Rule 1. A block's region is its forward and its backward, up to the accumulation of its input's gradient. Its
-inputs, which include other blocks' values and gradients, come from outside and never run again here.
-Rule 2. Blocks with equal ops, values and bytes are of one sort, and share a schedule.
-Rule 3. A block's value that is read or held outside the block (its output, its input's gradient) lives as
-long as in the plain step; all others live as the block's schedule determines.
+A block's region is its forward and its backward, up to the accumulation of its input's gradient. Its inputs,
+which include other blocks' values and gradients, come from outside and are never recomputed here. Blocks with
+equal ops, values and bytes are of one kind and share a schedule. A block's value that is read or held outside
+the block (its output, its input's gradient) lives as long as in the plain step; all others live as the
+block's schedule determines.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from memtune.activations.schedules.schedule_pass import run_schedule
 from memtune.program import (
     I32,
     Action,
-    Do,
     Kind,
     OpGraph,
     Phase,
     Schedule,
+    ScheduleStep,
     Step,
     Tier,
+    build_schedule,
+    find_schedule_error,
     plain_schedule,
-    scheduled,
-    wrong_with,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRegions:
-    """The regions of all blocks of one step."""
+    """Regions of all blocks of one step."""
 
     together: Region
     """All their ops: forward of all blocks, then backward, in the order in which they run."""
     blocks: tuple[int, ...]
     """Rows of `step.blocks` in the order in which their forward runs."""
     ops: tuple[I32, ...]
-    """By block, forward first: numbers of its ops in `together`."""
+    """By block: numbers of its ops in `together`, forward first."""
     values: tuple[I32, ...]
     """By block: numbers of its values in `together`."""
     sort: I32
-    """(blocks,) index in `graphs` of each block."""
+    """(blocks,) row of each block's kind in `graphs`."""
     graphs: tuple[OpGraph, ...]
 
     @property
     def plain(self) -> tuple[Schedule, ...]:
-        """Return by sort the schedule that runs every op once."""
+        """By kind of block: the schedule that runs every op once."""
         return tuple(plain_schedule(graph) for graph in self.graphs)
 
 
 @lru_cache(maxsize=4)
 def block_regions_of(step: Step) -> BlockRegions | str:
-    """Return the regions of the blocks of `step`, or why they cannot run by schedules."""
+    """Return the regions of the blocks of `step`, or the reason why they cannot run by schedules."""
     why = _no_regions(step)
     if why:
         return why
@@ -67,9 +67,9 @@ def block_regions_of(step: Step) -> BlockRegions | str:
     inside = (step.ops.block >= 0) & ~added_gradients(step)
     forward = np.flatnonzero(inside & (step.ops.phase == Phase.FORWARD)).astype(np.int32)
     backward = np.flatnonzero(inside & (step.ops.phase == Phase.BACKWARD)).astype(np.int32)
-    for rows, turn in ((forward, order), (backward, order[::-1])):
+    for rows, expected in ((forward, order), (backward, order[::-1])):
         runs = step.ops.block[rows][np.flatnonzero(np.diff(step.ops.block[rows], prepend=-1))]
-        if not np.array_equal(runs, turn):
+        if not np.array_equal(runs, expected):
             return "blocks do not run one after the other, forward and then backward"
     rows = np.concatenate([forward, backward])
     talks = step.ops.group[rows] > 0
@@ -86,14 +86,11 @@ def _no_regions(step: Step) -> str:
     if not step.blocks:
         return "the model has no blocks"
     if len(step.calls.block) != len(step.blocks) or not step.calls.grad_enabled.all():
-        return (
-            "a block runs several times in a step, without gradients, or inside a checkpoint of the"
-            " model's own"
-        )
+        return "a block runs several times in a step, without gradients, or inside the model's own checkpoint"
     if ((step.ops.phase == Phase.RECOMPUTE) & (step.ops.block >= 0)).any():
-        return "parts of a block run again already"
+        return "the model recomputes parts of a block already"
     if (step.forward_starts[:-1] < 0).any():
-        return "a block's forward was not seen"
+        return "a block's forward was not recorded"
     return ""
 
 
@@ -111,9 +108,9 @@ def _carried(step: Step, rows: I32, n_forward: int) -> dict[int, list[int]]:
 
 
 def _crosses(step: Step, together: Region, block_of: I32) -> str:
-    """Return why blocks depend on each other inside.
+    """Return why a block's ops depend on another block beyond inputs and outputs, '' if they do not.
 
-    Reasons are writes into outside values and sums of several blocks' gradients; '' if there are none.
+    Reasons are writes into outside values and sums of several blocks' gradients.
     """
     graph = together.graph
     writes = np.flatnonzero((step.uses.mode == 1) & np.isin(step.uses.op, together.rows))
@@ -122,11 +119,11 @@ def _crosses(step: Step, together: Region, block_of: I32) -> str:
     )
     if abroad.any():
         row = step.uses.op[writes[int(abroad.argmax())]]
-        return f"{step.names[step.ops.name[row]]} in a block writes into what others made"
+        return f"{step.names[step.ops.name[row]]} in a block writes into a tensor from outside"
     maker = np.asarray(graph.maker, np.int32)
     for op, written in enumerate(graph.writes):
         if any(block_of[maker[value]] != block_of[op] for value in written):
-            return f"{graph.names[op]} in a block writes into what another block made"
+            return f"{graph.names[op]} in a block writes into a tensor of another block"
     readers: dict[tuple[int, int], list[int]] = {}
     for op in range(graph.n_forward, graph.n_ops):
         for value in graph.reads[op]:
@@ -134,7 +131,7 @@ def _crosses(step: Step, together: Region, block_of: I32) -> str:
                 readers.setdefault((value, int(block_of[op])), []).append(op)
     for ops in readers.values():
         if all(graph.names[op].startswith("aten.add.") for op in ops):
-            return "gradients of several blocks are added up inside of them"
+            return "gradients of several blocks are summed inside these blocks"
     return ""
 
 
@@ -208,9 +205,9 @@ def run_blocks(step: Step, regions: BlockRegions, schedules: Sequence[Schedule])
 
     Args:
         step: The plain step.
-        regions: Of its blocks.
-        schedules: One for each block in the order of `regions.blocks`, valid for its graph; forwards are in
-            plain order.
+        regions: Regions of its blocks.
+        schedules: One for each block in the order of `regions.blocks`, valid for its graph, with the forward
+            in plain order.
     """
     return _kept_by_schedules(
         run_schedule(step, regions.together, _joined(regions, schedules), by_readers=True)
@@ -220,8 +217,8 @@ def run_blocks(step: Step, regions: BlockRegions, schedules: Sequence[Schedule])
 def _kept_by_schedules(new: Step) -> Step:
     """Return `new` with the values that a block's schedule keeps for backward as saves of the block.
 
-    Those are the values of forward that the block's backward, or its recomputation, reads. So passes that
-    offload blocks or their saves treat them as tensors that autograd saves. Lifetimes do not change.
+    Those are the values of forward that the block's backward, or its recomputation, reads. As saves they are
+    treated like autograd's by passes that offload blocks or their saves. Lifetimes do not change.
     """
     later = (new.use_phase == Phase.BACKWARD) | (new.use_phase == Phase.RECOMPUTE)
     block = new.ops.block[new.uses.op]
@@ -240,20 +237,21 @@ def _kept_by_schedules(new: Step) -> Step:
     before = _after_last_use(new, storage, of_block)
     asked = new.uses.op[rows[first]]
     entered = _argument_of(new, of_block, storage)
+    # Ties in the runtime's order: arguments first, then values by producer.
     alike = (
         storage,
         np.where(entered < 0, new.storages.producer[storage], entered),
         entered < 0,
-    )  # arguments first, as the runtime does
+    )
     order, by_asked = np.lexsort((*alike, before)), np.lexsort((*alike, asked))
-    turn = np.argsort(by_asked)
+    rank = np.argsort(by_asked)
     columns: dict[str, Any] = {
         "storage": storage,
         "packed_before": before,
         "held_until": until,
         "used_until": until,
         "unpacked_before": asked,
-        "unpack_order": turn,
+        "unpack_order": rank,
         "is_output": np.zeros(len(pairs)),
         "call": of_block,
     }
@@ -262,7 +260,7 @@ def _kept_by_schedules(new: Step) -> Step:
         name: np.concatenate([there[name], np.asarray(columns[name])[order].astype(there[name].dtype)])
         for name in columns
     }
-    return replace(new, saves=replace(new.saves, **saves), by_schedules=True)
+    return replace(new, saves=replace(new.saves, **saves), runs_schedules=True)
 
 
 def _argument_of(step: Step, block: I32, storage: I32) -> I32:
@@ -305,7 +303,7 @@ def _after_last_use(step: Step, storage: I32, block: I32) -> I32:
 def _joined(regions: BlockRegions, schedules: Sequence[Schedule]) -> Schedule:
     """Return the schedules of all blocks as one schedule of their joint region."""
     graph = regions.together.graph
-    backward: list[Do] = []
+    backward: list[ScheduleStep] = []
     for ops, schedule in zip(reversed(regions.ops), reversed(schedules), strict=True):
         number = ops.tolist()
         for each in schedule.backward:
@@ -313,17 +311,16 @@ def _joined(regions: BlockRegions, schedules: Sequence[Schedule]) -> Schedule:
                 backward.append(
                     each._replace(of=number[each.of], along=tuple(number[op] for op in each.along))
                 )
-    return scheduled(graph, range(graph.n_forward), backward, made_by="blocks")
+    return build_schedule(graph, range(graph.n_forward), backward, made_by="blocks")
 
 
-def wrong_with_block(graph: OpGraph, schedule: Schedule) -> str:
-    """Return why `schedule` cannot run a block.
-
-    Reasons are those of `wrong_with`, and an op of forward that runs twice before backward.
+def find_block_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
+    """Return why `schedule` cannot run a block, '' if it can: `find_schedule_error`, or a forward that is not
+    in plain order.
     """
     forward = [
         op for each in schedule.forward if each.action == Action.COMPUTE for op in (*each.along, each.of)
     ]
     if forward != list(range(graph.n_forward)):
         return "its forward is not in plain order"
-    return wrong_with(graph, schedule)
+    return find_schedule_error(graph, schedule)

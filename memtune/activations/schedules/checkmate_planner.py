@@ -22,9 +22,11 @@ import numpy.typing as npt
 Flags = npt.NDArray[np.bool_]
 
 THRESHOLDS = (0.05, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.95)
-"""Thresholds on the relaxed S above which a node is kept; the cheapest schedule within the budget wins."""
+"""Thresholds on the relaxed S above which a node is kept; the cheapest schedule within the budget is
+selected.
+"""
 EPSILONS = (0.0, 0.1)
-"""Shares of the budget that the relaxation leaves free for the rounding."""
+"""Fractions of the budget that the relaxation leaves free for the rounding."""
 
 _STARTS, _TRIES = 3, 400
 """Number of rounded schedules that are improved, and of changes tried on each."""
@@ -41,7 +43,7 @@ class Problem:
     reads: tuple[tuple[int, ...], ...]
     """(n,) nodes that each reads, all before it."""
     budget_bytes: tuple[int, ...]
-    """(n,) for each stage: the budget minus other live bytes."""
+    """(n,) budget of each stage, minus other live bytes."""
     scratch_bytes: tuple[int, ...] = ()
     """(n,) workspace of each node; () for none."""
     once: frozenset[int] = frozenset()
@@ -49,7 +51,7 @@ class Problem:
 
     @property
     def n(self) -> int:
-        """Return the number of nodes, and of stages."""
+        """Number of nodes, and of stages."""
         return len(self.cost_s)
 
     def scratch(self, node: int) -> int:
@@ -77,11 +79,10 @@ class Solution:
     over_bytes: int
     """The largest excess over a stage's budget; 0 or less if it is within all."""
     proven: bool = False
-    """No cheaper schedule exists in the paper's space: in a stage every node runs at most once, in the order
-    of the graph.
+    """No cheaper schedule exists in the paper's space, where a stage runs every node at most once, in graph
+    order.
 
-    Running a stage's nodes in another order can be cheaper still, if one node's inputs can be freed before
-    another runs.
+    Another order within a stage can be cheaper still, if one node's inputs can be freed before another runs.
     """
 
     def order(self) -> list[int]:
@@ -92,13 +93,12 @@ class Solution:
 def live_bytes(
     problem: Problem, computes: Sequence[Sequence[int]], kept: Sequence[Iterable[int]]
 ) -> list[list[int]]:
-    """Return the bytes live while each node of each stage runs.
-
-    Outputs are allocated before inputs are freed.
+    """Return the bytes live while each node of each stage runs; outputs are allocated before inputs are
+    freed.
     """
     n, found = problem.n, []
     for stage, running in enumerate(computes):
-        staying = set(kept[stage + 1]) if stage + 1 < n else set()
+        kept_next = set(kept[stage + 1]) if stage + 1 < n else set()
         last: dict[int, int] = {}
         for at, node in enumerate(running):
             last.update(dict.fromkeys((*problem.reads[node], node), at))
@@ -110,7 +110,7 @@ def live_bytes(
             there.add(node)
             peaks.append(now + problem.scratch(node))
             for each in (*problem.reads[node], node):
-                if last[each] == at and each not in staying and each in there:
+                if last[each] == at and each not in kept_next and each in there:
                     there.discard(each)
                     now -= problem.bytes[each]
         found.append(peaks)
@@ -124,9 +124,8 @@ def over_budget(problem: Problem, computes: Sequence[Sequence[int]], kept: Seque
 
 
 def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solution:
-    """Return the cheapest schedule that keeps at least `kept`, (n, n).
-
-    Rows of `kept` are stages, columns nodes (the paper's second phase).
+    """Return the cheapest schedule that keeps at least `kept`, (n, n) of stages and nodes (the paper's second
+    phase).
 
     A stage runs its own node, the nodes that the next stage keeps and this one has not kept, and their
     missing inputs. Nodes that must not run again are kept from their first run on.
@@ -150,18 +149,18 @@ def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solutio
                     keep[each + 1 : stage + 1, each] = True
                 run[each] |= not keep[stage, each]
         computes.append(tuple(np.flatnonzero(run).tolist()))
-    # What is kept into a stage but neither used there nor kept on only takes memory.
+    # A node kept into a stage that neither uses nor keeps it only occupies memory.
     rows = [set(np.flatnonzero(row).tolist()) for row in keep]
     for stage in range(n - 1, -1, -1):
         used = {each for node in computes[stage] for each in problem.reads[node]}
         rows[stage] &= used | (rows[stage + 1] if stage + 1 < n else set())
-    staying = tuple(tuple(sorted(row)) for row in rows)
+    needed = tuple(tuple(sorted(row)) for row in rows)
     cost = sum(problem.cost_s[node] for stage in computes for node in stage)
-    return Solution(tuple(computes), staying, cost, over_budget(problem, computes, staying), proven)
+    return Solution(tuple(computes), needed, cost, over_budget(problem, computes, needed), proven)
 
 
 def keep_all(problem: Problem) -> Flags:
-    """Return (n, n) what the plain order keeps: every node until its last reader."""
+    """Return (n, n) the nodes that the plain order keeps: every node until its last reader."""
     kept = np.zeros((problem.n, problem.n), bool)
     for node, users in enumerate(problem.users()):
         kept[node + 1 : max(users, default=node) + 1, node] = True
@@ -190,20 +189,19 @@ def solve_exactly(problem: Problem, *, time_limit_s: float = 60.0) -> Solution |
 
 
 def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
-    """Return a schedule by two-phase rounding.
-
-    The cheapest within the budget, else the one that exceeds it least.
+    """Return a schedule by two-phase rounding: the cheapest within the budget, else the one that exceeds it
+    least.
 
     Args:
         problem: Up to some 100 nodes in seconds.
-        time_limit_s: For each relaxation.
+        time_limit_s: Time limit of each relaxation.
     """
     candidates = [
         completed(problem, keep_all(problem), proven=True),
         completed(problem, np.zeros((problem.n, problem.n), bool)),
     ]
     if candidates[0].over_bytes <= 0:
-        return candidates[0]  # nothing need run again
+        return candidates[0]  # the plain order fits
     candidates += [completed(problem, _every_nth(problem, n)) for n in range(2, min(problem.n, 8))]
     for epsilon in EPSILONS:
         result, model = _solved(problem, epsilon, integer=False, time_limit_s=time_limit_s)
@@ -258,7 +256,7 @@ def _repetitions(problem: Problem, solution: Solution) -> list[tuple[float, int,
     return sorted(found, reverse=True)
 
 
-# -- the program ---------------------------------------------------------------------------------------------
+# -- the integer program -------------------------------------------------------------------------------------
 
 
 class _Model:
@@ -295,9 +293,9 @@ class _Model:
     def _stage(self, t: int) -> None:
         problem, inf = self._problem, math.inf
         for i in range(t + 1):
-            for j in problem.reads[i]:  # what a node reads is computed or kept
+            for j in problem.reads[i]:  # a node's inputs are computed or kept
                 self._row([(("R", t, i), 1), (("R", t, j), -1), (("S", t, j), -1)], -inf, 0)
-            if t + 1 < problem.n:  # what is kept was kept or computed
+            if t + 1 < problem.n:  # a kept node was kept before or is computed
                 self._row([(("S", t + 1, i), 1), (("S", t, i), -1), (("R", t, i), -1)], -inf, 0)
             if i < t:
                 self._row([(("S", t, i), 1), (("R", t, i), 1)], -inf, 1)

@@ -1,4 +1,4 @@
-"""Generates two Python functions from a tape and a schedule: one line per op, one `del` per value to free.
+"""Generator of two Python functions from a tape and a schedule: one line per op, one `del` per value to free.
 
 The functions call ATen's ops on tensors below autograd, without a dispatch mode. Names: v a value, p a
 parameter or buffer, x an input, g the gradient of an output, k a constant of the model's code, s a random
@@ -28,13 +28,13 @@ from memtune.activations.schedules.codegen_expr import (
     viewed,
 )
 from memtune.errors import ApplyError
-from memtune.program import EMPTY, Action, Do, Schedule, parts_of
+from memtune.program import EMPTY, Action, Schedule, ScheduleStep, parts_of
 from memtune.runtime import READS_GRAD_MODE, RandomState, grad_mode_on, is_dense, may_be_by_element, transfer
 
 
 @dataclass(frozen=True)
 class Code:
-    """The generated forward and backward of a region."""
+    """Generated forward and backward of a region."""
 
     forward: Callable[..., tuple[tuple[Tensor, ...], tuple[Any, ...]]]
     """(parameters and buffers, arguments) → (output tensors in order, values that backward needs).
@@ -51,14 +51,14 @@ class Code:
     Both lists are emptied. As soon as a parameter's gradient is ready, it is appended to the last list, which
     alone holds it, and the parameter's number is yielded.
     """
-    lands: tuple[int, ...]
-    """Parameters in the order in which backward has their gradients."""
+    ready_order: tuple[int, ...]
+    """Parameters in the order in which backward completes their gradients."""
     source: str
     """Both functions, as text."""
 
 
 class LayoutError(Exception):
-    """A real op returned another layout than its fake implementation."""
+    """Error when a real op returns another layout than its fake implementation."""
 
 
 def generate(
@@ -70,28 +70,26 @@ def generate(
     checked: bool = False,
     claimed: bool = False,
 ) -> Code:
-    """Return the code of `schedule`, which must be valid for the tape's graph (`schedule.wrong_with`).
+    """Return the code of `schedule`, which must be valid for the tape's graph (`find_schedule_error`).
 
     Args:
         tape: The captured region.
         schedule: The ops to run, in order.
         random_state: Returns the current state of the generators.
         device: Device to which offloaded values are reloaded.
-        checked: Compare the real outputs' layouts with the tape where views are made of them: for the first
-            run.
-        claimed: Values kept for backward pass through the claims of an activation table.
+        checked: Compare the layouts of real outputs that views are made of with the tape; for the first run.
+        claimed: Pass values kept for backward through the claims of an activation table.
     """
     writer = _Writer(tape, schedule, checked, claimed)
     text = writer.text()
     namespace = {**writer.namespace, "random_state": random_state, "device": device, "check": _check_layout}
-    exec(
-        compile(text, "<frozen schedule>", "exec"), namespace
-    )  # the text holds nothing that came from a file
-    return Code(namespace["forward"], namespace["backward"], tuple(writer.lands), text)
+    # The text is made from op names, shapes and numbers of the tape, never from the content of a file.
+    exec(compile(text, "<schedule>", "exec"), namespace)
+    return Code(namespace["forward"], namespace["backward"], tuple(writer.ready_order), text)
 
 
 class _Writer(CallText):
-    """Goes through the schedule once, forward then backward, and writes a line for each step."""
+    """Writer of a line for each step of the schedule, forward then backward."""
 
     def __init__(self, tape: Tape, schedule: Schedule, checked: bool, claimed: bool) -> None:
         super().__init__(tape)
@@ -106,18 +104,21 @@ class _Writer(CallText):
         self._checked = viewed(tape, self._base) if checked else frozenset()
         self._times = Counter(schedule.computes())
         self._left = Counter({op: times - 1 for op, times in self._times.items()})
-        """By op that draws: number of runs left that need the state it first drew from."""
+        """By op that draws: number of remaining runs that need the state it first drew from."""
         self._ran: set[int] = set()
         self._there: dict[str, None] = {}
         """Names that are bound, in the order of their creation."""
         self._outputs = _by_value(tape.outputs)
-        self.lands: list[int] = []
-        self._landings: dict[int, list[tuple[int, Slot]]] = {}
-        for parameter, after, gradient in tape.landed:
-            self._landings.setdefault(after, []).append((parameter, gradient))
-        gradients = [*(slot for _, _, slot in tape.landed), *(slot for _, slot in tape.input_gradients)]
+        self.ready_order: list[int] = []
+        self._gradients_after: dict[int, list[tuple[int, Slot]]] = {}
+        for parameter, after, gradient in tape.ready_gradients:
+            self._gradients_after.setdefault(after, []).append((parameter, gradient))
+        gradients = [
+            *(slot for _, _, slot in tape.ready_gradients),
+            *(slot for _, slot in tape.input_gradients),
+        ]
         self._owed = Counter(slot.of for slot in gradients if isinstance(slot.of, int))
-        """Value → number of times that it is still to be returned as a gradient."""
+        """Value → number of gradients that are still to be made from it."""
         self._held_back: set[int] = set()
         self._due: list[tuple[int, Slot]] = []
         self._claimed = Claimed.of(tape, schedule) if claimed else NOTHING_CLAIMED
@@ -128,7 +129,7 @@ class _Writer(CallText):
         indent = "\n    "
         return (
             f"def forward(p, x, keep=None):\n    {indent.join(forward)}\n\n"
-            f"def backward(p, saved, g, landed, back=None):\n    {indent.join(backward)}\n"
+            f"def backward(p, saved, g, ready, back=None):\n    {indent.join(backward)}\n"
         )
 
     def _forward(self) -> list[str]:
@@ -151,7 +152,7 @@ class _Writer(CallText):
         return [*_fetched(read), *lines, f"return {tuple_text(views)}, {tuple_text(saved)}"]
 
     def _hand_out(self, value: int) -> None:
-        """Write the outputs that are views of `value`: the caller holds them when the region frees it."""
+        """Write the outputs that are views of `value`, which the caller holds when the region frees it."""
         for number in self._outputs.get(value, ()):
             self._lines.append(f"o{number} = {self._view(self._slot(number))}.detach()")
             self._there[f"o{number}"] = None
@@ -174,7 +175,12 @@ class _Writer(CallText):
                 last.update(dict.fromkeys(self._given_to(step), at))
         last.update(
             dict.fromkeys(
-                _kept([*(g for _, _, g in self._tape.landed), *(g for _, g in self._tape.input_gradients)]),
+                _kept(
+                    [
+                        *(g for _, _, g in self._tape.ready_gradients),
+                        *(g for _, g in self._tape.input_gradients),
+                    ]
+                ),
                 -1,
             )
         )
@@ -187,12 +193,12 @@ class _Writer(CallText):
                 for each, when in last.items()
                 if when == at and each.kind in ("input", "gradient")
             ]
-        self._land()
+        self._yield_ready()
         gradients = [self._view(slot) for _, slot in self._tape.input_gradients]
         read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
         given = [f"{outside_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
         saved = f"{tuple_text(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
-        no_gradient = [] if self._tape.landed else ["yield from ()"]
+        no_gradient = [] if self._tape.ready_gradients else ["yield from ()"]
         end = f"return [{', '.join(gradients)}]"
         return [saved, *_fetched(read), *given, "g.clear()", *self._lines, *no_gradient, end]
 
@@ -202,10 +208,10 @@ class _Writer(CallText):
         )
         return [outside_name(each) for each in sorted(read) if each.kind == "input"]
 
-    def _read_outside(self, steps: Iterable[Do]) -> set[Any]:
+    def _read_outside(self, steps: Iterable[ScheduleStep]) -> set[Any]:
         return {each for step in steps if step.action == Action.COMPUTE for each in self._given_to(step)}
 
-    def _given_to(self, step: Do) -> list[Outside]:
+    def _given_to(self, step: ScheduleStep) -> list[Outside]:
         return [each for op in (*step.along, step.of) for each in _outside(self._tape.calls[op])]
 
     def _slot(self, number: int) -> Slot:
@@ -215,7 +221,7 @@ class _Writer(CallText):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _step(self, step: Do) -> None:
+    def _step(self, step: ScheduleStep) -> None:
         value = f"v{step.of}"
         if step.action == Action.COMPUTE:
             self._compute(step)
@@ -223,7 +229,7 @@ class _Writer(CallText):
             if f"h{step.of}" in self._there:
                 self._lines.append(f"wait(h{step.of})")
             if self._owed[step.of]:
-                self._held_back.add(step.of)  # it is a gradient that is still to be put in place
+                self._held_back.add(step.of)  # a gradient that is not yielded yet: freed after that
             else:
                 self._drop(value)
         elif step.action == Action.TO_HOST:
@@ -234,8 +240,8 @@ class _Writer(CallText):
             self._there[value] = None
             self._drop(f"h{step.of}")
 
-    def _compute(self, step: Do) -> None:
-        self._land()
+    def _compute(self, step: ScheduleStep) -> None:
+        self._yield_ready()
         again, made = step.of in self._ran, self._tape.graph.makes[step.of]
         if step.along:
             self._run_in_parts(step)
@@ -245,7 +251,7 @@ class _Writer(CallText):
         self._held_back.difference_update(made)
         if not again:
             self._ran.add(step.of)
-            self._due = self._landings.get(step.of, [])
+            self._due = self._gradients_after.get(step.of, [])
 
     def _run_whole(self, op: int, again: bool) -> None:
         call, made = self._tape.calls[op], self._tape.graph.makes[op]
@@ -267,7 +273,7 @@ class _Writer(CallText):
                 f"check(v{value}, {base.size}, {base.stride}, {base.offset}, {str(call.func)!r})"
             )
 
-    def _run_in_parts(self, step: Do) -> None:
+    def _run_in_parts(self, step: ScheduleStep) -> None:
         """Write the lines of an op in parts, as `activations.schedules.partial_ops_pass` counts them."""
         makes, calls = self._tape.graph.makes, self._tape.calls
         (value,) = makes[step.of]
@@ -283,12 +289,12 @@ class _Writer(CallText):
             self._lines.append(f"{self._constant(copy)}(part_of(v{value}, {start}, {end}), q{value})")
             self._lines.append(f"del q{value}")
 
-    def _land(self) -> None:
-        """Hand out the gradients that the last op completed, once what it alone had needed is let go."""
+    def _yield_ready(self) -> None:
+        """Write the yield of gradients that the last op completed, after the frees that follow that op."""
         due, self._due = self._due, []
         for parameter, gradient in due:
-            self.lands.append(parameter)
-            self._lines.append(f"landed.append({self._view(gradient)}.detach())")
+            self.ready_order.append(parameter)
+            self._lines.append(f"ready.append({self._view(gradient)}.detach())")
             if isinstance(gradient.of, int):
                 self._owed[gradient.of] -= 1
                 if gradient.of in self._held_back and not self._owed[gradient.of]:
@@ -312,7 +318,7 @@ class Claimed:
 
     @classmethod
     def of(cls, tape: Tape, schedule: Schedule) -> Claimed:
-        """Return the values that `schedule` keeps; arguments first, then values in order."""
+        """Return the values that `schedule` keeps: arguments first, then values in order."""
         last, made, first = dict[int | Outside, int](), set[int](), dict[int | Outside, int]()
         for at, step in enumerate(schedule.forward):
             if step.action == Action.COMPUTE:
@@ -344,14 +350,14 @@ class Claimed:
 NOTHING_CLAIMED = Claimed({}, {})
 
 
-def _arguments(tape: Tape, step: Do) -> list[Outside]:
+def _arguments(tape: Tape, step: ScheduleStep) -> list[Outside]:
     return [
         each for op in (*step.along, step.of) for each in _outside(tape.calls[op]) if each.kind == "input"
     ]
 
 
-def _ends_of_computes(steps: Sequence[Do]) -> list[int]:
-    """Return for each step the last one before the next op runs: by then its frees are done."""
+def _ends_of_computes(steps: Sequence[ScheduleStep]) -> list[int]:
+    """Return for each step the last one before the next op runs; by then its frees are done."""
     end, found = len(steps) - 1, [0] * len(steps)
     for at in range(len(steps) - 1, -1, -1):
         found[at] = end
@@ -364,7 +370,7 @@ def _check_layout(
     tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, op: str
 ) -> None:
     if tensor.shape != size or tensor.stride() != stride or tensor.storage_offset() != offset:
-        raise LayoutError(f"{op} lays out what it returns in another way than on fake tensors")
+        raise LayoutError(f"{op} returns another layout than on fake tensors")
 
 
 def not_by_element(tape: Tape, schedule: Schedule, device: torch.device) -> str:
@@ -376,7 +382,7 @@ def not_by_element(tape: Tape, schedule: Schedule, device: torch.device) -> str:
         if not may_be_by_element(call.func, call.kwargs, on_gpu=device.type != "cpu") or not _are_filled(
             slots, bases
         ):
-            return f"{call.func} (op {op}) does not work by elements"
+            return f"{call.func} (op {op}) is not elementwise"
     return ""
 
 
@@ -430,10 +436,10 @@ def _by_value(outputs: Sequence[Any]) -> dict[int, list[int]]:
     return found
 
 
-# A region's generated code, held to what the ops were captured to return in its first run, forward and
-# backward.
 class CheckedCode:
-    """Code of one tape; the first forward and the first backward check the layouts of outputs."""
+    """Code of one tape; the first forward and the first backward check the layouts of outputs against the
+    tape.
+    """
 
     def __init__(self, tape: Tape, generated: Callable[..., Code]) -> None:
         self.tape, self._generated = tape, generated
@@ -442,9 +448,9 @@ class CheckedCode:
         self._ran = [False, False]
 
     @property
-    def lands(self) -> tuple[int, ...]:
-        """`Code.lands`."""
-        return self._code.lands
+    def ready_order(self) -> tuple[int, ...]:
+        """`Code.ready_order`."""
+        return self._code.ready_order
 
     def forward(self, *args: Any) -> Any:
         """Run `Code.forward`."""
@@ -483,7 +489,7 @@ def _layouts_as_captured() -> Iterator[None]:
         yield
     except LayoutError as error:
         raise ApplyError(
-            "a frozen schedule cannot run this model.",
+            "a schedule cannot run this model.",
             evidence=f"{error}.",
             fix="choose recompute: {kind: full}",
             code="MT327",

@@ -22,7 +22,7 @@ _LETTER = {"parameter": "p", "buffer": "p", "input": "x", "gradient": "g", "cons
 
 
 class CallText:
-    """Writes calls of a tape; `namespace` defines the names in them.
+    """Writer of a tape's calls; `namespace` defines the names in them.
 
     Args:
         tape: The captured region.
@@ -33,7 +33,7 @@ class CallText:
         self._tape, self._base = tape, bases_of(tape)
         self._constants: dict[int, str] = {}
         self._part: tuple[int, int, frozenset[int]] | None = None
-        """While an op runs in parts: first element, end, and the values that exist as parts only."""
+        """For an op that runs in parts: first element, end, and the values that exist only as parts."""
 
     def _value(self, value: int) -> str:
         """Return the name of a value."""
@@ -60,8 +60,8 @@ class CallText:
         if str(call.func) in EMPTY:
             return self._allocate(call.out)
         args = [self._text(each) for each in call.args]
-        if again and str(call.func) in BATCH_NORMS and call.args[5]:  # training; in eval mode they are read
-            args[3:5] = ["None", "None"]  # the running statistics have had their update
+        if again and str(call.func) in BATCH_NORMS and call.args[5]:  # args[5]: training
+            args[3:5] = ["None", "None"]  # the first run has already updated the running statistics
         args += [f"{name}={self._text(each)}" for name, each in call.kwargs.items()]
         return f"{self._constant(call.func)}({', '.join(args)})"
 
@@ -85,7 +85,7 @@ class CallText:
 
     def _constant(self, value: Any) -> str:
         name = self._constants.setdefault(id(value), f"c{len(self._constants)}")
-        self.namespace[name] = value  # which keeps its id
+        self.namespace[name] = value  # also holds it, so that no other object gets its id
         return name
 
     def _view(self, slot: Slot) -> str:
@@ -121,9 +121,14 @@ def bases_of(tape: Tape) -> dict[int, Slot]:
 
 
 def viewed(tape: Tape, bases: dict[int, Slot]) -> frozenset[int]:
-    """Return the values that are read through another view than the whole."""
+    """Return the values that are read through another view than the full storage."""
     slots = slots_in(
-        (*((call.args, call.kwargs) for call in tape.calls), tape.outputs, tape.landed, tape.input_gradients)
+        (
+            *((call.args, call.kwargs) for call in tape.calls),
+            tape.outputs,
+            tape.ready_gradients,
+            tape.input_gradients,
+        )
     )
     return frozenset(slot.of for slot in slots if isinstance(slot.of, int) and slot[1:] != bases[slot.of][1:])
 

@@ -1,6 +1,4 @@
-"""The rows of a schedule step whose op runs in parts, with other ops along.
-
-It is the pass of that code in `codegen`.
+"""Rows of a schedule step whose op runs in parts, with other ops along; the pass of that code in `codegen`.
 
 The op's output is allocated first. Then, for each part, the ops along compute their part, the op computes its
 own from those, and the result is copied to its place.
@@ -17,11 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.activations.schedules.region_pass import Region
-from memtune.program import I32, ON_GPU_ONLY, READS, WRITES, Do, Kind, Resource, Step, Uses, parts_of
+from memtune.program import (
+    I32,
+    ON_GPU_ONLY,
+    READS,
+    WRITES,
+    Kind,
+    Resource,
+    ScheduleStep,
+    Step,
+    Uses,
+    parts_of,
+)
 
 
 class Role(Enum):
-    """The function of a row in its step."""
+    """Function of a row in its step."""
 
     EMPTY = auto()
     """Allocates the op's output."""
@@ -35,15 +44,15 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class PartRow:
-    """One row of a step that runs in parts."""
+    """Row of a step that runs in parts."""
 
     role: Role
     op: int
     """Number in the region."""
     share: float
-    """Share of all elements."""
+    """Fraction of all elements."""
     bytes: int = 0
-    """Of the storage that it makes; 0 for EMPTY, which makes the op's own."""
+    """Bytes of the storage that it makes; 0 for EMPTY, which makes the op's own."""
     uses: list[tuple[int, int]] = field(default_factory=list)
     """(storage, use), set when storages are known."""
 
@@ -60,7 +69,7 @@ def elements_of(step: Step, region: Region) -> Sequence[int]:
     return found
 
 
-def part_rows(step: Step, region: Region, compute: Do) -> list[PartRow]:
+def part_rows(step: Step, region: Region, compute: ScheduleStep) -> list[PartRow]:
     """Return the rows of `compute`, in order."""
     size = {op: int(step.ops.elementwise_bytes[region.rows[op]]) for op in (*compute.along, compute.of)}
     n_elements = int(region.bytes[region.graph.makes[compute.of][0]]) // size[compute.of]
@@ -80,14 +89,14 @@ class PartStorages:
 
     Args:
         step: The plain step.
-        region: Of it.
+        region: Region of the step.
         rows: New row → its function.
     """
 
     def __init__(self, step: Step, region: Region, rows: dict[int, PartRow]) -> None:
         self._step, self._region, self._rows = step, region, rows
         self._start = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1))
-        self._parts: dict[int, int] = {}  # storage of the plain step → its part, as it is now
+        self._parts: dict[int, int] = {}  # storage of the plain step → its current part
         self._result = -1
 
     def enter(self, new: int, now: dict[int, int], number: int) -> bool:
@@ -96,7 +105,7 @@ class PartStorages:
         Args:
             new: The row.
             now: Storage of the plain step → the one that has its value now.
-            number: Of the next storage.
+            number: Number of the next storage.
         """
         part, region = self._rows[new], self._region
         storage = int(region.storages[region.graph.makes[part.op][0]])
@@ -146,10 +155,10 @@ def uses_of(
     rows: dict[int, PartRow],
     by_shape: npt.NDArray[np.bool_],
 ) -> Uses:
-    """The uses of the new step: those of the old rows, with other storages where `patches` says so, or what a
-    part uses.
+    """Return the uses of the new step: those of the old rows with storages replaced by `patches`, or those of
+    a part.
 
-    Rows where `by_shape` holds use nothing.
+    Rows where `by_shape` is true use nothing.
     """
     start = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1))
     count = (start[1:] - start[:-1])[order]
@@ -157,7 +166,7 @@ def uses_of(
     count[list(rows)] = [len(part.uses) for part in rows.values()]
     new_start = np.concatenate([[0], np.cumsum(count)])
     index = np.arange(new_start[-1]) - np.repeat(new_start[:-1], count) + np.repeat(start[:-1][order], count)
-    index = np.minimum(index, step.uses.n - 1)  # a part may use more than the op did; what it uses follows
+    index = np.minimum(index, step.uses.n - 1)  # parts may have more uses than the op; overwritten below
     storage, how = step.uses.storage[index], step.uses.mode[index]
     for row, part in rows.items():
         at = slice(new_start[row], new_start[row + 1])

@@ -1,4 +1,4 @@
-"""The region of a schedule in a Step: the whole model's forward and backward as an `OpGraph` with bytes."""
+"""Region of a schedule in a Step: the whole model's forward and backward as an `OpGraph` with bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from memtune.program import (
     EMPTY,
     I32,
     I64,
+    MERGED_OPS,
     OWN_GENERATOR,
-    STAND_FOR_SEVERAL,
     WRITES,
     Kind,
     OpGraph,
@@ -31,23 +31,23 @@ class Region:
     rows: I32
     """(n,) row of the step for each op."""
     carried: tuple[tuple[int, ...], ...]
-    """(n,) rows that follow each op wherever it runs first: its gradient is added to that of earlier
+    """(n,) rows that follow each op wherever it runs first: additions of its gradient to that of earlier
     micro-batches.
     """
     storages: I32
     """(m,) storage of the step for each value."""
     outside_until: I32
     """(m,) op of the region during which a value is still held outside: its number, n_forward - 1 up to and
-    including the loss, n_ops for ever, -1 never.
+    including the loss, n_ops for all later ops, -1 for never.
     """
     scratch_bytes: I64
     """(n,) kernel workspace."""
     background_bytes: I64
     """(n,) bytes of all other storages while each op runs, without kernel workspace."""
     between_bytes: int
-    """The largest `background_bytes` between forward and backward, including workspace: the loss."""
+    """Largest `background_bytes` between forward and backward, including workspace: the loss."""
     after_bytes: int
-    """The largest number of live bytes after the region."""
+    """Largest number of live bytes after the region."""
 
     bytes: I64
     """(m,) of each value."""
@@ -55,21 +55,21 @@ class Region:
 
 @lru_cache(maxsize=4)
 def region_of(step: Step) -> Region | str:
-    """Return the region of `step`, or why no schedule can run it."""
+    """Return the region of `step`, or the reason why no schedule can run it."""
     forward = np.arange(int(step.forward_starts[-1]), int(step.forward_ends[-1]) + 1, dtype=np.int32)
     if int(step.forward_starts[-1]) < 0 or (step.ops.phase[forward] != Phase.FORWARD).any():
-        return "the model's own forward was not seen"
+        return "the model's own forward was not recorded"
     if step.model_calls > 1:
         return (
-            f"the model's forward runs {step.model_calls} times in a step, and this is for one forward and"
-            " its backward"
+            f"the model's forward runs {step.model_calls} times in a step, and a schedule is for one forward"
+            " and its backward"
         )
     if (step.ops.phase == Phase.RECOMPUTE).any():
         return "the model recomputes parts of itself already"
     inside = (step.ops.phase == Phase.BACKWARD) & (step.ops.module > 0)
     backward = np.flatnonzero(inside).astype(np.int32)
     if not len(backward):
-        return "no backward of the model was seen"
+        return "no backward of the model was recorded"
     talks = step.ops.group > 0
     if talks.any():
         return (
@@ -123,7 +123,7 @@ def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[i
 
     Args:
         step: A step in which none of them reuses the memory of its arguments.
-        rows: (n,) of the ops, forward first.
+        rows: (n,) rows of the ops, forward first.
         n_forward: Number of ops in forward.
         carried: Op → rows that follow it.
     """
@@ -145,11 +145,10 @@ def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[i
     writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
     abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}
     random = frozenset(np.flatnonzero(step.ops.rng[rows]).tolist())
-    batch_norm = np.asarray([name in BATCH_NORMS for name in names] + [False])[
-        use_op
-    ]  # in training it reads no statistics
-    looks = (use_op >= 0) & (use_value < 0) & ~by_shape & ~batch_norm
-    stale = _before_writes(step.uses.storage, use_op, looks, mutates & (use_value < 0))
+    # In training BatchNorm reads no running statistics, so it may run again after their update.
+    batch_norm = np.asarray([name in BATCH_NORMS for name in names] + [False])[use_op]
+    reads_outside = (use_op >= 0) & (use_value < 0) & ~by_shape & ~batch_norm
+    stale = _before_writes(step.uses.storage, use_op, reads_outside, mutates & (use_value < 0))
     once = frozenset(abroad | stale | set(np.flatnonzero(step.ops.group[rows] > 0).tolist()))
     graph = OpGraph(names, n_forward, makes, reads, writes, random, once)
     along = tuple(tuple(carried.get(op, ())) for op in range(n_ops))
@@ -159,9 +158,8 @@ def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[i
 def _before_writes(
     storage: I32, op: I32, reads: npt.NDArray[np.bool_], writes: npt.NDArray[np.bool_]
 ) -> set[int]:
-    """Return ops that read a storage which a later op writes.
-
-    If they ran again after that, they would read another value.
+    """Return ops that read a storage which a later op writes; if they ran again after that, they would read
+    another value.
     """
     last = np.full(int(storage.max(initial=-1)) + 1, -1, np.int32)
     np.maximum.at(last, storage[writes], op[writes])
@@ -194,14 +192,11 @@ def _with_bytes(
 def _outside_until(
     step: Step, graph: OpGraph, rows: I32, carried: tuple[tuple[int, ...], ...], storages: I32, value_of: I32
 ) -> I32:
-    """Return the last op during which each value is held outside the region.
-
-    From reads of outside ops and lifetimes after the region.
+    """Return the last op during which each value is held outside the region, by outside readers or by
+    lifetime.
     """
     first, last = int(rows[graph.n_forward - 1]), int(rows[graph.n_forward])
-    where = np.full(
-        step.ops.n, -1, np.int32
-    )  # region op that an outside op goes with, n_ops for what comes after
+    where = np.full(step.ops.n, -1, np.int32)  # region op that an outside op follows, n_ops after the region
     where[first:last] = graph.n_forward - 1
     where[last:] = graph.n_ops
     where[rows] = -1
@@ -227,9 +222,8 @@ def _outside_until(
 
 
 def _casts_of_parameters(step: Step, graph: OpGraph, rows: I32) -> npt.NDArray[np.bool_]:
-    """Return (n,) ops whose output autocast's cache holds.
-
-    A scheduled region has none, as it runs below autocast.
+    """Return (n,) ops whose output autocast's cache holds; a scheduled region runs below autocast and has no
+    cache.
     """
     found = np.asarray([name == "aten._to_copy.default" for name in graph.names], bool)
     others = (step.storages.kind[step.uses.storage] != Kind.PARAMETER) & (
@@ -256,8 +250,7 @@ def _grouped(op: I32, value: I32, n_ops: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(each)) for each in found)
 
 
-# Whether a schedule can run the ops of a region: they are the same for every batch, as far as a recorded step
-# tells.
+# Data dependence: a schedule can run a region only if its ops are the same for every batch.
 _SIZES = frozenset(
     f"aten.{name}"
     for name in (
@@ -269,53 +262,48 @@ _SIZES = frozenset(
         "bincount.default",
     )
 )
-"""The size of their outputs depends on values."""
+"""Ops whose output size depends on values."""
 _LOOKED_AT = frozenset(f"aten.{name}" for name in ("all.default", "all.dim", "any.default", "any.dim"))
-"""Python branches on their outputs."""
+"""Ops whose outputs Python branches on."""
 _NUMBER = "aten._local_scalar_dense.default"
 
 
 def not_foreseen(step: Step, region: Region) -> str:
     """Return why no schedule of `region` can be made before it runs, '' if one can.
 
-    Reasons are data dependence, generators and lazy values.
-
-    Also if an op of a translated step represents several on CUDA. A schedule's ops draw from torch's own
-    generators, whose states it knows; a generator that a model passes is unknown.
+    Reasons are data dependence, lazily conjugated values, an op of a translated step that represents several
+    on CUDA, and user generators: schedules draw from torch's own generators, whose states they know.
     """
     odd = depends_on_data(step, region)
     if odd:
-        return f"{odd} runs in the model: what follows it depends on the data"
+        return f"{odd} runs in the model: the ops after it depend on the data"
     if step.lazy_values:
-        return (
-            "an op is given values that torch conjugates as they are read (complex numbers), which no"
-            " schedule does"
-        )
+        return "an op reads lazily conjugated values (complex numbers), which schedules do not support"
     several = several_ops_on_cuda(region)
     if several:
-        return f"{several} stands for several ops on CUDA, which are not known before the model runs there"
+        return f"{several} represents several ops on CUDA, which are not known before the model runs there"
     given = region.rows[step.ops.rng[region.rows] == OWN_GENERATOR]
     if not np.size(given):
         return ""
     return (
-        f"{step.names[step.ops.name[given[0]]]} in the model is given a generator, and a schedule draws from"
-        " torch's own alone"
+        f"{step.names[step.ops.name[given[0]]]} in the model draws from a generator of its own, and a"
+        " schedule from torch's default generators only"
     )
 
 
 def several_ops_on_cuda(region: Region) -> str:
     """Return the first op of `region` that is several ops in the live model, '' for none."""
-    if not STAND_FOR_SEVERAL.keys() & set(region.graph.names):
+    if not MERGED_OPS.keys() & set(region.graph.names):
         return ""
     pairs = zip(region.graph.names, region.graph.makes, strict=True)
-    return next((name for name, made in pairs if STAND_FOR_SEVERAL.get(name, len(made)) != len(made)), "")
+    return next((name for name, made in pairs if MERGED_OPS.get(name, len(made)) != len(made)), "")
 
 
 def depends_on_data(step: Step, region: Region) -> str:
-    """Return the name of the first op of `region` from which Python learns about data, '' for none.
+    """Return the name of the first op of `region` that gives Python information about data, '' for none.
 
     A number that code reads (`.item()`) is no op: it is named `aten._local_scalar_dense.default`. Values that
-    follow from constants are no data: a mask made from positions, for example.
+    follow from constants, such as a mask made from positions, are no data.
     """
     names = region.graph.names
     if not (_SIZES | _LOOKED_AT) & set(names) and not step.read_by_host.size:
@@ -335,9 +323,8 @@ def depends_on_data(step: Step, region: Region) -> str:
 def _from_constants(step: Step) -> list[bool]:
     """Return (n,) whether an op's output follows from constants, without random numbers."""
     constant = [True] * step.ops.n
-    varies = [
-        int(row) < 0 for row in step.storages.producer
-    ]  # storages that were there before the step, or follow from one
+    # Storages that existed before the step, or are computed from one.
+    varies = [int(row) < 0 for row in step.storages.producer]
     made: list[list[int]] = [[] for _ in constant]
     for storage, row in enumerate(step.storages.producer.tolist()):
         if row >= 0:

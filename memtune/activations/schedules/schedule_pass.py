@@ -1,6 +1,5 @@
-"""The pass of `activations.schedules.scheduled_region`.
-
-Runs the model's forward and backward by a schedule, op by op.
+"""Pass of `activations.schedules.scheduled_region`: runs the model's forward and backward by a schedule, op
+by op.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ def run_schedule(step: Step, region: Region, schedule: Schedule, *, by_readers: 
     With `by_readers` each value is freed with its last reader, so that only readers hold it.
     """
     step = step.without_donations(region.rows)
-    order, first, let_go, parts = _sequence(step, region, schedule)
+    order, first, freed_after_row, parts = _sequence(step, region, schedule)
     again = first != np.arange(len(order))
     begins, position = np.empty(step.ops.n, np.int32), np.empty(step.ops.n, np.int32)
     once = np.flatnonzero(~again)
-    position[order[once]] = once  # of an op in parts the last row
+    position[order[once]] = once  # the last row of an op in parts; `begins` has the first
     begins[order[once[::-1]]] = once[::-1]
     columns, patches = _storages(
-        step, region, order, again, (begins, position), [] if by_readers else let_go, parts
+        step, region, order, again, (begins, position), [] if by_readers else freed_after_row, parts
     )
     states = states_of(np.isin(order, region.rows[sorted(region.graph.random)]), again, first)
     storages = Storages(**{name: np.concatenate([column, states[name]]) for name, column in columns.items()})
@@ -81,9 +80,9 @@ def _sequence(
     order: list[int] = list(range(rows[0]))
     ran: dict[int, int] = {}
     first: dict[int, int] = {}
-    let_go: list[tuple[int, int]] = []
+    freed_after_row: list[tuple[int, int]] = []
     parts: dict[int, PartRow] = {}
-    latest = -1  # a gradient that is added follows it, when what the op alone needed is gone
+    latest = -1  # an added gradient follows this row, after values that only this op needed are freed
     for steps, then in ((schedule.forward, middle), (schedule.backward, range(last + 1, step.ops.n))):
         for each in steps:
             if each.action == Action.COMPUTE:
@@ -102,11 +101,11 @@ def _sequence(
                     ran[each.of] = latest
                     order += region.carried[each.of]
             elif each.action == Action.FREE:
-                let_go.append((each.of, latest))
+                freed_after_row.append((each.of, latest))
         order += then
     found = np.arange(len(order), dtype=np.int32)
     found[list(first)] = list(first.values())
-    return np.asarray(order, np.int32), found, let_go, parts
+    return np.asarray(order, np.int32), found, freed_after_row, parts
 
 
 def _storages(
@@ -115,12 +114,11 @@ def _storages(
     order: I32,
     again: Any,
     where: tuple[I32, I32],
-    let_go: list[tuple[int, int]],
+    freed_after_row: list[tuple[int, int]],
     parts: dict[int, PartRow],
 ) -> tuple[dict[str, Any], dict[int, dict[int, int]]]:
-    """Return the storage columns, with a new storage for each recomputed value.
-
-    The second result is (new row → storage read → storage to read instead).
+    """Return the storage columns, with a new storage for each recomputed value, and (new row → storage →
+    replacement).
 
     `where`: (n,) first and last new row of each old row's first run.
     """
@@ -129,14 +127,14 @@ def _storages(
     some = (held >= 0) & (held != FOREVER)
     held[some] = position[held[some]]
     mine = region.outside_until < 0
-    held[region.storages[mine]] = -1  # what the plain model's own variables hold is no more
+    held[region.storages[mine]] = -1  # generated code has no local variables of the plain model's code
     producer = np.where(step.storages.producer >= 0, begins[step.storages.producer], -1).astype(np.int32)
     made_by = _made_by(step, np.unique(order[again | np.isin(np.arange(len(order)), list(parts))]))
     more: list[tuple[int, int]] = []  # (storage that it is like, new row that makes it)
     now: dict[int, int] = {}
     patches: dict[int, dict[int, int]] = {}
     frees: dict[int, list[int]] = {}
-    for value, row in let_go:
+    for value, row in freed_after_row:
         frees.setdefault(row, []).append(int(region.storages[value]))
     reads = {int(row): values for row, values in zip(region.rows, region.graph.reads, strict=True)}
     end: dict[int, int] = {}
@@ -190,7 +188,7 @@ def _made_by(step: Step, rows: I32) -> dict[int, list[int]]:
 
 
 def _saves(step: Step, region: Region, position: I32) -> Saves:
-    """Return the saves outside the region; inside, the schedule determines what is kept."""
+    """Return the saves outside the region; inside it the schedule determines what is kept."""
     keep = ~np.isin(step.saves.packed_before - step.saves.is_output, region.rows[: region.graph.n_forward])
     saves = step.saves.rows(keep)
     moved: dict[str, Any] = {}

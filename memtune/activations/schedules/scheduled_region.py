@@ -1,34 +1,29 @@
-"""Runs a frozen schedule in place of a module's forward and backward: op → compute, free, move; no dispatch
-mode in the loop.
+"""Region that runs a static schedule in place of a module's forward and backward; the loop has no dispatch
+mode.
 
-Rule 1. The first call with arguments of new shapes captures the region on fake tensors
-(`activations.capture.region_capture`). If its ops are
-        those that the schedule is for, code is written for it once (`activations.schedules.codegen`); else
-        the plain module runs.
-Rule 2. Before each run everything that the capture took for granted is checked
-(`activations.capture.guards`); if something differs, the
-        region is captured once more, a few times at most; where that gives other ops, the plain module runs,
-        and a warning says so once. So a difference costs memory and time, never a wrong gradient.
-Rule 3. Autograd nodes stand for the region (`activations.schedules.scheduled_region`): `leave` hands out what
-forward made and takes the
-        gradients in, so that the schedule alone holds them; `whole` runs the backward, and puts each
-        parameter's gradient in place as soon as it is there. Where the caller asked for gradients instead
-        (`autograd.grad`), or a parameter has got hooks since forward, they are returned.
-Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one
-`grad_node` for each
-        parameter, in the order in which gradients are complete, then `end`. So autograd itself puts each
-        gradient in place when it is there, and calls all hooks, those in C++ too, in the order of the plain
-        backward: what averages or divides gradients works as beside the plain model, and ranks may differ in
-        whether the schedule ran.
-Rule 5. What forward was given and what it returned must not be written into before backward has read it.
-Rule 6. A forward that has no backward of its own (packs that run forward alone) lets go of every value after
-its last reader. Rule 7. What forward keeps goes through the claims on activations of the block that it is,
-where there are any: each value once
-        forward has read it for the last time, each argument likewise; it comes back just before backward
-        reads it.
-Rule 8. Several threads may call the module: who looks up or captures does so alone, and none captures while
-another one is in
-        the module's own code (`activations.capture.capture_lock`).
+The first call with arguments of new shapes captures the region on fake tensors
+(`activations.capture.region_capture`). If its ops are those of the schedule, code is generated once
+(`activations.schedules.codegen`); otherwise the plain module runs. Before each run the guards are checked
+(`activations.capture.guards`). If one differs, the region is captured again, a few times at most; if that
+gives other ops, the plain module runs, with one warning. So a difference costs memory and time, never a wrong
+gradient.
+
+Autograd nodes replace the region in the graph. `region_outputs` returns forward's outputs and receives their
+gradients, so that the schedule alone holds them; `whole_backward` runs the backward and accumulates each
+parameter's gradient as soon as it is ready. If the caller asked for gradients (`autograd.grad`), or a
+parameter has got hooks since forward, they are returned instead.
+
+On several ranks, and if a parameter has hooks, a chain of nodes runs the backward in pieces: one `grad_node`
+per parameter, in the order in which gradients are complete, then `chain_end`. Autograd itself then
+accumulates each gradient when it is ready and calls all hooks, including those in C++, in the order of the
+plain backward. So components that average or shard gradients work as with the plain model, and ranks may
+differ in whether the schedule ran.
+
+Invariant: inputs and outputs of forward must not be written into before backward has read them (version
+check).
+
+Concurrency: several threads may call the module. One thread at a time looks up or captures, and none captures
+while another one runs the module's own code (`activations.capture.capture_lock`).
 """
 
 from __future__ import annotations
@@ -71,11 +66,13 @@ from memtune.activations.capture import (
 from memtune.activations.recompute import hooks_of_table, saves_are_dropped
 from memtune.activations.schedules.codegen import CheckedCode, Code, generate, not_by_element, state_read
 from memtune.errors import ApplyError
-from memtune.program import Action, Schedule, forward_alone, wrong_with
+from memtune.program import Action, Schedule, find_schedule_error, forward_only
 from memtune.runtime import HOST, RandomState, ReplacedForward, tier
 
 _MOST_CAPTURES = 16
-"""Most captures of one region; a module that is called with ever new shapes runs plainly from then on."""
+"""Maximal number of captures of one region; a module that is called with ever new shapes runs plainly from
+then on.
+"""
 
 
 @dataclass
@@ -96,21 +93,21 @@ class _Captured:
     tape: Tape
     guards: Guards
     call: Callable[..., Tape]
-    """Captures it again, for other gradients."""
+    """Function that captures it again, for other gradients."""
     token: Tensor
-    """Flows from one node to the other, and back."""
+    """Tensor that flows from one node to the other, and back."""
     codes: dict[Any, CheckedCode]
     """Code by layout of the incoming gradients; the forward is the same in all."""
     read: tuple[int, ...]
     """Parameters and buffers that backward reads."""
     reached: dict[Any, frozenset[int]] = field(default_factory=dict)
-    """Parameters that have a gradient, by layout of the incoming gradients; missing: all have."""
+    """Parameters that have a gradient, by layout of the incoming gradients; a missing layout means all."""
     alone: CheckedCode | None = None
-    """The code of a forward without backward (Rule 6), made on first use."""
+    """Code of a forward without backward, made at first use."""
 
     @property
     def first(self) -> CheckedCode:
-        """Return the code that the region was captured with."""
+        """Code that the region was captured with."""
         return next(iter(self.codes.values()))
 
 
@@ -121,22 +118,26 @@ class _Refused:
     why: str
     guards: Guards
     once_more: bool = False
-    """Capture it again: the module has run since, and may have set permanently what its forward sets."""
+    """Capture it again: the module has run since, and may have set permanently what its first forward
+    sets.
+    """
 
 
-class FrozenRegion(ReplacedForward):
-    """A module under a schedule; `install` replaces its forward.
+class ScheduledRegion(ReplacedForward):
+    """Module under a schedule; `install` replaces its forward.
 
     Args:
         module: The module whose forward and backward are the region.
         schedule: The schedule to run instead.
         device: Device of the module.
-        instead: Runs if the schedule cannot; default: the module's own forward.
+        instead: Function called if the schedule cannot run; default: the module's own forward.
         lock: The module's capture lock, if several regions capture it.
     """
 
     _most_alike = 4
-    """Captures per way of calling; a module that changes ever again runs plainly from then on."""
+    """Maximal number of captures per way of calling; a module that changes ever again runs plainly from then
+    on.
+    """
 
     def __init__(
         self,
@@ -149,17 +150,18 @@ class FrozenRegion(ReplacedForward):
         super().__init__(module)
         self._lock = lock or CaptureLock()
         self.schedule, self.runs = schedule, Runs()
-        self._device, self._latest = device, weakref.WeakSet[FrozenRun]()
+        self._device, self._latest = device, weakref.WeakSet[ScheduledRun]()
         self._captured: dict[Any, list[_Captured | _Refused]] = {}
         """By arguments: one for each state that the module was in, the latest first."""
-        self._has_said = self.tries_again = False
+        self._has_warned = self.tries_again = False
         """`tries_again`: the last call was refused for a reason that may not apply the next time."""
-        self._instead, self._says_why = instead or self._plain, instead is None
+        self._instead, self._warns = instead or self._plain, instead is None
         self.is_claimed = False
-        """Values kept for backward pass through an activation table (Rule 7)."""
+        """Values kept for backward pass through an activation table: each value and argument is packed after
+        its last read in forward, and unpacked just before backward reads it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward by the schedule, or the plain one (Rules 1 and 2)."""
+        """Run the module's forward by the schedule, or the plain one."""
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
         self.is_claimed = self.is_claimed or hooks_of_table() is not None
@@ -172,14 +174,14 @@ class FrozenRegion(ReplacedForward):
         del args, kwargs
         return run.start(inputs)
 
-    def _begun(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
+    def _begun(self, captured: _Captured, args: Any, kwargs: Any) -> ScheduledRun:
         self.runs.frozen += 1
         run = self._run(captured, args, kwargs)
         self._latest.add(run)
         return run
 
-    def _run(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
-        return FrozenRun(self, captured)
+    def _run(self, captured: _Captured, args: Any, kwargs: Any) -> ScheduledRun:
+        return ScheduledRun(self, captured)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock.running():
@@ -189,7 +191,7 @@ class FrozenRegion(ReplacedForward):
         """Return the bytes held by forwards that wait for their backward."""
         return held_bytes([each for run in self._runs() for each in run.waiting()])
 
-    def _runs(self) -> list[FrozenRun]:
+    def _runs(self) -> list[ScheduledRun]:
         with self._lock:
             return list(self._latest)
 
@@ -201,10 +203,12 @@ class FrozenRegion(ReplacedForward):
             return all(now is before for now, before in zip(captured.guards.tensors(), state, strict=True))
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
-        """Return the capture for these arguments and the module's state, or why the plain one runs."""
+        """Return the capture for these arguments and the module's state, or the reason why the plain module
+        runs.
+        """
         key = call_key(args, kwargs)
         if key is None:
-            return self._plainly("it is called with something that cannot be compared")
+            return self._plainly("an argument cannot be compared with those of other calls")
         known = (
             self._captured.setdefault(key, [])
             if len(self._captured) < _MOST_CAPTURES
@@ -219,7 +223,7 @@ class FrozenRegion(ReplacedForward):
             changed = each.guards.changed()
             if not changed:
                 if at:
-                    known.insert(0, known.pop(at))  # the next call finds it at once
+                    known.insert(0, known.pop(at))  # move to front: the next call probably matches it too
                 return self._plainly(each.why) if isinstance(each, _Refused) else each
         if refused is not None:
             known.remove(refused)
@@ -228,10 +232,11 @@ class FrozenRegion(ReplacedForward):
         if self.runs.captures >= _MOST_CAPTURES:
             return self._plainly(changed or f"it was called with {_MOST_CAPTURES} different shapes already")
         if not self._lock.is_alone():
-            waited = self._lock.wait_alone()  # another one may have captured it meanwhile
+            # Waiting releases the lock, so another thread may have captured meanwhile: look up again.
+            waited = self._lock.wait_alone()
             return self._find(args, kwargs) if waited else self._plainly("other threads run it all the time")
         guards = Guards(self.module)
-        why = guards.changed()  # no module with hooks inside is as it was
+        why = guards.changed()  # new guards already fail if a submodule has hooks
         if why:
             return self._plainly(why)
         self.runs.captures += 1
@@ -248,24 +253,23 @@ class FrozenRegion(ReplacedForward):
         """Warn once that a module in training runs without its schedule."""
         self.runs.plain += 1
         self.runs.why_plain = why
-        if self._says_why and self.module.training and not self._has_said and not self.tries_again:
-            self._has_said = True
+        if self._warns and self.module.training and not self._has_warned and not self.tries_again:
+            self._has_warned = True
             warnings.warn(
-                f"memtune runs the model as it is, without its schedule, which takes more memory: {why}",
+                f"memtune runs the model without its schedule, which takes more memory: {why}",
                 stacklevel=6,
             )
         return why
 
     def _capture(self, args: Any, kwargs: Any, guards: Guards) -> _Captured | str:
-        """Capture the region with gradients of outputs that give the ops of the schedule.
-
-        Backward has not run yet.
+        """Capture the region with gradients of outputs that give the ops of the schedule; backward has not
+        run yet.
 
         First the loss if an output is one, else all outputs, contiguous; then guesses.
         """
         for _, name, tensor in named_state(self.module):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                return f"{name} wants a gradient, and is no parameter"
+                return f"{name} requires a gradient, but is no parameter"
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
         first: Tape | None = None
         why = ""
@@ -292,22 +296,26 @@ class FrozenRegion(ReplacedForward):
                     yield call(gradients)
 
     def _wanted(self) -> tuple[dict[int, GradientLike] | Callable[[int, Tensor], bool], ...]:
-        """Return predicates on outputs that may get a gradient, to try one after the other: see `capture`."""
+        """Return predicates on outputs that may get a gradient, to try one after the other (see
+        `capture`).
+        """
         return _is_loss, _is_any
 
     def _token(self) -> Tensor:
-        with tier(HOST):  # it is none of the model's bytes
+        with tier(HOST):  # not accounted as device memory: the prediction has no such tensor
             return torch.zeros((), device=self._device)
 
     def _differs(self, tape: Tape) -> str:
         if tape.graph.sha256 != self.schedule.graph:
             cast = (
-                " under autocast: what the schedule was made for is what loss() of model.py runs"
+                " under autocast: the schedule was made for the ops that loss() of model.py runs"
                 if autocast_state()
                 else ""
             )
             return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now{cast})"
-        return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
+        return find_schedule_error(tape.graph, self.schedule) or not_by_element(
+            tape, self.schedule, self._device
+        )
 
     def _coded(self, tape: Tape) -> CheckedCode:
         return CheckedCode(tape, partial(self._written, schedule=self.schedule, claimed=self.is_claimed))
@@ -319,19 +327,22 @@ class FrozenRegion(ReplacedForward):
         return generate(tape, schedule, random_state, self._device, checked=checked, claimed=claimed)
 
     def alone_code(self, captured: _Captured) -> CheckedCode:
-        """Return the code whose forward keeps nothing (Rule 6)."""
+        """Return the code whose forward keeps nothing, for a forward without backward (packs that run forward
+        alone).
+
+        It frees every value after its last reader.
+        """
         with self._lock:
             if captured.alone is None:
-                alone = forward_alone(captured.tape.graph, self.schedule)
+                alone = forward_only(captured.tape.graph, self.schedule)
                 captured.alone = CheckedCode(captured.tape, partial(self._written, schedule=alone))
             return captured.alone
 
     def code_for(
         self, captured: _Captured, gradients: dict[int, Tensor]
     ) -> tuple[CheckedCode, frozenset[int] | None]:
-        """Return the code whose backward takes these gradients, and the parameters that they reach.
-
-        None for the latter means all.
+        """Return the code whose backward takes these gradients, and the parameters that they reach; None for
+        the latter means all.
 
         New layouts are captured again. If that gives another program, the gradients are converted to the
         layouts of the first capture.
@@ -344,9 +355,8 @@ class FrozenRegion(ReplacedForward):
         return coded, captured.reached.get(key)
 
     def _capture_with(self, captured: _Captured, key: Any, gradients: dict[int, Tensor]) -> None:
-        if (
-            key in captured.codes or not self._lock.wait_alone() or captured.guards.changed()
-        ):  # else as another module
+        # With changed guards a capture would record another program.
+        if key in captured.codes or not self._lock.wait_alone() or captured.guards.changed():
             return
         try:
             tape = captured.call(
@@ -357,9 +367,9 @@ class FrozenRegion(ReplacedForward):
         same = _same_forward(tape, captured.tape) and tape.graph == captured.tape.graph
         same = same and not not_by_element(tape, self.schedule, self._device)
         coded = self._coded(tape) if same else captured.first
-        captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
+        captured.codes[key] = coded if coded.ready_order == captured.first.ready_order else captured.first
         if _same_forward(tape, captured.tape):
-            captured.reached[key] = frozenset(number for number, _, _ in tape.landed)
+            captured.reached[key] = frozenset(number for number, _, _ in tape.ready_gradients)
 
 
 def _same_forward(one: Tape, other: Tape) -> bool:
@@ -374,7 +384,7 @@ def _same_forward(one: Tape, other: Tape) -> bool:
     return all(map(torch.equal, one.constants, other.constants))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -397,10 +407,10 @@ def held_bytes(values: Iterable[Any]) -> int:
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
-class FrozenRun:
+class ScheduledRun:
     """One forward of a region and the backward that follows it."""
 
-    def __init__(self, region: FrozenRegion, captured: _Captured) -> None:
+    def __init__(self, region: ScheduledRegion, captured: _Captured) -> None:
         self.region, self._captured, self.token = region, captured, captured.token
         self._state: list[Tensor] = captured.guards.tensors()
         self.inputs: list[Any] = []
@@ -410,18 +420,18 @@ class FrozenRun:
         self.gradients: dict[int, Tensor] = {}
         tape = captured.tape
         self.differentiable, self.tape_outputs = tape.differentiable, tape.outputs
-        self._numbers = captured.first.lands
+        self._numbers = captured.first.ready_order
         self._backward: Generator[int, None, list[Tensor]] | None = None
-        self._landed: list[Tensor] = []
+        self._ready: list[Tensor] = []
         self._reached: frozenset[int] | None = None
         """Parameters that have a gradient; None: all."""
         self.in_pieces = False
-        """A chain of nodes runs its backward (Rule 4)."""
+        """A chain of nodes runs its backward."""
         self._back: tuple[Callable[[Any], Tensor], ...] = ()
-        """The unpack function of the activation table, if there is one (Rule 7)."""
+        """The unpack function of the activation table, if there is one."""
 
     def start(self, inputs: list[Any]) -> Any:
-        """Run forward; the returned tensors have the chain of nodes as their history (Rule 3)."""
+        """Run forward; the returned tensors have the region's autograd nodes as their history."""
         tape = self._captured.tape
         flow = [inputs[n] for n, _ in tape.input_gradients]
         self.inputs = inputs
@@ -429,12 +439,12 @@ class FrozenRun:
             self.forward()
         self.in_pieces = is_watched(self._state[number] for number in self._numbers)
         if self.in_pieces:
-            token = end(self, *flow) if flow else self.token
+            token = chain_end(self, *flow) if flow else self.token
             for number in reversed(self._numbers):
                 token = grad_node(self, number, token, self._state[number])
         else:
-            token = whole(self, *(self._state[n] for n in self._numbers), *flow)
-        tensors = iter(leave(self, token))
+            token = whole_backward(self, *(self._state[n] for n in self._numbers), *flow)
+        tensors = iter(region_outputs(self, token))
         return tree_unflatten(
             [next(tensors) if isinstance(leaf, Slot) else leaf for leaf in tape.outputs], tape.output_spec
         )
@@ -445,7 +455,7 @@ class FrozenRun:
         code = self.region.alone_code(self._captured) if alone else self._captured.first
         keep: tuple[Callable[[Tensor], Any], ...] = ()
         if self.region.is_claimed and not alone:
-            hooks = hooks_of_table() or (_as_it_is, _as_it_is)
+            hooks = hooks_of_table() or (_identity, _identity)
             keep, self._back = hooks[:1], hooks[1:]
         with no_autocast():
             self.outputs, saved = code.forward(self._state, self.inputs, *keep)
@@ -466,25 +476,22 @@ class FrozenRun:
     def _sum_of_versions(self) -> int:
         saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
         read = (self._state[n] for n in self._captured.read)
-        return saved + sum(
-            each._version for each in read if not each.is_inference()
-        )  # those cannot be written into
+        # Inference tensors have no version counter, and cannot be written into here.
+        return saved + sum(each._version for each in read if not each.is_inference())
 
     def gradient_of(self, number: int) -> Tensor | None:
-        """Return the gradient of parameter `number`, the next in order; the caller alone holds it.
-
-        None: the loss does not reach it.
+        """Return the gradient of parameter `number`, the next in order, which the caller alone holds; None if
+        the loss does not reach it.
         """
         reached = self._run_on()
         assert reached == number, (reached, number)
         if number == self._numbers[-1] and not self._captured.tape.input_gradients:
-            self._run_on()  # nothing that follows is waited for
-        return self._handed_out(number, self._landed.pop())
+            self._run_on()  # no later node would run the rest of backward
+        return self._handed_out(number, self._ready.pop())
 
     def _handed_out(self, number: int, gradient: Tensor) -> Tensor | None:
-        """Return the gradient for autograd.
-
-        None where the loss does not reach the parameter, but zeros if it has hooks.
+        """Return the gradient for autograd: None if the loss does not reach the parameter, but zeros if it
+        has hooks.
         """
         return gradient if self._state[number]._backward_hooks or self._has_gradient(number) else None
 
@@ -502,7 +509,7 @@ class FrozenRun:
         edge = dict(zip(self._numbers, (edge for edge, _ in node.next_functions), strict=False))
         found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
         while not isinstance(reached := self._run_on(), list):
-            gradient = self._landed.pop()
+            gradient = self._ready.pop()
             parameter = self._state[reached]
             if is_hooked(parameter) or not self._has_gradient(reached):
                 found[reached] = self._handed_out(reached, gradient)
@@ -510,7 +517,7 @@ class FrozenRun:
                 accumulate_grad(parameter, gradient)
             else:
                 found[reached] = gradient
-            del gradient
+            del gradient  # else it would be live while backward runs on to the next one
         return [*found.values(), *reached]
 
     def _run_on(self) -> int | list[Tensor]:
@@ -530,19 +537,19 @@ class FrozenRun:
         coded, self._reached = self.region.code_for(self._captured, self.gradients)
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
         self.gradients = {}
-        return coded.backward(self._state, self.saved, flowing, self._landed, *self._back)
+        return coded.backward(self._state, self.saved, flowing, self._ready, *self._back)
 
     def _check(self) -> None:
         self._require_first_order()
         if not self.saved:
             raise ApplyError(
-                "backward runs a second time, but the schedule has let go of what it needs.",
+                "backward runs a second time, but the schedule has freed the tensors that it needs.",
                 fix="add the losses up before one backward(), or choose recompute: {kind: none}",
                 code="MT326",
             )
         if self.is_written():
             raise ApplyError(
-                "something that backward needs was written into after the model's forward.",
+                "a tensor that backward needs was written into after the model's forward.",
                 evidence="One of: the weights, a buffer, an input of the model, an output of the model.",
                 fix="write x = x + y instead of x += y, and step the optimizer after backward",
                 code="MT326",
@@ -551,23 +558,22 @@ class FrozenRun:
     def _require_first_order(self) -> None:
         if torch.is_grad_enabled():
             raise ApplyError(
-                "gradients of gradients do not work under a frozen schedule.",
+                "gradients of gradients do not work under a schedule.",
                 fix="choose recompute: {kind: none}",
                 code="MT326",
             )
 
 
-# The autograd nodes that stand for a region under a schedule (`activations.schedules.scheduled_region`, rules
-# 3 and 4).
-def whole(run: Any, *flow: Tensor) -> Tensor:
-    """Return the token of the node whose backward is the whole run's.
-
-    `flow` are parameters, then inputs, with gradients.
+# Autograd nodes of a region under a schedule. Only a token flows between them, so that the engine holds none
+# of the region's tensors.
+def whole_backward(run: Any, *flow: Tensor) -> Tensor:
+    """Return the token of the node whose backward is the whole run's; `flow` are parameters, then inputs,
+    with gradients.
     """
     return _apply(_Whole, run, *flow)  # type: ignore[no-any-return]
 
 
-def end(run: Any, *flow: Tensor) -> Tensor:
+def chain_end(run: Any, *flow: Tensor) -> Tensor:
     """Return the token of the last node of a chain; `flow` are inputs with gradients."""
     return _apply(_End, run, *flow)  # type: ignore[no-any-return]
 
@@ -577,9 +583,9 @@ def grad_node(run: Any, number: int, token: Tensor, parameter: Tensor) -> Tensor
     return _apply(_GradNode, run, number, token, parameter)  # type: ignore[no-any-return]
 
 
-def leave(run: Any, token: Tensor) -> tuple[Tensor, ...]:
+def region_outputs(run: Any, token: Tensor) -> tuple[Tensor, ...]:
     """Return the outputs of the run's forward, with the chain behind `token` as their history."""
-    return _apply(_Leave, run, token)  # type: ignore[no-any-return]
+    return _apply(_RegionOutputs, run, token)  # type: ignore[no-any-return]
 
 
 def _apply(function: Any, *args: Any) -> Any:
@@ -592,7 +598,7 @@ def _token(run: Any) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """The node whose backward is the region's; a token flows through it."""
+    """Node whose backward is the region's; a token flows through it."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, *flow: Tensor) -> Tensor:
@@ -605,7 +611,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _End(_Whole):
-    """The last node of a chain: its backward runs the rest of the region's."""
+    """Last node of a chain; its backward runs the rest of the region's."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -613,7 +619,7 @@ class _End(_Whole):
 
 
 class _GradNode(torch.autograd.Function):
-    """The node whose backward returns the gradient of one parameter; a token flows through it."""
+    """Node whose backward returns the gradient of one parameter; a token flows through it."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, number: int, token: Tensor, parameter: Tensor) -> Tensor:
@@ -625,10 +631,9 @@ class _GradNode(torch.autograd.Function):
         return None, None, ctx.run.token, ctx.run.gradient_of(ctx.number)
 
 
-class _Leave(torch.autograd.Function):
-    """The node behind the region's outputs.
-
-    Stores their gradients for the region and returns a token's gradient.
+class _RegionOutputs(torch.autograd.Function):
+    """Node behind the region's outputs: stores their gradients for the region and returns a token's
+    gradient.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Runs losses, MLPs and norms tile by tile, so that large intermediates never exist whole."""
+"""Losses, MLPs and norms computed tile by tile, so that large intermediate tensors never exist in full."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Finds a linear head, elementwise ops and one cross-entropy in a recorded step.
-
-This is the pattern that `tiled_loss` tiles.
+"""Pattern of a linear head, elementwise ops and one cross-entropy in a recorded step, which `tiled_loss`
+tiles.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of the head's product."""
+    """Operand of the head's product."""
 
     plain: int
     """Storage as the model holds it …"""
@@ -43,12 +42,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class OperandGradient:
-    """The gradient of an operand."""
+    """Gradient of an operand."""
 
     op: int
-    """Computes it from the gradient of the logits."""
+    """Op that computes it from the gradient of the logits."""
     cast: int
-    """Casts it to the operand's own dtype, -1 for none."""
+    """Op that casts it to the operand's own dtype, -1 for none."""
     storage: int
     """Storage of the final gradient."""
 
@@ -64,11 +63,11 @@ class LossPattern:
     weight: Operand
     bias: Operand | None
     rows: int
-    """Tokens, N."""
+    """Number of tokens, N."""
     forward: tuple[int, ...]
     """Ops: the product, the elementwise ops, log-softmax, the loss."""
     made: tuple[int, ...]
-    """Output storage of each of them: one row per token, but for the last, the loss."""
+    """Output storage of each of them: one row per token, except for the loss, which is last."""
     weight_sum: int
     """Storage of the sum of weights, the loss's second output."""
     target: int
@@ -77,7 +76,9 @@ class LossPattern:
     gradients: tuple[int, ...]
     """Output storage of each of them; the last is the gradient of the logits."""
     given: tuple[int, ...]
-    """Storages that the first op of backward reads besides forward's outputs: the gradient of the loss."""
+    """Storages that the first op of backward reads in addition to forward's outputs: the gradient of the
+    loss.
+    """
     dx: OperandGradient | None
     dweight: OperandGradient | None
     dbias: OperandGradient | None
@@ -90,7 +91,7 @@ class LossPattern:
 
     @property
     def ops(self) -> list[int]:
-        """Return all ops that the tiled loss replaces."""
+        """All ops that the tiled loss replaces."""
         operands = [each.cast for each in (self.x, self.weight, self.bias) if each is not None]
         wanted = [
             op
@@ -125,7 +126,7 @@ class _Graph:
         return bool(self.step.parameter_of[storage] >= 0)
 
     def operand(self, storage: int) -> Operand:
-        """Return `storage` as a product reads it, with its cast in the same module if any."""
+        """Return `storage` as a product reads it, with its cast in the same module if there is one."""
         op = int(self.step.storages.producer[storage])
         if op >= 0 and self.name(op) == CAST:
             return Operand(self.reads[op][0], storage, op)
@@ -138,7 +139,9 @@ class _NoPattern(Exception):
 
 @lru_cache(maxsize=8)
 def loss_pattern(step: Step) -> LossPattern | str:
-    """Return the head and its cross-entropy, or why they cannot be computed over parts of the rows."""
+    """Return the head and its cross-entropy, or the reason why they cannot be computed over parts of the
+    rows.
+    """
     cut = cut_first(step)
     try:
         return _found(_Graph(step)) if cut is None else replace(_found(_Graph(cut.step)), uncut=cut.hidden)
@@ -205,7 +208,7 @@ def _found(graph: _Graph) -> LossPattern:
     )
 
 
-def _two(storages: list[int], otherwise: str = "the loss is none that is known") -> tuple[int, int]:
+def _two(storages: list[int], otherwise: str = "the loss has an unknown form") -> tuple[int, int]:
     if len(storages) != 2:
         raise _NoPattern(otherwise)
     return storages[0], storages[1]
@@ -215,14 +218,14 @@ def _source(graph: _Graph, op: int, *, softmax: bool) -> int:
     """Return the storage that `op`, between head and loss, reads."""
     if op < 0 or graph.step.ops.block[op] >= 0:
         raise _NoPattern(
-            "the logits are made inside a block" if op >= 0 else "the logits are no product with a weight"
+            "the logits are computed inside a block" if op >= 0 else "the logits are no product with a weight"
         )
     name = graph.name(op)
     if name in _PRODUCTS:
         return -1
     known = name == "aten._log_softmax.default" if softmax else name in _STEPS
     if not known or len(graph.reads[op]) != 1:
-        raise _NoPattern(f"{name.split('.')[1]} comes between the head and the loss")
+        raise _NoPattern(f"{name.split('.')[1]} runs between the head and the loss")
     return graph.reads[op][0]
 
 
@@ -234,17 +237,17 @@ def _backward(
         op for op in graph.readers.get(weight_sum, ()) if graph.name(op) == "aten.nll_loss_backward.default"
     ]
     if len(first) != 1:
-        raise _NoPattern("backward of the loss is none that is known")
+        raise _NoPattern("backward of the loss has an unknown form")
     given = tuple(each for each in graph.reads[first[0]] if each not in (made[-2], weight_sum, target))
     backward, gradients = [first[0]], graph.made(first[0])
     for _ in range(len(forward) - 2):
         readers = sorted(set(graph.readers.get(gradients[-1], ())))
         if len(readers) != 1 or (len(backward) > 1 and graph.name(readers[0]) not in _STEPS):
-            raise _NoPattern("something else uses the gradient of the logits")
+            raise _NoPattern("another op reads the gradient of the logits")
         backward.append(readers[0])
         gradients += graph.made(readers[0])
     if len(gradients) != len(backward):
-        raise _NoPattern("backward of the loss is none that is known")
+        raise _NoPattern("backward of the loss has an unknown form")
     return backward, gradients, given
 
 
@@ -262,7 +265,7 @@ def _wanted(
         elif name == "aten.sum.dim_IntList" and dbias is None:
             dbias = _ending(graph, op, weight)
         else:
-            raise _NoPattern("something else uses the gradient of the logits")
+            raise _NoPattern("another op reads the gradient of the logits")
     return dx, dweight, dbias
 
 
@@ -278,7 +281,7 @@ def _require_no_other_reader(graph: _Graph, storages: set[int], mine: set[int]) 
     for storage in storages:
         for op in graph.readers.get(storage, ()):
             if op not in mine:
-                raise _NoPattern(f"{graph.name(op).split('.')[1]} reads the logits beside the loss")
+                raise _NoPattern(f"{graph.name(op).split('.')[1]} reads the logits in addition to the loss")
 
 
 def _rows(graph: _Graph, forward: list[int], made: list[int], weight: Operand) -> tuple[int, int]:
@@ -291,7 +294,7 @@ def _rows(graph: _Graph, forward: list[int], made: list[int], weight: Operand) -
     for op, before, after in zip(forward[1:-1], made[:-2], made[1:-1], strict=True):
         scale = step.storages.bytes[after] / max(step.storages.bytes[before], 1)
         if scale != 1 and graph.name(op) not in (CAST, "aten._log_softmax.default"):
-            raise _NoPattern("part of the logits is left out of the loss")
+            raise _NoPattern("the loss reads only a part of the logits")
         itemsize = int(itemsize * scale)
     if rows < 2 or rows * classes * itemsize != step.storages.bytes[made[-2]]:
         raise _NoPattern("the logits are no product with a weight")
@@ -301,14 +304,14 @@ def _rows(graph: _Graph, forward: list[int], made: list[int], weight: Operand) -
 # -- the pass ------------------------------------------------------------------------------------------------
 
 
-# Logits that are cut before the loss (`logits[..., :-1, :].contiguous()`), seen as a head over hidden states
-# that are cut.
+# Logits that are sliced before the loss (`logits[..., :-1, :].contiguous()`) are treated as a head over
+# sliced hidden states.
 _CLONE, _CAST, _SLICE = "aten.clone.default", "aten._to_copy.default", "aten.slice_backward.default"
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A Step whose slice comes before the head."""
+    """Step whose slice comes before the head."""
 
     step: Step
     hidden: int
@@ -316,9 +319,8 @@ class Cut:
 
 
 def cut_first(step: Step) -> Cut | None:
-    """Return `step` with the slice of its logits in front of their head.
-
-    None if they are not sliced, or in an unknown way.
+    """Return `step` with the slice of its logits in front of their head; None if they are not sliced, or in
+    an unknown way.
     """
     clones = [
         op
@@ -340,9 +342,8 @@ def cut_first(step: Step) -> Cut | None:
 
 
 def _up_to_product(step: Step, storage: int) -> list[int] | None:
-    """Return the ops from a product with a weight to the producer of `storage`.
-
-    None if other ops than casts come after the product.
+    """Return the ops from a product with a weight to the producer of `storage`; None if other ops than casts
+    follow the product.
     """
     chain: list[int] = []
     while True:
@@ -411,7 +412,9 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
 
 
 def _to_hidden(step: Step, gradient: int, weight: int) -> tuple[list[int], int, int] | None:
-    """Return the ops from the logits' gradient to the hidden states', the last one, its output."""
+    """Return the ops from the logits' gradient to the hidden states' gradient, the last one, and its
+    output.
+    """
     ops: list[int] = []
     while True:
         readers = sorted(set(step.uses.op[step.uses.storage == gradient].tolist()))

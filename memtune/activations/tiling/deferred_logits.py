@@ -1,14 +1,11 @@
 """Logits without memory: a head returns them, and the cross-entropy computes them part by part.
 
 `Logits` records the ops that a loss applies to them: views that keep the classes, casts, elementwise ops.
-`F.cross_entropy` then computes them part by part (`activations.tiling.tiled_loss`), so they never exist
-whole.
+`F.cross_entropy` then computes them part by part (`activations.tiling.tiled_loss`), so they never exist in
+full.
 
-Rule 1. Any other function reads the *plain* logits: they are computed once, by the model's own ops. From then
-on the loss reads them too: it must see in-place writes.
-Rule 2. Code below torch's functions (a user's own autograd function) finds no memory and raises.
-Rule 3. Hooks on the gradient of logits may wait for it (as FSDP2's do) but not read it: it never exists
-whole.
+Any other function reads the *plain* logits, which are computed once by the model's own ops. From then on the
+loss reads them too, because it must see in-place writes.
 """
 
 from __future__ import annotations
@@ -39,9 +36,9 @@ class Count:
     tiled: int = 0
     whole: int = 0
     read_by: str = ""
-    """The function that read them whole, the last time."""
+    """The function that last read the plain logits."""
     unseen: int = 0
-    """Calls of a module in which no product with the head's weight was seen."""
+    """Number of calls of a module without a product with the head's weight."""
 
 
 @dataclass(eq=False)
@@ -59,7 +56,7 @@ class _Call:
     hooks: list[Hook] = field(default_factory=list)
 
     def whole(self, reader: str) -> Tensor:
-        """Return the plain logits; compute them on first use."""
+        """Return the plain logits, which are computed at first use."""
         if self.plain is None:
             self.count.whole, self.count.read_by = self.count.whole + 1, reader
             with (
@@ -73,7 +70,10 @@ class _Call:
 
 
 def _call_hooks(hooks: list[Hook], shape: tuple[int, ...]) -> None:
-    """Call the hooks when backward reaches the gradient of the logits, of that shape (Rule 3)."""
+    """Call the hooks when backward reaches the gradient of the logits, of that shape.
+
+    They may wait for the gradient, as FSDP2's do, but not read it: it never exists in full.
+    """
     for hook in hooks:
         unreadable: Tensor = Tensor._make_wrapper_subclass(_Unreadable, shape)
         found = hook(unreadable)
@@ -86,10 +86,10 @@ def lazy_logits(x: Tensor, weight: Tensor, bias: Tensor | None, *, chunks: int, 
 
     Args:
         x: Hidden states (…, D).
-        weight: Of the head (V, D).
-        bias: Of the head (V,).
+        weight: Weight of the head (V, D).
+        bias: Bias of the head (V,).
         chunks: Number of parts of a loss over them.
-        count: Counts whether they are tiled or read whole.
+        count: Counters of tiled and plain reads.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -106,7 +106,7 @@ def _made(call: _Call, rows: Tensor, dtype: torch.dtype, **more: Any) -> Logits:
 
 
 class Logits(Tensor):
-    """A head's logits without memory; see the module's rules. Legend: D = hidden width, V = classes."""
+    """Logits of a head without memory. Legend: D = hidden width, V = classes."""
 
     call: _Call
     rows: Tensor
@@ -114,13 +114,15 @@ class Logits(Tensor):
     steps: tuple[Step, ...] = ()
     """Elementwise ops applied so far."""
     source: tuple[Logits, Step] | None = None
-    """The logits and op that this is the result of, for the plain way; None for the head's own output."""
+    """The logits and op that this is the result of, to compute plain values; None for the head's own
+    output.
+    """
     classes_second: bool = False
     """Rows are (B, T, D) and this has shape (B, V, T)."""
     _plain: Tensor | None = None
 
     def plain(self, reader: str) -> Tensor:
-        """Return the values, by the model's own ops (Rule 1)."""
+        """Return the values, computed by the model's own ops."""
         if self.source is None:
             return self.call.whole(reader)
         if self._plain is None:
@@ -147,9 +149,9 @@ class Logits(Tensor):
             if found is not None:
                 return found
         if unread and torch.is_grad_enabled():
-            noted = _noted(args[0], func, name, args[1:], kwargs)
-            if noted is not None:
-                return noted
+            recorded = _recorded(args[0], func, name, args[1:], kwargs)
+            if recorded is not None:
+                return recorded
         args, kwargs = tree_map(
             lambda each: each.plain(name) if isinstance(each, Logits) else each, (args, kwargs)
         )
@@ -157,17 +159,17 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse ops below torch's functions (Rule 2)."""
+        """Refuse ops below torch's functions, such as those of a user's autograd function."""
         raise ApplyError(
-            f"{func} reads tiled logits from below torch's functions, where they have no memory.",
-            evidence="A compiled loss or a user's own autograd function does that.",
+            f"{func} reads tiled logits below torch's functions, where they have no memory.",
+            evidence="A compiled loss or a user's autograd function may do that.",
             fix="split: {kind: none}, or F.cross_entropy in the loss",
             code="MT332",
         )
 
 
 class _Unreadable(Tensor):
-    """The gradient of logits that were never computed."""
+    """Gradient of logits that were never computed."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,16 +182,16 @@ class _Unreadable(Tensor):
 
 def _hooked() -> ApplyError:
     return ApplyError(
-        "a hook reads or changes the gradient of tiled logits, which never exists whole.",
+        "a hook reads or changes the gradient of tiled logits, which never exists in full.",
         fix="split: {kind: none}",
         code="MT333",
     )
 
 
 class _Unread(torch.autograd.Function):
-    """Makes a `Logits` that requires a gradient.
+    """Autograd function that makes a `Logits` that requires a gradient.
 
-    The loss sends its gradients to the hidden states and the weight directly, so none may arrive here.
+    The loss returns its gradients for the hidden states and the weight directly, so none may arrive here.
     """
 
     @staticmethod
@@ -202,7 +204,7 @@ class _Unread(torch.autograd.Function):
 
 
 class _Handle:
-    """The handle of a hook, as `register_hook` returns it."""
+    """Handle of a hook, as `register_hook` returns it."""
 
     def __init__(self, hooks: list[Hook], hook: Hook) -> None:
         self._hooks, self._hook = hooks, hook
@@ -264,7 +266,7 @@ _BY_NUMBER = {
 _ALONE = {"tanh", "sigmoid", "neg", "__neg__", "contiguous"}
 
 
-def _noted(
+def _recorded(
     logits: Logits, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Logits | None:
     """Return `func(logits, *args)` as recorded; None for an unknown function."""
@@ -339,10 +341,7 @@ def _swaps_classes(logits: Logits, name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return `F.cross_entropy(*args, **kwargs)` over parts of the rows.
-
-    None where the result might differ.
-    """
+    """Return `F.cross_entropy(*args, **kwargs)` over parts of the rows; None if the result might differ."""
     given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
@@ -370,7 +369,7 @@ def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
         if target.is_floating_point():
             return None
         rows, target = rows.flatten(0, 1), target.flatten()
-    how = TiledLoss(
+    tiled = TiledLoss(
         chunks=call.chunks,
         steps=logits.steps,
         dtype=call.dtype,
@@ -378,23 +377,20 @@ def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
         class_weight=class_weight,
         ignore_index=asked["ignore_index"],
         label_smoothing=asked["label_smoothing"],
-        on_gradient=partial(
-            _call_hooks, call.hooks, (*call.x.shape[:-1], len(call.weight))
-        ),  # not `call`: it holds x
+        # Not a method of `call`, which would hold x until backward.
+        on_gradient=partial(_call_hooks, call.hooks, (*call.x.shape[:-1], len(call.weight))),
     )
     call.count.tiled += 1
-    return how(rows, call.weight, call.bias, target)
+    return tiled(rows, call.weight, call.bias, target)
 
 
-# A head whose logits are computed where they are read: finds it, changes its forward, and tells what became
-# of them.
 def install_lazy_head(context: Context, name: str | None, *, chunks: int, weight: str | None = None) -> None:
     """Make the head `name` of the model in `context` return `Logits`; the audit reports how they were read.
 
     Args:
-        context: Holds the model.
-        name: Of the module that computes the logits, '' for the model itself; None: the widest linear layer
-            outside of the blocks.
+        context: Context with the model.
+        name: Name of the module that computes the logits, '' for the model itself; None: the widest linear
+            layer outside of the blocks.
         chunks: Number of parts of a loss over its logits.
         weight: Name of the parameter in the product; required if the module is no `nn.Linear`.
 
@@ -416,7 +412,7 @@ def install_lazy_head(context: Context, name: str | None, *, chunks: int, weight
 
 
 def _weight(context: Context, name: str, head: nn.Module, weight: str | None) -> Callable[[], Tensor]:
-    """Return a function that looks the parameter `weight` up at each call: sharding replaces it."""
+    """Return a function that looks up the parameter `weight` at each call, because sharding replaces it."""
     if weight is None:
         raise _no_head(f"{name or 'the model'} is a {type(head).__name__}")
     try:
@@ -450,21 +446,21 @@ def _no_head(evidence: str) -> ApplyError:
 def _check(name: str, head: nn.Module, count: Count) -> dict[str, Any]:
     name = name or "the model"
     if "forward" not in vars(head):
-        raise ApplyError(f"the logits of {name} should be tiled, but its forward is its own.", code="MT335")
+        raise ApplyError(f"the logits of {name} should be tiled, but its forward was replaced.", code="MT335")
     if count.unseen and not count.tiled and not count.whole:
         raise ApplyError(
-            f"{name} should make tiled logits, but no product with its weight was seen.",
+            f"{name} should return tiled logits, but its forward has no known product with its weight.",
             evidence="F.linear(x, weight, bias) and x @ weight.t() are known.",
-            fix="one of these in its forward, or split: {kind: none}",
+            fix="use one of these in its forward, or split: {kind: none}",
             code="MT335",
         )
     if count.whole and not count.tiled:
         raise ApplyError(
-            f"the logits of {name} are always read whole, so nothing is saved.",
+            f"the logits of {name} are always read in full, so tiling saves no memory.",
             evidence=f"Read by {count.read_by}.",
             fix=(
-                "F.cross_entropy on the logits, with views, casts and element-wise ops in between; or split:"
-                " {kind: none}"
+                "call F.cross_entropy on the logits, with views, casts and elementwise ops in between; or"
+                " split: {kind: none}"
             ),
             code="MT335",
         )
@@ -492,9 +488,8 @@ def lazy_head(head: nn.Linear, *, chunks: int, count: Count) -> Callable[[Tensor
 def lazy_product(
     module: nn.Module, weight: Callable[[], Tensor], *, chunks: int, count: Count
 ) -> Callable[..., Any]:
-    """Return a forward for `module` whose product with `weight` returns `Logits`.
-
-    Without gradients it runs plainly.
+    """Return a forward for `module` whose product with `weight` returns `Logits`; without gradients it runs
+    plainly.
     """
     original = module.forward
 
@@ -511,7 +506,7 @@ def lazy_product(
 
 
 class _Products(TorchFunctionMode):
-    """Makes `F.linear(x, weight, bias)` and `x @ weight.t()` of one weight return `Logits`."""
+    """Mode that makes `F.linear(x, weight, bias)` and `x @ weight.t()` of one weight return `Logits`."""
 
     def __init__(self, weight: Tensor, chunks: int, count: Count) -> None:
         super().__init__()
@@ -536,14 +531,14 @@ class _Products(TorchFunctionMode):
         if func is F.linear:
             other, bias = named.pop("weight", other), named.pop("bias", bias)
             return (input, self._weight, bias) if plain and other is self._weight else None
-        turned = (
+        transposed = (
             isinstance(other, Tensor)
             and other._base is self._weight
             and other.shape == self._weight.shape[::-1]
         )
         return (
             (input, self._weight, None)
-            if plain and turned and other.stride() == self._weight.t().stride()
+            if plain and transposed and other.stride() == self._weight.t().stride()
             else None
         )
 

@@ -1,16 +1,15 @@
-"""Runs a token-wise module over parts of the tokens that each keep a graph: micro-tensors (TSPLIT).
+"""Token-wise modules over parts of the tokens that each keep a graph: micro-tensors (TSPLIT).
 
 Instead of one storage per saved tensor there is one per tensor and part, which is offloaded, reloaded and
-freed by itself: while part i computes, part i - 1 is being copied to the host.
+freed separately: while part i computes, part i - 1 is being copied to the host.
 
-Rule 1. Forward runs part after part, each with a graph from its rows to its output. Backward runs the graphs
-in reverse, so that no op runs twice and the tensors offloaded last are reloaded first. Saved tensors pass
+Forward runs part after part, each with a graph from its rows to its output. Backward runs the graphs in
+reverse, so that no op runs twice and the tensors offloaded last are reloaded first. Saved tensors pass
 through the hooks of the surrounding block, where the activation table keeps or offloads them
-(`activations.recompute.activation_table`). The graphs hold neither the rows nor the outputs.
-Rule 2. Parameters are arguments and their gradients are returned summed: hooks on gradients (FSDP2, DDP) see
-one whole gradient of each, as from the plain module.
-Rule 3. Backward frees the parts' graphs: a second one (`retain_graph`) fails as torch's does.
+(`activations.recompute.activation_table`). The graphs hold neither the rows nor the outputs. Backward frees
+the parts' graphs, so a second one (`retain_graph`) fails as torch's does.
 
+Source: Nie et al. 2022, TSPLIT: Fine-grained GPU Memory Management for Efficient DNN Training via Tensor
 Splitting, ICDE.
 """
 
@@ -24,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class PartSettings(Protocol):
-    """The settings of one module. Legend: N = tokens, D = width of the input, E = of the output."""
+    """Settings of one module. Legend: N = tokens, D = width of the input, E = width of the output."""
 
     chunks: int
     anchor: Tensor
@@ -35,11 +34,15 @@ class PartSettings(Protocol):
 
 
 class KeptParts(torch.autograd.Function):
-    """The module of a `PartSettings` over its parts: x (…, D), then its parameters; gives (…, E)."""
+    """Module of a `PartSettings` over its parts: x (…, D) and its parameters → (…, E).
+
+    Parameters are arguments and their gradients are returned summed, so hooks on gradients (FSDP2, DDP) see
+    one full gradient of each, as with the plain module.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: PartSettings, *parameters: Tensor) -> Tensor:
-        """Run forward part by part (Rule 1)."""
+        """Run forward part by part."""
         rows, out = x.detach().reshape(-1, x.shape[-1]), None
         size = -(-len(rows) // how.chunks)
         edges: list[tuple[GradientEdge | None, GradientEdge]] = []
@@ -62,7 +65,7 @@ class KeptParts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Run backward part by part, the last part first; sum the parameters' gradients (Rules 1 and 2)."""
+        """Run backward part by part, the last part first; sum the parameters' gradients."""
         given, size = gradient.reshape(-1, gradient.shape[-1]), ctx.size
         dx = given.new_empty(len(given), ctx.shape[-1], dtype=ctx.dtype) if ctx.needs_input_grad[0] else None
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
@@ -80,9 +83,8 @@ class KeptParts(torch.autograd.Function):
 
 
 class _Entered(torch.autograd.Function):
-    """The node at which a part's graph begins.
-
-    Its gradient can be requested, and unlike a leaf it holds no tensor.
+    """Node at which a part's graph begins: its gradient can be requested, and unlike a leaf it holds no
+    tensor.
     """
 
     @staticmethod

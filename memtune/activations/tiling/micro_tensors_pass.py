@@ -1,6 +1,5 @@
-"""The pass of `activations.tiling.micro_tensors`.
-
-Runs token-wise modules over parts that save their own tensors.
+"""Pass of `activations.tiling.micro_tensors`: runs token-wise modules over parts that save their own
+tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from memtune.program import Edit, NewOps, Phase, Step
 
 
 def split_regions(step: Step, regions: Sequence[PositionWise], chunks: Sequence[int]) -> Step:
-    """Return `step` with each of `regions` run over parts of its rows, forward and backward.
-
-    Each part saves its own tensors.
+    """Return `step` with each of `regions` run over parts of its rows, forward and backward; each part saves
+    its own tensors.
 
     No op runs twice. The parts' saves are separate rows, so a pass that offloads saved tensors offloads each
-    by itself.
+    separately.
     """
     edit = Edit(step)
     gone, saves = np.zeros(step.ops.n, bool), np.zeros(step.saves.n, bool)
@@ -35,7 +33,7 @@ def split_regions(step: Step, regions: Sequence[PositionWise], chunks: Sequence[
 
 
 class _Split(Parts):
-    """The ops of `activations.tiling.micro_tensors`, in their order."""
+    """Ops of `activations.tiling.micro_tensors`, in their order."""
 
     def insert(self) -> None:
         """Insert forward and backward where the module's own ops were."""

@@ -1,10 +1,9 @@
-"""Finds token-wise modules in blocks.
-
-These are MLPs and norms that `activations.tiling.tiled_region_pass` can run in parts.
+"""Pattern of token-wise modules in blocks: MLPs and norms that `activations.tiling.tiled_region_pass` can run
+in parts.
 
 Such a module reads one tensor, makes one, and is an MLP or a norm whose forward and backward are each
 contiguous. An MLP consists of products with weights (at least two), layer norms and elementwise ops; for
-norms see `norm_rows`. A module that draws random numbers or mixes rows is left whole, and so is an MLP with
+norms see `norm_rows`. A module that draws random numbers or mixes rows is not tiled, nor is an MLP with
 casts.
 """
 
@@ -43,33 +42,35 @@ class PositionWise:
     module_id: int
     call: int
     forward: tuple[int, ...]
-    """Ops, ascending and contiguous; so are those of backward."""
+    """Ops, ascending and contiguous, like those of backward."""
     backward: tuple[int, ...]
     x: int
     """Input storage; `y` is the output."""
     y: int
     rows: int
-    """Tokens."""
+    """Number of tokens."""
     given: int
     """Gradient of `y`."""
     dx: int
-    """Gradient of `x` through this module, -1 if none is needed. With `residual`, all of it."""
+    """Gradient of `x` through this module, -1 if none is needed; with `residual`, the sum."""
     gradients: tuple[int, ...]
     """Gradients of its parameters."""
     save: int
     """Save row of `x`; if the module does not save it, one of `saves` that can hold it."""
     saves: tuple[int, ...]
-    """Save rows of all that its ops save."""
+    """Save rows of all tensors that its ops save."""
     inner_bytes: int
     """Bytes of its saves except `x`; less `x` if only its parts save that."""
     residual: int = -1
-    """Gradient of `x` from other paths (around a norm), added here; -1 if it is added by another op."""
+    """Gradient of `x` from other paths (around a norm), added here; -1 if another op adds it."""
     join: int = -1
     """The op that adds `residual` to the module's gradient."""
 
 
 _Rows = Callable[[Step, tuple[int, ...], set[int]], tuple[int, int]]
-"""What a module's forward ops read, and its rows, from the ops and what they make; raises `NotTokenWise`."""
+"""Function from a module's forward ops and their outputs to the storage that they read, and its rows; raises
+`NotTokenWise`.
+"""
 
 
 @lru_cache(maxsize=8)
@@ -80,9 +81,8 @@ def position_wise(step: Step) -> tuple[PositionWise, ...]:
 
 @lru_cache(maxsize=8)
 def norms(step: Step) -> tuple[PositionWise, ...]:
-    """Return the norms inside the blocks of `step` that make more than backward needs.
-
-    Norms inside MLPs are included.
+    """Return the norms inside the blocks of `step`, also those inside MLPs, that make more tensors than
+    backward needs.
     """
     if not has_norms(step):
         return ()
@@ -229,7 +229,7 @@ def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
         )
         is_product = name in _PRODUCTS
         if (is_product and 2 not in ranks) or (not is_product and set(ranks) - {1}):
-            raise NotTokenWise  # a product of two activations, or positions added
+            raise NotTokenWise  # a product of two activations, or an added position embedding
         products += is_product
         inputs |= {s for s in reads - made if step.parameter_of[s] < 0}
     if products < 2:
@@ -259,9 +259,8 @@ def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
 
 
 def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int]:
-    """Return the op of `backward` that adds an outside gradient of the input, and that gradient.
-
-    (-1, -1) for none.
+    """Return the op of `backward` that adds an outside gradient of the input, and that gradient; (-1, -1) for
+    none.
     """
     made = set(made_by(step, backward))
     found = (-1, -1)
@@ -282,18 +281,18 @@ def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[
     given = _only({s for s in read if step.parameter_of[s] < 0})
     if not np.isin(step.uses.mode[inside], (READS, DONATES)).all():
         raise NotTokenWise
-    landed = _among(made, step.grad_order) | {s for s in made if step.storages.owner[s] >= 0}
+    ready = _among(made, step.grad_order) | {s for s in made if step.storages.owner[s] >= 0}
     left = _among(made, step.uses.storage[inside.stop :]) | {
         s for s in made if step.storages.held_until[s] > backward[-1]
     }
-    gradients = tuple(sorted(left & landed, key=lambda s: int(step.storages.producer[s])))
-    others = left - landed
+    gradients = tuple(sorted(left & ready, key=lambda s: int(step.storages.producer[s])))
+    others = left - ready
     if len(others) > 1:
         raise NotTokenWise
     return given, next(iter(others), -1), gradients
 
 
-# Which ops are a norm over the last dim that makes whole tensors inside, and over how many rows.
+# Norms over the last dim that make full-sized tensors inside.
 _CAST = "aten._to_copy.default"
 _FUSED = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
 _MEAN = "aten.mean.dim"
@@ -334,12 +333,12 @@ def norm_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, in
     The ops may also read weights of that length.
 
     Args:
-        step: Holds the ops.
-        ops: All of a module's forward.
+        step: Step with the ops.
+        ops: All ops of a module's forward.
         made: Their output storages.
 
     Raises:
-        NotAlike: They are something else. Sizes tell that the mean is over the last dim;
+        NotTokenWise: The ops are no such norm. Only sizes show that the mean is over the last dim;
             `activations.tiling.tiled_region` verifies it on the first tokens.
     """
     inputs: set[int] = set()

@@ -1,12 +1,7 @@
 """Cross-entropy over a head's logits, a few rows at a time: the logits of all tokens never exist at once.
 
-Rule 1. Each part of the rows runs through the head, the user's elementwise ops and `F.cross_entropy`, and
-back to the gradient of its logits at once; gradients of head and hidden states are computed part by part, in
-forward.
-Rule 2. Parts add up sums. The mean's denominator is one number, applied to the gradients in backward together
-with the incoming gradient: half precision sees gradients of order one, whatever the number of tokens.
-Rule 3. The gradients are computed once: a second backward through the same loss is an error, not a wrong
-number.
+Each part of the rows runs through the head, the user's elementwise ops and `F.cross_entropy`, and back to the
+gradient of its logits at once; gradients of head and hidden states are computed part by part, in forward.
 """
 
 from __future__ import annotations
@@ -27,10 +22,7 @@ Step = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class TiledLoss:
-    """The settings of one loss.
-
-    Legend: N = rows (tokens), D = hidden width, V = classes.
-    """
+    """Settings of one loss. Legend: N = rows (tokens), D = hidden width, V = classes."""
 
     chunks: int
     """Number of parts of the rows."""
@@ -44,7 +36,7 @@ class TiledLoss:
     ignore_index: int
     label_smoothing: float
     on_gradient: Callable[[], None]
-    """Called when backward arrives, before any gradient is passed on."""
+    """Called when backward arrives, before any gradient is returned."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
         """Return the loss of rows `x` (N, D) under a head (V, D), bias (V,); targets (N,) or (N, V)."""
@@ -81,7 +73,7 @@ class TiledLoss:
 
 
 class _Loss(torch.autograd.Function):
-    """The autograd function of a tiled loss (Rules 1 to 3)."""
+    """Autograd function of a tiled loss."""
 
     @staticmethod
     def forward(
@@ -114,11 +106,13 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise ApplyError(
-                "backward ran twice through a loss over tiled logits, whose gradients are made once.",
+                "backward ran twice through a loss over tiled logits, whose gradients exist only once.",
                 fix="split: {kind: none}, or call the loss function again",
                 code="MT331",
             )
         ctx.how.on_gradient()
+        # Forward summed the parts' losses. The mean's denominator is applied here, so that gradients in half
+        # precision are of order one for any number of tokens.
         scale = gradient if ctx.denominator is None else gradient.float() / ctx.denominator
         gradients, ctx.gradients, ctx.denominator = ctx.gradients, None, None
         return (*gradients.scaled(scale), None, None)
@@ -154,7 +148,9 @@ class _Gradients:
             self._bias = part.to(self._bias_dtype) if self._bias is None else self._bias.add_(part)
 
     def scaled(self, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Return all of them times `scale`, in place; drop them, so that autograd may adopt them."""
+        """Return all of them times `scale`, in place, and drop them, so that autograd may adopt the
+        tensors.
+        """
         found = (self._x, self._weight, self._bias)
         self._x = self._weight = self._bias = None
         return tuple(None if each is None else each.mul_(scale) for each in found)

@@ -1,6 +1,5 @@
-"""The pass of `activations.tiling.tiled_loss`.
-
-It runs head and cross-entropy over parts of the rows, with gradients in forward.
+"""Pass of `activations.tiling.tiled_loss`: runs head and cross-entropy over parts of the rows, with gradients
+in forward.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def tile_loss(pattern: LossPattern, chunks: int) -> Step:
     chunked = _Chunks(step, pattern, NewOps(edit, edit.n_ops))
     total, sums = chunked.run(chunks)
     end = chunked.ops.last
-    # What the user's code holds of the logits holds the hidden states now.
+    # References of the user's code to the logits now hold the hidden states (`Logits.rows`).
     held = [int(step.storages.held_until[each]) for each in pattern.made[:-1]]
     for storage in {
         pattern.x.plain,
@@ -45,8 +44,8 @@ def _with_sums(pattern: LossPattern) -> Step:
     """Return the step of `pattern` with gradients summed in place, as the tiled loss does.
 
     It returns the weight's gradient itself, where a plain product returns a view of it, and the rows'
-    gradient as a view of (N, D) even where autocast has a cast make it. A gradient that a slice's backward
-    pads is new.
+    gradient as a view of (N, D) even if autocast has a cast make it. A gradient that a slice's backward pads
+    is new.
     """
     step, flags, held = pattern.step, pattern.step.uses.mode.copy(), pattern.step.storages.held_until.copy()
     is_sum = np.asarray([name == "aten.add.Tensor" for name in step.names], bool)[step.ops.name[step.uses.op]]
@@ -56,7 +55,7 @@ def _with_sums(pattern: LossPattern) -> Step:
         rows = np.flatnonzero(is_sum & np.isin(step.uses.storage, storages) & (flags != WRITES))
         flags[rows] = how
         engines = rows[(how == DONATES) & (held[step.uses.storage[rows]] == step.uses.op[rows])]
-        held[step.uses.storage[engines]] -= 1  # the engine held it, to add to it
+        held[step.uses.storage[engines]] -= 1  # the engine held it as an operand of an out-of-place sum
 
     used([each.storage for each in (pattern.dweight, pattern.dbias) if each is not None], DONATES)
     if pattern.dx is not None and pattern.uncut >= 0:
@@ -80,13 +79,12 @@ def _dropped(pattern: LossPattern) -> set[int]:
 
 
 class _Chunks:
-    """The ops of `activations.tiling.tiled_loss._Loss.forward`, in its order."""
+    """Ops of `activations.tiling.tiled_loss._Loss.forward`, in its order."""
 
     def __init__(self, step: Step, pattern: LossPattern, ops: NewOps) -> None:
         self.step, self.pattern, self.ops = step, pattern, ops
         self.dx = -1
-        """The gradient of the hidden states in the step; -1 if it is not needed. `dweight`, `dbias` likewise.
-        """
+        """Gradient of the hidden states in the step; -1 if it is not needed. `dweight`, `dbias` likewise."""
         self.dweight = self.dbias = -1
 
     def run(self, chunks: int) -> tuple[int, int]:
@@ -142,7 +140,7 @@ class _Chunks:
         )
         loss = ops.makes(int(step.storages.bytes[pattern.made[-1]]))
         weight_sum = ops.makes(int(step.storages.bytes[pattern.weight_sum]))
-        ops.hold(chain[-2], ops.last)  # what the loss was called with
+        ops.hold(chain[-2], ops.last)  # the argument of the loss, which its caller holds
         addend = loss
         if pattern.half:
             ops.run(CAST, loss)
@@ -254,4 +252,4 @@ def _backward_ops(edit: Edit, pattern: LossPattern, chunked: _Chunks, sums: int)
         ):
             edit.storages.held_until[
                 each.storage
-            ] = -1  # its uses say so: what forward makes and Python holds is the loss, or alike
+            ] = -1  # freed after its last use: Python holds only the loss

@@ -1,16 +1,11 @@
-"""Runs token-wise modules over parts of the tokens: inner tensors exist one part at a time.
+"""Token-wise modules over parts of the tokens: inner tensors exist one part at a time.
 
-Either every part runs again in backward (the rules below), or it keeps a graph of its own
+Either every part runs again in backward (`_Parts`), or it keeps a graph of its own
 (`activations.tiling.micro_tensors`).
 
-Rule 1. Forward runs part after part without a graph and saves the input alone. Backward runs each part's
-forward again with a graph and its backward at once, so only the inner tensors of one part exist.
-Rule 2. Parameters are arguments and their gradients are returned summed: hooks on gradients (FSDP2, DDP) see
-one whole gradient of each, as from the plain module.
-Rule 3. Only the forward changes; without gradients, or with other arguments than one tensor, the module runs
-plainly.
-Rule 4. Before its first run in parts a module is called with two tokens together and separately; one that
-mixes them is an error.
+Parameters are arguments and their gradients are returned summed, so hooks on gradients (FSDP2, DDP) see one
+full gradient of each, as with the plain module. Only the forward changes; without gradients, or with other
+arguments than one tensor, the module runs plainly.
 """
 
 from __future__ import annotations
@@ -33,13 +28,13 @@ from memtune.runtime import Context
 
 @dataclass
 class _TilingSettings:
-    """The settings of one module. Legend: N = tokens, D = width of the input, E = of the output."""
+    """Settings of one module. Legend: N = tokens, D = width of the input, E = width of the output."""
 
     name: str
     forward: Callable[[Tensor], Tensor]
     chunks: int
     again: bool
-    """Parts run again in backward, or keep their graphs."""
+    """Parts run again in backward; False: they keep their graphs."""
     runs: int = 0
     looked: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
@@ -50,17 +45,16 @@ class _TilingSettings:
         return out.reshape(-1, out.shape[-1])
 
     def look(self, x: Tensor) -> None:
-        """Check that the module does not mix the tokens of `x` (…, D) (Rule 4).
+        """Check that the module does not mix the tokens of `x` (…, D): call it with two tokens together and
+        separately.
 
         Fake tensors have no values to check.
         """
         self.looked = True
         if isinstance(x, FakeTensor):
             return
-        with (
-            torch.no_grad(),
-            _disable_current_modes(),
-        ):  # none of the model's ops, to those who count or replace them
+        # Outside all modes: these ops are not the model's, and must not be counted or replaced.
+        with torch.no_grad(), _disable_current_modes():
             two = x.detach().reshape(-1, x.shape[-1])[:2]
             together, apart = (
                 self.part(two, x.dim()),
@@ -70,8 +64,8 @@ class _TilingSettings:
             together.float(), apart.float(), rtol=0.05, atol=0.01 * float(apart.abs().max()), equal_nan=True
         ):
             raise ApplyError(
-                f"{self.name} does not treat every token alike, so it cannot run over parts of them.",
-                evidence="It makes something else of two tokens together than of each alone.",
+                f"{self.name} does not treat tokens independently, so it cannot run over parts of them.",
+                evidence="Its output for two tokens together differs from that for each token alone.",
                 fix="split: {kind: none}, or mlp: 1 and norm: 1",
                 code="MT335",
             )
@@ -80,15 +74,15 @@ class _TilingSettings:
 def install_tiled_modules(
     context: Context, chunks: Mapping[str, int], *, check: str, again: bool = True
 ) -> None:
-    """Make modules of the model in `context` run over parts of their tokens; the audit asks whether they did.
+    """Make modules of the model in `context` run over parts of their tokens; the audit checks that they did.
 
     Args:
-        context: Whose model is changed.
-        chunks: Name → into how many parts the tokens are cut, of modules that treat every token alike and are
+        context: Context with the model.
+        chunks: Name → number of parts of the tokens, of modules that treat tokens independently and are
             called with one tensor (…, D).
-        check: The audit's name for it.
-        again: Parts run again in backward; else they keep their graphs, and what these save is the blocks' to
-            move.
+        check: Name of the check in the audit.
+        again: Parts run again in backward; False: they keep their graphs, and the claims of their blocks may
+            offload what these save.
 
     Raises:
         ApplyError: The model has no such module.
@@ -99,7 +93,7 @@ def install_tiled_modules(
             module = context.model.get_submodule(name)
         except AttributeError as error:
             raise ApplyError(
-                f"the plan cuts {name} into parts, which the model does not have.",
+                f"the plan splits {name}, which the model does not have.",
                 fix="memtune search  makes a plan for this model; or split: {kind: none}",
                 code="MT335",
             ) from error
@@ -113,7 +107,7 @@ def _check(installed: list[tuple[str, nn.Module, _TilingSettings]]) -> dict[str,
     for name, module, _ in installed:
         if "forward" not in vars(module):
             raise ApplyError(
-                f"{name} should run over parts of its tokens, but its forward is its own.", code="MT335"
+                f"{name} should run over parts of its tokens, but its forward was replaced.", code="MT335"
             )
     return {"modules": len(installed), "runs_in_parts": sum(how.runs for _, _, how in installed)}
 
@@ -121,9 +115,7 @@ def _check(installed: list[tuple[str, nn.Module, _TilingSettings]]) -> dict[str,
 def _forward(module: nn.Module, how: _TilingSettings, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
     parameters = [each for each in module.parameters() if each.requires_grad]
-    if (
-        not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or x.shape[:-1].numel() < 2
-    ):  # Rule 3
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or x.shape[:-1].numel() < 2:
         return how.forward(*args, **kwargs)
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return how.forward(*args, **kwargs)
@@ -135,7 +127,11 @@ def _forward(module: nn.Module, how: _TilingSettings, *args: Any, **kwargs: Any)
 
 
 class _Parts(torch.autograd.Function):
-    """Runs a module over parts, and again in backward (Rules 1 and 2)."""
+    """Runs a module over parts, and again in backward.
+
+    Forward runs part after part without a graph and saves only the input. Backward runs each part's forward
+    again with a graph, and its backward at once, so only the inner tensors of one part exist.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _TilingSettings, *parameters: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""The pass of `activations.tiling.tiled_region`.
-
-Runs token-wise modules over parts, and again in backward.
-"""
+"""Pass of `activations.tiling.tiled_region`: runs token-wise modules over parts, and again in backward."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from memtune.program import DONATES, READS, WRITES, Edit, NewOps, Phase, Step
 def tile_regions(step: Step, regions: tuple[tuple[PositionWise, int], ...]) -> Step:
     """Return `step` with each of `regions`, none inside another, run over parts of its rows.
 
-    Forward makes the inner tensors of one part at a time, and saves the input alone; backward runs each
-    part's forward again just before its backward, and adds up the gradients of the parameters.
+    Forward makes the inner tensors of one part at a time and saves only the input; backward runs each part's
+    forward again just before its backward, and sums the gradients of the parameters.
     """
     edit = Edit(step)
     gone, saves = np.zeros(step.ops.n, bool), np.zeros(step.saves.n, bool)
@@ -37,7 +34,7 @@ def rows_of_parts(rows: int, chunks: int) -> list[int]:
 
 
 class Parts:
-    """Builds copies of a module's own ops over parts of its rows."""
+    """Copies of a module's own ops over parts of its rows."""
 
     def __init__(self, step: Step, edit: Edit, region: PositionWise, chunks: int) -> None:
         self.step, self.edit, self.region = step, edit, region
@@ -65,15 +62,14 @@ class Parts:
         *,
         first: bool = False,
     ) -> None:
-        """Add one part of the module's own ops `rows`.
-
-        `made` maps storages to the part's, `lasts` ops to new ones.
+        """Add one part of the module's own ops `rows`; `made` maps storages to the part's, `lasts` ops to new
+        ones.
         """
         step, region = self.step, self.region
         share = part / region.rows
         held: list[tuple[int, int]] = []
         for op in rows:
-            if op == region.join:  # the whole is added once all parts are there
+            if op == region.join:  # added once to the full gradient, after all parts
                 mine = next(made[s] for s in self.uses[op][0] if s != region.residual)
                 made.update(dict.fromkeys(self.made[op], mine))
                 lasts[op] = ops.last
@@ -109,9 +105,8 @@ class Parts:
             ops.hold(each, ops.last)
 
     def _sums_over_rows(self) -> set[int]:
-        """Return parameters' gradients and the inputs of their casts.
-
-        They are as large for one part as for all rows.
+        """Return parameters' gradients and the inputs of their casts, which are as large for one part as for
+        all rows.
         """
         sums, step = set(self.region.gradients), self.step
         for op in reversed(self.region.backward):
@@ -121,11 +116,11 @@ class Parts:
 
     def _run_op(self, ops: NewOps, op: int, share: float, made: dict[int, int]) -> int:
         """Add one of the module's own ops, with storages replaced by those in `made`."""
-        reads, writes, hands_over = self.by_use[op]
+        reads, writes, donates = self.by_use[op]
         name = self.step.names[self.step.ops.name[op]]
-        writes, hands_over = made.get(writes, writes), made.get(hands_over, hands_over)
+        writes, donates = made.get(writes, writes), made.get(donates, donates)
         return ops.run(
-            name, *[made.get(s, s) for s in reads], writes=writes, hands_over=hands_over, like=op, share=share
+            name, *[made.get(s, s) for s in reads], writes=writes, donates=donates, like=op, share=share
         )
 
 
@@ -166,14 +161,15 @@ class _Tiled(Parts):
             ops.hold(made[region.y], end)
             self.collect(ops, made, dx, first=number == 0)
         last = ops.last
-        for outer in (region.given, region.residual):  # held inside the region: by what is said here alone
+        # Inside the region only the holds that this pass adds count, not those of the plain ops.
+        for outer in (region.given, region.residual):
             if outer >= 0 and region.backward[0] <= edit.storages.held_until[outer] <= region.backward[-1]:
                 edit.storages.held_until[outer] = region.backward[0] - 1
         ops.hold(region.given, last)  # the input is held by its save, which a recompute pass may move
         if region.residual >= 0:
             storages, how = self.uses[region.join]
             handed = how[storages.index(region.residual)] == DONATES
-            names = {"hands_over": region.residual} if handed else {}
+            names = {"donates": region.residual} if handed else {}
             reads = [dx] if handed else [dx, region.residual]
             edit.storages.producer[region.dx] = ops.run("aten.add.Tensor", *reads, like=region.join, **names)
         ops.insert(before=region.backward[0], phase=Phase.BACKWARD, module=region.module_id, call=region.call)
@@ -202,7 +198,7 @@ class _Tiled(Parts):
 
 
 def _by_use(storages: list[int], how: list[int]) -> tuple[list[int], int, int]:
-    """Return the storages that an op reads, the written one, the one handed over; -1 for none."""
+    """Return the storages that an op reads, the written one, and the donated one; -1 for none."""
     reads, written, handed = (
         [s for s, used in zip(storages, how, strict=True) if used == each]
         for each in (READS, WRITES, DONATES)

@@ -20,7 +20,7 @@ class ChunkPlan:
     chunks: Chunks
     """The offloaded chunks."""
     slots: Units
-    staying: int = 0
+    resident_parameters: int = 0
     """Number of parameters in no chunk: those used first are resident, with their optimizer state."""
     in_place: bool = False
     """Gradients are offloaded from the places of their weights in the chunks."""
@@ -31,9 +31,8 @@ def chunk_sizes(n_bytes: Units, block: Units) -> Units:
     """Return the sizes worth trying, ascending: from the largest parameter's to the largest block's.
 
     Any packing has a fullest chunk, whose parameters are adjacent: a chunk of just their bytes packs the same
-    way with the
-    least waste. So the best size is a sum of neighbours. A chunk larger than any block always loads unused
-    parameters.
+    way with the least waste. So the best size is a sum of neighbours. A chunk larger than any block always
+    loads unused parameters.
     """
     of_block = [0] * (block[-1] + 1)
     for size, index in zip(n_bytes, block, strict=True):
@@ -60,25 +59,22 @@ def all_packings(n_bytes: Units, block: Units, gathered: bool) -> tuple[Chunks, 
     return tuple(pack(n_bytes, block, size, gathered) for size in chunk_sizes(n_bytes, block))
 
 
-def slots_in(chunks: Chunks, room: Sequence[int], ahead: int = 0) -> Units | None:
-    """Return the number of chunks that `room` bytes hold in each moment; None if a moment lacks space for
-    those it uses.
-    """
-    uses = chunks.uses(ahead)
+def slots_in(chunks: Chunks, room: Sequence[int], prefetch: int = 0) -> Units | None:
+    """Return the chunks that `room` holds in each moment; None if a moment needs more."""
+    uses = chunks.uses(prefetch)
     slots = tuple(min(n_bytes // chunks.chunk_bytes, chunks.count) for n_bytes in room)
     return None if any(len(use) > n for use, n in zip(uses, slots, strict=True)) else slots
 
 
-def as_few_as_used(chunks: Chunks, ahead: int = 0) -> Units:
+def as_few_as_used(chunks: Chunks, prefetch: int = 0) -> Units:
     """Return the largest number of chunks that a moment uses, for all moments."""
-    uses = chunks.uses(ahead)
+    uses = chunks.uses(prefetch)
     return (max(map(len, uses)),) * len(uses)
 
 
 @functools.lru_cache(maxsize=256)
 def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool = False) -> ChunkPlan:
-    """Return the chunk size that wastes least, among those for which each moment has space for the chunks it
-    uses.
+    """Return the chunk size of least waste for which each moment has room for the chunks it uses.
 
     Args:
         n_bytes: Bytes of each parameter, in the order of use.
@@ -104,7 +100,7 @@ def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool
 
 @functools.lru_cache(maxsize=256)
 def fewest_bytes_moved(
-    n_bytes: Units, block: Units, capacity: int | None, ahead: int, gathered: bool = False
+    n_bytes: Units, block: Units, capacity: int | None, prefetch: int, gathered: bool = False
 ) -> ChunkPlan:
     """Return the chunk size and number of cached chunks that load the fewest bytes in a step under LRU.
 
@@ -112,7 +108,7 @@ def fewest_bytes_moved(
         n_bytes: Bytes of each parameter, in the order of use.
         block: The block of each, ascending from 0.
         capacity: Bytes of the device that the cache may take; None: as few chunks as are used.
-        ahead: Number of moments by which a chunk is prefetched.
+        prefetch: Number of moments by which a chunk is prefetched.
         gathered: Parameters are a rank's rows.
 
     Returns:
@@ -125,26 +121,25 @@ def fewest_bytes_moved(
     tried = all_packings(n_bytes, block, gathered)
     best: tuple[tuple[int, int, int], ChunkPlan] | None = None
     for chunks in tried:
-        uses, least = chunks.uses(ahead), as_few_as_used(chunks, ahead)[0]
+        uses, least = chunks.uses(prefetch), as_few_as_used(chunks, prefetch)[0]
         most = least if capacity is None else min(capacity // chunks.chunk_bytes, chunks.count)
-        if most < least or (
-            best is not None and chunks.n_bytes > best[0][0]
-        ):  # each chunk comes in at least once
+        # Each chunk is loaded at least once, so its bytes are a lower bound.
+        if most < least or (best is not None and chunks.n_bytes > best[0][0]):
             continue
-        by_slots = _moves(chunks, ahead)
+        by_slots = _moves(chunks, prefetch)
         moves = by_slots[most]
         low = next(slots for slots in range(least, most + 1) if by_slots[slots] == moves)
         found = (moves * chunks.chunk_bytes, low * chunks.chunk_bytes, chunks.chunk_bytes)
         if best is None or found < best[0]:
             best = found, ChunkPlan(chunks, (low,) * len(uses))
-    return best[1] if best is not None else _smallest(tried, ahead)
+    return best[1] if best is not None else _smallest(tried, prefetch)
 
 
 @functools.lru_cache(maxsize=1024)
-def _moves(chunks: Chunks, ahead: int) -> Units:
-    return lru_moves(chunks.uses(ahead))
+def _moves(chunks: Chunks, prefetch: int) -> Units:
+    return lru_moves(chunks.uses(prefetch))
 
 
-def _smallest(tried: Sequence[Chunks], ahead: int) -> ChunkPlan:
-    plans = (ChunkPlan(chunks, as_few_as_used(chunks, ahead)) for chunks in tried)
+def _smallest(tried: Sequence[Chunks], prefetch: int) -> ChunkPlan:
+    plans = (ChunkPlan(chunks, as_few_as_used(chunks, prefetch)) for chunks in tried)
     return min(plans, key=lambda plan: (plan.slots[0] * plan.chunks.chunk_bytes, plan.chunks.chunk_bytes))

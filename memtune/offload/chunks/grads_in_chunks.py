@@ -1,16 +1,12 @@
 """Offload of gradients from the places of their weights in the chunks, as in PatrickStar.
 
 When a gradient is ready, no later op of this backward needs its weight, and the host has the weight's values:
-the gradient
-is copied to the weight's place, autograd's gradient is freed at once, and the D2H copy may take until the
-chunk is evicted.
-`offload.parameters.parameter_offload_pass` predicts it with `in_place`.
+the gradient is copied to the weight's place, autograd's gradient is freed at once, and the D2H copy may take
+until the chunk is evicted. `offload.parameters.parameter_offload_pass` predicts it with `in_place`.
 
 - Until its chunk is loaded again such a weight counts as freed (`offload.core.parameter_memory`). Its version
-  differs from
-  the one that autograd saved, so a backward that reads it all the same raises autograd's own error. The
-  version is restored
-  when the chunk is evicted, since the reload restores the weight.
+  differs from the one that autograd saved, so a backward that reads it all the same raises autograd's own
+  error. The version is restored when the chunk is evicted, since the reload restores the weight.
 - A block that is called again while its gradients are in place waits for their D2H copies and reloads its
   weights.
 """
@@ -30,14 +26,13 @@ from memtune.runtime import Context
 
 
 class GradientsInPlace(ParameterOffloader):
-    """Makes the blocks' parameters of `context` come and go, in chunks whose weights give way to their
-    gradients.
+    """Offloads the blocks' parameters of `context` in chunks, in which gradients overwrite their weights.
 
     Args:
-        context: As `ParameterOffloader` has it.
+        context: As in `ParameterOffloader`.
         residency: As there.
         optimizer: As there.
-        chunks: Where the blocks' parameters lie.
+        chunks: Layout of the blocks' parameters.
         members: As there.
 
     Raises:
@@ -54,48 +49,49 @@ class GradientsInPlace(ParameterOffloader):
         members: list[list[nn.Parameter]] | None = None,
     ) -> None:
         self._overwritten: dict[int, list[nn.Parameter]] = {}
-        """By chunk, parameters whose gradients are in their places."""
+        """By chunk: parameters whose places hold their gradients."""
         self._placed_bytes = 0
         super().__init__(context, residency, optimizer, chunks=chunks, early=False, members=members)
         self._block_of = {each: index for index, block in enumerate(self._blocks) for each in block}
         self._chunk_of = dict(zip(self._block_of, chunks.chunk, strict=True))
 
     @torch.no_grad()
-    def _landed(self, parameter: Tensor) -> None:
-        """Copy the gradient to its weight's place; if the chunk is not resident, offload it from its own
-        memory.
-        """
+    def _on_grad_ready(self, parameter: Tensor) -> None:
+        """Copy the gradient to its weight's place, or offload it directly if the chunk is not resident."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         chunk = self._chunk_of[parameter]
-        if chunk not in self._there:
-            super()._landed(parameter)
+        if chunk not in self._resident:
+            super()._on_grad_ready(parameter)
             return
         self._average(parameter)
         place = parameter.detach()
+        # Counted, on purpose: a backward that still reads the saved weight raises autograd's version error.
         place.copy_(parameter.grad)
         parameter.grad = None
         mark_freed((parameter,))
         self._overwritten.setdefault(chunk, []).append(parameter)
         self._placed_bytes += place.nbytes
-        self._leaves(parameter, place)
+        self._start_copy(parameter, place)
 
-    def _fetch_block(self, block: int) -> None:
+    def _load_block(self, block: int) -> None:
         """Wait for gradients in the block's chunks and reload them before the block runs again."""
         mine = [each for each in self._of_block[block] if self._has_gradients(each, block)]
         if mine:
-            self._arrive()
-            self._release(mine)
-        super()._fetch_block(block)
+            self._finish_copies()
+            self._free_units(mine)
+        super()._load_block(block)
 
     def _has_gradients(self, chunk: int, block: int) -> bool:
         return any(self._block_of[each] == block for each in self._overwritten.get(chunk, ()))
 
-    def _release(self, units: Any) -> None:
+    def _free_units(self, units: Any) -> None:
         units = list(units)
-        for parameter in (each for unit in units for each in self._overwritten.pop(unit, ())):  # Rule 2
+        for parameter in (each for unit in units for each in self._overwritten.pop(unit, ())):
+            # The reload restores the weight that autograd saved, so its version becomes that of the saved
+            # tensor.
             set_version((parameter,), (parameter._version - 1,))
-        super()._release(units)
+        super()._free_units(units)
 
     def check(self) -> dict[str, Any]:
         """Return facts about the blocks' parameters, and the bytes of gradients copied to their places."""

@@ -36,13 +36,15 @@ class LockFreeOptimizer(HostOptimizer):
 
     def __init__(self, context: Context, max_staleness: int) -> None:
         self._is_new = False
-        self._spare: Gradients = {}  # where sweeps write
+        self._spare: Gradients = {}  # by host copy: the second weight, which sweeps write
         super().__init__(context, "native")
         is_fake = any(isinstance(host.data, FakeTensor) for _, host in self._pairs)
-        self._sweeps = Sweeps(max_staleness, self._half, self._prepared, self._publish, is_fake=is_fake)
-        self._settle_before_checkpoints(context)
+        self._sweeps = Sweeps(
+            max_staleness, self._partial_step, self._prepared, self._publish, is_fake=is_fake
+        )
+        self._sync_before_checkpoints(context)
         context.loop.sync = self._sweeps.sync
-        context.events.finished.subscribe(self._settle)
+        context.events.finished.subscribe(self._sync)
 
     def publish_to(self, store: PagedOffloader) -> None:
         """Publish the weights of blocks to `store`, all others to the device."""
@@ -60,6 +62,8 @@ class LockFreeOptimizer(HostOptimizer):
         self._sweeps.deliver(delivered)
 
     def _prepared(self, gradients: Gradients) -> partial[None]:
+        """Return the sweep over `gradients`, with the settings that the groups have now."""
+        # Copies: a scheduler changes the groups' dictionaries while the sweep runs.
         groups = [({**group, "params": ()}, list(group["params"])) for group in self._optimizer.param_groups]
         return partial(self._sweep_over, gradients, groups)
 
@@ -79,22 +83,23 @@ class LockFreeOptimizer(HostOptimizer):
                         )
 
     def _publish(self) -> None:
+        """Exchange the two host copies of every weight, so that training reads those of the last sweep."""
         for host, published in list(self._spare.items()):
             self._spare[host] = host.data
             host.data = published
         self._store.swap()
         self._is_new = True
 
-    def _updated_now(self) -> set[nn.Parameter]:
+    def _hosts_with_new_weights(self) -> set[nn.Parameter]:
         is_new, self._is_new = self._is_new, False
         return {host for _, host in self._pairs if is_new}
 
-    def _settle(self) -> None:
-        self._sweeps.settle()
-        self._up({}, self._updated_now())
+    def _sync(self) -> None:
+        self._sweeps.finish_all()
+        self._copy_weights({}, self._hosts_with_new_weights())
 
-    def _is_late(self) -> bool:
-        return self._sweeps.is_late
+    def _is_delayed(self) -> bool:
+        return self._sweeps.is_stale
 
     def check(self) -> dict[str, Any]:
         """Return the bytes on the host, the adopted version, and the largest staleness so far.

@@ -13,8 +13,7 @@ from memtune.program import FOREVER, Edit, Kind, Phase, Resource, Step, Tier, co
 
 
 def sweep_in_next_step(step: Step) -> Step:
-    """Return `step` with a sweep at its beginning instead of its optimizer's ops; its gradients wait for the
-    next one.
+    """Return `step` with a sweep at its start, which uses the last step's gradients, instead of its update.
 
     Args:
         step: A result of `optimizer_on_host`, with the optimizer's own ops on the host.

@@ -15,7 +15,7 @@ class PagePlan:
     """Pages in frames, and the number of pages prefetched during each moment's computation."""
 
     pages: Pages
-    ahead: Units
+    prefetch: Units
     cached: int = 0
     """Number of block parameters on no page: the first in the order of use, resident with their optimizer
     state.
@@ -78,18 +78,13 @@ def schedule(pages: Pages, compute_s: Sequence[float], load_s: float) -> Units:
         load_s: Seconds that the load of a page takes.
 
     A moment lasts until its computation and its prefetches are over, and then waits for the pages that the
-    next one needs. So
-    a moment hides as many loads as its computation covers; one more costs less than waiting for it later,
-    further ones cost
-    the same. Loads are assigned in the order of that cost as long as one more page can be prefetched (sets of
-    such pages are
-    the independent sets of a transversal matroid, in which greedy is optimal). `timeline` then chooses the
-    pages: the one
-    whose use is nearest first.
+    next one needs. So a moment hides as many loads as its computation covers; one more costs less than
+    waiting for it later, further ones cost the same. Loads are assigned in the order of that cost as long as
+    one more page can be prefetched (sets of such pages are the independent sets of a transversal matroid, in
+    which greedy is optimal). `timeline` then chooses the pages: the one whose use is nearest first.
 
     Source: the unified scheduler of Angel-PTM (arXiv:2303.02868, section 5), which takes page-ins in the
-    order of need and
-    pulls each one as early as memory allows; here time is taken into account as well.
+    order of need and pulls each one as early as memory allows; here time is taken into account as well.
     """
     loads = loads_of(pages)
     bounds = until(loads, len(compute_s))
@@ -120,17 +115,17 @@ def _prefetched(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> list[
     return found
 
 
-def duration_s(pages: Pages, ahead: Units, compute_s: Sequence[float], load_s: float) -> float:
+def duration_s(pages: Pages, prefetch: Units, compute_s: Sequence[float], load_s: float) -> float:
     """Return the seconds from the first moment's beginning to the last one's end.
 
     Args:
         pages: Layout.
-        ahead: A result of `schedule`; all zeros: no prefetch.
+        prefetch: A result of `schedule`; all zeros: no prefetch.
         compute_s: (moments,) seconds of each moment's computation.
         load_s: Seconds that the load of a page takes.
     """
     uses, total = pages.uses(), 0.0
-    for used, comes, seconds in zip(uses, timeline(pages, ahead).loads, compute_s, strict=False):
+    for used, comes, seconds in zip(uses, timeline(pages, prefetch).loads, compute_s, strict=False):
         late = sum(page in used for page in comes)
         total += late * load_s + max(seconds, (len(comes) - late) * load_s)
     return total

@@ -1,8 +1,7 @@
 """Parameter offload by pages, to permanent frames of the device (Angel-PTM).
 
 Frames are allocated once, so training allocates nothing for weights. A parameter is contiguous in host memory
-and in
-frames (`offload.core.parameter_layout`); a page that is loaded evicts the page that was in its frame.
+and in frames (`offload.core.parameter_layout`); a page that is loaded evicts the page that was in its frame.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ from memtune.offload.core import (
     require_own_memory,
     runs,
 )
-from memtune.offload.parameters import HostCopies, ParameterOffloader, copy_of
+from memtune.offload.parameters import HostCopies, ParameterOffloader, host_copy
 from memtune.program import Residency
 from memtune.runtime import HOST, SSD, Context, local, mark, page_locked, tier, tier_of
 
 
 class PagedOffloader(ParameterOffloader):
-    """Makes the blocks' parameters of `context` come and go, page by page; the frames' memory is never given
-    back.
+    """Offloads the blocks' parameters of `context` page by page, in frames whose memory is never freed.
 
     Args:
-        context: Its model; hooks are put on its blocks and their parameters.
-        residency: Which page is there when.
+        context: Its model; hooks are registered on its blocks and their parameters.
+        residency: Pages to load at each moment.
         optimizer: Holds the host copies, and updates them at its step.
-        pages: Where the parameters lie.
-        stays: Parameters of blocks that neither come nor go.
+        pages: Layout of the parameters.
+        resident: Parameters of blocks that are not offloaded.
 
     Raises:
         ApplyError: As `ParameterOffloader` does.
@@ -51,12 +49,12 @@ class PagedOffloader(ParameterOffloader):
         residency: Residency,
         optimizer: HostCopies,
         pages: Pages,
-        stays: Collection[nn.Parameter] = (),
+        resident: Collection[nn.Parameter] = (),
     ) -> None:
-        self._in_frame: dict[int, int] = {}  # the page that came last to each frame
+        self._in_frame: dict[int, int] = {}  # by frame, the page that was loaded last
         self._spare: InFrames | None = None
         modules = [context.model.get_submodule(name) for name in context.blocks]
-        members = [[each for each in module.parameters() if each not in stays] for module in modules]
+        members = [[each for each in module.parameters() if each not in resident] for module in modules]
         super().__init__(context, residency, optimizer, chunks=pages, early=False, members=members)
 
     @property
@@ -64,12 +62,12 @@ class PagedOffloader(ParameterOffloader):
         """The place of each parameter in the host's pages."""
         return self._hosts
 
-    def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         held_for = context.placement.optimizer_params
         on_host = {p: held for p in mine if (held := held_for.get(p)) is not None and tier_of(held) != SSD}
-        return {p: on_host[p].detach() if p in on_host else copy_of(p) for p in mine}
+        return {p: on_host[p].detach() if p in on_host else host_copy(p) for p in mine}
 
-    def _put_into(
+    def _apply_layout(
         self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages
     ) -> list[list[Piece]]:
         assert isinstance(chunks, Pages)
@@ -78,75 +76,72 @@ class PagedOffloader(ParameterOffloader):
             [each for each, on in zip(mine, pages, strict=True) if page in on] for page in range(chunks.count)
         ]
         self._take(in_frames(context, mine, self._hosts, chunks, self._gathered))
-        return []  # none is there, and none is anything by itself
+        return []  # no unit is resident; pages are copied in runs, not as pieces of their own
 
     def _take(self, found: InFrames) -> None:
         self._in_frames, self._hosts = found, found.hosts
 
     def double(self) -> dict[nn.Parameter, Tensor]:
-        """Add a second host memory for the pages; return each trained parameter's place in it by its host
-        copy.
-        """
+        """Add a second host memory; return each trained parameter's place in it, by its host copy."""
         self._spare = self._in_frames.twin()
         return {held: self._spare.hosts[parameter] for parameter, held in self._trained.items()}
 
     def swap(self) -> None:
         """Exchange the two host memories: later loads copy from the other one."""
-        self._there.clear()
+        self._resident.clear()
         assert self._spare is not None
         spare, self._spare = self._spare, self._in_frames
         self._take(spare)
 
     @torch.no_grad()
-    def _fetch_units(self, units: Iterable[int]) -> None:
-        missing = [unit for unit in units if unit not in self._there]
+    def _load_units(self, units: Iterable[int]) -> None:
+        missing = [unit for unit in units if unit not in self._resident]
         for page in missing:
             frame = self._in_frames.pages.frame[page]
-            self._gives_way(self._in_frame.get(frame, page))
+            self._evict(self._in_frame.get(frame, page))
             self._in_frame[frame] = page
         if missing and self._gathered is not None:
+            # FSDP2's gather may still read the pages that are overwritten.
             self._gathered.wait_for_reads()
-        self._bring_pieces(self._in_frames.pieces(missing))
-        self._there.update(missing)
+        self._load_pieces(self._in_frames.pieces(missing))
+        self._resident.update(missing)
 
-    def _gives_way(self, page: int) -> None:
-        self._there.discard(page)
+    def _evict(self, page: int) -> None:
+        self._resident.discard(page)
         mark_freed(self._on_page[page])
 
-    def _fetch_block(self, block: int) -> None:
+    def _load_block(self, block: int) -> None:
         require_own_memory(self._blocks[block], self._in_frames.frames)
-        super()._fetch_block(block)
+        super()._load_block(block)
         mark_resident(self._blocks[block])
 
-    def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
-        gathered.before_gathers(
-            index, lambda: self._fetch_block(index), lambda: []
-        )  # frames are never given back
+    def _load_before_gathers(self, gathered: GatheredBlocks, index: int) -> None:
+        # Frames are never freed, so the allocator needs no record of the gather's stream.
+        gathered.before_gathers(index, lambda: self._load_block(index), lambda: [])
 
     @torch.no_grad()
-    def _keep(self, loaded: list[nn.Parameter]) -> None:
-        super()._keep(loaded)
+    def _write_back(self, loaded: list[nn.Parameter]) -> None:
+        super()._write_back(loaded)
         spare = {} if self._spare is None else self._spare.hosts
         for parameter in loaded:
-            if parameter in spare and parameter not in self._trained:  # nobody writes it there later
+            if parameter in spare and parameter not in self._trained:
+                # A sweep writes all trained weights to the other memory, but not frozen ones.
                 spare[parameter].copy_(self._hosts[parameter])
 
-    def _release(self, units: Any) -> None:
+    def _free_units(self, units: Any) -> None:
         for unit in list(units):
-            self._gives_way(unit)
+            self._evict(unit)
 
-    def _bring_all(self) -> None:
-        """Of pages nothing: frames are not enough for all, and `in_frames` takes back what it did."""
+    def _load_all(self) -> None:
+        """Load nothing: frames cannot hold all pages; undoing `in_frames` restores the parameters."""
         mark_resident(each for block in self._blocks for each in block)
 
-    def _left_bytes(self) -> int:
+    def _resident_bytes(self) -> int:
         frames = self._in_frames.frames.untyped_storage()._cdata
         here = {p: local(p.detach()) for p in self._hosts}
         return sum(p.nbytes for p in here.values() if p.untyped_storage()._cdata != frames)
 
 
-# The blocks' parameters in pages: side by side in host memory, and in frames on the device that pages come to
-# in turn.
 class InFrames(NamedTuple):
     """Parameters on pages, host memory and frames."""
 
@@ -212,8 +207,8 @@ def in_frames(
         )
     mark(memory, HOST)
     if gathered is not None:
-        memory.zero_()  # what rows are padded with
-    in_pages = dict(hosts)  # also where only some have been moved
+        memory.zero_()  # FSDP2 pads rows with zeros
+    in_pages = dict(hosts)  # complete from the start: undo reads it even if a copy below raises
     context.undo.callback(_separate, parameters, in_pages, gathered)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         place = place_in(memory, local(parameter.detach()), page * pages.page_bytes + at)
@@ -227,7 +222,8 @@ def in_frames(
         if gathered is None
         else {p: torch.empty_like(gathered.rows_of(p), device="meta") for p in parameters}
     )
-    for parameter in parameters:  # their memory first, or both would be there at once
+    # Free all parameters before frames are allocated, so that the device never holds both.
+    for parameter in parameters:
         if gathered is None:
             parameter.data = parameter.detach().new_empty(0)
         else:

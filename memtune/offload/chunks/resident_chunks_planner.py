@@ -1,9 +1,7 @@
-"""Choose the chunks that are resident with their optimizer state and updated on the device, for PatrickStar
-and Elixir.
+"""Choose the chunks that are resident and updated on the device (PatrickStar, Elixir).
 
 Those that are used first are chosen: their gradients are ready last, when most activations are freed, and
-their loads are
-waited for most.
+their loads are waited for most.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class OnDevice:
 
     always_bytes: Units
     """Weight and optimizer state, and a sum of gradients of earlier micro-batches."""
-    landed_bytes: Units
+    gradient_bytes: Units
     """The gradient, from its block's backward to the update."""
     block: Units
 
@@ -36,11 +34,11 @@ class OnDevice:
 
 @functools.lru_cache(maxsize=64)
 def _taken(there: OnDevice, moments: int) -> I64:
-    lands = moments - 1 - np.asarray(there.block, np.int64)
-    landed = np.where(
-        np.arange(moments) >= lands[:, None], np.asarray(there.landed_bytes, np.int64)[:, None], 0
+    ready_in = moments - 1 - np.asarray(there.block, np.int64)
+    gradient = np.where(
+        np.arange(moments) >= ready_in[:, None], np.asarray(there.gradient_bytes, np.int64)[:, None], 0
     )
-    each = np.asarray(there.always_bytes, np.int64)[:, None] + landed
+    each = np.asarray(there.always_bytes, np.int64)[:, None] + gradient
     return np.vstack([np.zeros((1, moments), np.int64), np.cumsum(each, 0)])
 
 
@@ -63,23 +61,20 @@ def resident_counts(chunks: Chunks) -> I64:
     return found
 
 
-def without_first(n_bytes: Units, block: Units, plan: ChunkPlan, staying: int) -> Chunks:
-    """Return the chunks of `plan` that are offloaded when the first `staying` parameters, which fill chunks,
-    are resident.
-    """
-    return pack(n_bytes[staying:], block[staying:], plan.chunks.chunk_bytes, plan.chunks.gathered)
+def without_first(n_bytes: Units, block: Units, plan: ChunkPlan, n_resident: int) -> Chunks:
+    """Return the offloaded chunks of `plan` without its first `n_resident` parameters, which fill chunks."""
+    return pack(n_bytes[n_resident:], block[n_resident:], plan.chunks.chunk_bytes, plan.chunks.gathered)
 
 
 def all_resident(n_bytes: Units, block: Units, plan: ChunkPlan, kept: int) -> ChunkPlan:
     """Return `plan` with its first `kept` chunks resident, and slots for all others in every moment."""
-    staying = int(resident_counts(plan.chunks)[kept])
-    rest = without_first(n_bytes, block, plan, staying)
-    return replace(plan, chunks=rest, slots=(rest.count,) * len(plan.slots), staying=staying)
+    n_resident = int(resident_counts(plan.chunks)[kept])
+    rest = without_first(n_bytes, block, plan, n_resident)
+    return replace(plan, chunks=rest, slots=(rest.count,) * len(plan.slots), resident_parameters=n_resident)
 
 
 def most_in_margin(chunks: Chunks, room: Sequence[int], taken: I64) -> int:
-    """Return the number of `chunks` that can be updated on the device with slots for all others:
-    PatrickStar's margin space.
+    """Return the most chunks that fit on the device with their state and slots for all others (margin space).
 
     Args:
         chunks: Of all parameters.
@@ -102,7 +97,7 @@ def cheapest_split(
     n_bytes: Units,
     block: Units,
     room: Units,
-    ahead: int,
+    prefetch: int,
     there: OnDevice,
     seconds: Seconds,
     *,
@@ -110,14 +105,13 @@ def cheapest_split(
     gathered: bool = False,
     chunk_bytes: int | None = None,
 ) -> ChunkPlan | None:
-    """Return the chunk size, resident chunks and cache slots for which links and updates together take least
-    time.
+    """Return the chunk size, resident chunks and cache slots with the least time of loads and updates.
 
     Args:
         n_bytes: Bytes of each parameter in a chunk, in the order of use.
         block: The block of each, ascending from 0.
         room: (moments,) as in `most_in_margin`; the cache has one size for all.
-        ahead: Number of moments by which a chunk is prefetched.
+        prefetch: Number of moments by which a chunk is prefetched.
         there: Device bytes of resident parameters.
         seconds: Costs.
         most: Bound of resident parameters; None: any number.
@@ -128,9 +122,8 @@ def cheapest_split(
         Among equals the one with the fewest device bytes, then the smaller chunk. None if no size fits.
 
     Source: Huang et al. 2022, Elixir (arXiv:2212.05339): the rest of the device is split between blocks of
-    the rCache and
-    chunks that are resident with their optimizer state, by seconds saved per byte. There the chunk size is
-    searched first.
+    the rCache and chunks that are resident with their optimizer state, by seconds saved per byte. There the
+    chunk size is searched first.
     """
     if min(room) < max(n_bytes):
         return None
@@ -148,14 +141,14 @@ def cheapest_split(
     for size in sorted(tried, key=lambda each: each.least_s):
         if best is not None and size.least_s > best[0][0]:
             break
-        found = size.best(ahead)
+        found = size.best(prefetch)
         if found is not None and (best is None or found[0] < best[0]):
             best = found[0], size.chunks, *found[1:]
     if best is None:
         return None
-    _, chunks, staying, slots = best
-    rest = without_first(n_bytes, block, ChunkPlan(chunks, ()), staying)
-    return ChunkPlan(rest, (slots,) * len(room), staying)
+    _, chunks, n_resident, slots = best
+    rest = without_first(n_bytes, block, ChunkPlan(chunks, ()), n_resident)
+    return ChunkPlan(rest, (slots,) * len(room), n_resident)
 
 
 class _Size:
@@ -165,11 +158,11 @@ class _Size:
         self, chunks: Chunks, left: I64, taken: I64, update_s: F64, up_bytes_per_s: float, most: int | None
     ) -> None:
         self.chunks, self._load_s = chunks, chunks.chunk_bytes / up_bytes_per_s
-        staying, kept = resident_counts(chunks), np.arange(chunks.count)
-        slots = np.minimum(left[staying] // chunks.chunk_bytes, chunks.count - kept)
-        fits = (slots > 0) & (staying <= (most if most is not None else len(left)))
-        self._kept, self._staying, self._slots = kept[fits], staying[fits], slots[fits]
-        self._update_s, self._taken = update_s[self._staying], taken[self._staying]
+        n_resident, kept = resident_counts(chunks), np.arange(chunks.count)
+        slots = np.minimum(left[n_resident] // chunks.chunk_bytes, chunks.count - kept)
+        fits = (slots > 0) & (n_resident <= (most if most is not None else len(left)))
+        self._kept, self._n_resident, self._slots = kept[fits], n_resident[fits], slots[fits]
+        self._update_s, self._taken = update_s[self._n_resident], taken[self._n_resident]
         comes = chunks.count - self._kept
         again = comes - self._slots - (len(chunks.of_block[-1]) if chunks.gathered else 0)
         loaded_s = (comes + np.maximum(again, 0)) * self._load_s + self._update_s
@@ -178,12 +171,12 @@ class _Size:
         its eviction.
         """
 
-    def best(self, ahead: int) -> tuple[tuple[float, int, int], int, int] | None:
+    def best(self, prefetch: int) -> tuple[tuple[float, int, int], int, int] | None:
         """Return the price of the best split, the number of resident parameters, and slots.
 
         None if the cache cannot hold the chunks that a moment uses.
         """
-        moves, enough, least = _moves_by_kept(self.chunks, ahead)
+        moves, enough, least = _moves_by_kept(self.chunks, prefetch)
         fits = self._slots >= least[self._kept]
         if not fits.any():
             return None
@@ -193,23 +186,21 @@ class _Size:
         n_bytes = slots * self.chunks.chunk_bytes + self._taken[fits]
         at = int(np.lexsort((n_bytes, slots_s))[0])
         price = float(slots_s[at]), int(n_bytes[at]), self.chunks.chunk_bytes
-        return price, int(self._staying[fits][at]), int(slots[at])
+        return price, int(self._n_resident[fits][at]), int(slots[at])
 
 
 @functools.lru_cache(maxsize=256)
-def _moves_by_kept(chunks: Chunks, ahead: int) -> tuple[I64, I64, I64]:
+def _moves_by_kept(chunks: Chunks, prefetch: int) -> tuple[I64, I64, I64]:
     """Return the loads of an LRU cache of the other chunks, by number of resident chunks.
 
     Returns:
         (chunks, chunks + 1) by slots, the number of loads, and the fewest slots with no more loads; (chunks,)
-        the largest
-        number of chunks that a moment uses.
+        the largest number of chunks that a moment uses.
 
     `residency.lru_moves` without the first chunks, for all numbers of them in one walk: a chunk's stack
-    distance is the number
-    of offloaded chunks used since.
+    distance is the number of offloaded chunks used since.
     """
-    count, uses = chunks.count, chunks.uses(ahead)
+    count, uses = chunks.count, chunks.uses(prefetch)
     kept, latest = np.arange(count), np.full(count, -1, np.int64)
     missed, least = np.zeros(count * (count + 1), np.int64), np.zeros(count, np.int64)
     for moment, units in enumerate(uses):
@@ -222,9 +213,8 @@ def _moves_by_kept(chunks: Chunks, ahead: int) -> tuple[I64, I64, I64]:
         asked = kept <= mine[:, None]
         missed += np.bincount((kept * (count + 1) + distance)[asked], minlength=len(missed))
         least = np.maximum(least, asked.sum(0))
-        latest[mine] = moment * count + np.arange(
-            len(mine)
-        )  # of one moment's the larger numbers are the latest
+        # Within a moment, larger numbers are used later.
+        latest[mine] = moment * count + np.arange(len(mine))
     moves = np.cumsum(missed.reshape(count, count + 1)[:, ::-1], 1)[:, ::-1]
     falls = np.diff(moves, axis=1, prepend=moves[:, :1] + 1) < 0
     enough = np.maximum.accumulate(np.where(falls, np.arange(count + 1), 0), 1)

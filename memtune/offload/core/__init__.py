@@ -1,6 +1,4 @@
-"""Parts that all offload mechanisms share: host copies, freed parameters, chunk and page layouts, update
-triggers.
-"""
+"""Shared parts of offload: host copies, freed parameters, chunk and page layouts, update triggers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Choose the blocks whose host update is deferred to the next step's forward.
 
 A deferred update overlaps with the next forward instead of backward; it is exact, because the block's weights
-are
-reloaded only after their own update. The choice is a small timeline simulation over modelled times per block.
+are reloaded only after their own update. The choice is a small timeline simulation over modelled times per
+block.
 """
 
 from __future__ import annotations
@@ -35,33 +35,31 @@ class BlockTimes:
         return len(self.update_s)
 
 
-def period_s(times: BlockTimes, late: frozenset[int]) -> float:
+def period_s(times: BlockTimes, deferred: frozenset[int]) -> float:
     """Return the seconds from the start of one step to the start of the next.
 
     Updates of `deferred` blocks overlap with forward, those of the others with backward.
 
     One thread updates. A block's H2D copy starts after its update and after the copy of the block before; its
-    D2H copy
-    overlaps with the backward of the next block, and its update starts when the copy and the previous update
-    have ended
-    (`offload.parameters.overlapped_offloader`). The window is ignored: it is as wide as the transfers need.
+    D2H copy overlaps with the backward of the next block, and its update starts when the copy and the
+    previous update have ended (`offload.parameters.overlapped_offloader`). The window is ignored: it is as
+    wide as the transfers need.
     """
     free = up = now = 0.0
     for block in range(times.count):
-        if block in late:
+        if block in deferred:
             free += times.update_s[block]
-        up = max(up, free if block in late else 0.0) + times.load_s[block]
+        up = max(up, free if block in deferred else 0.0) + times.load_s[block]
         now = max(now, up) + times.forward_s[block]
-    end, _ = _backward(times, late, now)
+    end, _ = _backward(times, deferred, now)
     return end
 
 
 def deferred_blocks(times: BlockTimes, shares: Sequence[float] = ()) -> frozenset[int]:
-    """Return the blocks to defer: those whose update would find the thread busy; none where that makes no
-    step shorter.
+    """Return the blocks to defer: those whose update finds the thread busy, if that shortens the step.
 
     Args:
-        times: Of the blocks.
+        times: Modelled times of the blocks.
         shares: Shares of all blocks, evenly spread, to try as well: updates then overlap with all of forward
             and backward.
     """
@@ -69,18 +67,22 @@ def deferred_blocks(times: BlockTimes, shares: Sequence[float] = ()) -> frozense
     found = sorted(
         {frozenset[int](), busy - {0}, busy, *(_spread(times.count, share) for share in shares)}, key=len
     )
-    periods = [period_s(times, late) for late in found]
+    periods = [period_s(times, deferred) for deferred in found]
     return next(
-        late for late, seconds in zip(found, periods, strict=True) if seconds * _LEAST_GAIN <= min(periods)
+        deferred
+        for deferred, seconds in zip(found, periods, strict=True)
+        if seconds * _LEAST_GAIN <= min(periods)
     )
 
 
 def _spread(count: int, share: float) -> frozenset[int]:
-    late = max(1, round(count * share))
-    return frozenset((each + 1) * count // late - 1 for each in range(late))
+    deferred = max(1, round(count * share))
+    return frozenset((each + 1) * count // deferred - 1 for each in range(deferred))
 
 
-def _backward(times: BlockTimes, late: frozenset[int] | None, begin_s: float) -> tuple[float, frozenset[int]]:
+def _backward(
+    times: BlockTimes, deferred: frozenset[int] | None, begin_s: float
+) -> tuple[float, frozenset[int]]:
     """Return the end of a step whose backward starts at `begin_s`, and the blocks that it defers.
 
     With `deferred` None, a block is deferred where the update thread is busy when its gradients arrive.
@@ -88,20 +90,21 @@ def _backward(times: BlockTimes, late: frozenset[int] | None, begin_s: float) ->
     left: set[int] = set()
     now = up = down = free = begin_s
 
-    def turn(block: int) -> None:
+    def finish_copy(block: int) -> None:
+        """Wait for the D2H copy of the block's gradients, then update or defer the block."""
         nonlocal now, free
         now = max(now, down)
-        if free > now if late is None else block in late:
+        if free > now if deferred is None else block in deferred:
             left.add(block)
         else:
-            now = max(now, free)
+            now = max(now, free)  # its gradients wait for one update at most (`PendingUpdates`)
             free = now + times.update_s[block]
 
     for block in reversed(range(times.count)):
-        up += times.load_s[block] if block < times.count - 1 else 0.0  # the last one is there
+        up += times.load_s[block] if block < times.count - 1 else 0.0  # the last one is resident
         now = max(now, up) + times.backward_s[block]
         if block + 1 < times.count:
-            turn(block + 1)
+            finish_copy(block + 1)
         down = max(down, now) + times.down_s[block]
-    turn(0)
+    finish_copy(0)
     return max(now, free) + times.outside_s, frozenset(left)

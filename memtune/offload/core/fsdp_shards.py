@@ -3,14 +3,11 @@
 Extends `offload.parameters.offloader` to blocks that FSDP2 shards:
 
 - Only the rank's rows, padded as FSDP2 pads them, are offloaded and loaded; FSDP2 itself unshards and
-  reshards whole
-  parameters.
+  reshards whole parameters.
 - Rows are read by FSDP2's all-gather: in forward when their block begins, in backward while the block after
-  it
-  computes. A moment begins before FSDP2's own hooks run.
+  it computes. A moment begins before FSDP2's own hooks run.
 - FSDP2 calls the grad-ready hooks once it has reduced a block's gradients, one parameter after the other; a
-  rank's
-  rows of each are offloaded as whole gradients are.
+  rank's rows of each are offloaded as whole gradients are.
 
 This file reads private attributes of `torch.distributed.fsdp` (torch 2.13).
 """
@@ -54,7 +51,8 @@ class GatheredBlocks:
         self._units: list[Any] = [_unit(context, name) for name in context.blocks]
         self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
         self._reads: torch.cuda.Event | None = None
-        model._get_fsdp_state()._lazy_init()  # looks at the rows, which must be there
+        # Now, while all rows are resident: it reads them.
+        model._get_fsdp_state()._lazy_init()
 
     def rows_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the memory of this rank's rows, (numel,), padded to the same size on every rank."""
@@ -69,9 +67,9 @@ class GatheredBlocks:
         each.sharded_param._local_tensor = rows[: shape.numel()].view(shape)
 
     def before_gathers(
-        self, block: int, bring: Callable[[], None], pieces: Callable[[], list[Tensor]]
+        self, block: int, load: Callable[[], None], pieces: Callable[[], list[Tensor]]
     ) -> None:
-        """Call `bring` before FSDP2 gathers the rows of `block`; `pieces` then returns their memory.
+        """Call `load` before FSDP2 gathers the rows of `block`; `pieces` then returns their memory.
 
         Rows that are not resident by then are loaded here, synchronously.
         """
@@ -80,23 +78,23 @@ class GatheredBlocks:
 
         def unshard(async_op: bool = False) -> None:
             if unit._all_gather_result is None and not unit.is_unsharded:
-                bring()
+                load()
             streams = _streams(unit, async_op)
-            for stream in streams:  # what comes in does so in the order of the stream that computes
+            # Rows are loaded on the compute stream, so the gather's streams wait for it.
+            for stream in streams:
                 stream.wait_stream(torch.cuda.current_stream(unit.device))
             gather(async_op)
-            if streams:  # the rows are read on the first one
+            if streams:  # the first one copies the rows into the all-gather's input
                 self._reads = streams[0].record_event()
-            for stream in streams:  # given back, it must not be filled anew under the gather's feet
+            # The allocator must not hand out freed rows again before the gather has read them.
+            for stream in streams:
                 for piece in pieces():
                     piece.record_stream(stream)
 
         unit.unshard = unshard
 
     def wait_for_reads(self) -> None:
-        """Make the current stream wait until the rows that were gathered last have been read, so that it may
-        write there.
-        """
+        """Make the current stream wait for the last gather's reads, so that it may overwrite the rows."""
         if self._reads is not None:
             torch.cuda.current_stream().wait_event(self._reads)
 
@@ -112,20 +110,20 @@ def _unit(context: Context, name: str) -> Any:
     unit: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
     why = ""
     if unit is None or len(unit.modules) > 1:
-        why = "is no unit of its own"
+        why = "is not an FSDP2 unit of its own"
     elif (
         not unit._reshard_after_forward
         or unit.post_forward_mesh_info.shard_mesh_size != unit.mesh_info.shard_mesh_size
     ):
-        why = "stays gathered after forward, or a part of it"
+        why = "is not fully resharded after forward"
     elif unit.mesh_info.shard_mesh_size != context.placement.world_size:
         why = "is not divided over all ranks"
     elif module._get_fsdp_state()._states_to_backward_prefetch:
-        why = "is gathered in an order of its own"
+        why = "has a custom order of backward prefetch"
     elif type(unit._all_gather_comm) is not SeamAllGather:
         why = "is not gathered by one plain message"
     if why:
-        raise ApplyError(f"{name} {why}, so its rows cannot come and go.", fix=_FIX, code="MT364")
+        raise ApplyError(f"{name} {why}, so its rows cannot be offloaded.", fix=_FIX, code="MT364")
     return unit
 
 
@@ -143,17 +141,13 @@ class _Counted(DTensor):
 
 
 def count_changes(gradient: Tensor) -> None:
-    """Make the version counter of `gradient` include all in-place changes, such as clipping by norm or a
-    gradient scaler.
-    """
+    """Make the version of `gradient` count all in-place changes, those of foreach kernels included."""
     if type(gradient) is DTensor:
         gradient.__class__ = _Counted
 
 
 def bytes_in_chunks(context: Context) -> tuple[int, ...]:
-    """Return the bytes of each block parameter in a chunk, in the order of use; of sharded ones a rank's
-    padded rows.
-    """
+    """Return the bytes in a chunk of each block parameter, or of a rank's padded rows, in order of use."""
     blocks = [context.model.get_submodule(name) for name in context.blocks]
     if not is_gathered(context.model):
         return tuple(aligned(p.nbytes) for block in blocks for p in block.parameters())
@@ -162,9 +156,7 @@ def bytes_in_chunks(context: Context) -> tuple[int, ...]:
 
 
 def sharded_like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
-    """Return `rows`, the host's part of `parameter`, as a DTensor for checkpoints; on the mesh's device, for
-    collectives.
-    """
+    """Return the host's `rows` of `parameter` as a DTensor on the mesh's device, for checkpoints."""
     if not isinstance(parameter, DTensor):
         return rows
     return DTensor.from_local(

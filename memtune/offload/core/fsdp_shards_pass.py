@@ -1,8 +1,7 @@
 """FSDP2's all-gathers and reduced gradients of each block, as rows of a Step (`offload.core.fsdp_shards`).
 
 Under FSDP2 only a rank's rows are offloaded. The all-gather reads them: in forward when their block begins,
-in backward
-while the block after it computes, because FSDP2 prefetches one unit there.
+in backward while the block after it computes, because FSDP2 prefetches one unit there.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memtune.program import I32, I64, Phase, Step, columns_of, gathering_order, remembered
+from memtune.program import I32, I64, Phase, Step, columns_of, gathering_order, memoized
 
 _GATHER, _COPY = "memtune.all_gather_into_.default", "fsdp.split_with_sizes_copy.default"
 
@@ -42,11 +41,9 @@ class Gathers:
         return np.concatenate([self.forward, self.backward[-2::-1], self.backward[:1]])
 
 
-@remembered
+@memoized
 def gathers_of(step: Step) -> Gathers | None:
-    """Return the all-gathers of `step`, or None where blocks are not gathered one by one in forward and in
-    backward.
-    """
+    """Return the all-gathers of `step`; None if blocks are not gathered one by one in each pass."""
     if _GATHER not in step.names or _COPY not in step.names:
         return None
     n_blocks, block = len(step.blocks), _blocks(step)

@@ -1,8 +1,7 @@
 """Parameters that an optimizer has instead of the model's: copies on the host or on SSD.
 
 A trainer that walks `optimizer.param_groups`, for example to clip by norm, finds there the gradients that the
-step will
-use: the model parameter's own while it is on the device, and the host sum once it is offloaded.
+step will use: the model parameter's own while it is on the device, and the host sum once it is offloaded.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ class OptimizerParameter(nn.Parameter):
     Copies of it do not show another parameter's gradient.
     """
 
-    _stands_for: nn.Parameter | None = None
+    _replaces: nn.Parameter | None = None
 
     @property
     def grad(self) -> Tensor | None:
         """Its own gradient, or that of the parameter it replaces."""
         own: Tensor | None = _GRAD.__get__(self)
-        return own if own is not None or self._stands_for is None else self._stands_for.grad
+        return own if own is not None or self._replaces is None else self._replaces.grad
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -41,11 +40,11 @@ class OptimizerParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle without the model's parameter, whose memory may be freed now."""
-        stands_for = vars(self).pop("_stands_for", None)
+        replaces = vars(self).pop("_replaces", None)
         try:
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         finally:
-            self._stands_for = stands_for
+            self._replaces = replaces
 
     @property
     def is_replaced(self) -> bool:
@@ -54,22 +53,19 @@ class OptimizerParameter(nn.Parameter):
         Only code outside memtune, such as an assignment to `.grad`, causes this.
         """
         return (
-            _GRAD.__get__(self) is not None
-            and self._stands_for is not None
-            and self._stands_for.grad is not None
+            _GRAD.__get__(self) is not None and self._replaces is not None and self._replaces.grad is not None
         )
 
 
 def optimizer_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """Return a parameter with `value` for the optimizer to have instead of `parameter`."""
     held: nn.Parameter = OptimizerParameter(value, requires_grad=parameter.requires_grad)
-    held._stands_for = parameter  # type: ignore[attr-defined]
+    held._replaces = parameter  # type: ignore[attr-defined]
     return held
 
 
 def model_order(context: Context) -> dict[nn.Parameter, int]:
-    """Return the position of each model parameter, and of all its replacements, in the order of the
-    predictions.
+    """Return the position of each model parameter and its replacements in the order of predictions.
 
     An optimizer's groups may have another order, for example where weight decay differs.
     """

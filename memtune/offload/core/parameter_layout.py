@@ -1,18 +1,14 @@
 """Layouts of offloaded parameters: pages and their frames (Angel-PTM), and chunks (PatrickStar, Elixir).
 
 A page has a fixed size and is the unit that moves. A parameter is a list of *spans*, one on each of its
-pages. The next
-parameter begins on the last page of the one before unless two parameters share that page already, so a page
-holds two
-parameters at most and less than one page per parameter is wasted. On the host the pages are consecutive. On
-the device
-each page has one *frame*, always the same. Frames are a ring, filled in the order of use: consecutive pages
-are adjacent
-there, and a parameter is contiguous memory although some of its pages may have been evicted for others.
+pages. The next parameter begins on the last page of the one before unless two parameters share that page
+already, so a page holds two parameters at most and less than one page per parameter is wasted. On the host
+the pages are consecutive. On the device each page has one *frame*, always the same. Frames are a ring, filled
+in the order of use: consecutive pages are adjacent there, and a parameter is contiguous memory although some
+of its pages may have been evicted for others.
 
 Source: the pages of Angel-PTM (Nie et al. 2023, VLDB 16(12), arXiv:2303.02868, section 4); frames replace its
-merging of
-pages.
+merging of pages.
 """
 
 from __future__ import annotations
@@ -84,7 +80,7 @@ class Pages:
 
     def uses(self) -> tuple[Units, ...]:
         """Return the pages of each moment of a step."""
-        of_block = (*self.of_block, ())  # the last serves -1
+        of_block = (*self.of_block, ())  # the last one is indexed by -1: no block
         return tuple(of_block[block] for block in order_of_use(len(self.of_block), gathered=self.gathered))
 
 
@@ -106,26 +102,24 @@ def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int, gathered: 
     offset: list[int] = []
     frame: list[int] = []
     filled: list[int] = []
-    at, lodgers, place = (
-        page_bytes,
-        0,
-        -1,
-    )  # on the last page: where it is free, whose it is, its frame in a ring without end
+    # Of the last page: its first free byte, its number of parameters, and its frame in an endless ring.
+    at, sharers, place = page_bytes, 0, -1
     of_block: list[list[int]] = [[] for _ in range(block[-1] + 1)]
     for size, of in zip(n_bytes, block, strict=True):
-        shared = min(size, page_bytes - at) if lodgers == 1 else 0
+        shared = min(size, page_bytes - at) if sharers == 1 else 0  # bytes on the previous parameter's page
         begins, count = place if shared else place + 1, -(-(size - shared) // page_bytes)
-        if begins // frames != (place + count) // frames:  # one piece of memory does not go round the ring
+        if begins // frames != (place + count) // frames:
+            # A parameter is contiguous memory, so it does not wrap around the ring: it starts at frame 0.
             shared, begins, count = 0, (begins // frames + 1) * frames, -(-size // page_bytes)
         first.append(len(frame) - 1 if shared else len(frame))
         offset.append(at if shared else 0)
         if shared:
-            at, lodgers = at + shared, 2
+            at, sharers = at + shared, 2
             filled[-1] = at
         if count:
             start = place + 1 if shared else begins
             frame += [each % frames for each in range(start, start + count)]
-            place, at, lodgers = start + count - 1, size - shared - (count - 1) * page_bytes, 1
+            place, at, sharers = start + count - 1, size - shared - (count - 1) * page_bytes, 1
             filled += [page_bytes] * (count - 1) + [at]
         mine = of_block[of]
         mine += range(max(first[-1], mine[-1] + 1 if mine else 0), len(frame))
@@ -167,27 +161,26 @@ def loads_of(pages: Pages) -> Loads:
 
 
 @functools.lru_cache(maxsize=64)
-def timeline(pages: Pages, ahead: Units) -> Residency:
+def timeline(pages: Pages, prefetch: Units) -> Residency:
     """Return the pages that are loaded when each moment begins, those that it uses first.
 
     A load evicts the page that its frame had.
 
     Args:
         pages: Layout of the offloaded parameters.
-        ahead: (moments,) pages that may be loaded during each moment's computation: those whose use is
-            nearest, as soon as
-            their frames are free. A page that is not resident by the moment that uses it is loaded when that
-            begins.
+        prefetch: (moments,) pages that may be loaded during each moment's computation: those whose use is
+            nearest, as soon as their frames are free. A page that is not resident by the moment that uses it
+            is loaded when that begins.
 
     Raises:
         ValueError: `prefetch` is for another number of moments.
     """
     moments = 2 * len(pages.of_block)
-    if len(ahead) != moments:
-        raise ValueError(f"a schedule of {len(ahead)} moments for {moments}")
+    if len(prefetch) != moments:
+        raise ValueError(f"a schedule of {len(prefetch)} moments for {moments}")
     loads, row = loads_of(pages), 0
     order, comes = loads.page.tolist(), []
-    for (late, open_), most in zip(until(loads, moments), ahead, strict=True):
+    for (late, open_), most in zip(until(loads, moments), prefetch, strict=True):
         first, row = row, max(row, late)
         waited, row = row, max(row, min(row + max(most, 0), open_))
         comes.append((*sorted(order[first:waited]), *sorted(order[waited:row])))
@@ -223,8 +216,8 @@ def runs(pages: Pages, wanted: I32) -> tuple[I32, I32]:
     return wanted[starts], wanted[ends]
 
 
-# Parameters side by side in pieces of memory of one size, in the order in which they are used: shared by
-# mechanism and pass.
+# -- chunks --------------------------------------------------------------------------------------------------
+
 ALIGNMENT: Final = 256
 """Alignment of each parameter in bytes: kernels choose by alignment, and the bits must not depend on the
 place.
@@ -263,19 +256,17 @@ class Chunks:
         """Bytes of all chunks, including unused space."""
         return self.count * self.chunk_bytes
 
-    def uses(self, ahead: int = 0) -> tuple[Units, ...]:
+    def uses(self, prefetch: int = 0) -> tuple[Units, ...]:
         """Return the chunks of each moment of a step, with those of the `prefetch` moments that follow it."""
-        return _uses(self, ahead)
+        return _uses(self, prefetch)
 
 
 @functools.lru_cache(maxsize=1024)
-def _uses(chunks: Chunks, ahead: int) -> tuple[Units, ...]:
-    order, of_block = (
-        order_of_use(len(chunks.of_block), gathered=chunks.gathered),
-        (*chunks.of_block, ()),
-    )  # the last serves -1
+def _uses(chunks: Chunks, prefetch: int) -> tuple[Units, ...]:
+    order = order_of_use(len(chunks.of_block), gathered=chunks.gathered)
+    of_block = (*chunks.of_block, ())  # the last one is indexed by -1: no block
     return tuple(
-        tuple(dict.fromkeys(chunk for block in order[at : at + 1 + ahead] for chunk in of_block[block]))
+        tuple(dict.fromkeys(chunk for block in order[at : at + 1 + prefetch] for chunk in of_block[block]))
         for at in range(len(order))
     )
 

@@ -1,12 +1,10 @@
 """Memory of offloaded parameters: free it, restore it, and refuse access to a parameter while it is freed.
 
 torch's kernels would read freed memory as noise or end the process. While a parameter's memory is freed, or
-holds other
-values, its class is replaced by one whose `__torch_function__` answers metadata (shape, gradient, hooks) and
-refuses all
-else with MT364. A resident parameter is a plain `nn.Parameter` and costs nothing. The same holds for a rank's
-rows of a
-parameter that FSDP2 shards, and for aliases (`detach()`, `data`) of a freed parameter.
+holds other values, its class is replaced by one whose `__torch_function__` answers metadata (shape, gradient,
+hooks) and refuses all else with MT364. A resident parameter is a plain `nn.Parameter` and costs nothing. The
+same holds for a rank's rows of a parameter that FSDP2 shards, and for aliases (`detach()`, `data`) of a freed
+parameter.
 """
 
 from __future__ import annotations
@@ -90,9 +88,7 @@ class _Guarded(Tensor):
 
 
 class _Alias(_Guarded):
-    """A `detach()` or `data` of a freed parameter, such as state dicts hold; refused while its owner is
-    freed.
-    """
+    """A `detach()` or `data` of a freed parameter, as in state dicts; refused while its owner is freed."""
 
     _owner: Tensor
 
@@ -102,9 +98,7 @@ class _FreedParameter(_Guarded, nn.Parameter):
 
 
 class _GuardedShard(_Guarded, DTensor):
-    """A freed DTensor: its plain-Python methods read the rows without `__torch_function__`, so each is
-    overridden.
-    """
+    """A freed DTensor; overrides the methods that read rows without `__torch_function__`."""
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         if _is_freed(self):
@@ -137,7 +131,7 @@ class _FreedShard(_GuardedShard):
 
 
 _FREED_CLASS: Final[dict[type, type]] = {nn.Parameter: _FreedParameter, DTensor: _FreedShard}
-_RESIDENT_CLASS: Final[dict[type, type]] = {gone: there for there, gone in _FREED_CLASS.items()}
+_RESIDENT_CLASS: Final[dict[type, type]] = {freed: resident for resident, freed in _FREED_CLASS.items()}
 
 
 def _alias(found: Any, of: Tensor) -> Any:
@@ -147,9 +141,7 @@ def _alias(found: Any, of: Tensor) -> Any:
 
 
 def _called(func: Any) -> tuple[str, str]:
-    """Return the name of the called function and its kind: "harmless", "alias", "text", or "values" if it
-    reads them.
-    """
+    """Return the name of `func` and its kind: harmless, alias, text, or values if it reads them."""
     name, owner = str(getattr(func, "__name__", func)), getattr(func, "__self__", None)
     if name in ("__get__", "__set__", "__delete__"):
         attribute = str(
@@ -180,17 +172,15 @@ def _text(tensor: Tensor) -> str:
 
 def _refuse(name: str, tensor: Tensor) -> None:
     raise ApplyError(
-        f"A weight of shape {tuple(tensor.shape)} is on the host, and let go on the device between uses.",
-        evidence=f"{name} has nothing to work on.",
+        f"A weight of shape {tuple(tensor.shape)} is on the host, and freed on the device between uses.",
+        evidence=f"{name} would read freed memory.",
         fix=_FIX,
         code="MT364",
     )
 
 
 def mark_freed(parameters: Iterable[nn.Parameter]) -> None:
-    """Mark `parameters` as freed, so that reads and writes of them raise; other classes and fake rows keep
-    theirs.
-    """
+    """Mark `parameters` as freed: reads and writes raise. Other classes and fake rows are unchanged."""
     for each in parameters:
         untrack_data(each)
         if type(each) in _FREED_CLASS and not isinstance(getattr(each, "_local_tensor", None), FakeTensor):
@@ -221,7 +211,7 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
         raise ApplyError(
             f"The memory of a weight of shape {tuple(wrong[0].shape)} was replaced, as  parameter.data = ... "
             " does.",
-            evidence="It comes and goes between device and host, in memory of its own.",
+            evidence="It is offloaded and loaded in a storage that memtune manages.",
             fix="model.load_state_dict, of the whole model or a part, or Tuned.load_state_dict",
             code="MT364",
         )
@@ -245,7 +235,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs
                 "changed in type or place", "model.double(), .to(...) or the like before memtune.apply"
             )
     gone = [each for each in self.parameters() if type(each) in _RESIDENT_CLASS]
-    mark_resident(gone)  # for calls that change nothing
+    mark_resident(gone)  # `fn` may read them; it has proved to change nothing
     try:
         module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
     finally:
@@ -282,19 +272,17 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 def _refuse_module(what: str, fix: str) -> None:
     raise ApplyError(
-        f"The model cannot be {what} here: weights of its blocks are on the host, and let go on the device"
+        f"The model cannot be {what} here: weights of its blocks are on the host, and freed on the device"
         " between uses.",
         fix=fix,
         code="MT364",
     )
 
 
-# What of the blocks' parameters comes and goes as one: each parameter by itself, or chunks that hold several
-# side by side.
 class Piece(NamedTuple):
     """Device memory and the host copy of its contents, offloaded and loaded together."""
 
-    there: Tensor
+    memory: Tensor
     host: Tensor
     in_frame: bool = False
     """The memory is permanent and serves other pieces as well; otherwise it is freed and allocated again."""
@@ -303,22 +291,22 @@ class Piece(NamedTuple):
     of: tuple[nn.Parameter, ...] = ()
     """The parameters whose memory, or whose rows' memory, this is."""
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Allocate the memory.
 
         Raises:
             ApplyError: A parameter has other memory.
         """
         if not self.in_frame:
-            require_own_memory(self.of, self.there)
-            self.there.untyped_storage().resize_(self.padded_bytes or self.host.nbytes)
+            require_own_memory(self.of, self.memory)
+            self.memory.untyped_storage().resize_(self.padded_bytes or self.host.nbytes)
             mark_resident(self.of)
 
-    def give_back(self) -> None:
-        """Free the memory, whose contents are not needed any more; raises as `take` does."""
+    def free(self) -> None:
+        """Free the memory, whose contents are not needed any more; raises as `allocate` does."""
         if not self.in_frame:
-            require_own_memory(self.of, self.there)
-            self.there.untyped_storage().resize_(0)
+            require_own_memory(self.of, self.memory)
+            self.memory.untyped_storage().resize_(0)
             mark_freed(self.of)
 
 
@@ -345,22 +333,23 @@ def in_chunks(
         members = [
             (p, at) for p, of, at in zip(parameters, chunks.chunk, chunks.offset, strict=True) if of == chunk
         ]
-        there = torch.zeros(chunks.chunk_bytes, dtype=torch.uint8, device=context.device)
+        memory = torch.zeros(chunks.chunk_bytes, dtype=torch.uint8, device=context.device)
         for parameter, at in members:
-            here = parameter.detach() if gathered is None else gathered.rows_of(parameter)
-            place = place_in(there, here, at)
-            place.copy_(here)
+            values = parameter.detach() if gathered is None else gathered.rows_of(parameter)
+            place = place_in(memory, values, at)
+            place.copy_(values)
             if gathered is None:
                 parameter.data = place
             else:
                 gathered.put_rows(parameter, place)
-        host = to_host_now(there)
+        # One host buffer per chunk, so that one copy loads it; the optimizer's parameters become views of it.
+        host = to_host_now(memory)
         mark(host, HOST)
         for parameter, at in members:
             hosts[parameter] = place_in(host, local(parameter.detach()), at)
             if parameter in context.placement.optimizer_params:
                 context.placement.optimizer_params[parameter].data = hosts[parameter]
-        pieces.append(Piece(there, host, of=tuple(parameter for parameter, _ in members)))
+        pieces.append(Piece(memory, host, of=tuple(parameter for parameter, _ in members)))
     return pieces
 
 

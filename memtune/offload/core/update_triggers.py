@@ -1,8 +1,7 @@
 """Order and sizes of host updates during backward, shared by the mechanism and its pass.
 
 The mechanism and the pass must agree on buckets, the sentinel gradient and the bound of host memory, so both
-call the
-functions of this file.
+call the functions of this file.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from memtune.program import Step, columns_of
 T = TypeVar("T")
 
 Trigger = Literal["end_of_step", "per_gradient", "per_layer"]
-"""When the host updates a parameter whose gradient has arrived."""
+"""When the host updates a parameter whose gradient it has."""
 ONE_BY_ONE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-"""torch's optimizers that update each parameter independently: state by parameter, none of a group
-(torch/optim,
+"""torch's optimizers that update each parameter independently: all state is per parameter (torch/optim,
 `_init_group` of each).
 """
 
@@ -40,16 +38,12 @@ def not_one_by_one(optimizer: Any) -> str:
 
 
 def sentinel_index(n_bytes: Sequence[int]) -> int:
-    """Return the index of the parameter with the sentinel gradient, which stays on the device: the first of
-    the smallest.
-    """
+    """Return the index of the sentinel gradient, which is resident: the first of the smallest."""
     return min(range(len(n_bytes)), key=n_bytes.__getitem__)
 
 
 def bucket_ends(n_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
-    """Return the indices of the gradients, in grad-ready order, that fill a bucket; the last bucket may not
-    be full.
-    """
+    """Return the indices of gradients, in grad-ready order, that fill a bucket; the last may not be full."""
     ends, held = [], 0
     for index, size in enumerate(n_bytes):
         held += size
@@ -75,9 +69,8 @@ def resident_count(n_bytes: Sequence[int], ratio: float) -> int:
 def room_bytes(n_bytes: Sequence[int], block: Sequence[int]) -> int:
     """Return the bytes of gradients that may wait on the host for overlapped updates.
 
-    That is one block's gradients, or the largest gradient in no block: one block's are used while those of
-    the next are made.
-    With less, host and device would wait for each other.
+    That is one block's gradients, or the largest gradient in no block: the host uses one block's while the
+    device produces those of the next. With less, host and device would wait for each other.
 
     Args:
         n_bytes: Bytes of each parameter on the host.
@@ -99,29 +92,29 @@ class PendingUpdates(Generic[T]):
     """
 
     def __init__(self, room_bytes: int) -> None:
-        self._room_bytes, self._turns = room_bytes, list[tuple[T, int]]()
+        self._room_bytes, self._rounds = room_bytes, list[tuple[T, int]]()
 
-    def let_go(self, n_bytes: int) -> Iterator[T]:
-        """The turns that must be over before one of `n_bytes` more begins; each is forgotten."""
-        while self._turns and n_bytes and sum(size for _, size in self._turns) + n_bytes > self._room_bytes:
-            yield self._turns.pop(0)[0]
+    def make_room(self, n_bytes: int) -> Iterator[T]:
+        """Yield, and forget, the rounds that must end before one of `n_bytes` begins; none for 0 bytes."""
+        while self._rounds and n_bytes and sum(size for _, size in self._rounds) + n_bytes > self._room_bytes:
+            yield self._rounds.pop(0)[0]
 
-    def put(self, turn: T, n_bytes: int) -> None:
+    def put(self, round_: T, n_bytes: int) -> None:
         """Add a round whose gradients no other component needs."""
-        self._turns.append((turn, n_bytes))
+        self._rounds.append((round_, n_bytes))
 
-    def rest(self, keep: int = 0) -> Iterator[T]:
+    def drain(self, keep: int = 0) -> Iterator[T]:
         """Yield, and forget, all rounds but the newest `keep`."""
-        while len(self._turns) > keep:
-            yield self._turns.pop(0)[0]
+        while len(self._rounds) > keep:
+            yield self._rounds.pop(0)[0]
 
 
 def waiting_room(step: Step, held: npt.NDArray[np.bool_] | None = None) -> int:
-    """Bytes of gradients that wait for updates beside backward, of float32 masters of all that is trained.
+    """Return the bytes of gradients that may wait for overlapped updates of float32 masters (`room_bytes`).
 
     Args:
-        step: Of a rank.
-        held: (parameters,) those that the rank has; None: all.
+        step: Step of a rank.
+        held: (parameters,) parameters that the rank has; None: all.
     """
     columns = columns_of(step.parameters)
     mine = columns.trainable if held is None else columns.trainable & held

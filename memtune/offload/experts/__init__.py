@@ -1,4 +1,4 @@
-"""Experts of mixture-of-experts models on the host or SSD behind a cache (MoESys)."""
+"""Expert offload: experts of mixture-of-experts models on SSD, behind a cache in host memory (MoESys)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.offload.experts.expert_offload import ExpertOptimizer, ExpertStore
-    from memtune.offload.experts.expert_offload_pass import How, experts_on_ssd, only_experts, used_in
+    from memtune.offload.experts.expert_offload import ExpertOffloader, ExpertOptimizer
+    from memtune.offload.experts.expert_offload_pass import (
+        ExpertOffloadSpec,
+        experts_on_ssd,
+        only_experts,
+        used_in,
+    )
 else:
     __getattr__ = open_door(__name__)
 
-__all__ = ["ExpertOptimizer", "ExpertStore", "How", "experts_on_ssd", "only_experts", "used_in"]
+__all__ = [
+    "ExpertOffloadSpec",
+    "ExpertOffloader",
+    "ExpertOptimizer",
+    "experts_on_ssd",
+    "only_experts",
+    "used_in",
+]

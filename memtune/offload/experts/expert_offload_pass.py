@@ -1,9 +1,9 @@
-"""The pass of `offload.experts.expert_offload`: experts on SSD, those of the current blocks on the device, a
-cache in host memory between.
+"""The pass of `offload.experts.expert_offload`: experts on SSD, those of current blocks resident, a host
+cache between.
 
-Which experts a batch uses is not known before it runs, but a recorded step shows which of them got rows
-(`used_in`). Where that is no accident, such a step is predicted, one after another. Elsewhere it is the step
-that uses them all: no other needs more memory or moves more bytes.
+The experts that a batch uses are not known in advance, but a recorded step shows which of them got rows
+(`used_in`). If its idle experts are no accident, such a step is predicted. Otherwise the pass predicts the
+step that uses all of them, which bounds memory and bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.core import gathers_of, rows_of_gradients
-from memtune.offload.experts.resume_experts_pass import hold_to_the_end, spare_places, write_what_stays
+from memtune.offload.experts.resume_experts_pass import hold_to_the_end, spare_slots, write_resident
 from memtune.offload.parameters import first_ops, stream_parameters
 from memtune.program import (
     FOREVER,
@@ -29,29 +29,29 @@ from memtune.program import (
     Step,
     Tier,
     columns_of,
+    memoized,
     raw_gradients,
-    remembered,
-    window,
+    window_residency,
 )
-from memtune.workload import Expert, trace
+from memtune.workload import Expert, expert_traffic
 
 _OPS = (("write_ssd_", Resource.SSD_WRITE), ("from_ssd", Resource.SSD_READ))
 
 
 @dataclass(frozen=True)
-class How:
+class ExpertOffloadSpec:
     """The knobs of `offload.experts.expert_offload`."""
 
     slots: int
     rule: Rule
-    ahead: int
+    read_ahead: int
     on_device: int
     keeps: bool = False
-    """Each complete step stays on SSD."""
+    """Each complete step is kept on SSD."""
 
 
 def only_experts(step: Step, experts: tuple[Expert, ...]) -> Step:
-    """`step` as if its blocks had no other parameters: what comes and goes by the rules of
+    """Return `step` as if its blocks had no parameters but experts, for
     `offload.parameters.parameter_offload_pass`.
     """
     columns = columns_of(step.parameters)
@@ -65,18 +65,17 @@ def _parameters(experts: tuple[Expert, ...]) -> npt.NDArray[np.intp]:
     return np.asarray(sorted(index for expert in experts for index in expert.parameters), np.intp)
 
 
-_BY_CHANCE = 0.01
-"""A block's idle experts are no accident if even rows dealt evenly among all would leave one out with less
-than this.
-"""
+_CHANCE_MAX = 0.01
+"""Largest probability of an idle expert under even routing at which idle experts count as no accident."""
 
 
-@remembered
+@memoized
 def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
-    """Those that get rows whenever a step like this one runs: all of them where its routing does not say.
+    """Return the experts that get rows whenever a step like this one runs; all of them if its routing may be
+    an accident.
 
-    A product with no row has no FLOPs. Of E experts that T rows are dealt to at random, one gets none with a
-    probability of E (1 - 1/E)^T at most.
+    A product with no row has no FLOPs. If T rows are distributed at random over E experts, some expert gets
+    none with a probability of at most E (1 - 1/E)^T.
     """
     columns, forward = columns_of(step.parameters), step.ops.phase == Phase.FORWARD
     flops = np.zeros(step.storages.n)
@@ -86,13 +85,13 @@ def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
     block = np.asarray([expert.block for expert in experts])
     for each in np.unique(block[rows == 0]):
         count, dealt = int((block == each).sum()), float(rows[block == each].sum())
-        if count * (1 - 1 / count) ** dealt > _BY_CHANCE:
+        if count * (1 - 1 / count) ** dealt > _CHANCE_MAX:
             return experts
     return tuple(expert for expert, got in zip(experts, rows.tolist(), strict=True) if got)
 
 
 def _without_memory(step: Step, idle: npt.NDArray[np.intp]) -> Step:
-    """`step` with the parameters `idle`, which nobody reads, of no bytes, nor their gradients: Rule 1."""
+    """Return `step` with parameters `idle`, which no op reads, and their gradients of no bytes (Rule 1)."""
     columns, n_bytes, numel = (
         columns_of(step.parameters),
         step.storages.bytes.copy(),
@@ -106,25 +105,27 @@ def _without_memory(step: Step, idle: npt.NDArray[np.intp]) -> Step:
 
 
 def experts_on_ssd(
-    step: Step, experts: tuple[Expert, ...], how: How, used: tuple[Expert, ...], ranks: int = 1
+    step: Step, experts: tuple[Expert, ...], spec: ExpertOffloadSpec, used: tuple[Expert, ...], ranks: int = 1
 ) -> Step:
-    """`step` with its experts on SSD.
+    """Return `step` with its experts on SSD.
 
     Args:
-        step: One of which `offload.parameters.parameter_offload_pass.not_in_layers` has nothing to say about
-            `only_experts`.
+        step: A step whose `only_experts` is accepted by
+            `offload.parameters.parameter_offload_pass.not_in_layers`.
         experts: Of the step.
-        how: What is kept where.
-        used: Those of them that get rows.
+        spec: The knobs.
+        used: The experts that get rows.
         ranks: Replicas that average gradients before updates.
     """
     blocks, before = len(step.blocks), columns_of(step.parameters)
     idle = _parameters(tuple(expert for expert in experts if expert not in set(used)))
     gathered = gathers_of(step) is not None
     if gathered:
-        step = with_own_gradients(step, ~np.isin(np.arange(len(before.block)), _parameters(experts)))
+        step = with_separate_gradients(step, ~np.isin(np.arange(len(before.block)), _parameters(experts)))
     shown = only_experts(_without_memory(step, idle), experts)
-    streamed = stream_parameters(shown, window(blocks, min(how.on_device, blocks), gathered=gathered))
+    streamed = stream_parameters(
+        shown, window_residency(blocks, min(spec.on_device, blocks), gathered=gathered)
+    )
     streamed = replace(streamed, parameters=replace(columns_of(streamed.parameters), numel=before.numel))
     edit, mine = Edit(streamed), _parameters(experts)
     gradients = (
@@ -134,34 +135,35 @@ def experts_on_ssd(
     )
     edit.storages.held_until[
         gradients & (streamed.storages.producer >= 0)
-    ] = -1  # each is let go when its own update is over
+    ] = -1  # each is freed after its own update
     state = _on_ssd(edit, streamed, step, mine)
-    _not_of_the_optimizer(edit, streamed, step, mine)
+    _drop_optimizer_uses(edit, streamed, step, mine)
     pieces, experts = _piece_bytes(streamed, mine, state), used
     n_bytes = np.asarray([sum(pieces[i] for i in expert.parameters) for expert in experts])
     nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
-    held = np.asarray([min(how.slots, len(experts)) * int(n_bytes.max())])
+    held = np.asarray([min(spec.slots, len(experts)) * int(n_bytes.max())])
     edit.add_storages(held, producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
-    leaves, at_end = _moves(edit, streamed, experts, how, n_bytes)
-    if how.slots < len(experts) and (len(leaves) or not how.keeps):  # pieces that are being written
+    evicted, at_end = _transfers(edit, streamed, experts, spec, n_bytes)
+    if spec.slots < len(experts) and (len(evicted) or not spec.keeps):  # records that are being written
         held = np.asarray(
             [max(int(pieces[list(expert.parameters[-WRITES_IN_FLIGHT:])].sum()) for expert in experts)]
         )
-        from_, until = (leaves, None) if how.keeps else (nowhere, forever)
+        from_, until = (evicted, None) if spec.keeps else (nowhere, forever)
         some = edit.add_storages(held, producer=from_, tier=Tier.HOST, kind=Kind.BUFFER, held_until=until)
-        if how.keeps:
+        if spec.keeps:
             edit.hold_through(some, at_end)
     if ranks > 1:
-        _averages(edit, streamed, mine, ranks)
-    if how.keeps:
+        _gradient_averages(edit, streamed, mine, ranks)
+    if spec.keeps:
         _keep(edit, streamed, mine, pieces, ranks)
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
 
 
 def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """(m,) what counts the steps of `mine`: nothing says whose a counter is, but there is one for each
-    parameter, in order.
+    """Return (m,) True for the step counters of `mine`.
+
+    Counters have no owner; there is one for each parameter, in order.
     """
     there = np.flatnonzero(
         (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner < 0)
@@ -174,7 +176,7 @@ def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> npt.NDArra
 
 
 def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> I32:
-    """Weights and moments of the parameters `mine` to SSD, what counts steps to the host; returns the
+    """Move weights and moments of the parameters `mine` to SSD, step counters to the host; return the
     moments.
     """
     columns = columns_of(step.parameters)
@@ -194,8 +196,8 @@ def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> 
     return np.flatnonzero(moments).astype(np.int32)
 
 
-def _not_of_the_optimizer(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> None:
-    """Its own ops no longer touch what belongs to experts."""
+def _drop_optimizer_uses(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> None:
+    """Drop the uses of experts' storages by the optimizer's own ops."""
     columns = columns_of(plain.parameters)
     theirs = np.isin(step.storages.owner, mine)
     theirs[columns.storage[mine]] = True
@@ -214,11 +216,11 @@ def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> npt.ND
 def _keep(
     edit: Edit, step: Step, mine: npt.NDArray[np.intp], pieces: npt.NDArray[np.int64], ranks: int
 ) -> None:
-    """All that is trained has two places on SSD; what stays on the device is written to one, and ranks wait
-    for each other.
+    """Add second SSD slots of all trained parameters, the writes of resident ones, and the barrier between
+    ranks.
     """
-    spare_places(edit, pieces[mine])
-    last = write_what_stays(edit, step, mine)
+    spare_slots(edit, pieces[mine])
+    last = write_resident(edit, step, mine)
     if ranks > 1:
         end = np.full(1, step.ops.n, np.int32)
         last = _flags(edit, end, np.full(1, 4, np.int64), ranks, Phase.OPTIMIZER)
@@ -226,27 +228,32 @@ def _keep(
         hold_to_the_end(edit, step, last)
 
 
-def _moves(
-    edit: Edit, step: Step, experts: tuple[Expert, ...], how: How, n_bytes: npt.NDArray[np.int64]
+def _transfers(
+    edit: Edit,
+    step: Step,
+    experts: tuple[Expert, ...],
+    spec: ExpertOffloadSpec,
+    n_bytes: npt.NDArray[np.int64],
 ) -> tuple[I32, I32]:
-    """Reads and writes of a steady step, before the first op of each moment.
+    """Add reads and writes of a steady step, before the first op of each moment.
 
-    Returns the op from which on an expert leaves the cache to be written, if any does, and the first write at
-    the step's end.
+    Returns:
+        The op from which on an evicted expert is being written, if any is evicted, and the first write at the
+        step's end.
     """
     end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]) + 1
     begins = np.append(first_ops(step), np.asarray([end, step.ops.n], np.int32))
     boundary = len(begins) - 2
     gathered = gathers_of(step) is not None
-    knobs = how.slots, how.rule, how.ahead, how.on_device, gathered, how.keeps
-    moved = trace([each.block for each in experts], len(step.blocks), *knobs)
-    turns = [
+    knobs = spec.slots, spec.rule, spec.read_ahead, spec.on_device, gathered, spec.keeps
+    moved = expert_traffic([each.block for each in experts], len(step.blocks), *knobs)
+    moved_experts = [
         (kind, expert, moment)
         for moment, each in enumerate(moved)
         for kind in (0, 1)
         for expert in each[kind]
     ]
-    kind, expert, moment = np.asarray(turns, np.int32).reshape(-1, 3).T
+    kind, expert, moment = np.asarray(moved_experts, np.int32).reshape(-1, 3).T
     phase = np.where(moment < len(step.blocks), Phase.FORWARD, Phase.BACKWARD)
     phase = np.where(moment == boundary, Phase.BOUNDARY, np.where(moment > boundary, Phase.OPTIMIZER, phase))
     names = np.asarray([edit.name_id(f"memtune.{name}.default") for name, _ in _OPS], np.int32)
@@ -258,20 +265,19 @@ def _moves(
         traffic_bytes=n_bytes[expert],
     )
     first = next((at for at, each in enumerate(moved) if each.room_for), -1)
-    leaves = rows[(kind == 0) & (moment == first)][:1]
-    if len(leaves):
-        leaves = _since(step, experts, first, moved[first].room_for[0], leaves)
-    return leaves, rows[moment > boundary][:1]
+    evicted = rows[(kind == 0) & (moment == first)][:1]
+    if len(evicted):
+        evicted = _eviction_start(step, experts, first, moved[first].room_for[0], evicted)
+    return evicted, rows[moment > boundary][:1]
 
 
-def _since(step: Step, experts: tuple[Expert, ...], moment: int, comes: int, write: I32) -> I32:
-    """The op from which on an expert is being written that leaves the cache for the one that `comes`.
+def _eviction_start(step: Step, experts: tuple[Expert, ...], moment: int, comes: int, write: I32) -> I32:
+    """Return the op from which on the expert evicted for `comes` is being written.
 
-    Those of a block are updated one after the other: what has been updated before has let go of its
-    gradients.
+    Experts of a block are updated one after the other, and each update frees its gradients.
     """
     block = experts[comes].block
-    if moment != 2 * len(step.blocks) - block:  # it comes to go up to the device
+    if moment != 2 * len(step.blocks) - block:  # it is loaded for the device, not for an update
         return write
     updates, parameter = _updates(step)
     before = [index for each in experts[:comes] if each.block == block for index in each.parameters]
@@ -279,8 +285,8 @@ def _since(step: Step, experts: tuple[Expert, ...], moment: int, comes: int, wri
     return over if len(over) else write
 
 
-def _averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:
-    """Before a block's updates flags, and each gradient up, averaged and down again; flags once more in the
+def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:
+    """Add flags before each block's updates, the averages of gradients on the device, and flags in the
     optimizer's step.
     """
     columns = columns_of(step.parameters)
@@ -312,7 +318,7 @@ def _averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) ->
 
 
 def _updates(step: Step) -> tuple[I32, I32]:
-    """Updates on the host, and whose each is."""
+    """Return the updates on the host, and the parameter of each."""
     updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default")).astype(
         np.int32
     )
@@ -325,8 +331,8 @@ def _updates(step: Step) -> tuple[I32, I32]:
 def _flags(
     edit: Edit, before: I32, n_bytes: npt.NDArray[np.int64], ranks: int, phase: Phase = Phase.BOUNDARY
 ) -> I32:
-    """A message of `n_bytes` before each op `before`; returns its row."""
-    make, share = (
+    """Add an all-reduce of `n_bytes` before each op `before`; return its row."""
+    make, reduce = (
         edit.add_ops(name, before=before, phase=phase, resource=resource, traffic_bytes=traffic, group=group)
         for name, resource, traffic, group in (
             ("aten.new_empty.default", Resource.NOTHING, 0, 0),
@@ -334,22 +340,21 @@ def _flags(
         )
     )
     flags = edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
-    edit.add_uses(share, flags, mode=WRITES)
-    return share
+    edit.add_uses(reduce, flags, mode=WRITES)
+    return reduce
 
 
-# Gradients that stay, copied out of the piece in which FSDP2 has reduced them with others of their block:
-# those may leave.
-def with_own_gradients(step: Step, stays: npt.NDArray[np.bool_]) -> Step:
-    """`step`, divided by FSDP2, with the gradients of some parameters of blocks in memory of their own once
-    they are reduced.
+def with_separate_gradients(step: Step, resident: npt.NDArray[np.bool_]) -> Step:
+    """Return `step`, sharded by FSDP2, with the reduced gradients of some parameters in memory of their own.
+
+    Reduced gradients of a block are views of one buffer; copied ones do not keep others in memory.
 
     Args:
-        step: All parameters of whose blocks are said to be in them.
-        stays: (parameters,) whose gradients are copied; sums of earlier micro-batches have been.
+        step: A step in which all parameters of blocks belong to their block.
+        resident: (parameters,) True for gradients to copy; sums of earlier micro-batches are copies already.
     """
     columns, rows = columns_of(step.parameters), rows_of_gradients(step)
-    mine, edit = rows.where(stays[rows.parameter]), Edit(step)
+    mine, edit = rows.where(resident[rows.parameter]), Edit(step)
     if (mine.sums >= 0).any():
         edit.storages.bytes[rows.sums] = np.bincount(mine.sums, mine.n_bytes, step.storages.n).astype(
             np.int64
@@ -373,16 +378,16 @@ def with_own_gradients(step: Step, stays: npt.NDArray[np.bool_]) -> Step:
     )
     gradient = columns.gradient.copy()
     gradient[mine.parameter] = made
-    _read_by_the_optimizer(edit, step, rows.raw, mine.parameter, made)
+    _replace_optimizer_reads(edit, step, rows.raw, mine.parameter, made)
     edit.parameters = replace(columns, gradient=gradient)
     return edit.done()
 
 
-def _read_by_the_optimizer(edit: Edit, step: Step, raw: I32, parameter: I32, made: I32) -> None:
-    """Each update of a weight reads its own gradient."""
+def _replace_optimizer_reads(edit: Edit, step: Step, raw: I32, parameter: I32, made: I32) -> None:
+    """Let each update of a weight read its own gradient."""
     inside = step.use_phase == Phase.OPTIMIZER
     edit.drop_uses(inside & np.isin(step.uses.storage, raw))
-    of = np.full(len(step.parameters) + 1, -1, np.int32)  # its last entry serves -1
+    of = np.full(len(step.parameters) + 1, -1, np.int32)  # index -1 (no parameter) reads the last entry
     of[parameter] = made
     weights = np.flatnonzero(inside & (of[step.parameter_of[step.uses.storage]] >= 0))
     edit.add_uses(step.uses.op[weights], of[step.parameter_of[step.uses.storage[weights]]])

@@ -1,18 +1,14 @@
-"""What is kept of a step where experts are on SSD: their pieces, what they have missed, and all else that is
-trained.
+"""Complete steps with experts on SSD: records of experts, their missed updates, and all other trained
+parameters.
 
-Three rules on top of those of `ssd.last_step`:
+Rules on top of those of `ssd.last_step`:
 
-Rule 1. When the optimizer has stepped, every expert that has changed is written from the cache; those that
-the step did not use
-        are not touched. What they have missed by then is in the manifest, and is made up for after it is
-        taken up, too.
-Rule 2. What stays on the device has two places on SSD as well, for its weight and for each moment; all of it
-is written when
-        experts are, a tensor after the other, `WRITES_IN_FLIGHT` at a time.
-Rule 3. Replicas use different experts, so one may write some (that were late) before it has summed gradients
-with the others:
-        none goes on before all have kept the step.
+Rule 1. After the optimizer's step all changed experts are written from the cache; unused experts are not
+  touched. Updates that they have missed are in the manifest, and are applied after a resume as well.
+Rule 2. Resident parameters have two SSD slots for the weight and each moment; all are written together with
+  the experts, one tensor after the other, at most `WRITES_IN_FLIGHT` at a time.
+Rule 3. Replicas use different experts, so one of them may write experts with missed updates before it
+  averages gradients with the others; no replica continues before all have kept the step.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ from memtune.ssd import (
 
 Settings = dict[str, Any]
 Missed = dict[nn.Parameter, list[Settings]]
-"""The settings of each update that a parameter has missed, oldest first; those of one step and group are one
+"""Settings of each update that a parameter has missed, oldest first; updates of one step and group share one
 object.
 """
 _READ: Final = (
@@ -63,19 +59,19 @@ _READ: Final = (
 
 @dataclass(eq=False)
 class _Slots:
-    """A tensor's place as after the last complete step, and the one that is written next."""
+    """Two SSD slots of a tensor: the one of the last complete step, and the one that is written next."""
 
-    there: Tensor
+    current: Tensor
     next: Tensor
 
     def complete(self) -> None:
-        """They take turns."""
-        self.there, self.next = self.next, self.there
+        """Swap the slots."""
+        self.current, self.next = self.next, self.current
 
 
 @dataclass(eq=False)
-class Staying:
-    """A parameter that stays on the device, and its places on SSD."""
+class ResidentParameter:
+    """A parameter that is resident on the device, and its slots on SSD."""
 
     name: str
     parameter: nn.Parameter
@@ -87,8 +83,8 @@ class Staying:
     @classmethod
     def of(
         cls, name: str, parameter: nn.Parameter, group: Settings, moments: list[str], places: Iterator[Tensor]
-    ) -> Staying:
-        """`places` are twice as many as weight and moments."""
+    ) -> ResidentParameter:
+        """Build it from `places`, two per tensor."""
         return cls(
             name,
             parameter,
@@ -98,39 +94,39 @@ class Staying:
         )
 
     def values(self, state: Mapping[str, Any]) -> list[Tensor]:
-        """The weight, and the moments where the optimizer has made them."""
+        """Return the weight, and the moments that exist."""
         found = [state.get(name) for name in self.moments]
         return [local(self.parameter).detach(), *(local(each) for each in found if each is not None)]
 
 
-class KeptBeside:
-    """What stays on the device, of which a copy is on SSD after each step.
+class ResidentSlots:
+    """Copies on SSD of all resident parameters, written after each step.
 
     Args:
-        staying: All that the optimizer trains there.
-        optimizer: Updates it.
+        parameters: All that the optimizer trains on the device.
+        optimizer: Updates them.
     """
 
-    def __init__(self, staying: list[Staying], optimizer: Optimizer) -> None:
-        self._staying, self._optimizer = staying, optimizer
+    def __init__(self, parameters: list[ResidentParameter], optimizer: Optimizer) -> None:
+        self._resident_parameters, self._optimizer = parameters, optimizer
         self._own: list[Tensor] = []
 
     @property
     def n_bytes(self) -> int:
-        """On SSD."""
-        return sum(2 * slots.there.nbytes for each in self._staying for slots in each.slots)
+        """Bytes on SSD."""
+        return sum(2 * slots.current.nbytes for each in self._resident_parameters for slots in each.slots)
 
-    def _state(self, each: Staying) -> Mapping[str, Any]:
+    def _state(self, each: ResidentParameter) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._optimizer.state.get(each.parameter, {})
         return found
 
     def require_known(self, others: set[nn.Parameter]) -> None:
-        """Check that the optimizer trains nothing but this and `others`.
+        """Check that the optimizer trains no parameters but these and `others`.
 
         Raises:
-            ApplyError: Something was added since, which nobody keeps.
+            ApplyError: A parameter was added after `apply`, so it would not be kept.
         """
-        known = others | {each.parameter for each in self._staying}
+        known = others | {each.parameter for each in self._resident_parameters}
         new = [
             p
             for group in self._optimizer.param_groups
@@ -139,173 +135,199 @@ class KeptBeside:
         ]
         if new:
             raise ApplyError(
-                f"{len(new)} parameters were added to the optimizer after apply, or are trained since, and"
+                f"{len(new)} parameters were added to the optimizer or made trainable after apply, and"
                 " would not be kept.",
                 evidence=f"Shapes: {', '.join(str(tuple(each.shape)) for each in new[:3])}.",
-                fix="let all be trained before memtune.apply, or  resume: checkpoint",
+                fix="make all parameters trainable before memtune.apply, or set  resume: checkpoint",
                 code="MT318",
             )
 
     @torch.no_grad()
     def write(self) -> None:
-        """Rule 2; on SSD when this returns."""
-        under_way: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
-        for each in self._staying:
+        """Write all resident parameters and wait for the writes."""
+        in_flight: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
+        for each in self._resident_parameters:
             for slots, value in zip(each.slots, each.values(self._state(each)), strict=False):
-                if len(under_way) == WRITES_IN_FLIGHT:
-                    ssd_tensors.written(under_way.popleft()[0])
+                if len(in_flight) == WRITES_IN_FLIGHT:
+                    ssd_tensors.written(in_flight.popleft()[0])
                 host = torch.ops.memtune.to_host(value)
                 mark(host, HOST)
                 torch.ops.memtune.write_ssd_(slots.next, host)
-                under_way.append((slots.next, host))
+                in_flight.append((slots.next, host))
                 del host
-        for ssd, _ in under_way:
+        for ssd, _ in in_flight:
             ssd_tensors.written(ssd)
 
     def facts(self) -> list[Any]:
-        """As `resume.Kept` has them."""
+        """Return names, shapes, dtypes and moments; a run resumes only from equal facts."""
         return [
-            [e.name, list(local(e.parameter).shape), str(e.parameter.dtype), e.moments] for e in self._staying
+            [e.name, list(local(e.parameter).shape), str(e.parameter.dtype), e.moments]
+            for e in self._resident_parameters
         ]
 
     def holders(self) -> list[Tensor]:
-        """Both places of all."""
+        """Return both slots of all tensors."""
         return [
-            place for each in self._staying for slots in each.slots for place in (slots.there, slots.next)
+            place
+            for each in self._resident_parameters
+            for slots in each.slots
+            for place in (slots.current, slots.next)
         ]
 
     def extents(self) -> list[Extent]:
-        """Where `write` has written."""
+        """Return the extents that `write` has written."""
         place = ssd_tensors.current()
-        return [place.extent(slots.next) for each in self._staying for slots in each.slots]
+        return [place.extent(slots.next) for each in self._resident_parameters for slots in each.slots]
 
     def counters(self) -> list[float | None]:
-        """Steps that each one's state counts, None where it counts none."""
+        """Return each parameter's step count, None if its state has none."""
         return [
-            None if (step := self._state(each).get("step")) is None else float(step) for each in self._staying
+            None if (step := self._state(each).get("step")) is None else float(step)
+            for each in self._resident_parameters
         ]
 
-    def made(self) -> list[bool]:
-        """Whether the optimizer has made its moments."""
-        return [len(each.values(self._state(each))) == len(each.slots) for each in self._staying]
+    def have_moments(self) -> list[bool]:
+        """Return for each parameter whether the optimizer has made its moments."""
+        return [len(each.values(self._state(each))) == len(each.slots) for each in self._resident_parameters]
 
     def complete(self) -> None:
-        """The next step writes the other places."""
-        for each in self._staying:
+        """Let the next step write the other slots."""
+        for each in self._resident_parameters:
             for slots in each.slots:
                 slots.complete()
 
     @torch.no_grad()
-    def take_up(
-        self, pieces: Sequence[Extent], counters: Sequence[float | None], made: Sequence[bool], file: int
+    def resume_from(
+        self,
+        pieces: Sequence[Extent],
+        counters: Sequence[float | None],
+        have_moments: Sequence[bool],
+        file: int,
     ) -> None:
-        """Read what is in `file`, write it to the own places, and put it on the device.
+        """Read the tensors in `file`, write them to the own slots, and copy them to the device.
 
-        State is made anew, not overwritten: whoever takes `apply` back has what was there.
+        Optimizer state is created, not overwritten: undoing `apply` restores the state that was there.
         """
-        self._own = [each.slots[0].there for each in self._staying]
+        self._own = [each.slots[0].current for each in self._resident_parameters]
         extents = iter(pieces)
-        for each, counter, has_moments in zip(self._staying, counters, made, strict=True):
+        for each, counter, has_moments in zip(self._resident_parameters, counters, have_moments, strict=True):
             weight, *moments = ((slots, next(extents)) for slots in each.slots)
-            _up(local(each.parameter).detach(), copy_to_slot(weight[1], weight[0].next, file))
+            _copy_to_device(local(each.parameter).detach(), copy_to_slot(weight[1], weight[0].next, file))
             state: Settings = {}
             if counter is not None:
                 on = (
                     each.parameter.device if each.group.get("fused") else torch.device("cpu")
-                )  # as torch makes it
+                )  # the device that torch uses
                 state["step"] = torch.tensor(counter, dtype=torch.float32, device=on)
             for name, (slots, extent) in zip(each.moments, moments if has_moments else (), strict=False):
                 state[name] = torch.zeros_like(each.parameter)
-                _up(local(state[name]), copy_to_slot(extent, slots.next, file))
+                _copy_to_device(local(state[name]), copy_to_slot(extent, slots.next, file))
             if state:
                 self._optimizer.state[each.parameter] = state
 
     @torch.no_grad()
     def back(self) -> None:
-        """Weights as they were before `take_up`."""
-        for each, own in zip(self._staying, self._own, strict=False):
-            _up(local(each.parameter).detach(), own)
+        """Restore the weights from before the resume."""
+        for each, own in zip(self._resident_parameters, self._own, strict=False):
+            _copy_to_device(local(each.parameter).detach(), own)
 
 
-class KeptExperts:
-    """Experts and what stays beside them, as `resume.Kept` has it.
+class ExpertSlots:
+    """Experts and resident parameters, as slots of `ssd.last_step`.
 
     Args:
-        experts: Weights and moments of the experts' parameters.
-        pieces: The same.
-        beside: All else that is trained.
-        missed: Updates that experts have missed; what is taken up is put there.
+        experts: Slots of the experts' records.
+        pieces: The same records.
+        resident: All other trained parameters.
+        missed: Updates that experts have missed; a resume replaces its contents.
     """
 
-    def __init__(self, experts: RecordSlots, pieces: list[Piece], beside: KeptBeside, missed: Missed) -> None:
-        self._experts, self._pieces, self._beside, self._missed = experts, pieces, beside, missed
+    def __init__(
+        self, experts: RecordSlots, pieces: list[Piece], resident: ResidentSlots, missed: Missed
+    ) -> None:
+        self._experts, self._pieces, self._resident_slots, self._missed = experts, pieces, resident, missed
 
     def facts(self) -> list[Any]:
-        """Of both."""
-        return [self._experts.facts(), self._beside.facts()]
+        """Return the facts of both."""
+        return [self._experts.facts(), self._resident_slots.facts()]
 
     def look(self, key: str, manifests: list[Manifest]) -> None:
-        """All is in the run's folder."""
+        """Do nothing: all is in the run's folder."""
 
     def holders(self) -> object:
-        """Of both."""
-        return [self._experts.holders(), self._beside.holders()]
+        """Return the slots of both."""
+        return [self._experts.holders(), self._resident_slots.holders()]
 
     def durable(self) -> Durable:
-        """Experts first; of experts also what they have missed, of the others whether they have moments."""
+        """Return extents of experts, then of resident parameters, with missed updates and existing moments as
+        notes.
+        """
         pieces, counters, folders, _ = self._experts.durable()
-        notes = {"made": self._beside.made(), **_in_runs(self._pieces, self._missed)}
-        return Durable(pieces + self._beside.extents(), counters + self._beside.counters(), folders, notes)
+        notes = {
+            "made": self._resident_slots.have_moments(),
+            **_run_length_encode(self._pieces, self._missed),
+        }
+        return Durable(
+            pieces + self._resident_slots.extents(),
+            counters + self._resident_slots.counters(),
+            folders,
+            notes,
+        )
 
     def complete(self) -> None:
-        """Of both."""
+        """Let the next step write the other slots of both."""
         self._experts.complete()
-        self._beside.complete()
+        self._resident_slots.complete()
 
-    def take_up(self, run: DeadRun, manifest: Manifest) -> None:
-        """Both, and what experts have missed.
+    def resume_from(self, run: DeadRun, manifest: Manifest) -> None:
+        """Resume experts, resident parameters and missed updates.
 
         Raises:
-            EnvironmentFault: It cannot be read back as it was written; says whose bytes.
+            EnvironmentFault: Something cannot be read back as it was written; names the parameter.
         """
         count = len(self._pieces)
         mine = replace(manifest, pieces=manifest.pieces[:count], counters=manifest.counters[:count])
-        self._experts.take_up(run, mine)
+        self._experts.resume_from(run, mine)
         with tensors_of(run, manifest.step) as file:
-            self._beside.take_up(
+            self._resident_slots.resume_from(
                 manifest.pieces[count:], manifest.counters[count:], manifest.notes["made"], file
             )
         self._missed.clear()
-        self._missed.update(_out_of_runs(self._pieces, manifest.notes))
+        self._missed.update(_run_length_decode(self._pieces, manifest.notes))
 
     def back(self) -> None:
-        """Of both; nothing was missed by then."""
+        """Restore both; nothing was missed before the resume."""
         self._missed.clear()
         self._experts.back()
-        self._beside.back()
+        self._resident_slots.back()
 
     def forget(self) -> None:
-        """All goes with the run's folder."""
+        """Do nothing: all is removed with the run's folder."""
 
     def remove_before(self) -> None:
-        """As `forget`."""
+        """Do nothing, as in `forget`."""
 
     def release_before(self) -> None:
-        """As `forget`."""
+        """Do nothing, as in `forget`."""
 
 
-def _in_runs(pieces: Sequence[Piece], missed: Mapping[nn.Parameter, list[Settings]]) -> dict[str, Any]:
-    """All settings once, and for each piece (first, count) of those that it missed: mostly the last few
-    steps, in one run.
+def _run_length_encode(
+    pieces: Sequence[Piece], missed: Mapping[nn.Parameter, list[Settings]]
+) -> dict[str, Any]:
+    """Return all settings once, and for each record the runs (first, count) of those that it missed.
+
+    Mostly a record missed the last few steps, which are one run.
     """
     number: dict[int, int] = {}
     settings: list[Settings] = []
     runs: dict[str, list[list[int]]] = {}
-    late = [(index, missed[piece.device]) for index, piece in enumerate(pieces) if piece.device in missed]
-    for index, each in sorted(late, key=lambda of: -len(of[1])):  # who missed most has all in order
+    missing = [(index, missed[piece.device]) for index, piece in enumerate(pieces) if piece.device in missed]
+    for index, each in sorted(
+        missing, key=lambda of: -len(of[1])
+    ):  # the record that missed most sees all settings in order
         mine = runs.setdefault(str(index), [])
         for one in each:
-            at = number.setdefault(id(one), len(number))
+            at = number.setdefault(id(one), len(number))  # settings of one step are one object
             if at == len(settings):
                 settings.append({name: _plain(one[name]) for name in _READ if name in one})
             if mine and sum(mine[-1]) == at:
@@ -315,7 +337,7 @@ def _in_runs(pieces: Sequence[Piece], missed: Mapping[nn.Parameter, list[Setting
     return {"settings": settings, "missed": runs}
 
 
-def _out_of_runs(pieces: Sequence[Piece], notes: Mapping[str, Any]) -> Missed:
+def _run_length_decode(pieces: Sequence[Piece], notes: Mapping[str, Any]) -> Missed:
     settings, runs = notes["settings"], notes["missed"]
     return {
         pieces[int(index)].device: [
@@ -329,5 +351,5 @@ def _plain(value: Any) -> Any:
     return [float(each) for each in value] if isinstance(value, (tuple, list)) else float(value)
 
 
-def _up(there: Tensor, host: Tensor) -> None:
-    torch.ops.memtune.copy_to_device_(there, host)
+def _copy_to_device(current: Tensor, host: Tensor) -> None:
+    torch.ops.memtune.copy_to_device_(current, host)

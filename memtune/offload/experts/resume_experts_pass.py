@@ -1,6 +1,4 @@
-"""The pass of `offload.experts.resume_experts`: what a step that is kept writes when the optimizer has
-stepped, and where.
-"""
+"""The pass of `offload.experts.resume_experts`: writes of a kept step after the optimizer's step."""
 
 from __future__ import annotations
 
@@ -23,19 +21,18 @@ from memtune.program import (
 )
 
 SLOTS = 2
-"""Places on SSD of all that is kept, which take turns."""
+"""SSD slots of all that is kept, used alternately."""
 
 
-def spare_places(edit: Edit, n_bytes: I64) -> I32:
-    """A second place for what is on SSD anyway."""
+def spare_slots(edit: Edit, n_bytes: I64) -> I32:
+    """Add the second slots of what is on SSD anyway."""
     return _on_ssd(edit, n_bytes[n_bytes > 0])
 
 
-def write_what_stays(edit: Edit, step: Step, experts: npt.NDArray[np.intp]) -> I32:
-    """Rule 2: copies to the host and writes of all that is trained but the parameters `experts`; returns the
-    last row, if any.
+def write_resident(edit: Edit, step: Step, experts: npt.NDArray[np.intp]) -> I32:
+    """Add D2H copies and writes of all trained parameters but `experts`; return the last row, if any.
 
-    Call it when what is written before has been inserted at the end of the step.
+    Call it after all other insertions at the end of the step.
     """
     n_bytes = _tensors(step, experts)
     if not len(n_bytes):
@@ -55,15 +52,13 @@ def write_what_stays(edit: Edit, step: Step, experts: npt.NDArray[np.intp]) -> I
     edit.add_uses(write, host)
     edit.add_uses(write, _on_ssd(edit, n_bytes), mode=WRITES)
     _on_ssd(edit, n_bytes)
-    edit.let_go_before(host[:-WRITES_IN_FLIGHT], down[WRITES_IN_FLIGHT:])
+    edit.release_before(host[:-WRITES_IN_FLIGHT], down[WRITES_IN_FLIGHT:])
     edit.hold_through(host[-WRITES_IN_FLIGHT:], np.full(len(host[-WRITES_IN_FLIGHT:]), write[-1], np.int32))
     return write[-1:]
 
 
 def hold_to_the_end(edit: Edit, step: Step, last: I32) -> None:
-    """What Python held when the last op of `step` ran (gradients, the loss) it holds when the new op `last`
-    does.
-    """
+    """Hold what Python held at the last op of `step` (gradients, the loss) until the new op `last`."""
     held = np.flatnonzero(
         (step.storages.held_until == step.ops.n - 1) & (step.storages.producer >= 0)
     ).astype(np.int32)
@@ -71,17 +66,17 @@ def hold_to_the_end(edit: Edit, step: Step, last: I32) -> None:
 
 
 def _tensors(step: Step, experts: npt.NDArray[np.intp]) -> I64:
-    """Bytes of weight and moments of each parameter, one after the other."""
+    """Return the bytes of weight and moments of each parameter, one after the other."""
     columns = columns_of(step.parameters)
-    stays = columns.trainable.copy()
-    stays[experts] = False
-    mine = np.flatnonzero(stays)
+    resident = columns.trainable.copy()
+    resident[experts] = False
+    mine = np.flatnonzero(resident)
     moments = np.flatnonzero(
         (step.storages.kind == Kind.OPTIMIZER)
         & (step.storages.producer < 0)
         & np.isin(step.storages.owner, mine)
     )
-    owner = np.concatenate([mine, step.storages.owner[moments]])  # what counts steps has none
+    owner = np.concatenate([mine, step.storages.owner[moments]])  # step counters have no owner
     n_bytes = np.concatenate([(columns.numel * columns.itemsize)[mine], step.storages.bytes[moments]])
     found: I64 = n_bytes[np.argsort(owner, kind="stable")]
     return found

@@ -85,11 +85,11 @@ def weights_are_free(step: Step) -> bool:
 
     False under FSDP2: it may have resharded a weight's rows by then.
     """
-    landings = BlockGradients.of(step)
+    grads = BlockGradients.of(step)
     if gathers_of(step) is not None:
         return False
     after = np.full(step.storages.n, FOREVER, np.int32)
-    after[columns_of(step.parameters).storage[landings.parameter]] = landings.after
+    after[columns_of(step.parameters).storage[grads.parameter]] = grads.after
     return not ((step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)).any()
 
 
@@ -108,33 +108,33 @@ def average(edit: Edit, step: Step, after: I32, n_bytes: I64, gradients: I32, ra
     return ops
 
 
-def average_on_device(step: Step, stays: npt.NDArray[np.bool_], ranks: int) -> Step:
+def average_on_device(step: Step, resident: npt.NDArray[np.bool_], ranks: int) -> Step:
     """Return `step` with an all-reduce of the gradient of each parameter in `resident`, in each micro-batch.
 
     The sum up to then is averaged.
 
     Args:
         step: One that `offload.parameters.parameter_offload_pass.not_in_layers` accepts.
-        stays: (parameters,) parameters of blocks whose gradients are not offloaded.
+        resident: (parameters,) parameters of blocks whose gradients are not offloaded.
         ranks: Number of replicas; with one there is nothing to average.
     """
-    landings = BlockGradients.of(step)
-    mine = np.flatnonzero(stays[landings.parameter])
+    grads = BlockGradients.of(step)
+    mine = np.flatnonzero(resident[grads.parameter])
     if ranks == 1 or not len(mine):
         return step
-    edit, after = Edit(step), landings.after[mine]
-    gradients = columns_of(step.parameters).gradient[landings.parameter[mine]]
-    ops = average(edit, step, after, landings.n_bytes[mine], gradients, ranks)
+    edit, after = Edit(step), grads.after[mine]
+    gradients = columns_of(step.parameters).gradient[grads.parameter[mine]]
+    ops = average(edit, step, after, grads.n_bytes[mine], gradients, ranks)
     if after[-1] == np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]:
         edit.hold_to_the_end_of_backward(int(ops[-1]))
     return edit.done()
 
 
-def offload_in_place(edit: Edit, landings: BlockGradients, placed: I32, copies: I32, there: I32) -> None:
+def offload_in_place(edit: Edit, grads: BlockGradients, placed: I32, copies: I32, there: I32) -> None:
     """Free each gradient once it is copied to `there`, the place of its weight, and offload it from there."""
-    edit.storages.held_until[landings.raw] = -1
-    edit.storages.kind[landings.raw] = Kind.TEMPORARY
-    edit.add_uses(placed, landings.raw)
+    edit.storages.held_until[grads.raw] = -1
+    edit.storages.kind[grads.raw] = Kind.TEMPORARY
+    edit.add_uses(placed, grads.raw)
     edit.add_uses(placed, there, mode=WRITES)
     edit.add_uses(copies, there)
 

@@ -74,16 +74,14 @@ def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> 
     return ReadyGradients(index, raw[index], sums, after, bucket, full.astype(bool), stays, adds)
 
 
-def average_ready(edit: Edit, step: Step, leaving: Rows, ranks: int) -> None:
-    """Insert an all-reduce over `ranks` replicas for each gradient when it is ready
-    (`parallel.replicas.grad_all_reduce`).
+def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
+    """Insert an all-reduce of each ready gradient over `ranks` replicas (`grad_all_reduce`).
 
     Args:
         edit: Of `step`.
         step: Of a replica.
-        leaving: Parameters whose gradients are offloaded; these are averaged in each micro-batch, all
-            others
-            as sums.
+        offloaded: Parameters whose gradients are offloaded; these are averaged in each micro-batch, all
+            others as sums.
         ranks: Number of replicas; with one there is nothing to do.
     """
     if ranks == 1:
@@ -94,7 +92,7 @@ def average_ready(edit: Edit, step: Step, leaving: Rows, ranks: int) -> None:
     after = np.where(summed, adding(step)[gradient[rows]], step.storages.grad_ready_after[raw[rows]]).astype(
         np.int32
     )
-    what = np.where(np.isin(rows, leaving), raw[rows], gradient[rows]).astype(np.int32)
+    what = np.where(np.isin(rows, offloaded), raw[rows], gradient[rows]).astype(np.int32)
     order = np.argsort(after, kind="stable")
     after, what = after[order], what[order]
     average = edit.add_ops(
@@ -110,20 +108,19 @@ def average_ready(edit: Edit, step: Step, leaving: Rows, ranks: int) -> None:
 
 
 def ready_or_reduced(
-    edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, late: bool
+    edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, delayed: bool
 ) -> ReadyGradients:
     """Return `ready_gradients`, or on several ranks the order in which reductions end.
 
     Reduced gradients are parts of one storage of their unit or bucket. Their sums are therefore made on the
-    host, and the
-    sentinel is copied into a storage of its own.
+    host, and the sentinel is copied into a storage of its own.
     """
     if ranks == 1:
         return ready_gradients(step, mine, watched, bucket_bytes)
     columns, reduced = columns_of(step.parameters), reduced_among(step, mine)
-    row = (
-        mine if "fsdp.chunk_cat.default" in step.names else -mine
-    )  # FSDP2's order, else that of `parallel.sharding.sharded_buckets`
+    # Gradients of one reduction are ready in FSDP2's order, or in that of
+    # `parallel.sharding.sharded_buckets`.
+    row = mine if "fsdp.chunk_cat.default" in step.names else -mine
     index = np.lexsort((row, reduced.after))
     index = index[index != watched].astype(np.int32)
     sizes, summed = parameter_bytes(step)[mine], columns.gradient[mine] != reduced.raw
@@ -135,7 +132,7 @@ def ready_or_reduced(
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
         owner=mine[index][summed[index]].astype(np.int32),
-        held_until=np.full(len(nowhere), FOREVER if late else -1, np.int32),
+        held_until=np.full(len(nowhere), FOREVER if delayed else -1, np.int32),
     )
     on_device = columns.gradient[mine][summed]
     edit.storages.bytes[on_device], edit.storages.held_until[on_device] = 0, -1
@@ -185,9 +182,7 @@ def reduced_among(step: Step, mine: Rows) -> Reduced:
 
 
 def own_storage(edit: Edit, step: Step, reduced: Reduced, index: int, n_bytes: int, summed: bool) -> int:
-    """Return a storage of its own for the gradient `index`, which is not offloaded; insert the op that fills
-    it if needed.
-    """
+    """Return a storage of its own for the resident gradient `index`; insert the op that fills it."""
     raw, after = reduced.raw[index : index + 1], reduced.after[index : index + 1]
     if not summed and int(edit.storages.bytes[raw[0]]) == n_bytes:
         return int(raw[0])
@@ -206,7 +201,7 @@ def own_storage(edit: Edit, step: Step, reduced: Reduced, index: int, n_bytes: i
     return int(alone[0])
 
 
-def end_of_backward(step: Step, landings: ReadyGradients) -> int:
+def end_of_backward(step: Step, grads: ReadyGradients) -> int:
     """Return the last op of backward, or of a reduction that runs once per step at its end."""
     last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
-    return max(last, int(landings.after[-1])) if len(landings.after) else last
+    return max(last, int(grads.after[-1])) if len(grads.after) else last

@@ -1,14 +1,11 @@
 """`GradScaler` support for an offloaded optimizer: unscale all gradients, on the device and on the host.
 
 A scaler unscales the gradients that it finds in the optimizer's groups. Here it unscales, once each, the
-gradient of
-every trained parameter and of every parameter that the optimizer has instead. Where ranks hold different
-rows, a
-non-finite value on one rank counts on all.
+gradient of every trained parameter and of every parameter that the optimizer has instead. Where ranks hold
+different rows, a non-finite value on one rank counts on all.
 
 A step that the scaler or the user skips keeps gradients; `zero_grad` of the optimizer, the model or a
-submodule frees
-those that are offloaded as well.
+submodule frees those that are offloaded as well.
 """
 
 from __future__ import annotations
@@ -85,9 +82,7 @@ class Gradients:
 
     @torch.no_grad()
     def unscale(self, inverse: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
-        """Multiply all gradients by `inverse`, a scalar; return by device 1.0 if one was not finite, else
-        0.0.
-        """
+        """Multiply all gradients by `inverse`, a scalar; return by device 1.0 if one was not finite."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in self.all():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -132,9 +127,8 @@ def unscale_everywhere(context: Context) -> None:
     optimizer.zero_grad = MethodType(functools.wraps(type(optimizer).zero_grad)(zero_grad), optimizer)
     for module in {*context.model.modules(), *([] if context.loop.runner is None else [context.loop.runner])}:
         vars(module)["zero_grad"] = _ZeroGrad(module, gradients)
-    optimizer._step_supports_amp_scaling = (
-        False  # a fused step would unscale what the optimizer itself updates, and that alone
-    )
+    # A fused step would unscale only the gradients that the optimizer itself updates.
+    optimizer._step_supports_amp_scaling = False
     vars(optimizer)[_GRADIENTS] = gradients
     for scaler in (GradScaler, ShardedGradScaler):
         _patch_scaler(scaler)

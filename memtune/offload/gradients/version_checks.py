@@ -1,19 +1,17 @@
-"""Gradients of which some have left the device: whoever changes, or lets go of, the others alone before the
-step is told so.
+"""Version checks: find gradients and weights that user code changes behind memtune's copies.
 
-Four rules:
+Gradients, when some of them are offloaded (`WatchedGradients`):
 
-Rule 1. When a backward has ended, all gradients are noted: those that stayed on the device, and the sums of
-those that left it.
-        What is changed from then on, as by clipping by norm, is known by its version.
-Rule 2. It is looked for when the step begins and when the next forward does, which would add to what was
-changed. Rule 3. `zero_grad` of the optimizer, of the model and of a part of it says what it clears. Nobody
-says so of `p.grad = None`,
-        which lets go of nothing that has left the device: where none that stayed is there any more, that is
-        refused.
-Rule 4. Whoever changes all, as clipping by norm of what is in `optimizer.param_groups` does
-(`offload.core.optimizer_param`), is
-        right, where all are in this process's memory and none has been used inside backward.
+- At the end of backward the versions of all gradients are noted: of those on the device and of the host sums.
+- They are compared when the step begins and when the next forward begins, which would add to changed
+  gradients.
+- `zero_grad` of the optimizer, the model or a submodule reports the gradients that it clears. `p.grad = None`
+  reports nothing and frees no offloaded gradient; if it cleared all gradients on the device, the check
+  raises.
+- Code that changes all gradients is correct, such as clipping by norm through `optimizer.param_groups`
+  (`offload.core.optimizer_param`), if all are in this process's memory and none was used inside backward.
+
+Weights on the device that user code writes, although the host has the optimizer's copy: `ExternalWrites`.
 """
 
 from __future__ import annotations
@@ -39,19 +37,23 @@ from memtune.runtime import (
 
 
 class WatchedGradients:
-    """Of one model.
+    """Checks that the gradients of a model, some of them offloaded, are those of the last backward.
 
     Args:
-        context: Of the model; its `before_grad_use` and `grads_cleared` are subscribed to.
-        stay: Parameters whose gradients stay on the device until the step.
-        held: What holds the gradients of the others.
-        fix: For errors: what works with clipping.
+        context: Context of the model; `before_grad_use` and `grads_cleared` are subscribed to.
+        resident: Parameters whose gradients are on the device until the step.
+        offloaded: The parameters that have the host sums of the other gradients.
+        fix: A config that allows clipping, for the errors.
     """
 
     def __init__(
-        self, context: Context, stay: Collection[nn.Parameter], held: Collection[nn.Parameter], fix: str
+        self,
+        context: Context,
+        resident: Collection[nn.Parameter],
+        offloaded: Collection[nn.Parameter],
+        fix: str,
     ) -> None:
-        self._stay, self._held, self._fix = stay, held, fix
+        self._resident, self._offloaded, self._fix = resident, offloaded, fix
         self._versions: dict[nn.Parameter, int] = {}
         self._context, self._used = context, set[nn.Parameter]()
         context.events.before_grad_use.subscribe(lambda parameter, _: self._used.add(parameter))
@@ -59,11 +61,12 @@ class WatchedGradients:
 
     def note(self) -> None:
         """Note the versions of all gradients at the end of a backward."""
-        for each in self._stay:
+        for each in self._resident:
             if each.grad is not None:
+                # Foreach kernels, which clipping uses, do not count changes of DTensors.
                 count_changes(each.grad)
         self._versions = {
-            each: each.grad._version for each in (*self._stay, *self._held) if each.grad is not None
+            each: each.grad._version for each in (*self._resident, *self._offloaded) if each.grad is not None
         }
 
     def forget(self) -> None:
@@ -77,25 +80,28 @@ class WatchedGradients:
         Raises:
             ApplyError: Gradients were changed, replaced or freed.
         """
-        stayed = [each for each in self._stay if each in self._versions]
-        n_left = len(self._versions) - len(stayed)
-        if stayed and all(each.grad is None for each in stayed):
+        resident = [each for each in self._resident if each in self._versions]
+        n_offloaded = len(self._versions) - len(resident)
+        if resident and all(each.grad is None for each in resident):
+            # The next backward would add to the host sums of this one.
             raise ApplyError(
-                f"{len(stayed)} gradients were let go of after a backward, and optimizer.step() has not used"
+                f"{len(resident)} gradients were freed after a backward, and optimizer.step() has not used"
                 " them.",
-                evidence=f"They are those on the device; {n_left} others have left it, and are still there.",
-                fix="optimizer.zero_grad() or model.zero_grad()  in place of  parameter.grad = None",
+                evidence=f"They are those on the device; {n_offloaded} others are offloaded and still exist.",
+                fix="optimizer.zero_grad() or model.zero_grad()  instead of  parameter.grad = None",
                 code="MT364",
             )
-        put = [each for each in self._held if isinstance(each, OptimizerParameter) and each.is_replaced]
-        if put:
+        replaced = [
+            each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
+        ]
+        if replaced:
             raise ApplyError(
-                f"{len(put)} gradients were put in place after a backward whose own have left the device.",
+                f"{len(replaced)} gradients were assigned after a backward whose own are offloaded.",
                 evidence=(
-                    f"One has the shape {tuple(put[0].shape)}; which of the two the step is to use cannot be"
-                    " told."
+                    f"One has the shape {tuple(replaced[0].shape)}; which of the two the step should use is"
+                    " ambiguous."
                 ),
-                fix="change what optimizer.param_groups holds, whose gradients are the ones that a step uses",
+                fix="change the gradients of the parameters in optimizer.param_groups, which the step uses",
                 code="MT364",
             )
         changed = [
@@ -105,16 +111,15 @@ class WatchedGradients:
             raise ApplyError(
                 "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
                 evidence=(
-                    f"{len(changed)} were. {n_left} have left the device by then, {len(stayed)} have not:"
-                    " neither are all."
+                    f"{len(changed)} were; {n_offloaded} are offloaded by then and {len(resident)} are on the"
+                    " device, so neither are all."
                 ),
                 fix=self._fix,
                 code="MT364",
             )
 
     def _are_all(self, changed: list[nn.Parameter]) -> bool:
-        """Return whether every gradient of the step was changed, as clipping through `optimizer.param_groups`
-        does.
+        """Return True if every gradient was changed, as by clipping through `optimizer.param_groups`.
 
         False on several ranks, where clipping would need a norm over all of them, and where gradients were
         used already.
@@ -129,39 +134,37 @@ class WatchedGradients:
             self._versions.pop(each, None)
 
 
-# One gradient that stays on the device until the optimizer's step and tells whether somebody changed
-# gradients meanwhile.
 class SentinelGradient:
-    """The gradient of `parameter`, which any scaling of gradients (clipping by norm, a loss scaler) changes
-    as well.
+    """The gradient of `parameter`, resident until the step, that reveals changes of gradients after backward.
 
-    Where the parameter took no part in a step (a skipped layer, an expert without tokens), zeros are its
-    placeholder until the optimizer's step begins.
+    Any scaling of gradients (clipping by norm, a loss scaler) changes it as well. If the parameter took no
+    part in a step (a skipped layer, an expert without tokens), zeros are its placeholder until the
+    optimizer's step begins.
 
     Args:
         parameter: Its gradient is not offloaded.
-        has_placeholder: Use a placeholder; otherwise a step in which the parameter took no part counts as
+        use_placeholder: Use a placeholder; otherwise a step in which the parameter took no part counts as
             changed.
     """
 
-    def __init__(self, parameter: nn.Parameter, *, stands_in: bool = True) -> None:
-        self.parameter, self._may_stand_in = parameter, stands_in
+    def __init__(self, parameter: nn.Parameter, *, use_placeholder: bool = True) -> None:
+        self.parameter, self._use_placeholder = parameter, use_placeholder
         self._version: int | None = None
         self._zeros: Tensor | None = None
 
-    def landed(self) -> None:
-        """Autograd has put a gradient in place, or added one to what stood in for it."""
+    def on_grad_ready(self) -> None:
+        """Keep the gradient that autograd has set, or added to the placeholder."""
         self._zeros = None
 
     @property
-    def stands_in(self) -> bool:
-        """Whether zeros are there in the place of a gradient."""
+    def has_placeholder(self) -> bool:
+        """True while zeros replace a missing gradient."""
         return self._zeros is not None
 
     @torch.no_grad()
     def note(self) -> None:
         """Note the version at the end of a backward; later changes of the gradient are detected."""
-        if self.parameter.grad is None and self._may_stand_in:
+        if self.parameter.grad is None and self._use_placeholder:
             self._zeros = self.parameter.grad = torch.zeros_like(self.parameter)
         gradient = self.parameter.grad
         if gradient is not None:
@@ -173,63 +176,63 @@ class SentinelGradient:
         self._version = None
 
     def changed(self) -> bool:
-        """Return whether the gradient has changed since the last `note`; drop that version and the
-        placeholder.
-        """
+        """Return True if the gradient has changed since `note`; drop that version and the placeholder."""
         version, self._version = self._version, None
         gradient = self.parameter.grad
-        self.withdraw()
+        self.remove_placeholder()
         return version is not None and (gradient is None or gradient._version != version)
 
-    def withdraw(self) -> None:
+    def remove_placeholder(self) -> None:
         """Remove the placeholder, so that the optimizer does not see it."""
         zeros, self._zeros = self._zeros, None
         if zeros is not None and self.parameter.grad is zeros:
             self.parameter.grad = None
 
 
-# Weights on the device that the user has set since the optimizer did, and that are kept elsewhere too.
 def watch_loads(
     context: Context,
-    kept: set[nn.Parameter],
-    loaded: Callable[[list[nn.Parameter]], None],
+    with_copy: set[nn.Parameter],
+    on_loaded: Callable[[list[nn.Parameter]], None],
     before: Callable[[], None] | None = None,
 ) -> None:
-    """Call `loaded` with those of `kept` whose module has loaded new weights.
+    """Call `on_loaded` with those of `with_copy` whose module has loaded new weights.
 
     A copied or pickled model has no such hooks.
 
     Args:
-        context: Its model's modules are hooked; a parameter includes its replacement (this rank's rows).
-        kept: Parameters with a copy on another tier.
-        loaded: Called after each module's load, children before parents.
-        before: Called before it.
+        context: Hooks are registered on its model's modules; a parameter includes its replacement (this
+            rank's rows).
+        with_copy: Parameters with a copy on another tier.
+        on_loaded: Called after each module's load, children before parents.
+        before: Called before each module's load.
     """
     for module in context.model.modules():
         chains = (
             context.placement.param_chain(each) for each in module._parameters.values() if each is not None
         )
-        mine = [held for chain in chains for held in [each for each in chain if each in kept][:1]]
+        # Of each parameter and its replacements the first that has a copy.
+        mine = [first for chain in chains for first in [each for each in chain if each in with_copy][:1]]
         if not mine:
             continue
         if before is not None:
             module.register_load_state_dict_pre_hook(UncopiedHook(before))
-        module.register_load_state_dict_post_hook(UncopiedHook(lambda mine=mine: loaded(mine)))  # type: ignore[misc]
+        module.register_load_state_dict_post_hook(UncopiedHook(lambda mine=mine: on_loaded(mine)))  # type: ignore[misc]
 
 
 class ExternalWrites:
-    """Rule 2, of the weights of one optimizer that are the model's own parameters, or rows of them.
+    """Finds weights on the device that user code has written since the optimizer wrote them.
 
     Args:
-        context: Of the model; its parameters' `data` is looked at from here on, and `weights_gathered` is
-            subscribed to.
-        weights: What is on the device.
+        context: Context of the model; aliases by its parameters' `data` are tracked, and `weights_gathered`
+            is subscribed to.
+        weights: The optimizer's weights on the device: the model's parameters, or this rank's rows of them.
     """
 
     def __init__(self, context: Context, weights: Iterable[nn.Parameter]) -> None:
         model = set(context.model.parameters())
-        whole = {rows: each for each, rows in context.placement.optimizer_params.items() if each in model}
-        mine = {each: each if each in model else whole.get(each) for each in weights}
+        full = {rows: each for each, rows in context.placement.optimizer_params.items() if each in model}
+        # User code writes the model's parameter, whose version counts for the rows.
+        mine = {each: each if each in model else full.get(each) for each in weights}
         real = {
             each: of
             for each, of in mine.items()
@@ -243,17 +246,18 @@ class ExternalWrites:
         context.events.weights_gathered.subscribe(self._gathered)
 
     def _gathered(self) -> None:
+        """Note the all-gather after a step, which writes the full parameters of sharded weights."""
         for each, of in self._of.items():
             if each is not of:
-                self.wrote(each)
+                self.note_write(each)
 
-    def wrote(self, weight: nn.Parameter) -> None:
-        """The optimizer, or who loads a state, has written it."""
+    def note_write(self, weight: nn.Parameter) -> None:
+        """Note that memtune has written `weight`: the optimizer, or a load."""
         if weight in self._seen:
             self._seen[weight] = _version_of(self._of[weight])
 
-    def by_others(self, but: Collection[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the weights that other code has written since, each once.
+    def take_external(self, but: Collection[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the weights that user code has written since the last `note_write`, each once.
 
         Args:
             but: Offloaded weights, to be skipped.
@@ -264,10 +268,12 @@ class ExternalWrites:
             if each not in but and _version_of(self._of[each]) != seen
         ]
         for each in found:
-            self.wrote(each)
+            self.note_write(each)
         return found
 
 
 def _version_of(weight: nn.Parameter) -> tuple[int, ...]:
+    # The pointer finds `parameter.data = ...`, and `version_of_data` in-place writes through an alias by
+    # `data`: neither counts in the parameter's own version.
     here: Tensor = getattr(weight, "_local_tensor", weight)
     return weight._version, here._version, here.data_ptr(), version_of_data(weight)

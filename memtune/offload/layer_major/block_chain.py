@@ -1,14 +1,13 @@
-"""The blocks of a model as a chain: what each is given, seen once in a forward of the user's own code.
+"""The blocks of a model as a chain: the data flow between blocks, recorded in one forward of the user's code.
 
-What may be taken block by block, over all micro-batches, and still be the plain step to the bit:
+Layer-major order gives the bits of the plain step only if the blocks form a chain:
 
-Rule 1. A block is given what the block before it returned, what the first block was given, and plain values.
-Nothing else
-        computes between blocks, and nothing but the next block uses what one returns, the last one's apart.
-Rule 2. What all blocks are given (masks, rotary angles) needs no gradient: its sum would have another order.
-Rule 3. Nothing draws random numbers, which would be drawn in another order, and no forward changes a buffer
-(BatchNorm's
-        statistics), which a second forward would change again.
+Rule 1. The arguments of a block are outputs of the previous block, arguments of the first block, or plain
+  values. No op runs between blocks, and only the next block uses a block's output (except the last one's).
+Rule 2. Arguments that all blocks share (masks, rotary angles) need no gradient: it would be summed in another
+  order.
+Rule 3. No block draws random numbers (their order would change) or writes a buffer in forward (BatchNorm's
+  statistics; a second forward would write it again).
 """
 
 from __future__ import annotations
@@ -29,27 +28,25 @@ from memtune.errors import ApplyError
 from memtune.runtime import HOST, RandomState, tier
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_FIX = "offload: {states: {kind: stronghold}}, which leaves the order of micro-batches as it is"
+_FIX = "offload: {states: {kind: stronghold}}, which keeps the plain order of micro-batches"
 _Source = tuple[Literal["returned", "first", "plain"], Any]
-"""Of a leaf of a block's arguments: which leaf of what the block before returned, or of the first block's, or
-the value.
+"""Source of an argument leaf: index into the previous block's output or the first block's arguments, or the
+value itself.
 """
 
 
 @dataclass(frozen=True)
-class Given:
+class CallArguments:
     """Arguments of the first block in one micro-batch."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
-    """Device, type and whether casts are kept, of each autocast that was on: packs run outside of the user's
-    `with`.
-    """
+    """(device, dtype, caches casts) of each active autocast: packs run outside of the user's `with`."""
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Given:
-        """The arguments, taken apart."""
+    def of(cls, args: Any, kwargs: Any) -> CallArguments:
+        """Flatten the arguments and note the active autocasts."""
         leaves, spec = tree_flatten((args, kwargs))
         on = tuple(
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
@@ -60,7 +57,7 @@ class Given:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two micro-batches have in common whose chains are the same."""
+        """The key of the recorded chain: micro-batches with equal keys share a chain."""
         kinds = tuple(
             ("tensor", x.requires_grad, x.dtype) if isinstance(x, Tensor) else (type(x), _value(x))
             for x in self.leaves
@@ -68,8 +65,8 @@ class Given:
         return str(self.spec), kinds, self.autocast
 
     @contextmanager
-    def as_called(self) -> Iterator[None]:
-        """Inside, autocast is as it was when the block was called."""
+    def autocast_as_called(self) -> Iterator[None]:
+        """Return a context with the autocasts of the block's original call."""
         with ExitStack() as stack:
             for device, dtype, keeps in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=keeps))
@@ -84,22 +81,31 @@ class Link:
     sources: tuple[_Source, ...]
     returned: TreeSpec
     passed: tuple[int, ...]
-    """Leaves of what the block returns that the next one is given; none for the last block."""
+    """Output leaves that the next block takes; empty for the last block."""
 
     def arguments(self, before: Sequence[Tensor], first: Sequence[Any]) -> tuple[Any, Any]:
-        """Arguments from what the block before passed on and what the first block was given."""
+        """Build the block's arguments.
+
+        Args:
+            before: Output leaves of the previous block, as `passed_outputs` returns them.
+            first: Argument leaves of the first block.
+        """
         values = {"returned": before, "first": first}
         leaves = [where if kind == "plain" else values[kind][where] for kind, where in self.sources]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    def passes(self, out: Any) -> list[Tensor]:
-        """What of the block's output the next block is given."""
+    def passed_outputs(self, out: Any) -> list[Tensor]:
+        """Return the output leaves that the next block takes."""
         leaves = tree_flatten(out)[0]
         return [leaves[at] for at in self.passed]
 
-    def stand_in(self, tensors: Sequence[Tensor]) -> Any:
-        """An output that passes `tensors` on, whatever their number, and holds nothing else."""
+    def placeholder_output(self, tensors: Sequence[Tensor]) -> Any:
+        """Return an output with `tensors` in the passed leaves and None elsewhere.
+
+        With fewer tensors than leaves the last one is repeated: a skipped block passes on what the next pack
+        starts from, and only the last skipped block's leaves must be exact.
+        """
         leaves: list[Any] = [None] * self.returned.num_leaves
         for number, at in enumerate(self.passed):
             leaves[at] = tensors[min(number, len(tensors) - 1)]
@@ -109,31 +115,32 @@ class Link:
 Chain = tuple[Link, ...]
 
 
-class Look:
-    """Watches one forward and says what passes between the blocks.
+class ChainRecorder:
+    """Records the data flow between blocks in one forward.
 
     Args:
         model: The user's module.
-        names: Of its blocks, in the order in which they should run.
+        names: Module paths of its blocks, in expected call order.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._model, self._names = model, names
         self._first: tuple[Any, ...] = ()
-        self._before: list[Any] = []  # what the block before returned; all others may die
+        # Only the previous block's output is held: holding all would keep every activation alive.
+        self._before: list[Any] = []
         self._sources: list[tuple[_Source, ...]] = []
         self._specs: list[tuple[TreeSpec, TreeSpec]] = []
         self._middle: list[tuple[str, weakref.ref[Tensor]]] = []
         self._inside = False
-        self._wrong = ""
+        self._broken_rule = ""
 
     def block(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run block `index` and note what it is given and returns."""
+        """Run block `index` and record the sources of its arguments and its output."""
         if index != len(self._sources):
-            self._says(
+            self._reject(
                 f"{self._names[index]} runs {'again' if index < len(self._sources) else 'out of order'}"
             )
-        given = Given.of(args, kwargs)
+        given = CallArguments.of(args, kwargs)
         self._first = self._first or given.leaves
         self._sources.append(tuple(self._source(index, leaf) for leaf in given.leaves))
         tensors = [leaf for leaf in given.leaves if isinstance(leaf, Tensor)]
@@ -144,29 +151,35 @@ class Look:
         finally:
             self._inside = False
         if any(leaf._version != version for leaf, version in zip(tensors, versions, strict=True)):
-            self._says(f"{self._names[index]} changes what it is given in place")
+            # A pack of backward runs the block again from the same argument, which must be unchanged.
+            self._reject(f"{self._names[index]} changes its argument in place")
         self._before, returned = tree_flatten(out)
         self._specs.append((given.spec, returned))
         if index < len(self._names) - 1:
+            # Weak references: an output that died cannot be used outside of the next block.
             self._middle += [
                 (self._names[index], weakref.ref(leaf)) for leaf in self._before if isinstance(leaf, Tensor)
             ]
         return out
 
-    def _says(self, what: str) -> None:
-        self._wrong = self._wrong or what
+    def _reject(self, reason: str) -> None:
+        """Note the first broken rule; the forward goes on, and `chain` raises at its end."""
+        self._broken_rule = self._broken_rule or reason
 
     def chain(self, run: Callable[[], Any]) -> Chain:
-        """The chain that `run`, a forward of the whole model and its loss, shows; leaves no trace in it.
+        """Run `run`, a forward of the model with its loss, and return the chain.
+
+        Buffers and random-number generators are restored afterwards.
 
         Raises:
-            ApplyError: The blocks are no chain: which rule is broken, and where.
+            ApplyError: The blocks are no chain; names the broken rule and the module.
         """
         buffers = {name: buffer._version for name, buffer in self._model.named_buffers()}
         with tier(HOST):
             before = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         state = RandomState.capture(self._model)
-        with state.restored(), _Between(self):
+        # A recording forward must not change the training run: generators and buffers are restored.
+        with state.restored(), _OpObserver(self):
             run()
             drawn = not state.is_now(self._model)
         changed = changed_buffers(self._model, buffers)
@@ -174,19 +187,21 @@ class Look:
             for name in changed:
                 self._model.get_buffer(name).copy_(before[name])
         if changed:
-            self._says(f"forward changes {changed[0]}, which running a block again would change again")
-        if drawn:
-            self._says(
-                f"forward draws random numbers{dropout_of(self._model)}, and their order would be another"
+            self._reject(
+                f"forward writes {changed[0]}, and the second forward of a block would write it again"
             )
-        links = self._links() if not self._wrong else ()
-        if self._wrong:
-            raise no_chain(self._wrong)
+        if drawn:
+            self._reject(
+                f"forward draws random numbers{dropout_of(self._model)}, and their order would change"
+            )
+        links = self._links() if not self._broken_rule else ()
+        if self._broken_rule:
+            raise not_chain_error(self._broken_rule)
         return links
 
     def _links(self) -> Chain:
         if len(self._sources) != len(self._names):
-            self._says(f"{self._names[len(self._sources)]} does not run")
+            self._reject(f"{self._names[len(self._sources)]} does not run")
             return ()
         links: list[Link] = []
         for index, (spec, returned) in enumerate(self._specs):
@@ -204,43 +219,45 @@ class Look:
         name = self._names[index]
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, _PLAIN):
-                self._says(f"{name} is given a {type(leaf).__name__}, which may change as blocks run")
+                self._reject(f"{name} takes a {type(leaf).__name__}, which may change while blocks run")
             return "plain", leaf
         before = next((i for i, each in enumerate(self._before) if each is leaf), -1)
         if before >= 0:
             return "returned", before
         at = next((i for i, each in enumerate(self._first) if each is leaf), -1)
         if at < 0:
-            self._says(f"code between the blocks makes what {name} is given")
+            self._reject(f"code between the blocks computes an argument of {name}")
         elif index and leaf.requires_grad:
-            self._says(
-                f"{name} is given what the first block was given as well, whose gradient would be summed in"
-                " another order"
+            self._reject(
+                f"{name} and the first block share an argument whose gradient would be summed in another"
+                " order"
             )
         return "first", at
 
-    def sees(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An op runs: outside of the blocks it must not use what a block but the last returned (Rule 1)."""
-        if self._inside or not self._middle or self._wrong:
+    def observe_op(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Check an op outside of the blocks: it must not use an output of a block but the last (Rule 1)."""
+        # After the first violation further ones add nothing to the message.
+        if self._inside or not self._middle or self._broken_rule:
             return
+        # Storages, not tensors: a view of the output is a use as well.
         used = {
             leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
         }
         for name, reference in self._middle:
             tensor = reference()
             if tensor is not None and tensor.untyped_storage()._cdata in used:
-                self._says(f"the op {func} uses what {name} returned, outside of the next block")
+                self._reject(f"the op {func} uses the output of {name} outside of the next block")
 
 
-class _Between(TorchDispatchMode):
-    """Shows every op to a `Look`."""
+class _OpObserver(TorchDispatchMode):
+    """Dispatch mode that passes every op to a `ChainRecorder`."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, recorder: ChainRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._look = look
+        self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._look.sees(func, args, kwargs or {})
+        self._recorder.observe_op(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -249,7 +266,7 @@ def _value(leaf: Any) -> Any:
 
 
 def dropout_of(model: nn.Module) -> str:
-    """` (h.0.drop)`: the first dropout of `model` that drops anything, '' for none."""
+    """Return ` (h.0.drop)`, the first active dropout of `model`; empty for none."""
     found = (
         name
         for name, each in model.named_modules()
@@ -259,8 +276,8 @@ def dropout_of(model: nn.Module) -> str:
     return f" ({name})" if name else ""
 
 
-def no_chain(why: str) -> ApplyError:
-    """The error that says why blocks cannot be taken one by one over all micro-batches."""
+def not_chain_error(why: str) -> ApplyError:
+    """Return the error for blocks that are no chain, with the broken rule as evidence."""
     return ApplyError(
         "The blocks cannot be run one after the other over all micro-batches.",
         evidence=f"{why[:1].upper()}{why[1:]}.",

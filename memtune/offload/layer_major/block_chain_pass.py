@@ -1,5 +1,5 @@
-"""Whether the blocks of a recorded step are a chain, as `offload.layer_major.block_chain` sees it in a live
-model (Rules 1 to 3 there).
+"""Check that the blocks of a recorded step are a chain: the rules of `offload.layer_major.block_chain`, which
+checks a live model.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from memtune.offload.parameters import not_in_layers
 from memtune.program import WRITES, Kind, Phase, Step, columns_of
 
 _ATTENTION = "scaled_dot_product"
-"""In the names of ops that may draw, and do not without dropout; a live model is looked at before it trains.
+"""Part of the names of ops that draw random numbers only with dropout; `LayerMajor` refuses dropout in a live
+model.
 """
 
 
 @functools.lru_cache(maxsize=8)
 def not_a_chain(step: Step) -> str:
-    """Why the blocks of `step` cannot each run over all micro-batches before the next one; empty where they
-    can.
-    """
+    """Return the reason why the blocks of `step` cannot run in layer-major order; empty if they can."""
     if why := not_in_layers(step):
         return why
-    return _own_checkpoint(step) or _changes(step) or _between(step) or _beside(step) or _twice(step)
+    return (
+        _user_checkpoint(step)
+        or _side_effects(step)
+        or _outside_uses(step)
+        or _shared_arguments(step)
+        or _tied_gradients(step)
+    )
 
 
 def _module(step: Step, op: int) -> str:
     return step.modules[step.ops.module[op]] or "the model"
 
 
-def _own_checkpoint(step: Step) -> str:
+def _user_checkpoint(step: Step) -> str:
     again = np.flatnonzero((step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of < 0))
-    return (
-        f"{_module(step, int(again[0]))} is run again by a checkpoint of the model's own"
-        if len(again)
-        else ""
-    )
+    return f"{_module(step, int(again[0]))} is recomputed by the model's own checkpoint" if len(again) else ""
 
 
-def _changes(step: Step) -> str:
-    """Rule 3."""
+def _side_effects(step: Step) -> str:
+    """Return a violation of Rule 3: random numbers, or buffers written in forward."""
     names = np.asarray([_ATTENTION not in name for name in step.names], bool)
     draws = np.flatnonzero((step.ops.rng > 0) & (step.ops.phase < Phase.BOUNDARY) & names[step.ops.name])
     if len(draws):
-        return f"{_module(step, int(draws[0]))} draws random numbers, and their order would be another"
+        return f"{_module(step, int(draws[0]))} draws random numbers, and their order would change"
     writes = (
         (step.uses.mode == WRITES)
         & (step.storages.producer[step.uses.storage] < 0)
@@ -55,14 +56,14 @@ def _changes(step: Step) -> str:
     writes &= step.storages.kind[step.uses.storage] == Kind.BUFFER
     if writes.any():
         return (
-            f"forward of {_module(step, int(step.uses.op[writes.argmax()]))} changes a buffer, and blocks run"
+            f"forward of {_module(step, int(step.uses.op[writes.argmax()]))} writes a buffer, and blocks run"
             " forward twice"
         )
     return ""
 
 
-def _between(step: Step) -> str:
-    """Rule 1: nothing runs between blocks, and only the next one uses what a block makes."""
+def _outside_uses(step: Step) -> str:
+    """Return a violation of Rule 1: ops between blocks, or an output used outside of the next block."""
     parts, n_blocks = parts_of(step), len(step.blocks)
     inside = np.concatenate(parts.forward)
     strays = inside[step.ops.block[inside] < 0]
@@ -83,39 +84,44 @@ def _between(step: Step) -> str:
     wrong |= into & ~given[np.clip(used_in, 0, n_blocks - 1), step.uses.storage]
     if wrong.any():
         op = int(step.uses.op[wrong.argmax()])
-        return f"{_module(step, op)} uses what was made before it and not given to its block"
+        return f"{_module(step, op)} uses a tensor from before it that is no argument of its block"
     return ""
 
 
-def _beside(step: Step) -> str:
-    """Rule 2, as far as a step shows it: something is given to the first block alone."""
+def _shared_arguments(step: Step) -> str:
+    """Return a violation of Rule 2, as far as a Step shows it.
+
+    A Step does not record which arguments need gradients. If the prologue has a backward, some argument of
+    the first block needs one, so the first block must have an argument of its own.
+    """
     given = [set(step.calls.inputs.storage[step.calls.inputs.call == i].tolist()) for i in (0, 1)]
     parts = parts_of(step)
-    if len(parts.back_before) and not given[0] - given[1]:
-        return f"{step.blocks[1]} is given all that {step.blocks[0]} is"
+    if len(parts.backward_before) and not given[0] - given[1]:
+        return f"{step.blocks[1]} takes all arguments of {step.blocks[0]}, one of which needs a gradient"
     return ""
 
 
-def _twice(step: Step) -> str:
-    """A weight before the blocks and after them has a gradient of two parts; nothing else there has one in
-    common.
+def _tied_gradients(step: Step) -> str:
+    """Return a violation by tensors shared by the code before and after the blocks.
+
+    A tied weight is allowed if its gradient is one sum of two parts; any other shared tensor is not.
     """
     parts, inside = parts_of(step), np.zeros(step.ops.n, bool)
-    inside[parts.back_before] = True
+    inside[parts.backward_before] = True
     for parameter in shared_weights(step, parts.before, parts.after):
         found = two_parts(step, parameter)
         if (
             found is None
-            or step.storages.producer[found.after] not in parts.back_after
+            or step.storages.producer[found.after] not in parts.backward_after
             or not inside[step.storages.producer[found.before]]
         ):
             return (
-                f"the gradient of {columns_of(step.parameters).names[parameter]} is not one sum of what comes"
-                " before and after"
+                f"the gradient of {columns_of(step.parameters).names[parameter]} is not one sum of its parts"
+                " from before and after the blocks"
             )
         inside[found.adder] = False
     producer = step.storages.producer[step.uses.storage]
-    skips = inside[step.uses.op] & (producer >= 0) & np.isin(producer, parts.back_after)
+    skips = inside[step.uses.op] & (producer >= 0) & np.isin(producer, parts.backward_after)
     if skips.any():
-        return "what comes after the blocks uses what was made before them"
+        return "code after the blocks uses a tensor from before them"
     return ""

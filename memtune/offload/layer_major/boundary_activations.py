@@ -1,26 +1,29 @@
-"""What packs of blocks start from, kept for each micro-batch until they do: Rule 2 of
-`offload.layer_major.layer_major_order`.
+"""Boundary activations: the arguments of packs, saved for each micro-batch on device or host until the pack
+runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.offload.layer_major.packs import BoundaryTier
 from memtune.runtime import HOST, mark, transfer
 
-BoundaryTier = Literal["device", "host"]
-Kept = Callable[[Tensor, list[Tensor | None]], list[Any]]
-"""Gives back what was kept, from an anchor and a list that gets its gradients."""
+SavedStart = Callable[[Tensor, list[Tensor | None]], list[Any]]
+"""Restores saved arguments: takes an anchor, and a list that backward fills with their gradients."""
 
 
 class _Boundary(torch.autograd.Function):
-    """What a pack starts from, with autograd looking on; its gradient goes to `sink[at]` and no further."""
+    """Makes a saved argument part of a new graph; backward stores its gradient in `sink[at]` and stops.
+
+    `anchor` is an empty tensor that requires a gradient: without it autograd would not record the function.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, sink: list[Tensor | None], at: int) -> Tensor:
@@ -33,59 +36,59 @@ class _Boundary(torch.autograd.Function):
         return None, None, None, None
 
 
-class Boundaries:
-    """What packs start from.
+class BoundaryActivations:
+    """Saves the arguments of packs.
 
     Args:
-        where: What needs gradients is kept.
+        where: Tier of the arguments that need gradients; all others remain where they are.
     """
 
     def __init__(self, where: BoundaryTier) -> None:
         self._where = where
-        self._leaving: tuple[Tensor, Tensor] | None = (
-            None  # on the device, and the host memory that it is on the way to
-        )
+        # Source and target of the D2H copy in flight. At most one, so the device holds at most two boundary
+        # activations, whatever the speed of the link; the pass predicts the same.
+        self._in_flight: tuple[Tensor, Tensor] | None = None
 
-    def keep(self, tensors: Sequence[Any]) -> Kept:
-        """Keep `tensors`; returns what gives them back."""
-        kept = [(self._leave(x), isinstance(x, Tensor) and x.requires_grad) for x in tensors]
+    def save(self, tensors: Sequence[Any]) -> SavedStart:
+        """Save `tensors` for one micro-batch and return the function that restores them."""
+        saved = [(self._save_one(x), isinstance(x, Tensor) and x.requires_grad) for x in tensors]
 
         def start(anchor: Tensor, sink: list[Tensor | None]) -> list[Any]:
             found = []
-            sink += [None] * len(kept)
-            for at, (x, needs_gradient) in enumerate(kept):
-                there = (
+            sink += [None] * len(saved)
+            for at, (x, needs_gradient) in enumerate(saved):
+                value = (
                     torch.ops.memtune.to_device(x, anchor.device)
                     if needs_gradient and self._where == "host"
                     else x
                 )
-                found.append(_Boundary.apply(anchor, there, sink, at) if needs_gradient else there)  # type: ignore[no-untyped-call]
+                found.append(_Boundary.apply(anchor, value, sink, at) if needs_gradient else value)  # type: ignore[no-untyped-call]
             return found
 
         return start
 
-    def _leave(self, x: Any) -> Any:
+    def _save_one(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if self._where == "device" or not x.requires_grad:
-            return x.detach()
-        self.arrive()
+            return x.detach()  # without it the saved tensor would hold the graph that made it
+        self.wait()
         host = torch.ops.memtune.to_host(x.detach())
         mark(host, HOST)
-        self._leaving = x.detach(), host
+        self._in_flight = x.detach(), host  # the source must live until the copy has ended
         return host
 
-    def arrive(self) -> None:
-        """What is on its way to the host is let go on the device."""
-        if self._leaving is not None:
-            transfer.wait(self._leaving[1])
-            self._leaving = None
+    def wait(self) -> None:
+        """Wait for the D2H copy in flight and free its source on the device."""
+        if self._in_flight is not None:
+            transfer.wait(self._in_flight[1])
+            self._in_flight = None
 
 
-def nothing_saved() -> saved_tensors_hooks:
-    """Inside, what autograd saves is let go at once; nothing that runs there can run backward."""
-    return saved_tensors_hooks(lambda tensor: None, _gone)
+def discard_saved() -> saved_tensors_hooks:
+    """Return a context that drops all saved tensors; the graph of its ops cannot run backward."""
+    return saved_tensors_hooks(lambda tensor: None, _refuse_backward)
 
 
-def _gone(nothing: None) -> Tensor:
+def _refuse_backward(nothing: None) -> Tensor:
     raise AssertionError("a forward pack has no backward")

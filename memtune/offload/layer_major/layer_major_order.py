@@ -1,29 +1,17 @@
-"""Layer-major order: each pack of blocks runs all micro-batches before the next one begins, forward and back.
+"""Layer-major order: each pack of blocks runs all micro-batches, forward or backward, before the next pack.
 
-Seven rules, which the pass `offload.layer_major.layer_major_pass` follows op by op:
+Order of a group of micro-batches, which the pass `offload.layer_major.layer_major_pass` follows op by op:
 
-Rule 1. The user's code runs up to the first block once for each micro-batch; there it is stopped, and what
-the block was to be
-        given is kept. Packs of forward are run from what is kept, block by block, as the chain
-        (`offload.layer_major.block_chain`) says.
-Rule 2. What a pack of backward starts from is kept for each micro-batch, on the device or the host, until
-that backward is done. Rule 3. Autograd looks on in every forward, so that kernels are those of the plain
-step; what it saves in a forward pack is
-        dropped at once, and no claim on activations holds; in the turn and in packs of backward they do
-        (`recompute`).
-Rule 4. The turn, the last pack of backward, runs inside the user's code, from its beginning to its loss and
-back, as a plain
-        micro-batch does (`runtime.training_step`); the blocks before it are skipped, and the last of them
-        returns what was kept.
-Rule 5. Then packs run backward from last to first: each again forward from what was kept, then back from the
-gradient of what it
-        returned. What comes before the blocks runs backward last of all, in the graph that the turn made.
-Rule 6. Every pack takes micro-batches in their order, so each weight's gradient is the plain step's sum, to
-the bit; but for a
-        weight before the blocks and after them (a tied head), which gets the sum of two such sums, one of
-        each of its uses.
-Rule 7. With groups, all this is done for some micro-batches, then for others; the optimizer's updates come in
-the last group.
+1. Prologue: the user's code runs up to the first block, whose arguments are saved (`Prologue`).
+2. Forward packs run block by block from saved arguments, along the chain (`offload.layer_major.block_chain`).
+  Saved tensors are dropped; arguments of later packs are saved on device or host (`BoundaryActivations`).
+3. Turnaround: the last pack runs inside the user's code, from its first line to the loss and back.
+4. The other packs run from last to first: forward again from saved arguments, then backward.
+5. The prologue's backward runs last, in the graph of the turnaround.
+
+Every pack takes micro-batches in their order, so each weight's gradient is the plain step's sum, to the bit.
+The exception is a tied weight, used before and after the blocks: it gets the sum of two such sums, one per
+use. With several groups the optimizer's updates run in the last one.
 """
 
 from __future__ import annotations
@@ -39,43 +27,52 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from memtune.errors import ApplyError
-from memtune.offload.layer_major.block_chain import Chain, Given, Look, dropout_of, no_chain
-from memtune.offload.layer_major.boundary_activations import Boundaries, BoundaryTier, Kept, nothing_saved
-from memtune.offload.layer_major.pack_offloader import PackStore
-from memtune.offload.layer_major.packs import Packs, Span
+from memtune.offload.layer_major.block_chain import (
+    CallArguments,
+    Chain,
+    ChainRecorder,
+    dropout_of,
+    not_chain_error,
+)
+from memtune.offload.layer_major.boundary_activations import BoundaryActivations, SavedStart, discard_saved
+from memtune.offload.layer_major.pack_offloader import PackOffloader
+from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span
 from memtune.runtime import Context, ReplacedForward, training_step
 
 
 class LayerMajor:
-    """Runs `context`'s model layer by layer over all micro-batches.
+    """Runs `context`'s model in layer-major order.
 
     Args:
         context: Its model and blocks; the blocks' forwards are replaced.
-        store: Where the blocks' parameters are.
-        packs: Which blocks run together.
-        boundaries: Where what packs start from is kept.
+        store: Loads and frees the blocks' parameters.
+        packs: The packs of blocks, and their order.
+        boundaries: Tier of saved boundary activations.
 
     Raises:
-        ApplyError: The model drops at random, or updates statistics in forward.
+        ApplyError: The model has active dropout, or updates statistics in forward.
     """
 
     def __init__(
-        self, context: Context, store: PackStore, packs: Packs, boundaries: BoundaryTier = "device"
+        self, context: Context, store: PackOffloader, packs: Packs, boundaries: BoundaryTier = "device"
     ) -> None:
         self._store = store
-        self._packs, self._boundaries = packs, Boundaries(boundaries)
+        self._packs, self._boundaries = packs, BoundaryActivations(boundaries)
         _refuse(context.model)
-        self._calls = BlockCalls(context.model, context.blocks)
-        self._before = BeforeBlocks(context.model, context.blocks, self._calls, store)
+        self._calls = InterceptedBlocks(context.model, context.blocks)
+        self._prologue = Prologue(context.model, context.blocks, self._calls, store)
         self._anchor = torch.empty(0, device=context.device, requires_grad=True)
-        self._at = 0  # micro-batch whose turn it is
-        self._kept: dict[tuple[int, int], Kept] = {}
-        """By first block of a pack and micro-batch."""
+        self._at = 0  # current micro-batch of the turnaround
+        self._saved: dict[tuple[int, int], SavedStart] = {}
+        """Arguments of packs, by first block of the pack and micro-batch."""
         self._starts: list[Any] = []
+        """Arguments of the turnaround's first block, while the user's code runs past the blocks before it."""
         self._edges: dict[int, list[GradientEdge | None]] = {}
+        """By micro-batch: edges of the first block's arguments, from which the prologue runs backward."""
         self._gradients: dict[int, list[Tensor | None]] = {}
+        """By micro-batch: gradients of the arguments of the pack that ran backward last."""
         self.order: list[tuple[str, Span, int]] = []
-        """What the last step ran, when: direction, pack, micro-batch."""
+        """Runs of the last step, in order: direction, pack, micro-batch."""
 
     def accumulate(
         self,
@@ -87,25 +84,25 @@ class LayerMajor:
         sync: training_step.SyncContext = lambda last: nullcontext(),
         upload: training_step.Upload = training_step.upload,
     ) -> Tensor:
-        """As `loop.accumulate`, layer by layer.
+        """Run forward and backward of all micro-batches; replaces `training_step.accumulate`.
 
         Raises:
             ApplyError: The blocks are no chain (`offload.layer_major.block_chain`).
         """
         self.order = []
-        self._store.step_starts()
+        self._store.begin_step()
         total: Tensor | None = None
         try:
             for group in self._packs.groups(len(batches)):
                 total = self._group(model, loss_function, batches, group, device, sync, upload, total)
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt: parameters must not remain on the device
             self._store.is_last = False
             self._forget()
             self._store.abandon()
             raise
         finally:
             self._store.is_stepping = False
-        self._store.step_ends()
+        self._store.end_step()
         assert total is not None
         return total
 
@@ -120,68 +117,70 @@ class LayerMajor:
         upload: training_step.Upload,
         total: Tensor | None,
     ) -> Tensor:
+        """Run a group of micro-batches through all packs; return the sum of losses so far."""
         packs = self._packs
         following = dict(zip(range(len(packs.uses)), [*packs.uses[1:], None], strict=True))
         update = group.stop == len(batches)
         if packs.forward:
             for index in group:
-                given = self._before.run(index, model, loss_function, batches[index], device, upload)
-                self._kept[0, index] = self._boundaries.keep(given)
-                del given
+                given = self._prologue.run(index, model, loss_function, batches[index], device, upload)
+                self._saved[0, index] = self._boundaries.save(given)
+                del given  # the saved arguments may be on the host; this would hold the device's
         for number, pack in enumerate(packs.uses):
             self._store.begin(pack, following[number] if packs.prefetch else None)
             backward = number >= len(packs.forward)
             if number == len(packs.forward):
-                total = self._turn(model, loss_function, batches, group, device, sync, upload, total)
+                total = self._turnaround(model, loss_function, batches, group, device, sync, upload, total)
             else:
                 for index in group:
                     self._store.is_last = backward and index == group[-1]
                     self._backward(pack, index) if backward else self._forward(pack, index)
-                    self._store.go_on()
+                    self._store.next_micro_batch()
             self._store.is_last = False
-            self._boundaries.arrive()
+            self._boundaries.wait()
             self._store.end(pack, update=backward and update)
         for index in group:
-            self._back_to_the_start(index)
+            self._prologue_backward(index)
         assert total is not None
         return total
 
     # -- packs -----------------------------------------------------------------------------------------------
 
     def _run(self, blocks: range, index: int, passed: list[Any]) -> list[Any]:
-        """What the last of `blocks` passes on in micro-batch `index`, when the first one starts from
-        `passed`.
-        """
-        chain = self._before.chain_of[index]
-        with self._before.called_as[index].as_called():
+        """Run `blocks` from `passed` in micro-batch `index`; return the last one's passed outputs."""
+        chain = self._prologue.chain_of[index]
+        with self._prologue.called_as[index].autocast_as_called():
             for block in blocks:
-                args, kwargs = chain[block].arguments(passed, self._before.shared[index] if block else passed)
+                args, kwargs = chain[block].arguments(
+                    passed, self._prologue.shared[index] if block else passed
+                )
                 out = self._calls.blocks[block](*args, **kwargs)
+                # Drop references before the next block runs: its peak must not include this one's arguments.
                 del args, kwargs
-                passed = chain[block].passes(out)
+                passed = chain[block].passed_outputs(out)
                 del out
         return passed
 
     def _forward(self, pack: Span, index: int) -> None:
-        """Rules 2 and 3."""
+        """Run a forward pack, cut where packs of backward start, and save their arguments."""
         self.order.append(("forward", pack, index))
         starts = [first for first, _ in self._packs.backward]
         cuts = [pack[0], *(first for first in starts if pack[0] < first < pack[1]), pack[1]]
         for first, last in itertools.pairwise(cuts):
-            stays = first in starts  # else it is handed over from one pack of forward to the next
-            with self._calls.answered_by(as_it_is), nothing_saved():
-                self._kept[last, index] = self._boundaries.keep(
-                    self._run(range(first, last), index, self._start(first, index, [], stays=stays))
+            is_needed_again = first in starts  # by backward; otherwise only this run reads the arguments
+            # Autograd records although its saved tensors are dropped: under no_grad an op may choose another
+            # kernel, with other bits than the plain step.
+            with self._calls.handled_by(run_block), discard_saved():
+                self._saved[last, index] = self._boundaries.save(
+                    self._run(range(first, last), index, self._start(first, index, [], keep=is_needed_again))
                 )
 
-    def _start(self, first: int, index: int, sink: list[Tensor | None], *, stays: bool = False) -> list[Any]:
-        """What the pack that begins with block `first` starts from; nothing else holds it unless it
-        `stays`.
-        """
-        start = self._kept[first, index] if stays else self._kept.pop((first, index))
+    def _start(self, first: int, index: int, sink: list[Tensor | None], *, keep: bool = False) -> list[Any]:
+        """Return the arguments of the pack that begins with block `first`; unless `keep`, forget them."""
+        start = self._saved[first, index] if keep else self._saved.pop((first, index))
         return start(self._anchor, sink)
 
-    def _turn(
+    def _turnaround(
         self,
         model: nn.Module,
         loss_function: training_step.LossFunction,
@@ -192,69 +191,73 @@ class LayerMajor:
         upload: training_step.Upload,
         total: Tensor | None,
     ) -> Tensor:
-        """Rule 4."""
+        """Run the user's code with the last pack, forward and backward; earlier blocks are skipped."""
         indices = iter(group)
 
         def next_upload(batch: Any, device: torch.device) -> Any:
             self._at = next(indices)
             self._store.is_last = self._at == group[-1]
-            self.order.append(("turn", self._packs.turn, self._at))
+            self.order.append(("turnaround", self._packs.turnaround, self._at))
             return upload(batch, device)
 
-        with self._calls.answered_by(self._skip):
+        with self._calls.handled_by(self._skip):
             return training_step.accumulate(
                 model, loss_function, batches, device, sync=sync, upload=next_upload, among=group, total=total
             )
 
     def _skip(self, block: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        first, index = self._packs.turn[0], self._at
+        """Run a block of the turnaround; answer an earlier block's call with a placeholder output."""
+        first, index = self._packs.turnaround[0], self._at
         if block >= first:
             return forward(*args, **kwargs)
         if block == 0:
+            # The skipped blocks cut the graph here; the prologue runs backward from these edges later.
             self._edges[index] = [_edge(leaf) for leaf in tree_leaves((args, kwargs))]
             self._gradients[index] = sink = list[Any]()
             self._starts = self._start(first, index, sink)
-        out = self._before.chain_of[index][block].stand_in(self._starts)
+        out = self._prologue.chain_of[index][block].placeholder_output(self._starts)
         if block == first - 1:
             self._starts = []
         return out
 
     def _backward(self, pack: Span, index: int) -> None:
-        """Rule 5."""
+        """Run a pack forward again from its saved arguments, then backward."""
         self.order.append(("backward", pack, index))
         sink: list[Tensor | None] = []
-        with self._calls.answered_by(as_it_is):
+        with self._calls.handled_by(run_block):
             passed = self._run(range(*pack), index, self._start(pack[0], index, sink))
+        # Backward needs the graph only; an edge holds no activation, as an output tensor would.
         edges = [_edge(each) for each in passed]
         del passed
         _back(edges, self._gradients.pop(index))
         self._gradients[index] = sink
 
-    def _back_to_the_start(self, index: int) -> None:
-        """Rule 5, of what comes before the blocks."""
-        self._before.forget(index)
+    def _prologue_backward(self, index: int) -> None:
+        """Run the backward of the prologue in micro-batch `index`, in the graph of the turnaround."""
+        self._prologue.forget(index)
         if index not in self._edges:
             return
         try:
             _back(self._edges.pop(index), self._gradients.pop(index))
         except RuntimeError as error:
+            # The turnaround's backward has already run through the prologue's graph, past the blocks.
             if "second time" not in str(error):
                 raise
-            raise no_chain("what comes after the blocks uses what was made before the blocks") from None
+            raise not_chain_error("code after the blocks uses a tensor made before the blocks") from None
 
     def _forget(self) -> None:
-        self._before.forget()
-        self._kept.clear()
-        self._boundaries.arrive()
+        self._prologue.forget()
+        self._saved.clear()
+        self._boundaries.wait()
         self._edges.clear()
         self._gradients.clear()
         self._starts = []
 
     def check(self) -> dict[str, Any]:
-        """Packs of the model.
+        """Return the number of packs, for the audit.
 
         Raises:
-            ApplyError: A block's forward is another one than was put there.
+            ApplyError: A block's forward was replaced after `apply`.
         """
         self._calls.check()
         return {"packs": len(self._packs.backward), "forward_packs": len(self._packs.forward)}
@@ -265,7 +268,7 @@ def _edge(leaf: Any) -> GradientEdge | None:
 
 
 def _back(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
-    """Backward from those of `edges` that have a gradient."""
+    """Run backward from those of `edges` that have a gradient."""
     both = [
         (edge, each)
         for edge, each in zip(edges, gradients, strict=True)
@@ -276,47 +279,48 @@ def _back(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | Non
 
 
 def _refuse(model: nn.Module) -> None:
-    """What can be seen without a forward.
+    """Refuse violations of the chain rules that need no forward to be seen.
 
     Raises:
-        ApplyError: A dropout or a BatchNorm.
+        ApplyError: The model has active dropout or BatchNorm.
     """
     if name := dropout_of(model):
-        raise no_chain(f"dropout{name} draws random numbers, and their order would be another")
+        raise not_chain_error(f"dropout{name} draws random numbers, and their order would change")
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.modules.batchnorm._NormBase)
             and module.track_running_stats
             and module.training
         ):
-            raise no_chain(f"{name} updates its statistics in every forward, and blocks run twice")
+            raise not_chain_error(f"{name} updates its statistics in every forward, and blocks run twice")
 
 
-# The user's code up to the first block, and the chain that follows: Rule 1 of
-# `offload.layer_major.layer_major_order`.
+# BaseException, so that an `except Exception` in the user's code does not catch it.
 class _Stop(BaseException):
-    """The user's code has come to the first block."""
+    """Stops the user's code at the first block."""
 
 
-class BeforeBlocks:
-    """What the first block is given in each micro-batch, and how the others follow.
+class Prologue:
+    """Runs the user's code up to the first block, and records the chain of blocks.
 
     Args:
-        model: The user's.
-        names: Of its blocks.
-        calls: Of the same blocks.
-        store: Where their parameters are.
+        model: The user's model.
+        names: Module paths of its blocks.
+        calls: The same blocks, intercepted.
+        store: Loads and frees their parameters.
     """
 
-    def __init__(self, model: nn.Module, names: list[str], calls: BlockCalls, store: PackStore) -> None:
+    def __init__(
+        self, model: nn.Module, names: list[str], calls: InterceptedBlocks, store: PackOffloader
+    ) -> None:
         self._model, self._names, self._calls, self._store = model, names, calls, store
         self._chains: dict[Any, Chain] = {}
         self.chain_of: dict[int, Chain] = {}
-        """By micro-batch."""
-        self.called_as: dict[int, Given] = {}
-        """By micro-batch: how the first block was called, without tensors."""
+        """By micro-batch: the chain of its blocks."""
+        self.called_as: dict[int, CallArguments] = {}
+        """By micro-batch: the first block's call, without tensors."""
         self.shared: dict[int, list[Any]] = {}
-        """By micro-batch: what the first block is given and later ones as well."""
+        """By micro-batch: argument leaves of the first block that later blocks take too, None for others."""
 
     def run(
         self,
@@ -327,48 +331,49 @@ class BeforeBlocks:
         device: torch.device,
         upload: training_step.Upload,
     ) -> tuple[Any, ...]:
-        """What the first block is to be given in micro-batch `index`.
+        """Return the argument leaves of the first block in micro-batch `index`.
 
         Raises:
             ApplyError: The blocks are no chain.
         """
-        taken: list[Given] = []
+        calls: list[CallArguments] = []
 
         def stop(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
-            taken.append(Given.of(args, kwargs))
+            calls.append(CallArguments.of(args, kwargs))
             raise _Stop
 
-        with self._calls.answered_by(stop), nothing_saved():
+        with self._calls.handled_by(stop), discard_saved():
             try:
                 loss_function(model, upload(batch, device))
             except _Stop:
                 pass
-        if not taken:
-            raise no_chain(f"{self._names[0]} does not run")
-        given = taken.pop()
+        if not calls:
+            raise not_chain_error(f"{self._names[0]} does not run")
+        given = calls.pop()
         if given.key not in self._chains:
-            self._chains[given.key] = self._look(lambda: loss_function(model, upload(batch, device)))
+            self._chains[given.key] = self._record_chain(lambda: loss_function(model, upload(batch, device)))
         chain = self.chain_of[index] = self._chains[given.key]
-        self.called_as[index] = Given((), given.spec, given.autocast)
+        self.called_as[index] = CallArguments((), given.spec, given.autocast)
         later = {where for link in chain[1:] for kind, where in link.sources if kind == "first"}
         self.shared[index] = [leaf if at in later else None for at, leaf in enumerate(given.leaves)]
         return given.leaves
 
-    def _look(self, run: Callable[[], Any]) -> Chain:
-        look, store = Look(self._model, self._names), self._store
+    def _record_chain(self, run: Callable[[], Any]) -> Chain:
+        """Record the chain in one plain forward, with one block resident at a time."""
+        recorder, store = ChainRecorder(self._model, self._names), self._store
 
-        def watched(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
-            store.fetch_one(block)
+        def recorded(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
+            store.load_block(block)
             try:
-                return look.block(block, forward, args, kwargs)
+                return recorder.block(block, forward, args, kwargs)
             finally:
-                store.release_one(block)
+                store.free_block(block)
 
-        with self._calls.answered_by(watched), nothing_saved():
-            return look.chain(run)
+        with self._calls.handled_by(recorded), discard_saved():
+            return recorder.chain(run)
 
     def forget(self, index: int | None = None) -> None:
-        """Let go of micro-batch `index`, or of all."""
+        """Free the data of micro-batch `index`, or of all."""
         for each in (self.chain_of, self.called_as, self.shared):
             if index is None:
                 each.clear()
@@ -376,63 +381,62 @@ class BeforeBlocks:
                 each.pop(index, None)
 
 
-# Calls of a model's blocks, by the user's code or by others, that whoever orders them may answer otherwise.
-Called = Callable[[int, Callable[..., Any], Any, Any], Any]
-"""Takes the place of a block: its number, its own forward, what it is called with."""
+CallHandler = Callable[[int, Callable[..., Any], Any, Any], Any]
+"""Answers the call of a block, from its index, its own forward, args and kwargs."""
 
 
 class _Block(ReplacedForward):
-    """A block that runs, is skipped or stops the user's code, as the order wants."""
+    """The replaced forward of a block: passes its calls to the current handler."""
 
-    def __init__(self, module: nn.Module, index: int, calls: BlockCalls) -> None:
+    def __init__(self, module: nn.Module, index: int, calls: InterceptedBlocks) -> None:
         super().__init__(module)
         self._index, self._calls = index, calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's own forward, or what takes its place."""
+        """Return the handler's answer to this call."""
         return self._calls.called(self._index, self._original, args, kwargs)
 
 
-class BlockCalls:
-    """The blocks `names` of `model`, whose forwards are replaced.
+class InterceptedBlocks:
+    """The blocks of a model with replaced forwards, whose calls a handler answers.
 
     Args:
         model: Holds the blocks.
-        names: Of the blocks.
+        names: Module paths of the blocks.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._names, self.blocks = names, [model.get_submodule(name) for name in names]
-        self._called: Called | None = None
+        self._handler: CallHandler | None = None
         for index, block in enumerate(self.blocks):
             _Block(block, index, self).install()
 
     def called(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block is called by the user's code, or by a pack."""
-        if self._called is None:
+        """Answer a call of block `index`, by the user's code or by a pack; without a handler, run it."""
+        if self._handler is None:
             return forward(*args, **kwargs)
-        return self._called(index, forward, args, kwargs)
+        return self._handler(index, forward, args, kwargs)
 
     @contextmanager
-    def answered_by(self, called: Called) -> Iterator[None]:
-        """Inside, `called` takes the place of the blocks."""
-        self._called = called
+    def handled_by(self, handler: CallHandler) -> Iterator[None]:
+        """Return a context in which `handler` answers the calls of blocks."""
+        self._handler = handler
         try:
             yield
         finally:
-            self._called = None
+            self._handler = None
 
     def check(self) -> None:
-        """Look whether all is as it was put there.
+        """Check that the replaced forwards are in place.
 
         Raises:
-            ApplyError: A block's forward is another one.
+            ApplyError: A block's forward was replaced after `apply`.
         """
         for name, block in zip(self._names, self.blocks, strict=True):
             if not isinstance(getattr(vars(block).get("forward"), "__self__", None), _Block):
                 raise ApplyError(f"the forward of {name} was replaced after memtune.apply.", code="MT309")
 
 
-def as_it_is(block: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The block itself."""
+def run_block(block: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run the block itself; a `CallHandler`."""
     return forward(*args, **kwargs)

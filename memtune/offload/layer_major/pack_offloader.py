@@ -1,27 +1,14 @@
-"""Parameters of the blocks on the host, on the device pack by pack; gradients leave once, updates follow at
-once.
+"""Pack offload: block parameters on the host, resident pack by pack; each gradient offloaded once per step.
 
-Six rules, which the pass `offload.layer_major.layer_major_pass` follows op by op:
+The pass `offload.layer_major.layer_major_pass` follows these rules op by op:
 
-Rule 1. `begin` brings in what of a pack is not there, then, where asked to, the pack that is used next; `end`
-lets go of a pack.
-        Asked to, it only takes the memory of that one, whose weights follow in even parts, one with each
-        micro-batch: links serve copies in their order, and what a micro-batch starts from would wait for all
-        of them.
-Rule 2. A pack's gradients are summed on the device. In the last micro-batch of the pack their copies to the
-host start as they
-        land; the device lets go of one when the next one lands, or when the pack ends. Where weights come in
-        parts, gradients leave in parts as well, one with each micro-batch of the pack that is used next, and
-        are let go of when that ends.
-Rule 3. A pack whose gradients are on the host when a pack ends is updated there, beside what runs next
-(just-in-time update),
-        once there is room for its gradients beside those that still wait (`early_updates.Waiting`).
-Rule 4. With several ranks, each of which has all weights, a gradient is averaged before it leaves.
-Rule 5. Outside of a step (evaluation, generation) each block comes in when it is called and goes when it
-returns. Rule 6. Updates of the blocks that are `late` are left to `optimizer.step()`, which goes on without
-them (`late_updates`): they
-        run beside the next step's forward, and a block's is over before its weights come in (`late_blocks`).
-        What is owed to the next pack is looked for in each micro-batch, and waited for when that pack begins.
+- `begin` loads a pack and may prefetch the next one; `end` frees a pack.
+- A pack's gradients are summed on the device, and offloaded in its last micro-batch, each when it is ready.
+- The host updates a pack once its gradients have arrived, overlapped with the next pack (just-in-time
+  update), within the bound of `update_triggers.PendingUpdates`.
+- Deferred updates overlap with the next step's forward; a block is loaded after its own update.
+- Replicas average a gradient before it is offloaded.
+- Outside of a step (evaluation, generation) each block is loaded when it is called and freed when it returns.
 """
 
 from __future__ import annotations
@@ -39,18 +26,19 @@ from memtune.offload.parameters import DeferredBlocks
 from memtune.runtime import Context, EarlyUpdates, before_step, transfer
 
 
-class PackStore(DeferredBlocks):
-    """Makes the blocks' parameters of `context` come and go as it is told.
+class PackOffloader(DeferredBlocks):
+    """Loads and frees the blocks' parameters of `context`, pack by pack.
 
     Args:
-        context: Its model; hooks are put on its blocks and their parameters.
+        context: Its model; hooks are registered on its blocks and their parameters.
         optimizer: Holds the host copies, and updates them.
-        averages: Ranks that have all weights average gradients.
-        late: Blocks whose updates go on beside the next step's forward.
-        room_bytes: Of gradients on their way at once; 0: one.
+        averages: Ranks are replicas, and average gradients.
+        deferred: Blocks with deferred updates.
+        room_bytes: Bound of gradients in D2H copies at once; 0: one gradient.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
+        ApplyError: A block's parameter is used outside of it, or no parameter outside of the blocks is
+            trained.
     """
 
     def __init__(
@@ -59,178 +47,196 @@ class PackStore(DeferredBlocks):
         optimizer: HostOptimizer,
         *,
         averages: bool = True,
-        late: frozenset[int] = frozenset(),
+        deferred: frozenset[int] = frozenset(),
         room_bytes: int = 0,
     ) -> None:
         super().__init__(context, optimizer, averages=averages, room_bytes=room_bytes)
-        self._late_blocks = late
-        self._parts: list[list[int]] = []
-        """Of what is to come in, the last part first: of each piece the block."""
-        self._staying: list[tuple[nn.Parameter, Tensor]] = []
-        """Gradients of the last pack, which leave in parts."""
-        self._going: list[range] = []
-        """Which of them, the last part first."""
-        self._in_parts, self._gone = False, list[int]()
-        """Whether this pack's gradients stay for the next one; the blocks whose gradients leave meanwhile."""
-        self._leave(context, optimizer, {block: self._blocks[block] for block in late})
+        self._deferred_blocks = deferred
+        self._load_parts: list[list[int]] = []
+        """Parts of the next pack's copies, last part first (`pop`): the block of each piece."""
+        self._kept_gradients: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients of the last pack that are offloaded in parts."""
+        self._gradient_parts: list[range] = []
+        """Their parts, last part first: indices into `_kept_gradients`."""
+        self._in_parts, self._update_next = False, list[int]()
+        """True if copies run in parts; the blocks whose gradients are offloaded while the next pack runs."""
+        self._defer(context, optimizer, {block: self._blocks[block] for block in deferred})
         self._updated = EarlyUpdates(context, "block")
         self.is_stepping = False
-        """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
+        """True inside a step: only `begin` and `end` load and free blocks."""
         self.is_last = False
-        """In the last micro-batch of a pack: gradients leave as they land."""
+        """True in the last micro-batch of a pack: gradients are offloaded when ready."""
         for index, block in enumerate(self._modules):
-            self._call_alone(index, block)
-            self._watch_block(context, index)
+            self._hook_evaluation(index, block)
+            self._hook_block(context, index)
         before_step(context.optimizer, self._step_begins)
-        self._release(range(len(self._units)))
+        self._free_units(range(len(self._units)))
 
-    def _call_alone(self, index: int, block: nn.Module) -> None:
-        """Rule 5."""
+    def _hook_evaluation(self, index: int, block: nn.Module) -> None:
+        """Load and free block `index` at its own calls outside of a step; refuse a forward that records."""
 
         def called(module: nn.Module, args: Any) -> None:
             if not self.is_stepping:
                 if torch.is_grad_enabled():
                     raise ApplyError(
-                        "This config runs each block over all micro-batches before the next one.",
-                        evidence="Only Tuned.step has them all.",
+                        "This config runs each block over all micro-batches before the next block.",
+                        evidence="Only Tuned.step has all micro-batches.",
                         fix="tuned.step(batches)",
                         code="MT311",
                     )
-                self._fetch_block(index)
+                self._load_block(index)
 
         def returned(module: nn.Module, args: Any, output: Any) -> None:
             if not self.is_stepping:
-                self._release(self._of_block[index])
+                self._free_units(self._of_block[index])
 
         block.register_forward_pre_hook(called)
         block.register_forward_hook(returned)
 
-    def begin(self, pack: Span, ahead: Span | None, parts: int = 0) -> None:
-        """Rule 1.
+    def begin(self, pack: Span, following: Span | None, parts: int = 0) -> None:
+        """Load `pack` and prefetch `following`.
+
+        With `parts`, only memory of `following` is allocated now. Its values, and the D2H copies of the last
+        pack's gradients, are split into that many parts, one per call of `next_micro_batch`. A link serves
+        copies in order: a micro-batch's boundary activation would wait for all of them.
 
         Args:
-            pack: What is used now.
-            ahead: What is used next.
-            parts: In which that comes in, and the last pack's gradients leave, one with each `go_on`; 0: now.
+            pack: The pack that runs now.
+            following: The pack that runs next.
+            parts: Number of parts, one per micro-batch; 0: start all copies now.
 
         Raises:
-            ApplyError: A step before has ended in an error after it had updated packs.
+            ApplyError: An earlier step raised after it had updated packs.
         """
         self._updated.step_goes_on()
+        # Compute must not read a prefetched pack before its copies have ended.
         transfer.wait_prefetched(self._device)
         for index in range(*pack):
-            self._fetch_block(index)
-        self._in_parts = parts > 0 and ahead is not None
-        self._going = (
-            in_parts([source.nbytes for _, source in self._staying], parts)[::-1] if self._staying else []
+            self._load_block(index)
+        self._in_parts = parts > 0 and following is not None
+        self._gradient_parts = (
+            in_parts([source.nbytes for _, source in self._kept_gradients], parts)[::-1]
+            if self._kept_gradients
+            else []
         )
-        if ahead is not None:
+        if following is not None:
             with transfer.prefetching(self._device):
                 if parts:
-                    self._promise(range(*ahead))
-                    self._parts = self._cut(ahead, parts)
+                    self._allocate(range(*following))
+                    self._load_parts = self._cut(following, parts)
                 else:
-                    self._bring_ahead(range(*ahead))
+                    self._prefetch(range(*following))
 
-    def _cut(self, ahead: Span, parts: int) -> list[list[int]]:
-        pieces = [(unit, piece.host.nbytes) for unit in range(*ahead) for piece in self._owed.get(unit, ())]
+    def _cut(self, following: Span, parts: int) -> list[list[int]]:
+        """Split the copies of `following` into parts of about equal bytes, last part first."""
+        pieces = [
+            (unit, piece.host.nbytes) for unit in range(*following) for piece in self._unfilled.get(unit, ())
+        ]
         return [
             [pieces[n][0] for n in part]
             for part in reversed(in_parts([n_bytes for _, n_bytes in pieces], parts))
         ]
 
-    def go_on(self) -> None:
-        """Rules 1 and 6: what a micro-batch of a pack starts from is there."""
-        if self._owed:
+    def next_micro_batch(self) -> None:
+        """Start the copies of one part; called when a micro-batch's boundary activation is on the device."""
+        if self._unfilled:
             with transfer.prefetching(self._device):
-                for unit in self._parts.pop() if self._parts else ():
-                    if unit in self._owed and self._late.is_over(unit):
-                        self._pay(unit, 1)
-                if not self._parts:
-                    self.pay_what_is_over()
-        for number in self._going.pop() if self._going else ():
-            self._leaves(*self._staying[number])
-            if number == len(self._staying) - 1:
-                self._staying = []
+                for unit in self._load_parts.pop() if self._load_parts else ():
+                    # Never waits for a deferred update here: `begin` does, when the values are needed.
+                    if unit in self._unfilled and self._deferred.is_done(unit):
+                        self._fill(unit, 1)
+                if not self._load_parts:
+                    self.fill_finished()
+        for number in self._gradient_parts.pop() if self._gradient_parts else ():
+            self._start_copy(*self._kept_gradients[number])
+            if number == len(self._kept_gradients) - 1:
+                self._kept_gradients = []
 
-    def end(self, pack: Span, *, update: bool, stays: bool = False) -> None:
-        """Rules 1 to 3 and 6; what `stays` is used next."""
-        self._arrive()
-        if not stays:
-            self._release(range(*pack))
-        self._update(self._gone)
-        self._gone = []
+    def end(self, pack: Span, *, update: bool, resident: bool = False) -> None:
+        """End a pack: wait for its D2H copies, free it unless `resident`, start updates.
+
+        Args:
+            pack: The pack that ran.
+            update: Its gradients are complete.
+            resident: The next use is the same pack.
+        """
+        self._finish_copies()
+        if not resident:
+            self._free_units(range(*pack))
+        # Copies in parts: the gradients of the pack before have arrived only now.
+        self._update(self._update_next)
+        self._update_next = []
         if update and self._in_parts:
-            self._gone = list(range(*pack))
+            self._update_next = list(range(*pack))
         elif update:
             self._update(range(*pack))
 
     def _update(self, blocks: Sequence[int]) -> None:
-        """Rules 3 and 6."""
-        self._show(each for index in blocks for each in self._blocks[index])
-        ready = [index for index in blocks if index not in self._late_blocks]
+        """Update the host parameters of `blocks`; deferred ones are left to `optimizer.step()`."""
+        self._emit_grad_use(each for index in blocks for each in self._blocks[index])
+        ready = [index for index in blocks if index not in self._deferred_blocks]
         self._updated.add(ready)
         if ready:
             self._updates.update([each for index in ready for each in self._blocks[index]], at_once=False)
 
-    def fetch_one(self, index: int) -> None:
-        """Bring in one block, outside of any pack."""
-        self._fetch_block(index)
+    def load_block(self, index: int) -> None:
+        """Load one block, outside of any pack."""
+        self._load_block(index)
 
-    def release_one(self, index: int) -> None:
-        """Let go of one block, outside of any pack."""
-        self._release(self._of_block[index])
+    def free_block(self, index: int) -> None:
+        """Free one block, outside of any pack."""
+        self._free_units(self._of_block[index])
 
-    def step_starts(self) -> None:
-        """Forward of the first micro-batch comes next.
+    def begin_step(self) -> None:
+        """Begin a step, before its first forward; start the last step's deferred updates.
 
         Raises:
-            ApplyError: A step before has updated packs, and `optimizer.step()` did not end it: a hook of the
-                user's has raised.
+            ApplyError: An earlier step updated packs and `optimizer.step()` did not complete, for example
+                because a user's hook raised.
         """
         self._updated.step_begins()
         self.is_stepping = True
-        self.start_late()
+        self.start_deferred()
 
-    def step_ends(self) -> None:
-        """Forward and backward of all micro-batches are over; what is in no block is averaged."""
+    def end_step(self) -> None:
+        """End forward and backward of all micro-batches; average gradients outside of the blocks."""
         for parameter in self._outside:
             if parameter.grad is not None:
                 self._average(parameter)
         self._note_versions()
 
     def abandon(self) -> None:
-        """A step ended in an error: nothing stays on the device."""
+        """Free all blocks and forget gradients, after a step that raised."""
         self._updated.raised()
-        self._forget_landed()
-        self._staying, self._going, self._gone = [], [], []
-        for held in self._trained.values():  # arrived, and not used: no step will
+        self._abandon_gradients()
+        self._kept_gradients, self._gradient_parts, self._update_next = [], [], []
+        for held in self._trained.values():  # gradients that have arrived belong to no step
             held.grad = None
-        self._release(range(len(self._units)))
+        self._free_units(range(len(self._units)))
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated.step_goes_on()
         super()._step_begins(optimizer, args, kwargs)
         self._updated.forget()
 
-    def _landed(self, parameter: Tensor) -> None:
+    def _on_grad_ready(self, parameter: Tensor) -> None:
         if not self.is_last:
             return
         if not self._in_parts:
-            super()._landed(parameter)
+            super()._on_grad_ready(parameter)
             return
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
-        self._staying.append((parameter, parameter.grad))
+        self._kept_gradients.append((parameter, parameter.grad))
         parameter.grad = None
 
     def check(self) -> dict[str, Any]:
-        """Where the blocks' parameters are.
+        """Return facts about the blocks' parameters, for the audit.
 
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        if left := self._left_bytes():
+        if left := self._resident_bytes():
             raise ApplyError(
                 f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309"
             )
@@ -238,4 +244,4 @@ class PackStore(DeferredBlocks):
             "blocks_on_host": len(self._blocks),
             "loaded_bytes": self.loaded_bytes,
         }
-        return facts | (self._late_facts() if self._late_blocks else {})
+        return facts | (self._deferred_facts() if self._deferred_blocks else {})

@@ -1,4 +1,4 @@
-"""Contiguous packs of blocks: greedily filled, or so that the largest is as small as can be.
+"""Contiguous packs of blocks: filled greedily, or balanced so that the largest pack is as small as possible.
 
 Source: Li et al. 2022, Harmony (VLDB 22), section 4: layers are packed greedily or balanced under a memory
 cap.
@@ -12,8 +12,9 @@ from memtune.offload.layer_major.packs import Span, spans
 
 
 def greedy(n_bytes: Sequence[int], cap_bytes: int) -> tuple[Span, ...]:
-    """As many blocks as `cap_bytes` holds in each pack, from the last block on; one that is larger is
-    alone.
+    """Return packs of as many blocks as `cap_bytes` holds, filled from the last block on.
+
+    A block larger than `cap_bytes` is a pack by itself.
     """
     sizes = [0]
     filled = 0
@@ -27,16 +28,15 @@ def greedy(n_bytes: Sequence[int], cap_bytes: int) -> tuple[Span, ...]:
 
 
 def balanced(n_bytes: Sequence[int], count: int) -> tuple[Span, ...]:
-    """`count` packs, the largest of them as small as can be; of several such, the one whose last packs are
-    largest.
+    """Return `count` packs whose largest is as small as possible; among equals, the last packs are largest.
 
     Raises:
         ValueError: There are fewer blocks than packs.
     """
     if not 1 <= count <= len(n_bytes):
-        raise ValueError(f"{len(n_bytes)} blocks cannot be {count} packs")
+        raise ValueError(f"{len(n_bytes)} blocks cannot form {count} packs")
     low, high = max(n_bytes), sum(n_bytes)
-    while low < high:
+    while low < high:  # bisection over the cap: fewer packs need a larger one
         middle = (low + high) // 2
         if len(greedy(n_bytes, middle)) <= count:
             high = middle
@@ -46,7 +46,7 @@ def balanced(n_bytes: Sequence[int], count: int) -> tuple[Span, ...]:
 
 
 def split(packs: tuple[Span, ...], count: int) -> tuple[Span, ...]:
-    """Packs cut in two until there are `count`: no pack becomes larger."""
+    """Split the largest packs in two until there are `count`; no pack becomes larger."""
     sizes = [last - first for first, last in packs]
     while len(sizes) < count:
         at = max(range(len(sizes)), key=lambda i: (sizes[i], -i))

@@ -1,6 +1,4 @@
-"""Which blocks are run together over all micro-batches: plain data that the planner, the pass and the runtime
-share.
-"""
+"""Packs of blocks and stages on ranks: plain data that planner, pass and runtime share."""
 
 from __future__ import annotations
 
@@ -10,40 +8,43 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Span = tuple[int, int]
-"""First block, and the one after the last."""
+"""Half-open range of blocks: first, and the one after the last."""
+BoundaryTier = Literal["device", "host"]
+"""Tier of saved boundary activations."""
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Layer-major order of a step: each pack runs all micro-batches of a group before the next one begins.
+    """Layer-major order of a step: each pack runs all micro-batches of a group before the next pack begins.
 
-    The *turn* is the last pack of backward: nothing lies between its forward and its backward, so it runs
-    both, with what comes before the blocks and after them, and is not run again.
+    The *turnaround* is the last pack of backward, where forward turns to backward. No other pack runs between
+    its forward and its backward, so it runs both at once, together with the prologue and epilogue (the user's
+    code before and after the blocks), and is not recomputed.
 
     Raises:
-        ValueError: The packs are not those of one chain.
+        ValueError: The packs do not form one chain over all blocks.
     """
 
     forward: tuple[Span, ...]
-    """Of all blocks before the turn; none where there is one pack only."""
+    """Packs of all blocks before the turnaround; empty if there is only one pack."""
     backward: tuple[Span, ...]
-    """Of all blocks, in forward order."""
+    """Packs of all blocks, in forward order."""
     prefetch: bool = False
-    """The next pack's weights come in while one computes."""
+    """Prefetch the next pack's weights while one computes."""
     group: int = 0
-    """Micro-batches that a pack runs before it is let go; 0: all of a step."""
-    late: tuple[int, ...] = ()
-    """Blocks that the host updates beside the next step's forward."""
+    """Micro-batches that a pack runs before it is freed; 0: all of a step."""
+    deferred: tuple[int, ...] = ()
+    """Blocks with deferred updates, which overlap with the next step's forward."""
 
     def __post_init__(self) -> None:
-        """Refuse what leaves blocks out or has them twice."""
+        """Check that each block is in one pack of each direction."""
         if (
             not self.backward
             or not _is_chain(self.backward, self.blocks)
-            or not _is_chain(self.forward, self.turn[0])
+            or not _is_chain(self.forward, self.turnaround[0])
         ):
             raise ValueError(f"packs {self.forward} and {self.backward} do not follow one another")
-        _require_blocks(self.late, self.blocks)
+        _require_blocks(self.deferred, self.blocks)
 
     @property
     def blocks(self) -> int:
@@ -51,17 +52,17 @@ class Packs:
         return self.backward[-1][1]
 
     @property
-    def turn(self) -> Span:
-        """The pack that runs forward and backward at once."""
+    def turnaround(self) -> Span:
+        """The last pack, which runs forward and backward at once."""
         return self.backward[-1]
 
     @property
     def uses(self) -> tuple[Span, ...]:
-        """Packs in the order in which a group of micro-batches uses them."""
-        return (*self.forward, self.turn, *reversed(self.backward[:-1]))
+        """The packs in the order in which a group of micro-batches uses them."""
+        return (*self.forward, self.turnaround, *reversed(self.backward[:-1]))
 
     def groups(self, micro_batches: int) -> tuple[range, ...]:
-        """Micro-batches that are together in a pack, one range after the other."""
+        """Return the ranges of micro-batches that run through the packs together, in order."""
         size = self.group or micro_batches
         return tuple(
             range(first, min(first + size, micro_batches)) for first in range(0, micro_batches, size)
@@ -69,7 +70,7 @@ class Packs:
 
 
 def spans(sizes: Sequence[int]) -> tuple[Span, ...]:
-    """Packs of `sizes` blocks each, one after the other."""
+    """Return consecutive packs of `sizes` blocks each."""
     found: list[Span] = []
     for size in sizes:
         first = found[-1][1] if found else 0
@@ -85,8 +86,9 @@ def _is_chain(packs: Sequence[Span], blocks: int) -> bool:
 
 
 def in_parts(n_bytes: Sequence[int], parts: int) -> list[range]:
-    """What comes in with each of `parts` micro-batches of pieces that come in their order, about as many
-    bytes each time.
+    """Split pieces of `n_bytes` each, kept in order, into `parts` ranges of about equal bytes.
+
+    One range is copied with each micro-batch; ranges may be empty.
     """
     left, found, first = sum(n_bytes), list[range](), 0
     for part in range(parts, 0, -1):
@@ -99,39 +101,40 @@ def in_parts(n_bytes: Sequence[int], parts: int) -> list[range]:
     return found
 
 
-def _require_blocks(late: Sequence[int], blocks: int) -> None:
-    if any(not 0 <= each < blocks for each in late):
-        raise ValueError(f"blocks {list(late)} are to be updated late, and there are {blocks}")
+def _require_blocks(deferred: Sequence[int], blocks: int) -> None:
+    if any(not 0 <= each < blocks for each in deferred):
+        raise ValueError(f"deferred updates of blocks {list(deferred)}, but there are {blocks} blocks")
 
 
-class Use(NamedTuple):
-    """A stage that a rank brings in, for all micro-batches."""
+class StageUse(NamedTuple):
+    """One load of a stage on its rank, for all micro-batches."""
 
     stage: int
-    kind: Literal["forward", "turn", "backward"]
+    kind: Literal["forward", "turnaround", "backward"]
 
 
 @dataclass(frozen=True)
-class OnRanks:
-    """More stages than ranks, of which each rank takes its own in turn, over all micro-batches of all ranks.
+class StageLayout:
+    """Pipeline stages on fewer ranks: each rank loads its stages one after the other.
 
-    The last stage is the turn: its forward and backward are one use. A rank whose last use of forward is also
-    its first one of backward keeps that stage in between.
+    Each use of a stage covers all micro-batches of all ranks. The last stage is the turnaround: its forward
+    and backward are one use. A stage remains resident between two uses that follow each other on a rank (the
+    last of forward, the first of backward).
 
     Raises:
-        ValueError: The stages are not those of one chain, or neighbours are on one rank.
+        ValueError: The stages do not form one chain, or neighbours are on one rank.
     """
 
     stages: tuple[Span, ...]
     ranks: tuple[int, ...]
-    """Where each stage is."""
+    """The rank of each stage."""
     prefetch: bool = True
-    """The next stage's weights come in while one computes."""
-    late: tuple[int, ...] = ()
-    """Blocks that the host updates beside the next step's forward."""
+    """Prefetch the next stage's weights while one computes."""
+    deferred: tuple[int, ...] = ()
+    """Blocks with deferred updates, which overlap with the next step's forward."""
 
     def __post_init__(self) -> None:
-        """Refuse what leaves blocks out, or passes nothing between ranks."""
+        """Check that stages cover each block once, and that neighbours are on different ranks."""
         if (
             not self.stages
             or not _is_chain(self.stages, self.stages[-1][1])
@@ -140,23 +143,23 @@ class OnRanks:
             raise ValueError(f"stages {self.stages} on ranks {self.ranks} do not follow one another")
         if any(one == other for one, other in pairwise(self.ranks)):
             raise ValueError(f"stages that follow one another are on one rank: {self.ranks}")
-        _require_blocks(self.late, self.stages[-1][1])
+        _require_blocks(self.deferred, self.stages[-1][1])
 
-    def mine(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank."""
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, in order."""
         return tuple(stage for stage, where in enumerate(self.ranks) if where == rank)
 
-    def uses(self, rank: int) -> tuple[Use, ...]:
-        """What a rank brings in, in order."""
-        last, mine = len(self.stages) - 1, self.mine(rank)
-        forward = [Use(stage, "turn" if stage == last else "forward") for stage in mine]
-        return (*forward, *(Use(stage, "backward") for stage in reversed(mine) if stage != last))
+    def uses(self, rank: int) -> tuple[StageUse, ...]:
+        """Return the uses of a rank's stages, in order."""
+        last, stages = len(self.stages) - 1, self.stages_of(rank)
+        forward = [StageUse(stage, "turnaround" if stage == last else "forward") for stage in stages]
+        return (*forward, *(StageUse(stage, "backward") for stage in reversed(stages) if stage != last))
 
-    def stays(self, rank: int, number: int) -> bool:
-        """Whether the stage of a rank's use stays for its next one."""
+    def resident(self, rank: int, number: int) -> bool:
+        """Return whether the stage of use `number` remains resident for the rank's next use."""
         uses = self.uses(rank)
         return number + 1 < len(uses) and uses[number + 1].stage == uses[number].stage
 
     def blocks(self, stage: int) -> range:
-        """The blocks of a stage."""
+        """Return the blocks of a stage."""
         return range(*self.stages[stage])

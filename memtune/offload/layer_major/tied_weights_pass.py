@@ -1,5 +1,5 @@
-"""A weight that is used before the blocks and after them: its gradient has two parts, which layer-major order
-adds one by one.
+"""Tied weights, used before and after the blocks: their gradient has two parts, which layer-major order adds
+separately.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from memtune.program import Phase, Step, columns_of, raw_gradients
 
 
 @dataclass(frozen=True)
-class Tied:
-    """The gradient of one parameter."""
+class TiedGradient:
+    """The gradient of one tied weight."""
 
     parameter: int
     after: int
-    """What comes of its use after the blocks."""
+    """Storage of the part from its use after the blocks."""
     before: int
-    """What comes of its use before them."""
+    """Storage of the part from its use before the blocks."""
     adder: int
     """The op that adds the two."""
 
 
 def shared_weights(step: Step, before: npt.NDArray[Any], after: npt.NDArray[Any]) -> list[int]:
-    """Trained parameters that rows of forward `before` the blocks and `after` them use."""
+    """Return the trained parameters that forward rows `before` the blocks and `after` them use."""
     columns = columns_of(step.parameters)
     used = columns.trainable.copy()
     for rows in (before, after):
@@ -40,8 +40,8 @@ def shared_weights(step: Step, before: npt.NDArray[Any], after: npt.NDArray[Any]
 
 
 @functools.lru_cache(maxsize=8)
-def two_parts(step: Step, parameter: int) -> Tied | None:
-    """The parts of the gradient of `parameter`; None where it is not one sum of two."""
+def two_parts(step: Step, parameter: int) -> TiedGradient | None:
+    """Return the parts of the gradient of `parameter`; None unless it is one sum of two."""
     raw = int(raw_gradients(step)[parameter])
     adder = int(step.storages.producer[raw]) if raw >= 0 else -1
     if adder < 0 or step.names[step.ops.name[adder]] != "aten.add.Tensor":
@@ -50,12 +50,13 @@ def two_parts(step: Step, parameter: int) -> Tied | None:
     made = [int(step.storages.producer[each]) for each in parts]
     if len(parts) != 2 or min(made) < 0 or any(step.ops.phase[each] != Phase.BACKWARD for each in made):
         return None
+    # Backward reaches the later use first.
     after, before = sorted(parts, key=lambda each: int(step.storages.producer[each]))
-    return Tied(parameter, after, before, adder)
+    return TiedGradient(parameter, after, before, adder)
 
 
 def ready_after(step: Step, part: int) -> int:
-    """The op after which autograd passes `part` on: the last of the backward function that makes it."""
+    """Return the op after which `part` is ready: the last one of the backward function that makes it."""
     made = int(step.storages.producer[part])
     together = (step.ops.sequence_nr == step.ops.sequence_nr[made]) & (step.ops.phase == Phase.BACKWARD)
     return int(np.flatnonzero(together)[-1]) if step.ops.sequence_nr[made] >= 0 else made

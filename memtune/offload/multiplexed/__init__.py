@@ -1,4 +1,6 @@
-"""More pipeline stages than ranks: stages share a device and swap weights (Mobius, Harmony)."""
+"""Multiplexed pipeline stages: more stages than ranks, loaded one after the other on each rank (Mobius,
+Harmony-PP).
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,21 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.multiplexed.mobius_planner import StageCosts, fastest_stages, memory_bytes
-    from memtune.offload.multiplexed.multiplexed_stages import stages_in_turn
-    from memtune.offload.multiplexed.multiplexed_stages_pass import in_turn
+    from memtune.offload.multiplexed.multiplexed_stages import apply_multiplexed_stages
+    from memtune.offload.multiplexed.multiplexed_stages_pass import multiplexed_steps
     from memtune.offload.multiplexed.stage_partition_planner import Partitions
-    from memtune.offload.multiplexed.stage_placement_planner import TurnBytes, TurnCosts, cross_mapping
+    from memtune.offload.multiplexed.stage_placement_planner import BlockBytes, BlockCosts, cross_mapping
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "BlockBytes",
+    "BlockCosts",
     "Partitions",
     "StageCosts",
-    "TurnBytes",
-    "TurnCosts",
+    "apply_multiplexed_stages",
     "cross_mapping",
     "fastest_stages",
-    "in_turn",
     "memory_bytes",
-    "stages_in_turn",
+    "multiplexed_steps",
 ]

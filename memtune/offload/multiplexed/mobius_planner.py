@@ -1,9 +1,9 @@
-"""Blocks to stages that take turns on one device, the next one's weights coming in while one computes: the
-fastest partition.
+"""Fastest partition of blocks into stages that share one device, with the next stage prefetched while one
+computes.
 
 Source: Feng et al. 2023, Mobius (ASPLOS 23), section 3.2: a mixed-integer program over layers and stages. On
-one device, what a partition costs is a sum over neighbouring stages, so a dynamic program over pairs of them
-is exact.
+one device, the cost of a partition is a sum over neighbouring stages, so a dynamic program over pairs of
+stages is exact.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Of each block, of all micro-batches of a step where it is time, of one where it is activations."""
+    """Costs of each block: seconds for all micro-batches of a step, activation bytes for one."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    """Without running forward again."""
+    """Without recomputation."""
     load_s: Sequence[float]
     weights: Sequence[int]
     gradients: Sequence[int]
     saved: Sequence[int]
-    """Bytes that one micro-batch's backward needs."""
+    """Activation bytes that one micro-batch's backward needs."""
 
     @cached_property
     def _sums(self) -> tuple[F64, ...]:
@@ -40,16 +40,14 @@ class StageCosts:
         return tuple(np.concatenate([[0.0], np.cumsum(np.asarray(column, np.float64))]) for column in columns)
 
     def of(self, first: int, last: npt.NDArray[np.intp]) -> tuple[F64, ...]:
-        """Seconds of forward, backward and load, bytes of weights, gradients and activations of stages
-        [first, last).
-        """
+        """Return the costs of stages [first, last), summed over their blocks, in the order of the fields."""
         return tuple(column[last] - column[first] for column in self._sums)
 
 
 def step_s(costs: StageCosts, stages: Sequence[Span]) -> float:
-    """Seconds of a step: what computes, or what comes in meanwhile, whichever takes longer.
+    """Return the seconds of a step: in each phase, the longer of compute and the load that overlaps with it.
 
-    The last stage runs forward and backward at once; all others run forward again for their backward.
+    The last stage runs forward and backward at once; all others recompute forward in backward.
     """
     found = _Stage.of(costs, stages[0]).load
     for stage, following in itertools.pairwise(stages):
@@ -61,7 +59,7 @@ def step_s(costs: StageCosts, stages: Sequence[Span]) -> float:
 
 
 def memory_bytes(costs: StageCosts, stages: Sequence[Span]) -> int:
-    """Most bytes of weights, gradients and activations that are there at once."""
+    """Return the largest bytes of weights, gradients and activations that are resident at once."""
     each = [_Stage.of(costs, stage) for stage in stages]
     most = each[0].weights + each[0].gradients + each[0].saved
     for one, other in itertools.pairwise(each):
@@ -86,20 +84,21 @@ class _Stage:
 def fastest_stages(
     costs: StageCosts, budget_bytes: float = np.inf, count: int | None = None
 ) -> tuple[Span, ...] | None:
-    """The partition of smallest `step_s` whose `memory_bytes` stay within the budget; None where there is no
-    such.
+    """Return the partition of smallest `step_s` whose `memory_bytes` are within the budget; None if there is
+    none.
 
     Args:
-        costs: Of the blocks.
-        budget_bytes: For weights, gradients and activations.
+        costs: Costs of the blocks.
+        budget_bytes: Bytes for weights, gradients and activations.
         count: Number of stages; None: any.
     """
     blocks = len(costs.weights)
     if count is not None and not 1 <= count <= blocks:
         return None
     layers = count if count is not None else 1
-    # By stages so far (only where their number is given), and first block and end of the last one: seconds,
-    # and the one before.
+    # State: number of stages so far (only if `count` is given), first block and end of the last stage.
+    # Values:
+    # seconds, and the first block of the stage before.
     best = np.full((layers, blocks + 1, blocks + 1), np.inf)
     before = np.full((layers, blocks + 1, blocks + 1), -1, np.intp)
     _begin(best[0], costs, budget_bytes)
@@ -122,7 +121,7 @@ def fastest_stages(
 
 
 def _begin(best: F64, costs: StageCosts, budget_bytes: float) -> None:
-    """A first stage: its load, and its own backward, which comes last of all and waits for nothing."""
+    """Set the costs of a first stage: its load, and its backward, which runs last and waits for no load."""
     ends = np.arange(1, len(costs.weights) + 1)
     forward, backward, load, weights, gradients, saved = costs.of(0, ends)
     best[0, ends] = np.where(weights + gradients + saved <= budget_bytes, load + forward + backward, np.inf)

@@ -1,31 +1,25 @@
-"""More stages than ranks: each rank takes its own in turn, over all micro-batches, and passes on what they
-make.
+"""Multiplexed pipeline stages: each rank loads its stages one after the other and runs each over all
+micro-batches.
 
-Six rules, which the pass `offload.multiplexed.multiplexed_stages_pass` follows row by row:
+Rules, which the pass `offload.multiplexed.multiplexed_stages_pass` follows op by op:
 
-Rule 1. A rank holds weights, gradients and optimizer state of its stages alone, the blocks' on its host; what
-comes before the
-        blocks belongs to the first stage, what comes after them to the last one. The user's code runs past
-        the blocks of other stages (`parallel.pipeline.stage`).
-Rule 2. Stages run forward in order, each over all micro-batches, with autograd looking on and nothing saved.
-The last one, the
-        turn, runs forward and backward at once; the others then run forward again and backward, from last to
-        first.
-Rule 3. What passes between stages does so by way of the hosts (`offload.multiplexed.host_p2p`). What a stage
-starts from waits there for its
-        backward, and comes to the device for each of the two; or, with `boundaries` "device", comes once and
-        waits there.
-Rule 4. The stage that a rank uses next comes in while one computes (`packs.OnRanks`), a part with each
-micro-batch; gradients
-        leave once, with the last micro-batch, and the host updates a stage when its backward is done, or
-        beside the next step (`offload.layer_major.pack_offloader`).
-Rule 5. Each rank brings its own micro-batches, and all ranks work on all of them in one order
-(`parallel.ranks.micro_batch_rotation`), so each weight's
-        gradient is the plain step's sum, to the bit. A micro-batch draws the same random numbers in a stage
-        each time.
-Rule 6. A weight before the blocks and after them has a sum in each of the two stages. They are added up at
-the end, where the
-        stages are on two ranks; on one, autograd does so.
+Rule 1. A rank holds weights, gradients and optimizer state of its stages only, those of blocks on its host.
+  Code before the blocks belongs to the first stage, code after them to the last; the user's code skips the
+  blocks of other stages (`parallel.pipeline.stage`).
+Rule 2. Stages run forward in order, each over all micro-batches, with saved tensors dropped. The last stage,
+  the turnaround, runs forward and backward at once; the others then run forward again and backward, from last
+  to first.
+Rule 3. Activations and gradients between stages are sent between hosts (`offload.multiplexed.host_p2p`). A
+  stage's arguments remain on its host until its backward and are copied to the device for each run; with
+  `boundaries` "device" they are copied once and remain there.
+Rule 4. The next stage of a rank is prefetched while one computes, a part with each micro-batch. Gradients are
+  offloaded once, with the last micro-batch; the host updates a stage after its backward, or deferred to the
+  next step (`offload.layer_major.pack_offloader`).
+Rule 5. Each rank provides its own micro-batches, and all ranks process all of them in one order
+  (`parallel.ranks.micro_batch_rotation`), so each weight's gradient is the plain step's sum, to the bit. A
+  micro-batch draws the same random numbers in each run of a stage.
+Rule 6. A tied weight, used before and after the blocks, has a gradient sum in two stages. If these are on two
+  ranks, the sums are all-reduced at the end; on one rank autograd adds them.
 
 Source: Feng et al. 2023, Mobius (ASPLOS 23), section 3.1; Li et al. 2022, Harmony (VLDB), section 3
 (Harmony-PP).
@@ -41,33 +35,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memtune.errors import ApplyError
-from memtune.offload.layer_major import BoundaryTier, OnRanks, PackStore, Use, nothing_saved
-from memtune.offload.multiplexed.host_p2p import Messages
+from memtune.offload.layer_major import BoundaryTier, PackOffloader, StageLayout, StageUse, discard_saved
+from memtune.offload.multiplexed.host_p2p import HostMessages
 from memtune.offload.optimizer import HostOptimizer
 from memtune.parallel.pipeline import Run, become_pieces, keep_own, one_form
 from memtune.parallel.ranks import MicroBatchRotation, require_ranks
 from memtune.runtime import Context, LossFunction
 
 
-class StagesInTurn:
-    """One rank's part.
+class MultiplexedStages:
+    """One rank's part of a step: its stages, in order of use.
 
     Args:
-        context: The model and optimizer, changed already; its blocks are this rank's.
-        store: Where their parameters are.
-        layout: Which stage is where.
-        run: What the blocks ask.
-        group: All ranks, with host memory to send from.
-        tied: The ranks of first and last stage, where they are two and share a weight; None elsewhere.
+        context: The model and optimizer, already reduced to this rank's stages.
+        store: Loads and frees the blocks' parameters.
+        layout: The stages and their ranks.
+        run: Decides which blocks run.
+        group: All ranks, with a backend that sends host memory.
+        tied: The ranks of first and last stage, if they are two and share a weight; otherwise None.
         shared: Names of such weights.
-        boundaries: Where what stages start from waits for backward.
+        boundaries: Tier of a stage's arguments until its backward.
     """
 
     def __init__(
         self,
         context: Context,
-        store: PackStore,
-        layout: OnRanks,
+        store: PackOffloader,
+        layout: StageLayout,
         run: Run,
         group: dist.ProcessGroup,
         tied: dist.ProcessGroup | None,
@@ -76,65 +70,72 @@ class StagesInTurn:
     ) -> None:
         self._context, self._store, self._layout, self._run = context, store, layout, run
         self._tied, self._shared = tied, [p for name, p in context.model.named_parameters() if name in shared]
-        self.turns = MicroBatchRotation(group)
+        self.rotation = MicroBatchRotation(group)
         self._rank, self._last = context.placement.rank, len(layout.stages) - 1
-        self._messages = Messages(group, self._sent)
+        self._messages = HostMessages(group, self._sent)
         self._group, self._waits_on_host = group, boundaries == "host"
         spans, first = {}, 0
-        for stage in layout.mine(self._rank):
+        for stage in layout.stages_of(self._rank):
             spans[stage] = first, first + len(layout.blocks(stage))
             first = spans[stage][1]
         self._spans = spans
-        """Of each stage here, its blocks among those that are here."""
-        self._given: dict[tuple[int, int], Tensor] = {}
-        """By stage and micro-batch: what it starts from, where that waits."""
+        """Blocks of each stage here, as indices among the blocks here."""
+        self._saved_starts: dict[tuple[int, int], Tensor] = {}
+        """Arguments of a stage, by stage and micro-batch."""
         self.sent_bytes = 0
         self.order: list[tuple[str, int, int]] = []
-        """What the last step ran, when: kind of use, stage, micro-batch."""
+        """Runs of the last step, in order: kind of use, stage, micro-batch."""
 
     def __call__(self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]) -> Tensor:
-        """Forward and backward over the micro-batches of all ranks; leaves the mean gradient, but for blocks'
-        that are used.
+        """Run forward and backward over the micro-batches of all ranks.
+
+        Leaves the mean gradients of parameters outside of the blocks; those of blocks are already applied or
+        offloaded.
 
         Returns:
             The mean loss over all of them, equal on every rank, detached.
 
         Raises:
-            ApplyError: Ranks bring different numbers of micro-batches, or ones of different shapes.
+            ApplyError: Ranks provide different numbers of micro-batches, or micro-batches of different
+                shapes.
         """
-        turns, losses = self.turns.of(batches), list[Tensor]()
+        items, losses = self.rotation.of(batches), list[Tensor]()
         self.order = []
-        self._store.step_starts()
+        self._store.begin_step()
         try:
-            with self.turns.own_numbers(self._context.device):
-                here = [self.turns.upload(turn, self._context.device) for turn in turns]
+            with self.rotation.own_numbers(self._context.device):
+                here = [self.rotation.upload(item, self._context.device) for item in items]
+                # Receives are posted with one shape, so all micro-batches must have the same.
                 one_form(here)
-                step = _Step(model, loss_function, here, [turn.seed for turn in turns])
+                step = _Step(model, loss_function, here, [item.seed for item in items])
+                # A message has the shape and dtype of a block's output, found on the first micro-batch.
                 like = self._run.probe(model, loss_function, here[0])
                 uses = self._layout.uses(self._rank)
                 for number, use in enumerate(uses):
                     self._use(step, use, number, like, losses)
-                self._messages.step_ends()
+                self._messages.end_step()
         except BaseException:
             self._messages.abandon()
-            self._given.clear()
+            self._saved_starts.clear()
             self._store.abandon()
             raise
         finally:
+            # Evaluation between steps loads blocks by their own calls again.
             self._store.is_stepping = self._store.is_last = False
         self._add_tied()
-        self._store.step_ends()
+        self._store.end_step()
         return self._total(losses)
 
-    def _use(self, step: _Step, use: Use, number: int, like: Tensor, losses: list[Tensor]) -> None:
-        """All micro-batches of one use."""
+    def _use(self, step: _Step, use: StageUse, number: int, like: Tensor, losses: list[Tensor]) -> None:
+        """Run all micro-batches of one use."""
         uses, count = self._layout.uses(self._rank), len(step.batches)
-        ahead = (
+        following = (
             self._spans[uses[number + 1].stage] if self._layout.prefetch and number + 1 < len(uses) else None
         )
         for index in range(count):
+            # Posted before the loads below, so that a neighbour's send never waits for them.
             self._post(use, like, index, count)
-        self._store.begin(self._spans[use.stage], ahead, count)
+        self._store.begin(self._spans[use.stage], following, count)
         for index in range(count):
             self.order.append((use.kind, use.stage, index))
             self._store.is_last = use.kind != "forward" and index == count - 1
@@ -143,12 +144,14 @@ class StagesInTurn:
             else:
                 self._backward(step, use, index, losses)
         self._store.is_last = False
-        self._messages.use_ends()
+        self._messages.end_use()
         back = use.kind != "forward"
-        self._store.end(self._spans[use.stage], update=back, stays=self._layout.stays(self._rank, number))
+        self._store.end(
+            self._spans[use.stage], update=back, resident=self._layout.resident(self._rank, number)
+        )
 
-    def _post(self, use: Use, like: Tensor, index: int, count: int) -> None:
-        """Receives of what the use needs from its neighbours."""
+    def _post(self, use: StageUse, like: Tensor, index: int, count: int) -> None:
+        """Post the receives that the use needs from neighbour stages."""
         if use.kind == "backward":
             self._messages.post(
                 like, self._layout.ranks[use.stage + 1], self._tag(use.stage + 1, index, count, backward=True)
@@ -159,51 +162,55 @@ class StagesInTurn:
             )
 
     def _tag(self, stage: int, index: int, count: int, *, backward: bool) -> int:
-        """Of what `stage` is given in a micro-batch, or of its gradient."""
+        """Return the tag of the message with a stage's arguments in a micro-batch, or with their gradient."""
         return (2 * stage + backward) * count + index
 
-    def _start(self, use: Use, index: int, count: int) -> Tensor | None:
-        """What the stage starts from, on the device; None: the model's own input."""
+    def _start(self, use: StageUse, index: int, count: int) -> Tensor | None:
+        """Return the stage's arguments on the device; None for the first stage, which has the
+        model's input.
+        """
         if use.stage == 0:
             return None
         key = use.stage, index
         if use.kind == "backward":
-            return self._on_device(self._given.pop(key))
+            return self._on_device(self._saved_starts.pop(key))
         host = self._messages.received(self._tag(use.stage, index, count, backward=False))
         given = self._on_device(host)
         if use.kind == "forward":
-            self._given[key] = host if self._waits_on_host else given
+            self._saved_starts[key] = host if self._waits_on_host else given
         return given
 
     def _on_device(self, given: Tensor) -> Tensor:
-        """What a stage starts from, from where it waits."""
-        there = given if given.requires_grad else torch.ops.memtune.to_device(given, self._context.device)
-        return there.requires_grad_()
+        """Copy a stage's arguments to the device, if they are not there."""
+        on_device = given if given.requires_grad else torch.ops.memtune.to_device(given, self._context.device)
+        return on_device.requires_grad_()
 
     def _stage(self, step: _Step, stage: int, index: int, given: Tensor | None) -> Tensor:
-        """The stage's output of a micro-batch, or its loss."""
+        """Run the stage for a micro-batch; return its output, or its loss."""
+        # The second forward of a stage must draw the numbers of the first (Rule 5).
         torch.manual_seed(step.seeds[index] + stage)
         blocks = self._layout.blocks(stage)
         batch = step.batches[index]
         return self._run.of(blocks[0], blocks[-1], given, lambda: step.loss_function(step.model, batch))
 
     def _forward(self, step: _Step, stage: int, index: int) -> None:
-        """Rule 2."""
+        """Run a stage forward without saved tensors and send its output (Rule 2)."""
         count = len(step.batches)
-        given = self._start(Use(stage, "forward"), index, count)
-        self._store.go_on()
-        with nothing_saved():
+        given = self._start(StageUse(stage, "forward"), index, count)
+        self._store.next_micro_batch()
+        with discard_saved():
             output = self._stage(step, stage, index, given)
         tag = self._tag(stage + 1, index, count, backward=False)
         self._messages.send(output.detach(), self._layout.ranks[stage + 1], tag)
 
-    def _backward(self, step: _Step, use: Use, index: int, losses: list[Tensor]) -> None:
-        """Rule 2."""
+    def _backward(self, step: _Step, use: StageUse, index: int, losses: list[Tensor]) -> None:
+        """Run a stage forward and backward and send the gradient of its arguments (Rule 2)."""
         count = len(step.batches)
         given = self._start(use, index, count)
-        self._store.go_on()
+        self._store.next_micro_batch()
         output, gradient = self._stage(step, use.stage, index, given), None
-        if use.kind == "turn":
+        if use.kind == "turnaround":
+            # As the plain step scales the loss: gradients then sum to the mean over micro-batches.
             output = output / count if count > 1 else output
             losses.append(output.detach())
         else:
@@ -220,65 +227,65 @@ class StagesInTurn:
 
     @torch.no_grad()
     def _add_tied(self) -> None:
-        """Rule 6."""
+        """All-reduce gradients of tied weights over the ranks of first and last stage (Rule 6)."""
         if self._tied is not None:
             for parameter in self._shared:
                 if not parameter.requires_grad:
                     continue
+                # Both ranks must enter the collective, also one without a gradient.
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, self._tied.size(), "sum")
                 parameter.grad = gradient
 
     @torch.no_grad()
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """The sum of the last stage's losses, in the order of the micro-batches, on every rank."""
+        """Return the sum of the last stage's losses, in micro-batch order, on every rank."""
         total = sum(losses[1:], losses[0]) if losses else torch.zeros(())
-        total = total.to(self._context.device, torch.float64)  # other stages do not know its type
+        total = total.to(self._context.device, torch.float64)  # other ranks do not know the loss's dtype
         dist.broadcast(total, src=self._layout.ranks[-1])
         return total.to(torch.get_default_dtype())
 
 
 class _Step(NamedTuple):
-    """What a step runs."""
+    """The inputs of a step."""
 
     model: nn.Module
     loss_function: LossFunction
     batches: list[Any]
     """Micro-batches of all ranks, on the device."""
     seeds: list[int]
-    """Of what is drawn in each."""
+    """Seed of each micro-batch's random numbers."""
 
 
-def stages_in_turn(
+def apply_multiplexed_stages(
     context: Context,
-    layout: OnRanks,
+    layout: StageLayout,
     first: frozenset[str],
     last: frozenset[str],
     kind: str,
     boundaries: BoundaryTier = "host",
     outputs: Sequence[str] = (),
 ) -> None:
-    """Leave this rank's stages in the model of `context`, on its host, and have `Tuned.step` run them.
+    """Reduce the model of `context` to this rank's stages, on its host, and let `Tuned.step` run them.
 
     Args:
-        context: Changed in place; its `blocks` are those of this rank from here on.
-        layout: Which stage is where.
-        first: Parameters outside of the blocks that run before them, by their plain names.
-        last: The same of those that run after them; a tied weight is in both.
+        context: Changed in place; its `blocks` become those of this rank.
+        layout: The stages and their ranks.
+        first: Parameters used before the blocks, by their plain names.
+        last: Parameters used after the blocks; a tied weight is in both.
         kind: The technique, for errors.
-        boundaries: Where what stages start from waits for backward.
-        outputs: What each block returns (`block_outputs`); empty where all return a lone tensor.
+        boundaries: Tier of a stage's arguments until its backward.
+        outputs: Structure of each block's output (`block_outputs`); empty if all return one tensor.
 
     Raises:
-        ApplyError: There is no process group, the ranks' weights differ, or the layout is not one of this
-            model.
+        ApplyError: There is no process group, the ranks' weights differ, or the layout is for another model.
     """
     placement = context.placement
     require_ranks(context, kind)
     names, rank = context.blocks, placement.rank
     if set(layout.ranks) != set(range(placement.world_size)) or layout.stages[-1][1] != len(names):
         raise ApplyError(
-            f"the plan of offload.states: {{kind: {kind}}} was made for other ranks, or another model.",
+            f"the plan of offload.states: {{kind: {kind}}} was made for other ranks or for another model.",
             evidence=(
                 f"{len(layout.stages)} stages of {layout.stages[-1][1]} blocks on {len(set(layout.ranks))}"
                 f" ranks; here are {len(names)} blocks and {placement.world_size} ranks."
@@ -291,45 +298,47 @@ def stages_in_turn(
     before = dict(context.model.named_parameters())
     ends = layout.ranks[0], layout.ranks[-1]
     shared = first & last
-    tied = dist.new_group(sorted(ends)) if shared and ends[0] != ends[1] else None  # all ranks make it
+    # A collective: all ranks must call it, also those that are not in the group.
+    tied = dist.new_group(sorted(ends)) if shared and ends[0] != ends[1] else None
     world = dist.group.WORLD
     assert world is not None
     keep_own(context, everything, [rank], placement.world_size, world)
     run = Run(len(names), outputs)
     become_pieces(context, names, run, first, before)
-    mine = [block for stage in layout.mine(rank) for block in layout.blocks(stage)]
-    context.blocks = [names[block] for block in mine]
+    own_blocks = [block for stage in layout.stages_of(rank) for block in layout.blocks(stage)]
+    context.blocks = [names[block] for block in own_blocks]
     absent = [p for name, p in context.model.named_parameters() if rank not in everything[name]]
     optimizer = HostOptimizer(context, "native")
-    optimizer.leave_down(absent)  # of one value, which nobody uses
-    late = frozenset(here for here, block in enumerate(mine) if block in layout.late)
+    optimizer.leave_to_offloader(absent)  # placeholders of other ranks' weights
+    deferred = frozenset(index for index, block in enumerate(own_blocks) if block in layout.deferred)
     room_bytes = _most_bytes(context, layout, rank) if layout.prefetch else 0
-    store = PackStore(context, optimizer, averages=False, late=late, room_bytes=room_bytes)
+    store = PackOffloader(context, optimizer, averages=False, deferred=deferred, room_bytes=room_bytes)
+    # NCCL sends device memory only; messages are in host memory.
     group = world if context.device.type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    here = StagesInTurn(
+    stages = MultiplexedStages(
         context, store, layout, run, group, tied if rank in ends else None, shared, boundaries
     )
-    context.loop.pipeline, context.loop.rotation = here, here.turns
+    context.loop.pipeline, context.loop.rotation = stages, stages.rotation
     context.checks["offload.states"] = lambda: (
-        store.check() | {"stages": len(layout.stages), "mine": list(layout.mine(rank))}
+        store.check() | {"stages": len(layout.stages), "own_stages": list(layout.stages_of(rank))}
     )
 
 
-def _most_bytes(context: Context, layout: OnRanks, rank: int) -> int:
-    """Of the trained parameters of a stage of this rank."""
+def _most_bytes(context: Context, layout: StageLayout, rank: int) -> int:
+    """Return the largest bytes of trained parameters of a stage on this rank."""
     blocks, sizes = iter(context.blocks), list[int]()
-    for stage in layout.mine(rank):
+    for stage in layout.stages_of(rank):
         modules = [context.model.get_submodule(next(blocks)) for _ in layout.blocks(stage)]
         sizes.append(sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad))
     return max(sizes)
 
 
 class _Owners:
-    """The ranks that hold each parameter or buffer, the one that answers for it first."""
+    """The ranks that hold each parameter or buffer, its owner first."""
 
     def __init__(
-        self, names: Sequence[str], layout: OnRanks, first: frozenset[str], last: frozenset[str]
+        self, names: Sequence[str], layout: StageLayout, first: frozenset[str], last: frozenset[str]
     ) -> None:
         self._first, self._last, self._ends = first, last, (layout.ranks[0], layout.ranks[-1])
         self._inside = {
@@ -339,7 +348,7 @@ class _Owners:
         }
 
     def of(self, name: str) -> list[int]:
-        """Of `name`, as in the plain model."""
+        """Return the ranks of `name`, a name in the plain model."""
         inside = next((rank for block, rank in self._inside.items() if name.startswith(block)), None)
         if inside is not None:
             return [inside]

@@ -1,8 +1,7 @@
-"""The pass of `offload.multiplexed.multiplexed_stages`: the step of each rank, which takes its own stages in
-turn over all micro-batches.
+"""The pass of `offload.multiplexed.multiplexed_stages`: the step of each rank.
 
-The rows are those of a pipeline's stages (`parallel.pipeline.pipeline_pass`), in another order and with a
-stage's forward written twice; weights and gradients of blocks are there by use. Comments name the rules of
+The rows are those of pipeline stages (`parallel.pipeline.pipeline_pass`) in another order, with each stage's
+forward written twice; weights and gradients of blocks are resident by use. Comments refer to the rules of
 `offload.multiplexed.multiplexed_stages` and `offload.multiplexed.host_p2p`.
 """
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from memtune.activations.recompute import STATE_BYTES
 from memtune.offload.core import PendingUpdates, waiting_room
-from memtune.offload.layer_major import OnRanks, Use, Where, in_parts
+from memtune.offload.layer_major import BoundaryTier, StageLayout, StageUse, in_parts
 from memtune.offload.parameters import native_update_bytes, whole_state
 from memtune.parallel.pipeline import Parts, PipelineSettings, chain_of, declare, other_batches, upload
 from memtune.program import (
@@ -34,107 +33,116 @@ from memtune.program import (
     columns_of,
 )
 
-_ALLOCATE, _IN = "memtune.allocate", "memtune.copy_to_device_.default"
-_DOWN, _UP = "memtune.to_host.default", "memtune.to_device.default"
+_ALLOCATE, _COPY_IN = "memtune.allocate", "memtune.copy_to_device_.default"
+_TO_HOST, _TO_DEVICE = "memtune.to_host.default", "memtune.to_device.default"
 _SEND, _RECEIVE = "c10d.send.default", "c10d.recv_.default"
 _ADD, _REDUCE, _UPDATE = "aten.add_.Tensor", "memtune.all_reduce_.default", "memtune.host_update_.default"
 
 
-def in_turn(
+def multiplexed_steps(
     step: Step,
-    layout: OnRanks,
+    layout: StageLayout,
     micro_batches: int,
     link: Resource = Resource.INTRA_LINK,
-    boundaries: Where = "host",
+    boundaries: BoundaryTier = "host",
 ) -> list[Step]:
-    """The step of each rank, but for the optimizer of what is in no block, from that of one rank that has
-    all.
+    """Return the step of each rank, from the step of one rank that has all blocks.
+
+    The optimizer of parameters outside of the blocks is left to a later pass.
 
     Args:
-        step: That of a later micro-batch.
-        layout: Which stage is where.
+        step: Step of a later micro-batch.
+        layout: The stages and their ranks.
         micro_batches: Of all ranks.
-        link: Between the ranks' hosts.
-        boundaries: Where what stages start from waits for backward.
+        link: Link between the ranks' hosts.
+        boundaries: Tier of a stage's arguments until its backward.
 
     Raises:
-        ValueError: The blocks are no chain that can be cut there.
+        ValueError: The blocks do not form a chain that can be cut at the stages.
     """
     chain, starts = chain_of(step), tuple(first for first, _ in layout.stages)
     if isinstance(chain, str) or set(starts[1:]) - set(chain.cuts):
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
     ranks = max(layout.ranks) + 1
     parts = Parts.of(step, chain, PipelineSettings(starts, ranks, "1f1b", micro_batches, link=link))
-    return [_Rank(parts, layout, rank, micro_batches, link, boundaries).done() for rank in range(ranks)]
+    return [_RankWriter(parts, layout, rank, micro_batches, link, boundaries).done() for rank in range(ranks)]
 
 
-class _Rank:
-    """Follows `offload.multiplexed.multiplexed_stages.StagesInTurn`, method by method."""
+class _RankWriter:
+    """Writes one rank's step; follows `multiplexed_stages.MultiplexedStages` method by method."""
 
     def __init__(
-        self, parts: Parts, layout: OnRanks, rank: int, count: int, link: Resource, boundaries: Where
+        self,
+        parts: Parts,
+        layout: StageLayout,
+        rank: int,
+        count: int,
+        link: Resource,
+        boundaries: BoundaryTier,
     ) -> None:
         self._parts, self._step, self._layout, self._rank = parts, parts.step, layout, rank
         self._count, self._link, self._columns = count, link, columns_of(parts.step.parameters)
         self._waits_on_host = boundaries == "host"
-        self._held = parts.owners()[list(layout.mine(rank))].max(0)
+        self._held = parts.owners()[list(layout.stages_of(rank))].max(0)
         self._rows = UnrolledRows(self._step, self._held)
-        self._rows.sums(parts.sums.part, parts.sums.total)
+        self._rows.declare_sums(parts.sums.part, parts.sums.total)
         self._n_bytes = self._columns.numel * self._columns.itemsize
         self._inside = self._held & (self._columns.block >= 0)
         self._waiting: PendingUpdates[list[int]] = PendingUpdates(waiting_room(self._step, self._held))
         self._hosts = self._to_host()
-        self._there: dict[int, list[int]] = {}
+        self._resident: dict[int, list[int]] = {}
         """By stage: its weights on the device."""
-        self._coming: list[list[tuple[int, int]]] = []
-        """Parts of what comes in ahead, the last one first: parameter and number."""
-        self._given: dict[Key, int] = {}
-        """What a stage starts from, where it waits."""
-        self._leaving: tuple[int, Phase] | None = None
-        self._leave_at_once = True
-        self._on_the_way: PendingUpdates[int] = PendingUpdates(self._room_bytes())
-        """Gradients, the oldest first."""
-        self._staying: list[tuple[int, int]] = []
-        """Gradients of the last stage, which leave beside the next one: parameter and number."""
-        self._going: list[list[tuple[int, int]]] = []
-        """Parts of these, the last one first."""
-        self._gone: dict[int, int] = {}
-        """Of those that have left, by parameter: the number on the host."""
+        self._load_parts: list[list[tuple[int, int]]] = []
+        """Parts of a prefetch, last part first: parameter and number."""
+        self._saved_starts: dict[Key, int] = {}
+        """Arguments of stages, by stage and micro-batch."""
+        self._in_flight: tuple[int, Phase] | None = None
+        self._offload_now = True
+        self._gradients_in_flight: PendingUpdates[int] = PendingUpdates(self._room_bytes())
+        """Gradients in D2H copies, the oldest first."""
+        self._kept_gradients: list[tuple[int, int]] = []
+        """Gradients of the last stage that are offloaded during the next one: parameter and number."""
+        self._gradient_parts: list[list[tuple[int, int]]] = []
+        """Parts of these, last part first."""
+        self._offloaded: dict[int, int] = {}
+        """Host gradients of these, by parameter."""
         self._sent: list[int] = []
         self._sent_before: list[int] = []
-        self._adds = self._landing()
-        self._late = self._inside & np.isin(self._columns.block, layout.late)
+        self._adds = self._adders()
+        self._deferred = self._inside & np.isin(self._columns.block, layout.deferred)
 
     def _room_bytes(self) -> int:
-        """Of gradients that are on their way at once: where stages come in ahead, a stage's."""
+        """Return the bound of gradients in D2H copies: with prefetch, the bytes of a stage."""
         if not self._layout.prefetch:
             return 0
         columns, mine = self._columns, self._inside & (self._columns.gradient >= 0)
         stages = [
             mine & np.isin(columns.block, list(self._layout.blocks(stage)))
-            for stage in self._layout.mine(self._rank)
+            for stage in self._layout.stages_of(self._rank)
         ]
         return max(int(self._n_bytes[each].sum()) for each in stages)
 
     def _to_host(self) -> dict[int, int]:
-        """Blocks' weights and state are on the host from before the step."""
+        """Move the blocks' weights and state to the host from before the step; return the host weights."""
         mine, columns, rows = np.flatnonzero(self._inside), self._columns, self._rows
         gradients = columns.gradient[mine]
-        rows.changed(columns.storage[mine], "bytes", 0)
-        rows.changed(gradients[(gradients >= 0) & (self._step.storages.producer[gradients] < 0)], "bytes", 0)
+        rows.set_initial(columns.storage[mine], "bytes", 0)
+        rows.set_initial(
+            gradients[(gradients >= 0) & (self._step.storages.producer[gradients] < 0)], "bytes", 0
+        )
         state = np.flatnonzero(
             (self._step.storages.kind == Kind.OPTIMIZER)
             & (self._step.storages.producer < 0)
             & np.isin(self._step.storages.owner, mine)
         )
-        rows.changed(state.astype(np.int32), "tier", Tier.HOST)
+        rows.set_initial(state.astype(np.int32), "tier", Tier.HOST)
         return {
-            row: rows.new(int(self._n_bytes[row]), Tier.HOST, Kind.PARAMETER, row, forever=True)
+            row: rows.add_storage(int(self._n_bytes[row]), Tier.HOST, Kind.PARAMETER, row, forever=True)
             for row in mine.tolist()
         }
 
-    def _landing(self) -> dict[int, int]:
-        """The op that adds to each block parameter's sum → the parameter."""
+    def _adders(self) -> dict[int, int]:
+        """Return the block parameter of each op that adds to its gradient sum."""
         step, of = (
             self._step,
             {int(self._columns.gradient[row]): row for row in np.flatnonzero(self._inside).tolist()},
@@ -147,13 +155,13 @@ class _Rank:
         return {int(step.uses.op[row]): of[int(step.uses.storage[row])] for row in rows}
 
     def done(self) -> Step:
-        """The rank's step."""
+        """Return the rank's step."""
         rows, parts = self._rows, self._parts
-        self._update_late()
+        self._update_deferred()
         other_batches(self._parts, self._rows, self._count // (max(self._layout.ranks) + 1))
-        generator = rows.new(STATE_BYTES, Tier.HOST, Kind.WORKSPACE)
+        generator = rows.add_storage(STATE_BYTES, Tier.HOST, Kind.WORKSPACE)
         upload(parts, rows)
-        for stage in self._layout.mine(self._rank):
+        for stage in self._layout.stages_of(self._rank):
             declare(parts, rows, stage)
             rows.declare(("forward", stage), self._made_forward(stage))
         uses = self._layout.uses(self._rank)
@@ -166,30 +174,34 @@ class _Rank:
         rows.hold_number(generator, rows.n_ops - 1)
         self._add_tied()
         end = rows.n_ops
-        rows.take_rest(self._held & ~self._inside)
-        self._let_go(self._waiting.rest(), min(end, rows.n_ops - 1))  # what else comes down has by then
+        rows.append_remaining(self._held & ~self._inside)
+        self._free_updated(
+            self._waiting.drain(), min(end, rows.n_ops - 1)
+        )  # all copies have finished by then
         step = rows.done()
         columns = columns_of(step.parameters)
         used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
         return replace(step, parameters=replace(columns, gradient=used))
 
-    def _update_late(self) -> None:
-        """Rule 6 of `offload.layer_major.pack_offloader`: what the last step has left."""
+    def _update_deferred(self) -> None:
+        """Add the last step's deferred updates, as `offload.layer_major.pack_offloader` runs them."""
         columns = self._columns
-        for block in np.unique(columns.block[self._late]).tolist():
-            mine = np.flatnonzero(self._late & (columns.block == block) & (columns.gradient >= 0)).tolist()
+        for block in np.unique(columns.block[self._deferred]).tolist():
+            mine = np.flatnonzero(
+                self._deferred & (columns.block == block) & (columns.gradient >= 0)
+            ).tolist()
             gradients = [
-                self._rows.new(int(self._n_bytes[row]), Tier.HOST, Kind.GRADIENT, row, left=True)
+                self._rows.add_storage(int(self._n_bytes[row]), Tier.HOST, Kind.GRADIENT, row, left=True)
                 for row in mine
             ]
             for row, gradient in zip(mine, gradients, strict=True):
-                used = gradients if row == mine[-1] else [gradient]  # those of a block are let go together
+                used = gradients if row == mine[-1] else [gradient]  # gradients of a block are freed together
                 self._update_one(row, used, Phase.PROLOGUE)
 
     def _update_one(self, parameter: int, gradients: list[int], phase: Phase) -> None:
         rows, step = self._rows, self._step
         state = whole_state(step)
-        mine = [rows.once(each) for each in state[step.storages.owner[state] == parameter].tolist()]
+        mine = [rows.single_number(each) for each in state[step.storages.owner[state] == parameter].tolist()]
         rows.add(
             _UPDATE,
             phase,
@@ -213,122 +225,122 @@ class _Rank:
 
     # -- a use -----------------------------------------------------------------------------------------------
 
-    def _use(self, use: Use, following: Use | None) -> None:
+    def _use(self, use: StageUse, following: StageUse | None) -> None:
         rows, backward = self._rows, use.kind != "forward"
         phase = Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD
         posted = self._posts(use, phase)
-        self._begin(use.stage, phase, ahead=False)
+        self._begin(use.stage, phase, prefetch=False)
         if following is not None and self._layout.prefetch:
-            self._begin(following.stage, phase, ahead=True)
-        if self._staying:
-            parts = in_parts([int(self._n_bytes[row]) for row, _ in self._staying], self._count)
-            self._going = [[self._staying[n] for n in part] for part in reversed(parts)]
-            self._staying = []
-        self._leave_at_once = following is None or not self._layout.prefetch
+            self._begin(following.stage, phase, prefetch=True)
+        if self._kept_gradients:
+            parts = in_parts([int(self._n_bytes[row]) for row, _ in self._kept_gradients], self._count)
+            self._gradient_parts = [[self._kept_gradients[n] for n in part] for part in reversed(parts)]
+            self._kept_gradients = []
+        self._offload_now = following is None or not self._layout.prefetch
         if backward:
-            self._sums_begin(use.stage)
-        down: dict[int, int] = {}
+            self._start_sums(use.stage)
+        on_host: dict[int, int] = {}
         for index in range(self._count):
             if backward:
-                self._backward(use, index, posted, down if index == self._count - 1 else None)
+                self._backward(use, index, posted, on_host if index == self._count - 1 else None)
             else:
                 self._forward(use.stage, index, posted)
-        self._arrive()
+        self._finish_copy()
         for number in self._sent_before:
             rows.hold_number(number, rows.n_ops - 1)
         self._sent_before, self._sent = self._sent, []
         if following is None or following.stage != use.stage:
-            for number in self._there.pop(use.stage):
+            for number in self._resident.pop(use.stage):
                 rows.hold_number(number, rows.n_ops - 1)
-        gone, self._gone = self._gone, {}
-        for each in (gone, down):
+        gone, self._offloaded = self._offloaded, {}
+        for each in (gone, on_host):
             self._update(each)
 
-    def _posts(self, use: Use, phase: Phase) -> list[int]:
-        """Rule 2 of messages: the host memory that is received into."""
+    def _posts(self, use: StageUse, phase: Phase) -> list[int]:
+        """Allocate the host memory of receives."""
         if use.kind != "backward" and use.stage == 0:
             return []
         rows, n_bytes, found = self._rows, self._parts.chain.passed_bytes, []
         for _ in range(self._count):
-            found.append(rows.new(n_bytes, Tier.HOST, Kind.COMMUNICATION))
+            found.append(rows.add_storage(n_bytes, Tier.HOST, Kind.COMMUNICATION))
             rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
         return found
 
-    def _begin(self, stage: int, phase: Phase, *, ahead: bool) -> None:
-        """Rule 4; what comes in ahead does so in parts (`_go_on`)."""
-        if stage in self._there:
+    def _begin(self, stage: int, phase: Phase, *, prefetch: bool) -> None:
+        """Load or prefetch a stage; a prefetch only allocates, and `_next_micro_batch` copies parts."""
+        if stage in self._resident:
             return
         rows, columns, numbers = self._rows, self._columns, []
         inside = np.flatnonzero(
             self._inside & np.isin(columns.block, list(self._layout.blocks(stage)))
         ).tolist()
         for row in inside:
-            number = rows.new(int(self._n_bytes[row]), Tier.DEVICE, Kind.COMMUNICATION, row)
+            number = rows.add_storage(int(self._n_bytes[row]), Tier.DEVICE, Kind.COMMUNICATION, row)
             rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
-            if not ahead:
-                self._bring(row, number, phase, ahead=False)
-            rows.stands_for(int(columns.storage[row]), number)
+            if not prefetch:
+                self._load(row, number, phase, prefetch=False)
+            rows.replace_from_now(int(columns.storage[row]), number)
             numbers.append(number)
-        self._there[stage] = numbers
-        if ahead:
+        self._resident[stage] = numbers
+        if prefetch:
             pieces = list(zip(inside, numbers, strict=True))
             parts = in_parts([int(self._n_bytes[row]) for row in inside], self._count)
-            self._coming = [[pieces[n] for n in part] for part in reversed(parts)]
+            self._load_parts = [[pieces[n] for n in part] for part in reversed(parts)]
 
-    def _bring(self, row: int, number: int, phase: Phase, *, ahead: bool) -> None:
+    def _load(self, row: int, number: int, phase: Phase, *, prefetch: bool) -> None:
         self._rows.add(
-            _IN,
+            _COPY_IN,
             phase,
             resource=Resource.HOST_TO_DEVICE,
             traffic_bytes=int(self._n_bytes[row]),
             uses=[(self._hosts[row], READS), (number, WRITES)],
-            stream=0 if ahead else 1,
-            prefetch=1 if ahead else 0,
+            stream=0 if prefetch else 1,
+            prefetch=1 if prefetch else 0,
         )
 
-    def _go_on(self, phase: Phase) -> None:
-        """Rules 1 and 2 of `offload.layer_major.pack_offloader`: a part of the next stage comes in, one of
-        the last stage's gradients leaves.
+    def _next_micro_batch(self, phase: Phase) -> None:
+        """Copy a part of the next stage to the device and a part of the last stage's gradients to
+        the host.
         """
-        for row, number in self._coming.pop() if self._coming else ():
-            self._bring(row, number, phase, ahead=True)
-        for row, number in self._going.pop() if self._going else ():
-            self._gone[row] = self._leave(row, number)
+        for row, number in self._load_parts.pop() if self._load_parts else ():
+            self._load(row, number, phase, prefetch=True)
+        for row, number in self._gradient_parts.pop() if self._gradient_parts else ():
+            self._offloaded[row] = self._offload_gradient(row, number)
 
-    def _sums_begin(self, stage: int) -> None:
-        """The first micro-batch's gradients become the sums, on the device for as long as the stage is."""
+    def _start_sums(self, stage: int) -> None:
+        """Let the first micro-batch's gradients become the sums, resident as long as the stage."""
         columns, blocks = self._columns, list(self._layout.blocks(stage))
         for row in np.flatnonzero(
             self._inside & np.isin(columns.block, blocks) & (columns.gradient >= 0)
         ).tolist():
-            number = self._rows.new(
+            number = self._rows.add_storage(
                 int(self._step.storages.bytes[columns.gradient[row]]), Tier.DEVICE, Kind.GRADIENT, row
             )
-            self._rows.stands_for(int(columns.gradient[row]), number)
+            self._rows.replace_from_now(int(columns.gradient[row]), number)
 
-    def _start(self, use: Use, index: int, key: Key, posted: list[int]) -> int | None:
-        """Rule 3: what the stage starts from comes to the device."""
+    def _start(self, use: StageUse, index: int, key: Key, posted: list[int]) -> int | None:
+        """Copy the stage's arguments to the device (Rule 3)."""
         if use.stage == 0:
             return None
         rows, storage, n_bytes = self._rows, self._parts.given(use.stage), self._parts.chain.passed_bytes
         backward = use.kind == "backward"
         if backward and not self._waits_on_host:
-            rows.put(key, storage, self._given[use.stage, index])
-            return self._given[use.stage, index]
+            rows.set_number(key, storage, self._saved_starts[use.stage, index])
+            return self._saved_starts[use.stage, index]
         if not backward:
             self._receive(posted[index], Phase.FORWARD)
-        host = self._given[use.stage, index] if backward else posted[index]
-        number = rows.received(key, storage)
+        host = self._saved_starts[use.stage, index] if backward else posted[index]
+        number = rows.add_received(key, storage)
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         rows.add(
-            _UP,
+            _TO_DEVICE,
             phase,
             resource=Resource.HOST_TO_DEVICE,
             traffic_bytes=n_bytes,
             uses=[(host, READS)],
             stream=1,
         )
-        self._given[use.stage, index] = host if self._waits_on_host else number
+        self._saved_starts[use.stage, index] = host if self._waits_on_host else number
         return number
 
     def _receive(self, host: int, phase: Phase) -> None:
@@ -345,126 +357,132 @@ class _Rank:
         return np.flatnonzero(within).astype(np.int32)
 
     def _forward(self, stage: int, index: int, posted: list[int]) -> None:
-        """Rule 2."""
+        """Add a forward run of a stage (Rule 2)."""
         rows, key = self._rows, (("forward", stage), index)
-        given = self._start(Use(stage, "forward"), index, key, posted)
-        self._go_on(Phase.FORWARD)
-        rows.take(self._ops(stage, backward=False), key)
-        output = rows.of(key, self._parts.given(stage + 1))
+        given = self._start(StageUse(stage, "forward"), index, key, posted)
+        self._next_micro_batch(Phase.FORWARD)
+        rows.append_ops(self._ops(stage, backward=False), key)
+        output = rows.number_of(key, self._parts.given(stage + 1))
         self._send(output, Phase.FORWARD)
         if given is not None:
             rows.hold_number(given, rows.n_ops - 1)
 
-    def _backward(self, use: Use, index: int, posted: list[int], down: dict[int, int] | None) -> None:
-        """Rule 2; `down` gets the host's gradients in the last micro-batch."""
+    def _backward(self, use: StageUse, index: int, posted: list[int], on_host: dict[int, int] | None) -> None:
+        """Add a backward run of a stage (Rule 2); `on_host` receives the host gradients of the last
+        micro-batch.
+        """
         rows, parts, key = self._rows, self._parts, (use.stage, index)
         held = [self._start(use, index, key, posted)]
-        self._go_on(Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD)
-        rows.take(self._ops(use.stage, backward=False), key)
+        self._next_micro_batch(Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD)
+        rows.append_ops(self._ops(use.stage, backward=False), key)
         if use.kind == "backward":
             self._receive(posted[index], Phase.BACKWARD)
-            held.append(rows.received(key, parts.gradient[use.stage + 1]))
+            held.append(rows.add_received(key, parts.gradient[use.stage + 1]))
             rows.add(
-                _UP,
+                _TO_DEVICE,
                 Phase.BACKWARD,
                 resource=Resource.HOST_TO_DEVICE,
                 traffic_bytes=parts.chain.passed_bytes,
                 uses=[(posted[index], READS)],
                 stream=1,
             )
-            held.append(rows.of(key, parts.given(use.stage + 1)))
+            held.append(rows.number_of(key, parts.given(use.stage + 1)))
         ops = self._ops(use.stage, backward=True)
         if index == 0:
             ops = ops[~np.isin(ops, parts.sums.adder)]
-        self._take_backward(ops, StageAction(use.stage, index, True), down)
+        self._run_backward(ops, StageAction(use.stage, index, True), on_host)
         if use.stage > 0:
-            self._send(rows.of(key, parts.gradient[use.stage]), Phase.BACKWARD)
+            self._send(rows.number_of(key, parts.gradient[use.stage]), Phase.BACKWARD)
         for number in held:
             if number is not None:
                 rows.hold_number(number, rows.n_ops - 1)
 
-    def _take_backward(self, ops: I32, action: StageAction, down: dict[int, int] | None) -> None:
-        """Rows of backward; the head's part of a tied weight is added up at once, and gradients leave as they
-        land.
+    def _run_backward(self, ops: I32, action: StageAction, on_host: dict[int, int] | None) -> None:
+        """Add backward rows; the head's part of a tied weight is added at once, and gradients are offloaded
+        when ready.
         """
         rows, step, key = self._rows, self._step, (action.stage, action.micro_batch)
         tied = {
             int(step.storages.producer[each.part]): each for each in self._parts.tied if action.micro_batch
         }
-        stops = sorted({op for op in ops.tolist() if op in tied or (down is not None and op in self._adds)})
+        stops = sorted(
+            {op for op in ops.tolist() if op in tied or (on_host is not None and op in self._adds)}
+        )
         for op in stops:
-            rows.take(ops[ops <= op], key, backward=True)
+            rows.append_ops(ops[ops <= op], key, backward=True)
             ops = ops[ops > op]
             if op in tied:
                 each = tied[op]
-                uses = [(rows.of(key, each.part), READS), (rows.of(key, each.sum), WRITES)]
+                uses = [(rows.number_of(key, each.part), READS), (rows.number_of(key, each.sum), WRITES)]
                 rows.add(
                     _ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.storages.bytes[each.sum]), uses=uses
                 )
-            if down is not None and op in self._adds:
-                self._lands(self._adds[op], down)
-        rows.take(ops, key, backward=True)
+            if on_host is not None and op in self._adds:
+                self._on_grad_ready(self._adds[op], on_host)
+        rows.append_ops(ops, key, backward=True)
 
-    # -- on the way ------------------------------------------------------------------------------------------
+    # -- D2H copies ------------------------------------------------------------------------------------------
 
-    def _lands(self, parameter: int, down: dict[int, int]) -> None:
-        number = self._rows.once(int(self._columns.gradient[parameter]))
-        if self._leave_at_once:
-            down[parameter] = self._leave(parameter, number)
+    def _on_grad_ready(self, parameter: int, on_host: dict[int, int]) -> None:
+        number = self._rows.single_number(int(self._columns.gradient[parameter]))
+        if self._offload_now:
+            on_host[parameter] = self._offload_gradient(parameter, number)
         else:
-            self._staying.append((parameter, number))
+            self._kept_gradients.append((parameter, number))
 
-    def _leave(self, parameter: int, number: int) -> int:
-        """A gradient leaves; the device lets go of those for which there is no room. Returns what is on the
-        host.
-        """
+    def _offload_gradient(self, parameter: int, number: int) -> int:
+        """Start the D2H copy of a gradient; free those beyond the bound. Return the host gradient."""
         n_bytes = int(self._n_bytes[parameter])
-        for before in self._on_the_way.let_go(n_bytes):
+        for before in self._gradients_in_flight.make_room(n_bytes):
             self._rows.hold_number(before, self._rows.n_ops - 1)
-        self._on_the_way.put(number, n_bytes)
-        return self._down(number, Phase.BACKWARD, n_bytes, Kind.GRADIENT, parameter)
+        self._gradients_in_flight.put(number, n_bytes)
+        return self._copy_to_host(number, Phase.BACKWARD, n_bytes, Kind.GRADIENT, parameter)
 
     def _send(self, number: int, phase: Phase) -> None:
-        """Rule 1 of messages."""
-        self._arrive()
-        self._sent.append(self._down(number, phase, self._parts.chain.passed_bytes, Kind.COMMUNICATION, -1))
-        self._leaving = number, phase
+        """Start the D2H copy of a message; send the one before it."""
+        self._finish_copy()
+        self._sent.append(
+            self._copy_to_host(number, phase, self._parts.chain.passed_bytes, Kind.COMMUNICATION, -1)
+        )
+        self._in_flight = number, phase
 
-    def _down(self, number: int, phase: Phase, n_bytes: int, kind: Kind, owner: int) -> int:
-        """A copy to the host starts; the number of what it makes."""
-        host = self._rows.new(n_bytes, Tier.HOST, kind, owner)
-        down = Resource.DEVICE_TO_HOST
-        self._rows.add(_DOWN, phase, resource=down, traffic_bytes=n_bytes, uses=[(number, READS)], prefetch=1)
+    def _copy_to_host(self, number: int, phase: Phase, n_bytes: int, kind: Kind, owner: int) -> int:
+        """Add a D2H copy; return the number of the host storage."""
+        host = self._rows.add_storage(n_bytes, Tier.HOST, kind, owner)
+        copy_engine = Resource.DEVICE_TO_HOST
+        self._rows.add(
+            _TO_HOST, phase, resource=copy_engine, traffic_bytes=n_bytes, uses=[(number, READS)], prefetch=1
+        )
         return host
 
-    def _arrive(self) -> None:
-        if self._leaving is None:
+    def _finish_copy(self) -> None:
+        if self._in_flight is None:
             return
-        (number, phase), self._leaving = self._leaving, None
+        (number, phase), self._in_flight = self._in_flight, None
         self._rows.hold_number(number, self._rows.n_ops - 1)
         n_bytes, uses = self._parts.chain.passed_bytes, [(self._sent[-1], READS)]
         self._rows.add(_SEND, phase, resource=self._link, traffic_bytes=n_bytes, group=2, uses=uses)
 
-    def _update(self, down: dict[int, int]) -> None:
-        """Rule 4: what has come down is used, but for what is left to the next step."""
+    def _update(self, on_host: dict[int, int]) -> None:
+        """Update the parameters of `on_host`, but for deferred ones (Rule 4)."""
         rows = self._rows
-        for number in self._on_the_way.rest():
+        for number in self._gradients_in_flight.drain():
             rows.hold_number(number, rows.n_ops - 1)
-        for parameter in [each for each in down if self._late[each]]:
-            rows.hold_number(down.pop(parameter), int(FOREVER))
-        used = sum(int(self._n_bytes[parameter]) for parameter in down)
-        self._let_go(self._waiting.let_go(used), rows.n_ops - 1)
-        for parameter in sorted(down):
-            self._update_one(parameter, [down[parameter]], Phase.BOUNDARY)
-        self._waiting.put(list(down.values()), used)
+        for parameter in [each for each in on_host if self._deferred[each]]:
+            rows.hold_number(on_host.pop(parameter), int(FOREVER))
+        used = sum(int(self._n_bytes[parameter]) for parameter in on_host)
+        self._free_updated(self._waiting.make_room(used), rows.n_ops - 1)
+        for parameter in sorted(on_host):
+            self._update_one(parameter, [on_host[parameter]], Phase.BOUNDARY)
+        self._waiting.put(list(on_host.values()), used)
 
-    def _let_go(self, turns: Iterable[list[int]], op: int) -> None:
-        """With op `op` done, the gradients of `turns` have been used up."""
-        for host in (each for turn in turns for each in turn):
+    def _free_updated(self, updated: Iterable[list[int]], op: int) -> None:
+        """Free the gradients `updated`, whose updates end with op `op`."""
+        for host in (each for hosts in updated for each in hosts):
             self._rows.hold_number(host, op)
 
     def _add_tied(self) -> None:
-        """Rule 6."""
+        """Add the all-reduce of tied weights (Rule 6)."""
         if self._rank not in (self._layout.ranks[0], self._layout.ranks[-1]):
             return
         for total in sorted({each.sum for each in self._parts.tied}):
@@ -474,5 +492,5 @@ class _Rank:
                 resource=self._link,
                 traffic_bytes=int(self._step.storages.bytes[total]),
                 group=2,
-                uses=[(self._rows.once(total), WRITES)],
+                uses=[(self._rows.single_number(total), WRITES)],
             )

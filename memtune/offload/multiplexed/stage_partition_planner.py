@@ -1,15 +1,12 @@
-"""More stages than ranks: the partition of smallest step time under which every rank's stages stay within its
-memory.
+"""Fastest partition into multiplexed stages on several ranks whose stages fit in each rank's memory.
 
-What a partition costs hangs on all of its stages (a rank waits for what every other one does before it), so
-no sum over neighbours says it, and a partition is judged by running it (`stages_on_ranks.steps_s`), many at
-once. Two rules:
+A rank waits for all that other ranks do before it, so the cost of a partition depends on all stages and is no
+sum over neighbours. Partitions are evaluated by simulation (`stage_placement_planner.steps_s`), many at once:
 
-Rule 1. Of a number of stages into which there are few partitions, all are judged.
-Rule 2. Of any other, those next to the best so far are, from partitions even in seconds and in bytes, until
-none is better.
-        Next to it: neighbouring bounds are moved by a block or two, together; a block so goes from one stage
-        to any other.
+Rule 1. For a number of stages with few partitions, all are evaluated.
+Rule 2. For others, a local search starts from partitions even in seconds and in bytes, and evaluates the
+  neighbours of the best partition until none is better. A neighbour moves adjacent bounds by a block or two,
+  together, so a block can move from one stage to any other.
 
 Source: Feng et al. 2023, Mobius (ASPLOS 23), section 3.2, which states the same choice as a mixed-integer
 program.
@@ -24,16 +21,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memtune.offload.layer_major import OnRanks, Span
+from memtune.offload.layer_major import Span, StageLayout
 from memtune.offload.layer_major import balanced as even_bytes
-from memtune.offload.multiplexed.stage_placement_planner import TurnBytes, TurnCosts, needed_bytes, steps_s
+from memtune.offload.multiplexed.stage_placement_planner import BlockBytes, BlockCosts, needed_bytes, steps_s
 from memtune.parallel.pipeline import balanced as even_seconds
 from memtune.program import F64, I64
 
-MOST_JUDGED = 20_000_000
-"""Partitions × micro-batches × stages that Rule 1 judges: about a second."""
+EVALUATED_MAX = 20_000_000
+"""Partitions × micro-batches × stages that Rule 1 evaluates: about a second."""
 _MOVES = 600
-"""About as many partitions are next to one."""
+"""Approximate number of neighbours of a partition."""
 _ROUNDS = 60
 _AT_ONCE = 2_000_000
 """Partitions × micro-batches in memory at once."""
@@ -41,35 +38,35 @@ _AT_ONCE = 2_000_000
 
 @dataclass(frozen=True, eq=False)
 class Partitions:
-    """All partitions of a chain into some numbers of stages, and what is known of them.
+    """The partitions of a chain into numbers of stages, with cached evaluations.
 
     Args:
         costs: Seconds of each block.
         sizes: Bytes of each block.
-        cuts: Blocks that may begin a stage, but for the first.
+        cuts: Blocks that may begin a stage, without the first.
         micro_batches: Of all ranks.
-        mapping: From a number of stages to where each of them is.
-        prefetch: The next stage's weights come in while one computes.
-        waiting_bytes: Of what a stage starts from, in all micro-batches, where that waits on the device.
-        most_judged: See `MOST_JUDGED`.
+        mapping: From a number of stages to the rank of each.
+        prefetch: The next stage's weights are prefetched while one computes.
+        waiting_bytes: Bytes of a stage's arguments in all micro-batches, if they wait on the device.
+        evaluated_max: See `EVALUATED_MAX`.
     """
 
-    costs: TurnCosts
-    sizes: TurnBytes
+    costs: BlockCosts
+    sizes: BlockBytes
     cuts: Sequence[int]
     micro_batches: int
     mapping: Callable[[int], tuple[int, ...]]
     prefetch: bool = True
     waiting_bytes: int = 0
-    most_judged: int = MOST_JUDGED
-    _judged: dict[int, tuple[I64, F64, F64]] = field(default_factory=dict)
-    """By number of stages, where Rule 1 holds: bounds, needed bytes, seconds."""
+    evaluated_max: int = EVALUATED_MAX
+    _evaluated: dict[int, tuple[I64, F64, F64]] = field(default_factory=dict)
+    """Under Rule 1, by number of stages: bounds, needed bytes, seconds."""
     _even: dict[int, list[I64]] = field(default_factory=dict)
-    """By number of stages, where Rule 2 begins."""
+    """Under Rule 2, by number of stages: partitions where the search starts."""
 
-    def fastest(self, counts: Sequence[int], room: F64) -> OnRanks | None:
-        """The fastest one, of such with the fewest stages, whose `needed` bytes are within `room`; None where
-        there is none.
+    def fastest(self, counts: Sequence[int], room: F64) -> StageLayout | None:
+        """Return the fastest layout whose `needed` bytes are within `room`, with the fewest stages among
+        equals; None if there is none.
 
         Args:
             counts: Numbers of stages.
@@ -81,37 +78,37 @@ class Partitions:
         _, bounds = min(found, key=lambda each: (each[0], len(each[1])))
         return self.layout(bounds)
 
-    def needed(self, layout: OnRanks) -> F64:
-        """(ranks,) most bytes of blocks on each."""
+    def needed(self, layout: StageLayout) -> F64:
+        """Return (ranks,) the largest bytes of blocks on each."""
         found: F64 = self._needed(np.array([[0, *(end for _, end in layout.stages)]]))[0]
         return found
 
-    def smallest(self, counts: Sequence[int]) -> OnRanks:
-        """That into most stages, even in bytes."""
+    def smallest(self, counts: Sequence[int]) -> StageLayout:
+        """Return the layout with the most stages, even in bytes."""
         return self.over_pieces(
             even_bytes(self.piece_bytes, max(count for count in counts if count < len(self._ends)))
         )
 
     @property
     def piece_bytes(self) -> list[int]:
-        """Bytes that the blocks between two places where stages may begin need in backward."""
+        """Bytes that the blocks between two neighbouring cuts need in backward."""
         need = np.add.reduce([self.sizes.weights, self.sizes.gradients, self.sizes.saved])
         return [int(each) for each in np.add.reduceat(need, self._ends[:-1])]
 
-    def over_pieces(self, stages: Sequence[Span]) -> OnRanks:
-        """Stages of such pieces."""
+    def over_pieces(self, stages: Sequence[Span]) -> StageLayout:
+        """Return the layout of stages given in pieces between cuts."""
         return self.layout(self._ends[[0, *(end for _, end in stages)]])
 
-    def layout(self, bounds: I64) -> OnRanks:
-        """The stages between `bounds`."""
+    def layout(self, bounds: I64) -> StageLayout:
+        """Return the layout of the stages between `bounds`."""
         ends = [int(each) for each in bounds]
-        return OnRanks(tuple(itertools.pairwise(ends)), self.mapping(len(ends) - 1), self.prefetch)
+        return StageLayout(tuple(itertools.pairwise(ends)), self.mapping(len(ends) - 1), self.prefetch)
 
     def _fastest_of(self, count: int, room: F64) -> tuple[float, I64] | None:
         pieces = len(self.cuts) + 1
         if not 1 <= count <= pieces:
             return None
-        if math.comb(pieces - 1, count - 1) * self.micro_batches * count <= self.most_judged:
+        if math.comb(pieces - 1, count - 1) * self.micro_batches * count <= self.evaluated_max:
             bounds, needed, seconds = self._all(count)
             seconds = np.where((needed <= room).all(1), seconds, np.inf)
             best = int(seconds.argmin())
@@ -122,20 +119,20 @@ class Partitions:
 
     @property
     def _ends(self) -> I64:
-        """Where a stage may begin or end."""
+        """Bounds that stages may have."""
         return np.array([0, *self.cuts, len(self.costs.forward_s)])
 
     def _all(self, count: int) -> tuple[I64, F64, F64]:
-        """Rule 1."""
-        if count not in self._judged:
+        """Return bounds, needed bytes and seconds of all partitions (Rule 1)."""
+        if count not in self._evaluated:
             pieces = len(self.cuts) + 1
             inner = itertools.combinations(range(1, pieces), count - 1)
             bounds = self._ends[np.array([(0, *each, pieces) for each in inner])]
-            self._judged[count] = (bounds, *self._judge(bounds))
-        return self._judged[count]
+            self._evaluated[count] = (bounds, *self._evaluate(bounds))
+        return self._evaluated[count]
 
-    def _judge(self, bounds: I64) -> tuple[F64, F64]:
-        """Needed bytes and seconds."""
+    def _evaluate(self, bounds: I64) -> tuple[F64, F64]:
+        """Return needed bytes and seconds of partitions."""
         ranks = self.mapping(bounds.shape[1] - 1)
         parts = np.array_split(bounds, -(-len(bounds) * self.micro_batches // _AT_ONCE))
         each = [
@@ -150,7 +147,7 @@ class Partitions:
         return found
 
     def _starts(self, count: int) -> list[I64]:
-        """Rule 2: where it begins, as places among `_ends`."""
+        """Return the partitions where the search starts, as indices into `_ends` (Rule 2)."""
         if count in self._even:
             return self._even[count]
         ends = self._ends
@@ -164,7 +161,7 @@ class Partitions:
         return self._even[count]
 
     def _descend(self, start: I64, room: F64) -> tuple[float, float, I64]:
-        """Rule 2: bytes too many, seconds and bounds of the best that is found from `start`."""
+        """Search from `start`; return excess bytes, seconds and bounds of the best partition (Rule 2)."""
         ends, moves = self._ends, _moves(len(start) - 1)
         best, at = self._rank(ends[start[None]], room)[0], start
         for _ in range(_ROUNDS):
@@ -180,13 +177,13 @@ class Partitions:
         return float(best[0]), float(best[1]), ends[at]
 
     def _rank(self, bounds: I64, room: F64) -> F64:
-        """(p, 2) bytes too many on all ranks, and seconds."""
-        needed, seconds = self._judge(bounds)
+        """Return (p, 2) excess bytes over all ranks, and seconds."""
+        needed, seconds = self._evaluate(bounds)
         return np.stack([np.maximum(needed - room, 0.0).sum(1), seconds], axis=1)
 
 
 def _moves(count: int) -> I64:
-    """(moves, count + 1) what Rule 2 adds to bounds: to the inner ones from the i-th to the j-th."""
+    """Return (moves, count + 1) the changes of bounds that lead to neighbours (Rule 2)."""
     inner = range(1, count)
     longest = max(1, min(count, _MOVES // max(4 * count, 1)))
     runs = [(first, end) for first in inner for end in range(first + 1, min(first + longest, count) + 1)]

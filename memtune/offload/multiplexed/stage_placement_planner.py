@@ -1,9 +1,9 @@
-"""More stages than ranks: where each stage goes, and how long a step takes.
+"""Placement of multiplexed stages on ranks, and the time of a step.
 
-Cross mapping: ranks under one root complex share its link, and the weights of stages that follow one another
-come in at about the same time. So neighbours go under different roots: of all orders of the ranks that
-repeat, the one of least contention, where two stages under one root count as 1 over how many stages lie
-between their beginnings.
+Cross mapping: ranks under one root complex share its link, and the weights of consecutive stages are loaded
+at about the same time. So neighbours are placed under different roots. Of all orders of the ranks, which then
+repeat, the planner chooses the one of least contention; two stages under one root count as 1 / (distance of
+the stages).
 
 Source: Feng et al. 2023, Mobius (ASPLOS 23), sections 3.2 and 3.3.
 """
@@ -18,17 +18,17 @@ from itertools import zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from memtune.offload.layer_major import OnRanks
+from memtune.offload.layer_major import StageLayout
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 
 def contention(ranks: Sequence[int], per_root: int) -> float:
-    """Of stages on `ranks`, of which `per_root` neighbours share a root complex: the sum over pairs under one
-    root, by distance.
+    """Return the contention of stages on `ranks`: the sum over pairs under one root of 1 / distance.
 
-    A pair on one rank takes turns anyway, and does not count.
+    `per_root` neighbouring ranks share a root complex. A pair on one rank never loads at once and does not
+    count.
     """
     return sum(
         1.0 / (later - stage)
@@ -39,22 +39,21 @@ def contention(ranks: Sequence[int], per_root: int) -> float:
 
 
 MOST_RANKS = 10
-"""For which every order is tried."""
+"""Largest number of ranks for which all orders are tried."""
 
 
 @cache
 def cross_mapping(stages: int, ranks: int, per_root: int) -> tuple[int, ...]:
-    """The rank of each stage under which stages in turn contend least; `ranks` of them repeat.
+    """Return the rank of each stage with the least contention; the order of `ranks` ranks repeats.
 
-    Which rank of a root is used does not matter, so orders of roots are tried, each rank of a root in its
-    turn: all of them for `MOST_RANKS` at most, as their number grows like a factorial. Beyond that the roots
-    take turns.
+    Ranks of one root are interchangeable, so orders of roots are tried, each root's ranks in sequence. Their
+    number grows like a factorial: all are tried up to `MOST_RANKS`; beyond that roots alternate.
     """
     if per_root <= 1 or per_root >= ranks:
         return tuple(stage % ranks for stage in range(stages))
     if ranks > MOST_RANKS:
-        in_turn = sorted(range(ranks), key=lambda rank: (rank % per_root, rank))
-        return tuple(in_turn[stage % ranks] for stage in range(stages))
+        round_robin = sorted(range(ranks), key=lambda rank: (rank % per_root, rank))
+        return tuple(round_robin[stage % ranks] for stage in range(stages))
     size = {root: min(per_root, ranks - root * per_root) for root in range(-(-ranks // per_root))}
     best: tuple[float, tuple[int, ...]] | None = None
     for roots in _orders(size, size):
@@ -68,8 +67,8 @@ def cross_mapping(stages: int, ranks: int, per_root: int) -> tuple[int, ...]:
 
 
 def _orders(left: dict[int, int], size: dict[int, int]) -> Iterator[tuple[int, ...]]:
-    """All orders of roots, of each as many as it has ranks; of unused roots of one size the first stands for
-    all.
+    """Yield all orders of roots, each as often as it has ranks; the first unused root of a size represents
+    all of that size.
     """
     if not any(left.values()):
         yield ()
@@ -85,37 +84,37 @@ def _orders(left: dict[int, int], size: dict[int, int]) -> Iterator[tuple[int, .
 
 
 @dataclass(frozen=True)
-class TurnCosts:
-    """Of each block and one micro-batch where it is compute."""
+class BlockCosts:
+    """Seconds of each block; compute is for one micro-batch."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    """Without running forward again."""
+    """Without recomputation."""
     load_s: Sequence[float]
     message_s: float
-    """Of what passes from a stage to the next, by way of the hosts."""
+    """Seconds of a message from a stage to the next, through the hosts."""
 
 
-def step_s(costs: TurnCosts, layout: OnRanks, micro_batches: int) -> float:
-    """Seconds of a step under one layout, as `steps_s` says."""
+def step_s(costs: BlockCosts, layout: StageLayout, micro_batches: int) -> float:
+    """Return the seconds of a step under one layout; see `steps_s`."""
     bounds = np.array([[0, *(end for _, end in layout.stages)]])
     return float(steps_s(costs, bounds, layout.ranks, micro_batches, prefetch=layout.prefetch)[0])
 
 
 def steps_s(
-    costs: TurnCosts, bounds: I64, ranks: Sequence[int], micro_batches: int, *, prefetch: bool
+    costs: BlockCosts, bounds: I64, ranks: Sequence[int], micro_batches: int, *, prefetch: bool
 ) -> F64:
-    """Seconds of a step: each rank runs its uses in order, a micro-batch when it is there, a stage when its
-    weights are.
+    """Return the seconds of a step under several partitions, simulated.
 
-    With prefetch a stage's weights begin to come in when the use before it begins, else when it has ended.
+    Each rank runs its uses in order: a micro-batch when its message has arrived, a stage when its weights are
+    loaded. With prefetch a stage's load starts when the use before it begins, otherwise when that has ended.
 
     Args:
-        costs: Of the blocks.
+        costs: Costs of the blocks.
         bounds: (p, stages + 1) the first block of each stage and the end of the last, of p partitions.
-        ranks: Where each stage is.
+        ranks: Rank of each stage.
         micro_batches: Of all ranks.
-        prefetch: The next stage's weights come in while one computes.
+        prefetch: The next stage's weights are prefetched while one computes.
 
     Returns:
         (p,) seconds.
@@ -125,21 +124,21 @@ def steps_s(
     )
     n, last = bounds.shape[0], bounds.shape[1] - 2
     free, began, loaded = ({rank: np.zeros(n) for rank in ranks} for _ in range(3))
-    there: dict[int, int] = {}
+    resident: dict[int, int] = {}
     ready, nth = np.zeros((n, micro_batches)), np.arange(1, micro_batches + 1)
     for stage, is_back in [
         *((s, False) for s in range(last + 1)),
         *((s, True) for s in range(last - 1, -1, -1)),
     ]:
         rank = ranks[stage]
-        if there.get(rank) != stage:
+        if resident.get(rank) != stage:
             loaded[rank] = np.maximum(loaded[rank], began[rank] if prefetch else free[rank]) + load[:, stage]
-        there[rank] = stage
+        resident[rank] = stage
         takes = forward[:, stage] + (backward[:, stage] if is_back or stage == last else 0.0)
         may = np.maximum(free[rank], loaded[rank])
         began[rank] = np.maximum(may, ready[:, 0])
-        # The i-th micro-batch ends when the last one that it waits for was there, and all from that one to
-        # the i-th have run.
+        # Closed form of a queue: micro-batch i ends after the micro-batch j <= i that it waited for last has
+        # arrived and j..i have run; the maximum over j is a running maximum.
         waits = ready - takes[:, None] * (nth - 1)
         np.maximum(waits[:, 0], may, out=waits[:, 0])
         ends = np.maximum.accumulate(waits, 1) + takes[:, None] * nth
@@ -149,24 +148,24 @@ def steps_s(
 
 
 @dataclass(frozen=True)
-class TurnBytes:
-    """Of each block; activations are those of one micro-batch."""
+class BlockBytes:
+    """Bytes of each block; activations are those of one micro-batch."""
 
     weights: Sequence[int]
     gradients: Sequence[int]
     saved: Sequence[int]
 
 
-def needed_bytes(sizes: TurnBytes, bounds: I64, ranks: Sequence[int], *, prefetch: bool) -> F64:
-    """(p, ranks) most bytes of blocks on the device: a stage, what comes in beside it, and in backward what
-    that makes.
+def needed_bytes(sizes: BlockBytes, bounds: I64, ranks: Sequence[int], *, prefetch: bool) -> F64:
+    """Return (p, ranks) the largest bytes of blocks on the device.
 
-    With prefetch a stage's gradients leave beside the next stage.
+    A rank holds a stage, a prefetched one, and in backward gradients and activations. With prefetch a stage's
+    gradients are offloaded during the next stage.
     """
     weights, gradients, saved = (
         stage_sums(each, bounds) for each in (sizes.weights, sizes.gradients, sizes.saved)
     )
-    layout = OnRanks(tuple((n, n + 1) for n in range(len(ranks))), tuple(ranks), prefetch)
+    layout = StageLayout(tuple((n, n + 1) for n in range(len(ranks))), tuple(ranks), prefetch)
     most = np.zeros((len(bounds), max(ranks) + 1))
     for rank in range(most.shape[1]):
         uses = layout.uses(rank)
@@ -185,6 +184,6 @@ def needed_bytes(sizes: TurnBytes, bounds: I64, ranks: Sequence[int], *, prefetc
 
 
 def stage_sums(column: Sequence[float], bounds: I64) -> F64:
-    """(p, stages) sums over the blocks of each stage."""
+    """Return (p, stages) sums over the blocks of each stage."""
     found: F64 = np.diff(np.concatenate([[0.0], np.cumsum(np.asarray(column, np.float64))])[bounds], axis=1)
     return found

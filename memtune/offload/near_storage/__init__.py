@@ -1,4 +1,4 @@
-"""Update worker processes, one per storage domain (Smart-Infinity)."""
+"""Near-storage updates: one updater process per storage domain (Smart-Infinity)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.near_storage.update_workers import Updaters
-    from memtune.offload.near_storage.update_workers_pass import How, optimizer_with_updaters
+    from memtune.offload.near_storage.update_workers_pass import UpdatersSpec, optimizer_on_updaters
 else:
     __getattr__ = open_door(__name__)
 
-__all__ = ["How", "Updaters", "optimizer_with_updaters"]
+__all__ = ["Updaters", "UpdatersSpec", "optimizer_on_updaters"]

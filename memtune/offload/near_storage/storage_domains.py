@@ -1,9 +1,9 @@
-"""Optimizer state divided evenly over storage domains, whatever the model: what
-`offload.near_storage.update_workers` and its pass both go by.
+"""Division of optimizer state over storage domains, and the order of a step's actions; shared by runtime and
+pass.
 
-All parameters, flattened, are one row of numbers; each domain (a drive, or a directory on one) owns an equal
-part of it, cut into sub-groups. A step goes round by round, one sub-group of every domain at a time, by the
-rules of `offload.near_storage.update_workers`.
+All parameters, flattened, form one row of numbers. Each domain (a drive, or a directory on one) owns an equal
+part of it, cut into sub-groups. A step goes round by round, with one sub-group of each domain per round
+(`offload.near_storage.update_workers`).
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from typing import Final, NamedTuple
 SLOTS: Final = 2
 """Sub-groups of a domain whose gradients or weights are between trainer and updater at once."""
 ALIGN: Final = 64
-"""Bytes: where the part of each parameter begins in a slot, for the native update's vectors."""
-READ, DOWN, UPDATE, WRITE, LATER, UP = range(6)
-"""A sub-group is read from SSD; its gradients go down; it is updated; weights, then moments, are written; its
-weights go up.
+"""Bytes: alignment of each parameter's part in a slot, for the native update's vectors."""
+READ, OFFLOAD, UPDATE, WRITE_WEIGHTS, WRITE_MOMENTS, RELOAD = range(6)
+"""Actions on a sub-group, in order: read from SSD, offload its gradients, update, write weights, write
+moments, copy weights to the device.
 """
 
 
 class Segment(NamedTuple):
-    """Elements of one parameter that are in one sub-group."""
+    """The elements of one parameter that are in one sub-group."""
 
     parameter: int
     start: int
-    """First element of the parameter."""
+    """First element, in the parameter."""
     numel: int
     weight: int
-    """First element in the sub-group's weights."""
+    """First element, in the sub-group's weights."""
     moment: int
-    """First element in the sub-group's moments, of which each has `numel`."""
+    """First element, in the sub-group's moments; each moment has `numel`."""
     slot: int
-    """First byte in a slot, of gradients as wide as the parameter."""
+    """First byte in a slot; gradients have the parameter's dtype."""
 
 
 @dataclass(frozen=True)
 class SubGroup:
-    """What is read, updated and written at once."""
+    """Elements that are read, updated and written together."""
 
     segments: tuple[Segment, ...]
     numel: int
     moments: int
-    """Elements of all moments."""
+    """Number of elements of all moments."""
     slot_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Every domain's sub-groups."""
+    """The sub-groups of each domain."""
 
     domains: tuple[tuple[SubGroup, ...], ...]
 
@@ -63,20 +63,20 @@ class Layout:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot that any sub-group's gradients fit into."""
+        """Bytes of a slot that holds any sub-group's gradients."""
         return max((each.slot_bytes for each in self._all), default=0)
 
     @property
     def buffer_numel(self) -> int:
-        """Elements of a buffer that any sub-group's weights and moments fit into."""
+        """Elements of a buffer that holds any sub-group's weights and moments."""
         return max((each.numel + each.moments for each in self._all), default=0)
 
     def slots(self, domain: int) -> int:
-        """Slots that a domain has: no more than it has sub-groups."""
+        """Return the number of slots of a domain, at most its number of sub-groups."""
         return min(SLOTS, len(self.domains[domain]))
 
     def buffers(self, domain: int, most: int) -> int:
-        """Buffers that a domain has: no more than it has sub-groups."""
+        """Return the number of buffers of a domain, at most its number of sub-groups."""
         return min(most, len(self.domains[domain]))
 
 
@@ -84,14 +84,14 @@ class Layout:
 def divide(
     numel: tuple[int, ...], itemsize: tuple[int, ...], moments: tuple[int, ...], domains: int, most: int
 ) -> Layout:
-    """The parameters over `domains` domains.
+    """Divide the parameters over `domains` domains.
 
     Args:
         numel: Elements of each parameter.
         itemsize: Bytes of an element of each on the device.
-        moments: Tensors as large as the parameter that the optimizer keeps for each.
-        domains: How many updaters there are.
-        most: Elements of a sub-group.
+        moments: Number of moments that the optimizer keeps for each.
+        domains: Number of updaters.
+        most: Maximal number of elements of a sub-group.
     """
     total = sum(numel)
     cuts = [total * domain // domains for domain in range(domains + 1)]
@@ -126,24 +126,25 @@ def _sub_group(
     return SubGroup(tuple(segments), weight, moment, slot)
 
 
-def sent(segment: Segment, itemsize: int, share: float) -> tuple[int, int]:
-    """How many gradients of `segment` are sent, a `share` of them, and the byte of its slot at which their
-    places begin.
+def topk_layout(segment: Segment, itemsize: int, share: float) -> tuple[int, int]:
+    """Return the number of gradients of `segment` that are sent, a `share` of them, and the byte of its slot
+    where their indices begin.
     """
     count = math.ceil(share * segment.numel)
+    # Indices are int32, so they are aligned to 4 bytes after the values.
     return count, -(-count * itemsize // 4) * 4
 
 
-class Turn(NamedTuple):
-    """One act of a step: `nth` counts the sub-groups of a domain that are updated."""
+class Action(NamedTuple):
+    """One action of a step on one sub-group."""
 
-    what: int
+    kind: int
     domain: int
     nth: int
 
 
-def turns(counts: Sequence[int], buffers: int) -> list[Turn]:
-    """All acts of a step in their order, by Rules 1 to 4 of `offload.near_storage.update_workers`.
+def step_actions(counts: Sequence[int], buffers: int) -> list[Action]:
+    """Return all actions of a step in order, as `offload.near_storage.update_workers` describes.
 
     Args:
         counts: Sub-groups of each domain that are updated.
@@ -151,14 +152,14 @@ def turns(counts: Sequence[int], buffers: int) -> list[Turn]:
     """
     rounds = max(counts, default=0)
     found = [
-        Turn(READ, domain, i) for i in range(buffers) for domain, count in enumerate(counts) if i < count
+        Action(READ, domain, i) for i in range(buffers) for domain, count in enumerate(counts) if i < count
     ]
     for i in range(rounds + 1):
         now = [domain for domain, count in enumerate(counts) if i < count]
-        found += [Turn(DOWN, domain, i) for domain in now]
+        found += [Action(OFFLOAD, domain, i) for domain in now]
         for domain in now:
-            found += [Turn(what, domain, i) for what in (UPDATE, WRITE, LATER)]
+            found += [Action(kind, domain, i) for kind in (UPDATE, WRITE_WEIGHTS, WRITE_MOMENTS)]
             if 0 < i and i - 1 + buffers < counts[domain]:
-                found.append(Turn(READ, domain, i - 1 + buffers))
-        found += [Turn(UP, domain, i - 1) for domain, count in enumerate(counts) if 0 < i <= count]
+                found.append(Action(READ, domain, i - 1 + buffers))
+        found += [Action(RELOAD, domain, i - 1) for domain, count in enumerate(counts) if 0 < i <= count]
     return found

@@ -1,9 +1,8 @@
-"""Only the largest gradients are sent, what is not sent is added to the next step's (SmartComp; error
-feedback).
+"""Top-k gradient compression with error feedback (SmartComp): only the largest gradients are sent. Lossy.
 
-Lossy. The device keeps one number per parameter besides: what has not been sent. Nothing is lost from the sum
-of all gradients: in every step, what is sent and what is kept are, element by element, what was kept before
-plus the new gradient.
+The device keeps a residual per parameter: gradients that were not sent, which are added to the next step's.
+In every step, sent gradients plus the new residual equal the old residual plus the new gradient, element by
+element, so no gradient is lost from the sum over all steps.
 """
 
 from __future__ import annotations
@@ -13,29 +12,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memtune.offload.near_storage.storage_domains import Segment, sent
+from memtune.offload.near_storage.storage_domains import Segment, topk_layout
 from memtune.program import Resource
 from memtune.runtime import SeamOp, register, transfer
 
 
-class Largest:
-    """What of each parameter's gradient has not been sent.
+class TopKCompression:
+    """The residual of each parameter, and the transfer of its largest gradients.
 
     Args:
-        parameters: By whose numbers segments know them.
-        share: Of each segment's elements, that are sent.
+        parameters: In the order of the segments' parameter numbers.
+        share: Share of each segment's elements that is sent.
     """
 
     def __init__(self, parameters: Sequence[Tensor], share: float) -> None:
         self._share = share
-        self._kept = [torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in parameters]
+        self._residual = [
+            torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in parameters
+        ]
 
     def down(self, segment: Segment, gradient: Tensor, slot: Tensor) -> None:
-        """Start the largest of `gradient` plus what was kept on their way to `slot`, values first, then
-        places in the segment.
+        """Start the D2H copies of the largest elements of `gradient` plus residual to `slot`: values, then
+        indices in the segment.
         """
-        count, places_at = sent(segment, gradient.itemsize, self._share)
-        kept = self._kept[segment.parameter][segment.start : segment.start + segment.numel]
+        count, places_at = topk_layout(segment, gradient.itemsize, self._share)
+        kept = self._residual[segment.parameter][segment.start : segment.start + segment.numel]
         values, places = torch.ops.memtune.largest_(kept, gradient, count)
         torch.ops.memtune.copy_to_host_(slot[: values.nbytes].view(values.dtype), values)
         torch.ops.memtune.copy_to_host_(slot[places_at:][: places.nbytes].view(torch.int32), places)
@@ -44,15 +45,16 @@ class Largest:
 
 
 def largest_(kept: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What is behind `torch.ops.memtune.largest_`: values and places (int32) of the `count` largest of `kept`
-    + `gradient`.
+    """Return values and indices (int32) of the `count` largest elements of `kept` + `gradient`;
+    `torch.ops.memtune.largest_`.
 
     Args:
-        kept: (elements,) what was not sent before, and after this.
-        gradient: (elements,) of this step.
-        count: How many are sent.
+        kept: (elements,) The residual; updated in place.
+        gradient: (elements,) Gradient of this step.
+        count: Number of elements that are sent.
     """
     kept.add_(gradient)
+    # The order of the indices has no meaning here, and sorting costs time.
     found = torch.topk(kept.abs(), count, sorted=False).indices
     values = kept.index_select(0, found)
     kept.index_fill_(0, found, 0)
@@ -60,7 +62,7 @@ def largest_(kept: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 def fake_largest(kept: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Tensors like those of `largest_`."""
+    """Return tensors like those of `largest_`."""
     return gradient.new_empty(count), gradient.new_empty(count, dtype=torch.int32)
 
 

@@ -1,6 +1,4 @@
-"""The trainer's side of an updater process (`offload.near_storage.update_worker`): starts it, shares memory,
-gives orders, notices its end.
-"""
+"""The trainer's side of an updater process: starts it, shares memory, sends orders, notices its end."""
 
 from __future__ import annotations
 
@@ -28,40 +26,40 @@ from memtune.program import Resource
 from memtune.runtime import HOST, SSD, SeamOp, Tier, mark, register, transfer
 
 _GOODBYE_S: Final = 10.0
-"""How long an updater may take to end once nobody has orders for it."""
+"""Seconds that an updater may take to end once its trainer has closed the socket."""
 _numbers = itertools.count(1)
 _links: weakref.WeakValueDictionary[int, UpdaterLink] = weakref.WeakValueDictionary()
 
 
 class UpdaterLink:
-    """One updater process.
+    """The connection to one updater process.
 
     Args:
-        domain: Its number among the updaters, for messages.
-        directory: Where its file goes.
-        told: What it must know besides: `Updater` says what.
+        domain: Number of the updater, for messages.
+        directory: Directory of its file.
+        spec: The other fields of `update_worker.Updater`'s first line.
 
     Attributes:
-        number: By which the operators of the seam know it.
-        slots: Memory of `slot_bytes` bytes each that both processes have.
-        buffers: Memory of `buffer_numel` float32 each, likewise: what the updater has read.
+        number: Identifies it in the seam's operators.
+        slots: Shared memory of `slot_bytes` bytes each.
+        buffers: Shared memory of `buffer_numel` float32 each, which the updater reads records into.
     """
 
-    def __init__(self, domain: int, directory: str, told: dict[str, Any]) -> None:
-        self._again = (
-            "start again: the last complete step is kept" if told["keep"] else "go on from a checkpoint"
+    def __init__(self, domain: int, directory: str, spec: dict[str, Any]) -> None:
+        self._restart_hint = (
+            "start again: the last complete step is kept" if spec["keep"] else "go on from a checkpoint"
         )
         self._what = f"The updater of storage domain {domain} in {directory}"
-        self._broken: EnvironmentFault | None = None  # raised as a copy, as `ssd.ssd_tensors.Ticket` has it
+        self._broken: EnvironmentFault | None = None  # raised as a copy, like `ssd.ssd_tensors.Ticket`
         self._lines: list[bytes] = []
         self._rest = b""
         self.number = next(_numbers)
-        slot_bytes, buffer_bytes = told["slot_bytes"], 4 * told["buffer_numel"]
+        slot_bytes, buffer_bytes = spec["slot_bytes"], 4 * spec["buffer_numel"]
         memory = os.memfd_create("memtune-updater", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
         try:
             os.posix_fallocate(
-                memory, 0, max(told["slots"] * slot_bytes + told["buffers"] * buffer_bytes, mmap.PAGESIZE)
+                memory, 0, max(spec["slots"] * slot_bytes + spec["buffers"] * buffer_bytes, mmap.PAGESIZE)
             )
             arguments = [sys.executable, "-m", "memtune.offload.near_storage.update_worker"]
             arguments += [str(each) for each in (theirs.fileno(), memory, os.getpid())]
@@ -80,24 +78,25 @@ class UpdaterLink:
             theirs.close()
             os.close(memory)
         self._socket = ours
-        self.close = weakref.finalize(self, _end, ours, self.process)
+        self.close = weakref.finalize(self, _close, ours, self.process)
         self.slots = [
-            _over(shared, i * slot_bytes, slot_bytes, torch.uint8, HOST) for i in range(told["slots"])
+            _over(shared, i * slot_bytes, slot_bytes, torch.uint8, HOST) for i in range(spec["slots"])
         ]
-        first = told["slots"] * slot_bytes
+        first = spec["slots"] * slot_bytes
         self.buffers = [
-            _over(shared, first + i * buffer_bytes, told["buffer_numel"], torch.float32, HOST)
-            for i in range(told["buffers"])
+            _over(shared, first + i * buffer_bytes, spec["buffer_numel"], torch.float32, HOST)
+            for i in range(spec["buffers"])
         ]
         _links[self.number] = self
-        self.order({"directory": directory, **told})
+        self.order({"directory": directory, **spec})
 
     def ready(self, numel: Sequence[int]) -> list[Tensor]:
-        """Wait until it is; returns one tensor per extent of its file, of `numel` float32 each, mapped and
-        never touched.
+        """Wait until the updater is ready; return one tensor per extent of its file, of `numel` float32 each.
+
+        The tensors are mapped and never read; they represent the extents in tables and state.
 
         Raises:
-            EnvironmentFault: It could not begin; says why.
+            EnvironmentFault: The updater could not start; gives its reason.
         """
         found = self.answer("ready")
         with open(found["path"], "rb") as file:
@@ -111,24 +110,24 @@ class UpdaterLink:
         return [_over(mapped, at, count, torch.float32, SSD) for at, count in zip(places, numel, strict=True)]
 
     def order(self, what: Any) -> None:
-        """Send a line.
+        """Send an order.
 
         Raises:
-            EnvironmentFault: The updater has ended, now or before; nothing it was asked for may be used.
+            EnvironmentFault: The updater has ended, now or earlier; results of its orders are invalid.
         """
         if self._broken is not None:
             raise copy(self._broken)
         try:
             self._socket.sendall((what if isinstance(what, str) else json.dumps(what)).encode() + b"\n")
         except OSError:
-            while True:  # it may have said why
+            while True:  # it may have sent its reason; ends with an error
                 self.answer("nothing")
 
     def answer(self, expected: str) -> Any:
-        """Wait for a line that begins with `expected`; returns what comes with it.
+        """Wait for the reply `expected` and return its content.
 
         Raises:
-            EnvironmentFault: The updater has ended, or says that it must.
+            EnvironmentFault: The updater has ended, or reports a fault.
         """
         if self._broken is not None:
             raise copy(self._broken)
@@ -136,10 +135,10 @@ class UpdaterLink:
         what, more = json.loads(line) if line else ("end", {})
         if what == expected:
             return more
-        self._broken = self._gave_up(more) if what == "fault" else self._ended()
+        self._broken = self._fault_of(more) if what == "fault" else self._ended()
         raise copy(self._broken)
 
-    def _gave_up(self, why: dict[str, str]) -> EnvironmentFault:
+    def _fault_of(self, why: dict[str, str]) -> EnvironmentFault:
         return EnvironmentFault(
             f"{self._what} gave up. {why['what']}", evidence=why["evidence"], fix=why["fix"], code=why["code"]
         )
@@ -166,7 +165,7 @@ class UpdaterLink:
             f"{self._what} (process {self.process.pid}) has ended {how}.",
             evidence="Its part of the optimizer's state is gone, and this step is not complete.",
             fix=(
-                f"{self._again}; if the system killed it for memory: fewer domains, or a smaller"
+                f"{self._restart_hint}; if the system killed it for memory: fewer domains, or a smaller"
                 " sub_group_mib"
             ),
             code="MT380",
@@ -209,14 +208,16 @@ def _over(memory: mmap.mmap, at: int, count: int, dtype: torch.dtype, where: Tie
         found = torch.empty(0, dtype=dtype)
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is read only is never written
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns that the mapping is not writable; it is never written
             found = torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
     mark(found, where)
     return found
 
 
-def _end(socket_: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """It ends when nobody is left on the other side; one that does not is killed."""
+def _close(socket_: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Close the socket, upon which the updater ends; kill it if it does not."""
     socket_.close()
     try:
         process.wait(_GOODBYE_S)

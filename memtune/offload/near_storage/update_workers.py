@@ -1,28 +1,24 @@
-"""The user's optimizer in updater processes, one per storage domain: gradients go in, weights come out, state
-never passes.
+"""The user's optimizer in updater processes, one per storage domain: gradients in, weights out, state stays
+on SSD.
 
-The optimizer object stays the user's own, with its groups; its state is with the updaters, and comes when a
-state dict is asked for. All parameters, flattened, are divided evenly over the domains
-(`memtune.offload.near_storage.storage_domains`). Five rules, which the pass
+The optimizer object is the user's own, with its groups; its state is with the updaters and is collected for a
+state dict. All parameters, flattened, are divided evenly over the domains
+(`memtune.offload.near_storage.storage_domains`). Rules, which the pass
 `offload.near_storage.update_workers_pass` follows op by op (Smart-Infinity, Jang et al. 2024: SmartUpdate and
 its handler):
 
-Rule 1. When a step begins, every updater reads its first `buffers` sub-groups; a buffer is read into again
-when what was in it
-        has been written. Buffers and slots are taken once and kept.
-Rule 2. In round i the gradients of every domain's i-th sub-group go down, into one of `SLOTS` slots that
-trainer and updater
-        share; the device lets go of a gradient when its last part is down. Then the updaters work, all at
-        once.
-Rule 3. Weights first: an updated sub-group's weights are handed over at once, then written, then its moments
-are. What is written
-        of weights passes moments of other sub-groups that wait for the drive.
-Rule 4. Weights of round i go up while the updaters work on round i + 1. `step` returns when all are up;
-moments may still be on
-        their way to SSD. Whatever is asked of an updater next comes after them.
-Rule 5. An updater that has ended, or says that it must, is named in an error, in this step and in every later
-one: some weights
-        are new and some are not, so nothing may go on from there.
+Rule 1. When a step begins, each updater reads its first `buffers` sub-groups; a buffer is read into again
+  when its contents are written. Buffers and slots are allocated once.
+Rule 2. In round i the gradients of each domain's i-th sub-group are offloaded into one of `SLOTS` slots,
+  which trainer and updater share. A gradient is freed on the device when its last part has arrived. Then all
+  updaters work at once.
+Rule 3. Weights first: an updated sub-group's weights are handed over, then written, then its moments are.
+  Writes of weights have priority over moments of other sub-groups in the drive's queue.
+Rule 4. Weights of round i are copied to the device while the updaters work on round i + 1. `step` returns
+  when all are on the device; moments may still be in writes. Later orders to an updater run after these
+  writes.
+Rule 5. An updater that has ended, or reports a fault, is named in an error, in this step and in all later
+  ones: some weights are new and some are not, so training cannot continue from there.
 """
 
 from __future__ import annotations
@@ -40,22 +36,22 @@ import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.near_storage.storage_domains import (
-    DOWN,
-    LATER,
+    OFFLOAD,
     READ,
     SLOTS,
     UPDATE,
-    WRITE,
+    WRITE_MOMENTS,
+    WRITE_WEIGHTS,
     Layout,
     Segment,
     SubGroup,
     divide,
-    sent,
-    turns,
+    step_actions,
+    topk_layout,
 )
-from memtune.offload.near_storage.topk_compression import Largest
+from memtune.offload.near_storage.topk_compression import TopKCompression
 from memtune.offload.near_storage.update_worker_client import UpdaterLink
-from memtune.offload.near_storage.worker_slots import KeptUpdaters
+from memtune.offload.near_storage.worker_slots import UpdaterSlots
 from memtune.offload.optimizer import NativeUpdate, refuse_closure
 from memtune.runtime import (
     HOST,
@@ -75,13 +71,16 @@ from memtune.ssd import LastStep
 
 @dataclass(eq=False)
 class _Parameter:
-    """A parameter whose master weight and moments updaters have; of a divided one, this rank's part."""
+    """A parameter whose master weight and moments are with the updaters; of a sharded one, this
+    rank's shard.
+    """
 
     name: str
     held: nn.Parameter
-    """What the optimizer holds."""
-    whole: nn.Parameter | None
-    """Of what is divided without being one itself (rows): the model's parameter, which has the same gradient.
+    """The optimizer's parameter."""
+    unsharded: nn.Parameter | None
+    """The model's parameter, if the optimizer has a shard that is another object (rows); both have the same
+    gradient.
     """
     group: dict[str, Any]
     moments: list[str]
@@ -94,19 +93,21 @@ class _Parameter:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Of this step, on the device."""
+        """Its gradient on the device, or None."""
         return None if self.held.grad is None else local(self.held.grad)
 
-    def let_go(self) -> None:
-        """The gradient is not needed any more."""
+    def free_gradient(self) -> None:
+        """Free the gradient."""
         self.held.grad = None
-        if self.whole is not None:
-            self.whole.grad = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
 
 
 @dataclass(frozen=True, eq=False)
 class _Domain:
-    """An updater's memory as the trainer knows it, and the process, which fake tensors do without."""
+    """The shared memory and SSD extents of an updater, and its process; under fake tensors without
+    a process.
+    """
 
     slots: list[Tensor]
     buffers: list[Tensor]
@@ -114,7 +115,9 @@ class _Domain:
     """On SSD, one per sub-group."""
     moments: list[Tensor]
     spares: list[Tensor]
-    """Weights and moments again, by turns, where steps are kept: a step writes what the last one did not."""
+    """Second slots of weights and moments, if steps are kept: a step writes the slots of the step before the
+    last one.
+    """
     link: UpdaterLink | None
 
     @property
@@ -127,18 +130,18 @@ class Updaters:
 
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
-        directories: Where each domain's file goes.
+        directories: Directory of each domain's file.
         master: bfloat16 parameters have float32 masters.
-        sub_group_numel: Elements that are read, updated and written at once.
+        sub_group_numel: Elements that are read, updated and written together.
         buffers: Sub-groups that an updater holds in host memory, 2 or more.
-        keep: Every complete step is kept (`ssd.last_step`), and the newest one that was kept is taken up; not
+        keep: Every complete step is kept (`ssd.last_step`), and training resumes from the newest one; not
             with `share`.
-        share: Of each sub-group's gradients, the largest, that are sent; what is not is added to the next
-            step's. None: all.
+        share: Share of each sub-group's gradients that is sent, the largest ones; the rest is added to the
+            next step's gradients. None: all are sent.
 
     Raises:
-        ApplyError: The optimizer or a parameter's type is none that the native update knows.
-        EnvironmentFault: An updater cannot begin; says which, and why.
+        ApplyError: The native update does not support the optimizer or a parameter's type.
+        EnvironmentFault: An updater cannot start; names it, and the reason.
     """
 
     def __init__(
@@ -160,9 +163,12 @@ class Updaters:
         sizes = [(each.device.numel(), each.device.itemsize, len(each.moments)) for each in self._parameters]
         numel, itemsize, moments = (tuple(column) for column in zip(*sizes, strict=True))
         self._layout: Layout = divide(numel, itemsize, moments, len(directories), sub_group_numel)
-        self._largest = None if share is None else Largest([each.device for each in self._parameters], share)
-        self._domains = self._opened(context, directories)
-        self._stale: set[nn.Parameter] = set()  # loaded into the model itself: no updater has them
+        self._compression = (
+            None if share is None else TopKCompression([each.device for each in self._parameters], share)
+        )
+        self._domains = self._open_domains(context, directories)
+        # Parameters whose weights were loaded into the model alone, so they are newer than the masters.
+        self._stale: set[nn.Parameter] = set()
         watch_loads(context, {each.held for each in self._parameters}, self._stale.update)
         self._last: LastStep | None = None
         self._writes = ExternalWrites(context, (each.held for each in self._parameters))
@@ -170,15 +176,15 @@ class Updaters:
         if keep and all(each.link is not None for each in self._domains):
             links = [each.link for each in self._domains if each.link is not None]
             self._last = LastStep(
-                context, KeptUpdaters(links, self._layout, self._parameters, self._written_back)
+                context, UpdaterSlots(links, self._layout, self._parameters, self._write_back)
             )
             context.loop.resumed_steps = self._last.resume()
             context.events.finished.subscribe(self._last.finish)
-            self._know_weights()
+            self._note_weight_versions()
         context.events.weights_loaded.subscribe(self._store)
         keep_groups(self._optimizer)
-        self._optimizer.register_state_dict_pre_hook(lambda _: self._state_comes())
-        self._optimizer.register_state_dict_post_hook(lambda *_: self._state_goes())
+        self._optimizer.register_state_dict_pre_hook(lambda _: self._collect_state())
+        self._optimizer.register_state_dict_post_hook(lambda *_: self._clear_state())
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._store())
         replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
@@ -188,52 +194,55 @@ class Updaters:
             held = context.placement.optimizer_params.get(parameter, parameter)
             if held in group_of and parameter.requires_grad:
                 group = group_of[held]
-                whole = None if held is parameter else parameter
-                yield _Parameter(name, held, whole, group, self._native.moment_names(group))
+                unsharded = None if held is parameter else parameter
+                yield _Parameter(name, held, unsharded, group, self._native.moment_names(group))
 
     # -- the processes ---------------------------------------------------------------------------------------
 
-    def _opened(self, context: Context, directories: list[str]) -> list[_Domain]:
+    def _open_domains(self, context: Context, directories: list[str]) -> list[_Domain]:
         if any(isinstance(each.device, FakeTensor) for each in self._parameters):
-            return [self._fake(domain) for domain in range(len(self._layout.domains))]
+            return [self._fake_domain(domain) for domain in range(len(self._layout.domains))]
         links = []
         for domain, directory in enumerate(directories):
-            links.append(UpdaterLink(domain, directory, self._told(domain)))
+            links.append(UpdaterLink(domain, directory, self._spec(domain)))
             context.undo.callback(links[-1].close)
-        return [self._real(link, groups) for link, groups in zip(links, self._layout.domains, strict=True)]
+        return [
+            self._open_domain(link, groups) for link, groups in zip(links, self._layout.domains, strict=True)
+        ]
 
-    def _told(self, domain: int) -> dict[str, Any]:
+    def _spec(self, domain: int) -> dict[str, Any]:
         return {
             "rule": self._native.rule,
             "keep": self._keep,
+            # Updaters work at once; together they use as many threads as the trainer would.
             "threads": max(1, torch.get_num_threads() // len(self._layout.domains)),
             "slots": self._layout.slots(domain),
             "slot_bytes": self._layout.slot_bytes,
             "buffers": self._layout.buffers(domain, self._n_buffers),
             "buffer_numel": self._layout.buffer_numel,
-            "sub_groups": [self._told_of(group) for group in self._layout.domains[domain]],
+            "sub_groups": [self._group_spec(group) for group in self._layout.domains[domain]],
         }
 
-    def _told_of(self, group: SubGroup) -> dict[str, Any]:
+    def _group_spec(self, group: SubGroup) -> dict[str, Any]:
         first, last = (self._parameters[group.segments[i].parameter].name for i in (0, -1))
-        segments = [{**each._asdict(), **self._told_of_segment(each)} for each in group.segments]
+        segments = [{**each._asdict(), **self._segment_spec(each)} for each in group.segments]
         name = first if first == last else f"{first} to {last}"
         return {"name": name, "numel": group.numel, "moments": group.moments, "segments": segments}
 
-    def _told_of_segment(self, segment: Segment) -> dict[str, int]:
+    def _segment_spec(self, segment: Segment) -> dict[str, int]:
         itemsize = self._parameters[segment.parameter].device.itemsize
-        count, places = (0, 0) if self._share is None else sent(segment, itemsize, self._share)
+        count, places = (0, 0) if self._share is None else topk_layout(segment, itemsize, self._share)
         n_moments = len(self._parameters[segment.parameter].moments)
-        return {"itemsize": itemsize, "moments": n_moments, "sent": count, "places": places}
+        return {"itemsize": itemsize, "moments": n_moments, "n_sent": count, "places": places}
 
-    def _real(self, link: UpdaterLink, groups: tuple[SubGroup, ...]) -> _Domain:
+    def _open_domain(self, link: UpdaterLink, groups: tuple[SubGroup, ...]) -> _Domain:
         on_ssd = link.ready(
             [count for group in groups for count in (group.numel, group.moments)] * (1 + self._keep)
         )
         first, spares = on_ssd[: 2 * len(groups)], on_ssd[2 * len(groups) :]
         return _Domain(link.slots, link.buffers, first[::2], first[1::2], spares, link)
 
-    def _fake(self, domain: int) -> _Domain:
+    def _fake_domain(self, domain: int) -> _Domain:
         layout, groups = self._layout, self._layout.domains[domain]
         with tier(HOST):
             slots = [torch.empty(layout.slot_bytes, dtype=torch.uint8) for _ in range(layout.slots(domain))]
@@ -259,31 +268,31 @@ class Updaters:
     @torch.no_grad()
     def _step(self, closure: None = None) -> None:
         refuse_closure([closure], "offload: {states: {kind: none}}")
-        if any(self._optimizer.state.values()):  # somebody put state there
+        if any(self._optimizer.state.values()):  # the user assigned state
             self._store()
         self._refuse_stale()
         try:
             self._update_all()
-        finally:  # also where an updater has ended: what the others brought up nobody else wrote
-            self._know_weights()
+        finally:  # also if an updater has ended: the other updaters' writes are not the user's
+            self._note_weight_versions()
 
-    def _know_weights(self) -> None:
+    def _note_weight_versions(self) -> None:
         for each in self._parameters:
-            self._writes.wrote(each.held)
+            self._writes.note_write(each.held)
 
     def _refuse_stale(self) -> None:
-        self._stale.update(self._writes.by_others(()))
+        self._stale.update(self._writes.take_external(()))
         if self._stale:
             raise ApplyError(
                 f"{len(self._stale)} weights were loaded into the model by its own load_state_dict, or"
                 " written on the device.",
-                evidence="The updaters' processes still have the ones before, and would bring them back.",
+                evidence="The updaters have the old weights, and the next step would overwrite the new ones.",
                 fix="Tuned.load_state_dict or Tuned.load; or optimizer.load_state_dict after the model's",
                 code="MT318",
             )
 
     def _update_all(self) -> None:
-        missing = [0] * len(self._parameters)  # parts of each gradient that are not down yet
+        missing = [0] * len(self._parameters)  # parts of each gradient that are not offloaded yet
         given = [each.held.grad is not None for each in self._parameters]
         active = [
             [i for i, group in enumerate(groups) if any(given[s.parameter] for s in group.segments)]
@@ -291,92 +300,102 @@ class Updaters:
         ]
         for groups, mine in zip(self._layout.domains, active, strict=True):
             for segment in (s for i in mine for s in groups[i].segments if given[s.parameter]):
+                # A gradient is cut at sub-groups, so several domains may have parts of it.
                 missing[segment.parameter] += 1
         for each, has in zip(self._parameters, given, strict=True):
+            # Counted as torch does: only steps in which the parameter had a gradient.
             each.steps += has
         for there in self._domains:
             if there.link is not None:
                 there.link.order(["begin"])
-        arriving: list[tuple[int, int, int]] = []
-        for what, domain, index in turns([len(each) for each in active], self._n_buffers):
+        in_flight: list[tuple[int, int, int]] = []
+        for action, domain, index in step_actions([len(each) for each in active], self._n_buffers):
             number = active[domain][index]
-            if what == DOWN:
-                self._down(domain, number, index % SLOTS, given)
-                arriving.append((domain, number, index % SLOTS))
+            if action == OFFLOAD:
+                self._offload_gradients(domain, number, index % SLOTS, given)
+                in_flight.append((domain, number, index % SLOTS))
                 continue
-            if arriving:
-                self._all_down(arriving, given, missing)
-                arriving = []
-            if what == UPDATE:
+            # All copies of a round have been started: they overlap with each other, and end before the
+            # updates.
+            if in_flight:
+                self._finish_offload(in_flight, given, missing)
+                in_flight = []
+            if action == UPDATE:
                 self._update(domain, number, index, given)
-            elif what in (READ, WRITE, LATER):
-                self._move(what, domain, number, index % self._n_buffers)
+            elif action in (READ, WRITE_WEIGHTS, WRITE_MOMENTS):
+                self._move(action, domain, number, index % self._n_buffers)
             else:
-                self._up(domain, number, index % SLOTS, given)
+                self._reload_weights(domain, number, index % SLOTS, given)
         if self._last is not None:
             self._last.complete()
 
-    def _here(self, domain: int, number: int, given: list[bool]) -> Iterator[tuple[int, Segment, _Parameter]]:
+    def _segments(
+        self, domain: int, number: int, given: list[bool]
+    ) -> Iterator[tuple[int, Segment, _Parameter]]:
         for index, segment in enumerate(self._layout.domains[domain][number].segments):
             if given[segment.parameter]:
                 yield index, segment, self._parameters[segment.parameter]
 
-    def _down(self, domain: int, number: int, slot: int, given: list[bool]) -> None:
+    def _offload_gradients(self, domain: int, number: int, slot: int, given: list[bool]) -> None:
         memory = self._domains[domain].slots[slot]
-        for _, segment, parameter in self._here(domain, number, given):
+        for _, segment, parameter in self._segments(domain, number, given):
             gradient = _flat(parameter.gradient, parameter.device)[
                 segment.start : segment.start + segment.numel
             ]
             there = memory[segment.slot :]
-            if self._largest is None:
+            if self._compression is None:
                 torch.ops.memtune.copy_to_host_(_as(there, gradient.dtype, segment.numel), gradient)
                 transfer.COUNTERS.add("to_updaters", gradient.nbytes)
             else:
-                self._largest.down(segment, gradient, there)
+                self._compression.down(segment, gradient, there)
 
-    def _all_down(self, arriving: list[tuple[int, int, int]], given: list[bool], missing: list[int]) -> None:
-        """Rule 2."""
-        for domain, number, slot in arriving:
+    def _finish_offload(
+        self, in_flight: list[tuple[int, int, int]], given: list[bool], missing: list[int]
+    ) -> None:
+        """Wait for the D2H copies of a round, and free gradients whose last part has arrived (Rule 2)."""
+        for domain, number, slot in in_flight:
             transfer.finish(self._domains[domain].slots[slot])
-            for _, segment, parameter in self._here(domain, number, given):
+            for _, segment, parameter in self._segments(domain, number, given):
                 missing[segment.parameter] -= 1
                 if not missing[segment.parameter]:
-                    parameter.let_go()
+                    parameter.free_gradient()
 
     def _update(self, domain: int, number: int, index: int, given: list[bool]) -> None:
         there, buffer, slot = self._domains[domain], index % self._n_buffers, index % SLOTS
         numbers = []
         if there.link is not None:
-            for at, _, parameter in self._here(domain, number, given):
+            for at, _, parameter in self._segments(domain, number, given):
                 numbers.append((at, self._native.numbers(parameter.group, parameter.steps)))
         command = json.dumps(["update", number, buffer, slot, numbers])
         torch.ops.memtune.updater_update_(there.slots[slot], there.buffers[buffer], there.number, command)
 
-    def _move(self, what: int, domain: int, number: int, buffer: int) -> None:
+    def _move(self, action: int, domain: int, number: int, buffer: int) -> None:
         there, group = self._domains[domain], self._layout.domains[domain][number]
         memory = there.buffers[buffer]
         both = [
             (there.weights[number], memory[: group.numel]),
             (there.moments[number], memory[group.numel :][: group.moments]),
         ]
-        if what == READ:
+        if action == READ:
             command = json.dumps(["read", number, buffer])
             torch.ops.memtune.updater_read_(
                 memory[: group.numel + group.moments], *(ssd for ssd, _ in both), there.number, command
             )
         else:
-            ssd, part = both[what == LATER]
+            ssd, part = both[action == WRITE_MOMENTS]
             if there.spares:
-                ssd = there.spares[2 * number + (what == LATER)]
-            command = json.dumps(["write" if what == WRITE else "later", number, buffer])
+                ssd = there.spares[2 * number + (action == WRITE_MOMENTS)]
+            command = json.dumps(
+                ["write_weights" if action == WRITE_WEIGHTS else "write_moments", number, buffer]
+            )
             torch.ops.memtune.updater_write_(ssd, part, there.number, command)
 
-    def _up(self, domain: int, number: int, slot: int, given: list[bool]) -> None:
-        """Rule 4."""
+    def _reload_weights(self, domain: int, number: int, slot: int, given: list[bool]) -> None:
+        """Copy the updated weights of a sub-group to the device (Rule 4)."""
         there = self._domains[domain]
         if there.link is not None:
             there.link.answer("updated")
-        for _, segment, parameter in self._here(domain, number, given):
+        for _, segment, parameter in self._segments(domain, number, given):
             weight = _flat(parameter.device, parameter.device)[segment.start : segment.start + segment.numel]
             torch.ops.memtune.copy_to_device_(
                 weight, _as(there.slots[slot][segment.slot :], weight.dtype, segment.numel)
@@ -385,8 +404,8 @@ class Updaters:
 
     # -- state dicts -----------------------------------------------------------------------------------------
 
-    def _settled(self, domain: int) -> dict[str, Any]:
-        """What the updater did in this step, once all that it was asked for is done."""
+    def _settle(self, domain: int) -> dict[str, Any]:
+        """Wait until the updater has executed all orders; return its bytes and events of this step."""
         link = self._domains[domain].link
         if link is None:
             return {"bytes": {}, "events": []}
@@ -395,25 +414,25 @@ class Updaters:
         return found
 
     def _sub_groups(self) -> Iterator[tuple[int, int, SubGroup, Tensor]]:
-        """Each sub-group of each updater, with its first buffer, in which nothing is under way."""
+        """Yield each sub-group of each updater with the updater's first buffer, which no transfer uses."""
         for domain, (groups, there) in enumerate(zip(self._layout.domains, self._domains, strict=True)):
             for number, group in enumerate(groups):
-                self._settled(domain)
+                self._settle(domain)
                 yield domain, number, group, there.buffers[0]
 
     @torch.no_grad()
-    def _state_comes(self) -> None:
-        """The optimizer has its state, in host memory."""
+    def _collect_state(self) -> None:
+        """Give the optimizer its state, in host memory, for a state dict."""
         with tier(HOST):
             flat = [[torch.zeros(each.device.numel()) for _ in each.moments] for each in self._parameters]
         for domain, number, group, memory in self._sub_groups():
             self._move(READ, domain, number, 0)
-            self._settled(domain)
+            self._settle(domain)
             for segment in group.segments:
-                for whole, part in zip(
+                for unsharded, part in zip(
                     flat[segment.parameter], _moments(group, segment, memory, flat), strict=True
                 ):
-                    whole[segment.start : segment.start + segment.numel] = part
+                    unsharded[segment.start : segment.start + segment.numel] = part
         for each, values in zip(self._parameters, flat, strict=True):
             named = zip(each.moments, values, strict=True)
             state = {
@@ -427,16 +446,17 @@ class Updaters:
                 mark(value, HOST)
             self._optimizer.state[each.held] = state
 
-    def _state_goes(self) -> None:
+    def _clear_state(self) -> None:
         self._optimizer.state.clear()
 
     @torch.no_grad()
     def _store(self, *, first: bool = False) -> None:
-        """The device's weights, and what state the optimizer has (none: what the updaters have, at `first`
-        zeros), to SSD.
+        """Write the device's weights and the optimizer's state to SSD.
+
+        State that the optimizer does not have is left as the updaters have it, or set to zero if `first`.
         """
         self._stale.clear()
-        self._know_weights()
+        self._note_weight_versions()
         held = {each.held: self._optimizer.state.pop(each.held, {}) for each in self._parameters}
         for each in self._parameters:
             each.steps = int(held[each.held].get("step", each.steps))
@@ -444,7 +464,7 @@ class Updaters:
         for domain, number, group, memory in self._sub_groups():
             if not first:
                 self._move(READ, domain, number, 0)
-                self._settled(domain)
+                self._settle(domain)
             for segment in group.segments:
                 part, device = (
                     slice(segment.start, segment.start + segment.numel),
@@ -458,23 +478,23 @@ class Updaters:
                         mine.copy_(_flat(local(values), device)[part])
                     elif first:
                         mine.zero_()
-            self._written_back(domain, number)
+            self._write_back(domain, number)
         for domain in range(len(self._domains)):
-            self._settled(domain)
+            self._settle(domain)
         if self._last is not None:
             self._last.complete(steps=0)
 
-    def _written_back(self, domain: int, number: int) -> None:
-        """Write what is in the first buffer."""
-        self._move(WRITE, domain, number, 0)
-        self._move(LATER, domain, number, 0)
+    def _write_back(self, domain: int, number: int) -> None:
+        """Write the first buffer to the sub-group."""
+        self._move(WRITE_WEIGHTS, domain, number, 0)
+        self._move(WRITE_MOMENTS, domain, number, 0)
 
     def check(self) -> dict[str, Any]:
-        """Bytes on SSD by domain, of host memory that updaters share with this process, and what each did in
-        the last step.
+        """Return SSD bytes by domain, shared host bytes, and each updater's actions in the last step, for the
+        audit.
 
         Raises:
-            ApplyError: Some state is elsewhere.
+            ApplyError: Some state is not with its updater.
             EnvironmentFault: An updater has ended.
         """
         on_ssd = [[*each.weights, *each.moments, *each.spares] for each in self._domains]
@@ -482,7 +502,7 @@ class Updaters:
             tier_of(each) != SSD for tensors in on_ssd for each in tensors
         ):
             raise ApplyError("Some of the optimizer's state is not with its updaters.", code="MT309")
-        settled = [self._settled(domain) for domain in range(len(self._domains))]
+        settled = [self._settle(domain) for domain in range(len(self._domains))]
         facts = {
             "parameters": len(self._parameters),
             "ssd_bytes": [sum(each.nbytes for each in tensors) for tensors in on_ssd],
@@ -505,7 +525,7 @@ def _as(memory: Tensor, dtype: torch.dtype, count: int) -> Tensor:
 
 
 def _flat(tensor: Tensor | None, parameter: Tensor) -> Tensor:
-    """`tensor` as a row, in the order of `parameter` in memory."""
+    """Return `tensor` as a row, in the memory order of `parameter`."""
     assert tensor is not None
     tensor = tensor.detach()
     if tensor.stride() != parameter.stride():
@@ -514,12 +534,12 @@ def _flat(tensor: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _refuse(each: _Parameter, master: bool) -> None:
-    """Only float32, or where masters are kept bfloat16; and only what has no gaps in memory and no element
-    twice.
+    """Check that the parameter can be divided: float32 (or bfloat16 with masters), dense, without overlapping
+    elements.
     """
     if each.device.dtype not in ((torch.float32, torch.bfloat16) if master else (torch.float32,)):
         raise ApplyError(
-            f"The native update has no way to update {each.name}, of {each.device.dtype}.",
+            f"The native update does not support {each.name}, of {each.device.dtype}.",
             fix=(
                 "update: master" if each.device.dtype is torch.bfloat16 else "offload: {states: {kind: none}}"
             ),
@@ -530,7 +550,7 @@ def _refuse(each: _Parameter, master: bool) -> None:
         and each.device.stride() != torch.empty_like(each.device, device="meta").stride()
     ):
         raise ApplyError(
-            f"{each.name} has gaps in memory, or is several times the same, and cannot be divided as a row.",
+            f"{each.name} has gaps or overlapping elements in memory, so it cannot be divided as a row.",
             fix="offload: {states: {kind: zero_infinity}}",
             code="MT318",
         )

@@ -1,5 +1,5 @@
-"""The pass of `offload.near_storage.update_workers`: state with updater processes, gradients to them, weights
-from them, round by round.
+"""The pass of `offload.near_storage.update_workers`: optimizer state with updater processes, round
+by round.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.near_storage.storage_domains import (
-    DOWN,
-    LATER,
+    OFFLOAD,
     READ,
+    RELOAD,
     SLOTS,
-    UP,
     UPDATE,
-    WRITE,
+    WRITE_MOMENTS,
+    WRITE_WEIGHTS,
     Layout,
     Segment,
     SubGroup,
     divide,
-    sent,
-    turns,
+    step_actions,
+    topk_layout,
 )
 from memtune.offload.optimizer import without_own_update
 from memtune.program import FOREVER, I32, WRITES, Edit, Kind, Phase, Resource, Step, Tier, columns_of
 
-_LARGEST, _PLACES = 6, 7
+_TOPK, _PLACES = 6, 7
 _OPS = {
     READ: ("updater_read_", Resource.SSD_READ),
-    DOWN: ("copy_to_host_", Resource.DEVICE_TO_HOST),
+    OFFLOAD: ("copy_to_host_", Resource.DEVICE_TO_HOST),
     UPDATE: ("updater_update_", Resource.HOST_THREADS),
-    WRITE: ("updater_write_", Resource.SSD_WRITE),
-    LATER: ("updater_write_", Resource.SSD_WRITE),
-    UP: ("copy_to_device_", Resource.HOST_TO_DEVICE),
-    _LARGEST: ("largest_", Resource.COMPUTE),
+    WRITE_WEIGHTS: ("updater_write_", Resource.SSD_WRITE),
+    WRITE_MOMENTS: ("updater_write_", Resource.SSD_WRITE),
+    RELOAD: ("copy_to_device_", Resource.HOST_TO_DEVICE),
+    _TOPK: ("largest_", Resource.COMPUTE),
     _PLACES: ("copy_to_host_", Resource.DEVICE_TO_HOST),
 }
-_SENDS = (DOWN, _LARGEST, _PLACES)
+_SENDS = (OFFLOAD, _TOPK, _PLACES)
 Trained = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class How:
+class UpdatersSpec:
     """The knobs of `offload.near_storage.update_workers.Updaters`."""
 
     domains: int
@@ -52,27 +52,27 @@ class How:
     buffers: int
     share: float | None = None
     slots: int = 1
-    """Places on SSD for each sub-group, which take turns."""
+    """SSD slots of each sub-group, used alternately."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
-    """What each new op is."""
+class _InsertedOps:
+    """The inserted ops, column by column."""
 
-    what: I32
+    action: I32
     domain: I32
     number: I32
-    """Of the sub-group in its domain."""
+    """Number of the sub-group in its domain."""
     index: I32
-    """Of the sub-group among those of its domain that are updated."""
+    """Index of the sub-group among the updated ones of its domain."""
     parameter: I32
-    """-1 for an op of a whole sub-group."""
+    """Index of the parameter; -1 for an op on a whole sub-group."""
     n_bytes: npt.NDArray[np.int64]
     rows: I32
 
 
-def optimizer_with_updaters(step: Step, how: How) -> Step:
-    """`step` with its optimizer's state and update in processes beside it."""
+def optimizer_on_updaters(step: Step, spec: UpdatersSpec) -> Step:
+    """Return `step` with optimizer state and updates in updater processes."""
     columns = columns_of(step.parameters)
     trained = np.flatnonzero(columns.trainable)
     given = columns.gradient[trained] >= 0
@@ -84,24 +84,24 @@ def optimizer_with_updaters(step: Step, how: How) -> Step:
         tuple(numel.tolist()),
         tuple(itemsize.tolist()),
         tuple(_moments(step, trained)),
-        how.domains,
-        how.sub_group_numel,
+        spec.domains,
+        spec.sub_group_numel,
     )
     edit = Edit(step)
     anchor = int(without_own_update(edit, step)[0])
-    edit.storages.bytes[step.storages.kind == Kind.OPTIMIZER] = 0  # the updaters'
-    made = _insert(edit, anchor, _turns(layout, how, tuple(given.tolist()), tuple(itemsize.tolist())))
-    _uses_of_groups(edit, made, layout, how)
+    edit.storages.bytes[step.storages.kind == Kind.OPTIMIZER] = 0  # the updaters have it
+    made = _insert(edit, anchor, _op_columns(layout, spec, tuple(given.tolist()), tuple(itemsize.tolist())))
+    _uses_of_groups(edit, made, layout, spec)
     _uses_of_parameters(edit, step, made, trained)
-    if how.share is not None:
+    if spec.share is not None:
         _uses_of_sent(edit, step, made, trained)
-    _let_go(edit, step, made, trained)
+    _free_gradients(edit, step, made, trained)
     edit.hold_to_the_end_of_step(int(made.rows[-1]))
     return edit.done()
 
 
 def _moments(step: Step, trained: Trained) -> list[int]:
-    """Tensors as large as each parameter that the optimizer keeps."""
+    """Return the number of moments that the optimizer keeps for each parameter."""
     columns = columns_of(step.parameters)
     sizes = columns.numel[trained] * columns.itemsize[trained]
     state = np.flatnonzero(
@@ -115,122 +115,124 @@ def _moments(step: Step, trained: Trained) -> list[int]:
     return found
 
 
-# -- which ops -----------------------------------------------------------------------------------------------
+# -- ops
+# ------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=16)
-def _turns(
-    layout: Layout, how: How, given: tuple[bool, ...], itemsize: tuple[int, ...]
+def _op_columns(
+    layout: Layout, spec: UpdatersSpec, given: tuple[bool, ...], itemsize: tuple[int, ...]
 ) -> npt.NDArray[np.int64]:
-    """Columns of `_Rows` but the last, row by row; many candidates share them."""
+    """Return the columns of `_InsertedOps` but the last, op by op; cached because many candidates
+    share them.
+    """
     active = [
         [i for i, group in enumerate(groups) if any(given[segment.parameter] for segment in group.segments)]
         for groups in layout.domains
     ]
     found: list[tuple[int, ...]] = []
-    for what, domain, index in turns([len(each) for each in active], how.buffers):
+    for action, domain, index in step_actions([len(each) for each in active], spec.buffers):
         number = active[domain][index]
         group = layout.domains[domain][number]
-        if what in (DOWN, UP):
+        if action in (OFFLOAD, RELOAD):
             for segment in (each for each in group.segments if given[each.parameter]):
-                for kind, n_bytes in _copies(what, segment, itemsize[segment.parameter], how.share):
+                for kind, n_bytes in _copies(action, segment, itemsize[segment.parameter], spec.share):
                     found.append((kind, domain, number, index, segment.parameter, n_bytes))
         else:
-            found.append((what, domain, number, index, -1, _bytes(what, group)))
+            found.append((action, domain, number, index, -1, _bytes(action, group)))
     return np.asarray(found, np.int64)
 
 
-def _copies(what: int, segment: Segment, itemsize: int, share: float | None) -> list[tuple[int, int]]:
-    """Ops that bring a segment down or up, with their bytes."""
-    if what == UP or share is None:
-        return [(what, segment.numel * itemsize)]
-    count, _ = sent(segment, itemsize, share)
-    return [(_LARGEST, segment.numel * itemsize), (DOWN, count * itemsize), (_PLACES, count * 4)]
+def _copies(action: int, segment: Segment, itemsize: int, share: float | None) -> list[tuple[int, int]]:
+    """Return the ops that copy a segment to or from its updater, with their bytes."""
+    if action == RELOAD or share is None:
+        return [(action, segment.numel * itemsize)]
+    count, _ = topk_layout(segment, itemsize, share)
+    return [(_TOPK, segment.numel * itemsize), (OFFLOAD, count * itemsize), (_PLACES, count * 4)]
 
 
-def _bytes(what: int, group: SubGroup) -> int:
-    if what == UPDATE:  # state there and back; gradients in, weights out
+def _bytes(action: int, group: SubGroup) -> int:
+    if action == UPDATE:  # reads and writes of state; gradients in, weights out
         return 8 * (group.numel + group.moments) + 2 * group.slot_bytes
-    return 4 * ((what != LATER) * group.numel + (what != WRITE) * group.moments)
+    return 4 * ((action != WRITE_MOMENTS) * group.numel + (action != WRITE_WEIGHTS) * group.moments)
 
 
-def _insert(edit: Edit, anchor: int, turned: npt.NDArray[np.int64]) -> _Rows:
-    """The ops, before the op `anchor`."""
+def _insert(edit: Edit, anchor: int, turned: npt.NDArray[np.int64]) -> _InsertedOps:
+    """Insert the ops before the op `anchor`."""
     *columns, n_bytes = turned.T
-    what, domain, number, index, parameter = (column.astype(np.int32) for column in columns)
+    action, domain, number, index, parameter = (column.astype(np.int32) for column in columns)
     names = np.asarray(
         [edit.name_id(f"memtune.{_OPS[kind][0]}.default") for kind in range(len(_OPS))], np.int32
     )
     rows = edit.add_ops(
-        names[what],
-        before=np.full(len(what), anchor, np.int32),
+        names[action],
+        before=np.full(len(action), anchor, np.int32),
         phase=Phase.OPTIMIZER,
-        resource=np.asarray([_OPS[kind][1] for kind in range(len(_OPS))], np.uint8)[what],
+        resource=np.asarray([_OPS[kind][1] for kind in range(len(_OPS))], np.uint8)[action],
         traffic_bytes=np.where(
-            what == _LARGEST, 4 * n_bytes, n_bytes
-        ),  # kept and new gradients in, kept ones out, and looked at
-        stream=(what == UP).astype(np.uint8),  # a copy back is complete in stream order
-        prefetch=np.isin(what, (DOWN, _PLACES)).astype(np.uint8),
+            action == _TOPK, 4 * n_bytes, n_bytes
+        ),  # reads residual and gradient, writes the residual, reads it for top-k
+        stream=(action == RELOAD).astype(np.uint8),  # the copy stream orders it before later use
+        prefetch=np.isin(action, (OFFLOAD, _PLACES)).astype(np.uint8),
     )
-    return _Rows(what, domain, number, index, parameter, n_bytes, rows)
+    return _InsertedOps(action, domain, number, index, parameter, n_bytes, rows)
 
 
-# -- what they use -------------------------------------------------------------------------------------------
+# -- storages that they use
+# -----------------------------------------------------------------------------------
 
 
-def _there(edit: Edit, sizes: list[int], tier: Tier, kind: Kind) -> I32:
+def _add_resident(edit: Edit, sizes: list[int], tier: Tier, kind: Kind) -> I32:
     nowhere, forever = np.full(len(sizes), -1, np.int32), np.full(len(sizes), FOREVER, np.int32)
     return edit.add_storages(
         np.asarray(sizes, np.int64), producer=nowhere, tier=tier, kind=kind, held_until=forever
     )
 
 
-def _uses_of_groups(edit: Edit, made: _Rows, layout: Layout, how: How) -> None:
-    """Slots, buffers and what is on SSD."""
+def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: UpdatersSpec) -> None:
+    """Add slots, buffers and SSD extents, and their uses."""
     groups = [group for mine in layout.domains for group in mine]
-    n_slots = np.asarray([layout.slots(domain) for domain in range(how.domains)])
-    n_buffers = np.asarray([layout.buffers(domain, how.buffers) for domain in range(how.domains)])
-    slots = _there(edit, [layout.slot_bytes] * int(n_slots.sum()), Tier.HOST, Kind.BUFFER)
-    buffers = _there(edit, [4 * layout.buffer_numel] * int(n_buffers.sum()), Tier.HOST, Kind.BUFFER)
-    weights = _there(edit, [4 * each.numel for each in groups], Tier.SSD, Kind.PARAMETER)
-    moments = _there(edit, [4 * each.moments for each in groups], Tier.SSD, Kind.OPTIMIZER)
-    for _ in range(1, how.slots):
-        _there(edit, [4 * (each.numel + each.moments) for each in groups], Tier.SSD, Kind.OPTIMIZER)
+    n_slots = np.asarray([layout.slots(domain) for domain in range(spec.domains)])
+    n_buffers = np.asarray([layout.buffers(domain, spec.buffers) for domain in range(spec.domains)])
+    slots = _add_resident(edit, [layout.slot_bytes] * int(n_slots.sum()), Tier.HOST, Kind.BUFFER)
+    buffers = _add_resident(edit, [4 * layout.buffer_numel] * int(n_buffers.sum()), Tier.HOST, Kind.BUFFER)
+    weights = _add_resident(edit, [4 * each.numel for each in groups], Tier.SSD, Kind.PARAMETER)
+    moments = _add_resident(edit, [4 * each.moments for each in groups], Tier.SSD, Kind.OPTIMIZER)
+    for _ in range(1, spec.slots):
+        _add_resident(edit, [4 * (each.numel + each.moments) for each in groups], Tier.SSD, Kind.OPTIMIZER)
     slot = slots[(np.cumsum(n_slots) - n_slots)[made.domain] + made.index % SLOTS]
-    buffer = buffers[(np.cumsum(n_buffers) - n_buffers)[made.domain] + made.index % how.buffers]
+    buffer = buffers[(np.cumsum(n_buffers) - n_buffers)[made.domain] + made.index % spec.buffers]
     firsts = np.cumsum([0, *(len(mine) for mine in layout.domains)])
     at = firsts[made.domain] + made.number
     for kinds, storages, mutates in (
         ((READ,), weights[at], False),
         ((READ,), moments[at], False),
         ((READ, UPDATE), buffer, True),
-        ((DOWN, _PLACES, UPDATE), slot, True),
-        ((WRITE, LATER), buffer, False),
-        ((WRITE,), weights[at], True),
-        ((LATER,), moments[at], True),
-        ((UP,), slot, False),
+        ((OFFLOAD, _PLACES, UPDATE), slot, True),
+        ((WRITE_WEIGHTS, WRITE_MOMENTS), buffer, False),
+        ((WRITE_WEIGHTS,), weights[at], True),
+        ((WRITE_MOMENTS,), moments[at], True),
+        ((RELOAD,), slot, False),
     ):
-        mine = np.isin(made.what, kinds)
+        mine = np.isin(made.action, kinds)
         edit.add_uses(made.rows[mine], storages[mine], mode=mutates)
 
 
-def _uses_of_parameters(edit: Edit, step: Step, made: _Rows, trained: Trained) -> None:
+def _uses_of_parameters(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
     columns = columns_of(step.parameters)
-    up = made.what == UP
+    up = made.action == RELOAD
     edit.add_uses(made.rows[up], columns.storage[trained][made.parameter[up]].astype(np.int32), mode=WRITES)
-    first = made.what == (_LARGEST if (made.what == _LARGEST).any() else DOWN)
+    first = made.action == (_TOPK if (made.action == _TOPK).any() else OFFLOAD)
     edit.add_uses(made.rows[first], columns.gradient[trained][made.parameter[first]].astype(np.int32))
 
 
-def _uses_of_sent(edit: Edit, step: Step, made: _Rows, trained: Trained) -> None:
-    """What has not been sent stays; what is sent is made for it, values and places, and let go when it is
-    down.
-    """
+def _uses_of_sent(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
+    """Add the residuals, and the temporaries of top-k: values and indices, freed after their copies."""
     columns = columns_of(step.parameters)
-    kept = _there(
+    kept = _add_resident(
         edit, (columns.numel[trained] * columns.itemsize[trained]).tolist(), Tier.DEVICE, Kind.OPTIMIZER
     )
-    largest, values, places = (np.flatnonzero(made.what == kind) for kind in (_LARGEST, DOWN, _PLACES))
+    largest, values, places = (np.flatnonzero(made.action == kind) for kind in (_TOPK, OFFLOAD, _PLACES))
     edit.add_uses(made.rows[largest], kept[made.parameter[largest]], mode=WRITES)
     for copies in (values, places):
         temporary = edit.add_storages(made.n_bytes[copies], producer=made.rows[largest])
@@ -238,15 +240,15 @@ def _uses_of_sent(edit: Edit, step: Step, made: _Rows, trained: Trained) -> None
         edit.hold_through(temporary, made.rows[places])
 
 
-def _let_go(edit: Edit, step: Step, made: _Rows, trained: Trained) -> None:
-    """Rule 2: a gradient goes before the first op that brings nothing down in its last part's round."""
-    down = np.isin(made.what, _SENDS)
+def _free_gradients(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
+    """Free each gradient before the first op that offloads nothing in the round of its last part (Rule 2)."""
+    down = np.isin(made.action, _SENDS)
     others = np.flatnonzero(~down)
     last = np.full(len(trained), -1)
     np.maximum.at(last, made.parameter[down], np.flatnonzero(down))
     mine = np.flatnonzero(last >= 0)
     gradients = columns_of(step.parameters).gradient[trained][mine]
     following = made.rows[others[np.searchsorted(others, last[mine])]]
-    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets stay
+    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets are not freed
     edit.storages.held_until[gradients[freed]] = -1
-    edit.let_go_before(gradients[freed], following[freed])
+    edit.release_before(gradients[freed], following[freed])

@@ -1,13 +1,10 @@
-"""What updater processes have on SSD, with two slots for every sub-group: how `ssd.last_step` keeps it and
-takes it up.
+"""Complete steps of updater processes: two SSD slots per sub-group, kept and resumed by `ssd.last_step`.
 
-Rule 1. The trainer's folder has the manifests, each of which names the updaters' folders. It is written when
-every updater has
-        said that its part of the step is on the drive, so it is there for all of them or for none.
-Rule 2. An updater's folder stays when it has a file of the key's name, made before the first manifest that
-names the folder.
-        One that no manifest names any more is removed by the next run with the key.
-Rule 3. An updater may end later than its trainer; whoever goes on from there waits for it.
+Rule 1. The trainer's folder has the manifests, which name the updaters' folders. A manifest is written when
+  every updater has made its part of the step durable, so it is valid for all of them or none.
+Rule 2. An updater's folder is kept if it has a marker file with the key's name, created before the first
+  manifest that names the folder. The next run with the key removes folders that no manifest names any more.
+Rule 3. An updater may end later than its trainer; a run that resumes waits for it.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from memtune.offload.near_storage.update_worker_client import UpdaterLink
 from memtune.ssd import DeadRun, Durable, Extent, Manifest, coded, offload_dir
 
 _PATIENCE_S: Final = 30.0
-"""How long an updater whose trainer is dead may take to end."""
+"""Seconds that an updater whose trainer is dead may take to end."""
 
 
 class Parameter(Protocol):
-    """What updaters have a part of."""
+    """A parameter that is divided over updaters."""
 
     name: str
     moments: list[str]
@@ -42,14 +39,14 @@ class Parameter(Protocol):
         """Its memory on the device."""
 
 
-class KeptUpdaters:
-    """Sub-groups in the updaters' files, as `resume.Kept` has it.
+class UpdaterSlots:
+    """Sub-groups in the updaters' files, as slots of `ssd.last_step`.
 
     Args:
         links: One per domain.
         layout: Their sub-groups.
         parameters: Of the layout's segments.
-        write: Writes what is in the first buffer of a domain to where its sub-group is: (domain, sub-group).
+        write: Writes the first buffer of a domain to a sub-group: (domain, sub-group).
     """
 
     def __init__(
@@ -65,14 +62,14 @@ class KeptUpdaters:
         self._own: list[tuple[Tensor, int]] = []
 
     def facts(self) -> list[Any]:
-        """Names, shapes, types and moments, and how they are divided."""
+        """Return names, shapes, dtypes and moments, and their division; a run resumes only from
+        equal facts.
+        """
         each = [[p.name, list(p.device.shape), str(p.device.dtype), p.moments] for p in self._parameters]
         return [each, [[group.numel for group in groups] for groups in self._layout.domains]]
 
     def look(self, key: str, manifests: list[Manifest]) -> None:
-        """Lock the folders that `manifests` name, and remove those that none names any more (Rules 2
-        and 3).
-        """
+        """Lock the folders that `manifests` name, and remove those that no manifest names any more."""
         self._name = f"{offload_dir.MANIFEST}{key[:16]}-updater"
         named = {name for each in manifests for name in each.folders}
         for path in (path for path in _folders() if path.name in named):
@@ -84,17 +81,19 @@ class KeptUpdaters:
                 DeadRun(path, lock, ()).remove()
 
     def _manifests(self, key: str) -> Iterator[Manifest]:
-        """Of all runs, living ones included."""
+        """Yield the manifests of all runs, also of running ones."""
         for path in _folders():
             for place in path.glob(f"{offload_dir.MANIFEST}{key[:16]}-[01]"):
                 if (found := Manifest.read(place)) is not None:
                     yield found
 
     def holders(self) -> object:
-        """The places are the updaters'."""
+        """Return nothing: the extents belong to the updaters."""
 
     def durable(self) -> Durable:
-        """Two extents for each sub-group, weights and moments, and one counter for each parameter."""
+        """Return two extents for each sub-group, weights and moments, and one step counter for each
+        parameter.
+        """
         for link in self._links:
             link.order(["keep", self._name])
         extents = []
@@ -106,39 +105,39 @@ class KeptUpdaters:
         return Durable(extents, counters, [link.path.parent.name for link in self._links], {})
 
     def complete(self) -> None:
-        """The next step writes the other slots."""
+        """Let the next step write the other slots."""
         for link in self._links:
             link.order(["complete"])
 
-    def take_up(self, run: DeadRun, manifest: Manifest) -> None:
-        """Sub-group by sub-group: read by its updater, weights to the device from the memory that both have,
+    def resume_from(self, run: DeadRun, manifest: Manifest) -> None:
+        """Resume sub-group by sub-group: its updater reads it, weights are copied to the device, and it is
         written again.
 
         Raises:
-            EnvironmentFault: A folder is not there, or its bytes are not those that were written; says whose.
+            EnvironmentFault: A folder is missing, or its checksums do not match; names the parameter.
         """
         self._own = [(each.device.to("cpu", copy=True), each.steps) for each in self._parameters]
         extents = iter(manifest.pieces)
         for domain, (groups, name) in enumerate(zip(self._layout.domains, manifest.folders, strict=True)):
             if name not in self._before:
                 raise EnvironmentFault(
-                    f"What the updater of storage domain {domain} kept of step {manifest.step} is not there.",
+                    f"The updater state of storage domain {domain} for step {manifest.step} is missing.",
                     evidence=(
                         f"no folder {name} in {', '.join(offload_dir.all_allowed())}, or another process"
                         " uses it"
                     ),
-                    fix="give the same offload directories, or memtune clean and go on from a checkpoint",
+                    fix="set the same offload directories, or run memtune clean and resume from a checkpoint",
                     code="MT365",
                 )
             for number in range(len(groups)):
                 places = [
                     [each.offset, coded(each.sums.tobytes())] for each in (next(extents), next(extents))
                 ]
-                self._take_up(domain, number, self._before[name].path, places)
+                self._resume_sub_group(domain, number, self._before[name].path, places)
         for each, counter in zip(self._parameters, manifest.counters, strict=True):
             each.steps = int(counter or 0)
 
-    def _take_up(self, domain: int, number: int, folder: Path, places: list[list[Any]]) -> None:
+    def _resume_sub_group(self, domain: int, number: int, folder: Path, places: list[list[Any]]) -> None:
         link = self._links[domain]
         link.order(["take", number, 0, str(folder), places])
         link.order(["settle"])
@@ -150,29 +149,29 @@ class KeptUpdaters:
         self._write(domain, number)
 
     def back(self) -> None:
-        """From copies; what the updaters have goes with them."""
+        """Restore the weights from copies; the updaters' new state is discarded."""
         self.forget()
         for each, (weight, steps) in zip(self._parameters, self._own, strict=False):
             each.device.copy_(weight)
             each.steps = steps
 
     def forget(self) -> None:
-        """The updaters' folders go with them."""
+        """Unmark the updaters' folders, which are then removed with the updaters."""
         for link in self._links:
             with contextlib.suppress(EnvironmentFault):  # it has ended
                 link.order(["forget", self._name])
 
     def remove_before(self) -> None:
-        """The folders of the updaters before these."""
+        """Remove the folders of earlier updaters."""
         while self._before:
             self._before.popitem()[1].remove()
 
     def release_before(self) -> None:
-        """Others may have them."""
+        """Unlock the folders of earlier updaters."""
         while self._before:
             self._before.popitem()[1].release()
 
 
 def _folders() -> list[Path]:
-    """Of all runs, living or dead, that are this user's."""
+    """Return the folders of all runs of this user, running or dead."""
     return [path for root in offload_dir.all_allowed() for path in offload_dir.run_folders(Path(root))]

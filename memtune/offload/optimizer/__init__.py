@@ -41,8 +41,8 @@ if TYPE_CHECKING:
         HostOptimizer,
         Update,
         add_gradient,
-        refuse_others,
-        written_while_updating,
+        refuse_added_parameters,
+        write_during_update_error,
     )
     from memtune.offload.optimizer.host_optimizer_pass import (
         Native,
@@ -109,8 +109,8 @@ __all__ = [
     "optimizer_on_host",
     "overlap_optimizer",
     "overlap_optimizer_partly",
+    "refuse_added_parameters",
     "refuse_closure",
-    "refuse_others",
     "resident_parameters",
     "sentinel_row",
     "sums_to_host",
@@ -119,6 +119,6 @@ __all__ = [
     "updated_first",
     "updates_at_gradients",
     "without_own_update",
-    "written_while_updating",
+    "write_during_update_error",
     "zeros_in_order_of",
 ]

@@ -5,18 +5,13 @@ States of a block:
     up to date --take--> deferred --start--> running on the thread --finish--> up to date
 
 `optimizer.step()` passes the host gradients of the deferred blocks and returns. One thread updates the blocks
-in the order
-in which the next forward uses them, with the settings of that step. A read of a block's host weights waits
-for that
-block's update only (`finish`), after which its gradients are freed. Host memory holds one step's deferred
-gradients at
-most: forward uses them all before backward produces others. On fake tensors the updates begin with the next
-micro-batch,
-so that a recorder sees them in the step that they overlap with.
+in the order in which the next forward uses them, with the settings of that step. A read of a block's host
+weights waits for that block's update only (`finish`), after which its gradients are freed. Host memory holds
+one step's deferred gradients at most: forward uses them all before backward produces others. On fake tensors
+the updates begin with the next micro-batch, so that a recorder sees them in the step that they overlap with.
 
 Source: Sun et al. 2022, STRONGHOLD, SC 22, the concurrent optimizers; the choice of the deferred blocks is
-memtune's
-(`offload.core.deferred_updates_plan`).
+memtune's (`offload.core.deferred_updates_plan`).
 """
 
 from __future__ import annotations
@@ -44,9 +39,10 @@ class DeferredUpdates:
 
     def __init__(self, blocks: Mapping[int, Sequence[nn.Parameter]], *, is_fake: bool = False) -> None:
         self._blocks, self.is_fake = blocks, is_fake
-        self._left: dict[int, Gradients] = {}
-        self._under_way: dict[int, tuple[list[Future[None]], Gradients]] = {}
-        self.most_left_bytes = 0
+        self._waiting: dict[int, Gradients] = {}  # by block, in the order of use
+        # With the gradients, which the update reads: dropping the entry frees them.
+        self._running: dict[int, tuple[list[Future[None]], Gradients]] = {}
+        self.max_deferred_bytes = 0
 
     def take(self, gradients: Gradients) -> Gradients:
         """Move the gradients of the blocks out of `gradients` and return them; their updates are deferred."""
@@ -54,10 +50,12 @@ class DeferredUpdates:
         for block, hosts in self._blocks.items():
             mine = {host: gradients.pop(host) for host in hosts if host in gradients}
             if mine:
-                self._left[block] = mine
-        left = {host: gradient for mine in self._left.values() for host, gradient in mine.items()}
-        self.most_left_bytes = max(self.most_left_bytes, sum(gradient.nbytes for gradient in left.values()))
-        return left
+                self._waiting[block] = mine
+        taken = {host: gradient for mine in self._waiting.values() for host, gradient in mine.items()}
+        self.max_deferred_bytes = max(
+            self.max_deferred_bytes, sum(gradient.nbytes for gradient in taken.values())
+        )
+        return taken
 
     def start(self, run: Callable[[Gradients, list[Future[None]]], None]) -> None:
         """Start all deferred updates.
@@ -66,26 +64,26 @@ class DeferredUpdates:
             run: Updates the keys of its first argument from the values on a thread; appends the futures to
                 the second.
         """
-        while self._left:
-            block = next(iter(self._left))
-            gradients, under_way = self._left.pop(block), list[Future[None]]()
-            run(gradients, under_way)
-            if under_way:
-                self._under_way[block] = under_way, gradients
+        while self._waiting:
+            block = next(iter(self._waiting))
+            gradients, futures = self._waiting.pop(block), list[Future[None]]()
+            run(gradients, futures)
+            if futures:  # none on fake tensors, whose updates run in `run`
+                self._running[block] = futures, gradients
 
-    def is_over(self, block: int) -> bool:
+    def is_done(self, block: int) -> bool:
         """Return True if `finish` would not wait."""
-        return all(each.done() for each in self._under_way.get(block, ((), {}))[0])
+        return all(each.done() for each in self._running.get(block, ((), {}))[0])
 
     def finish(self, block: int) -> None:
         """Wait for the update of `block`; raise the error of a failed one."""
-        updates, _ = self._under_way.pop(block, ((), {}))
+        updates, _ = self._running.pop(block, ((), {}))
         for each in updates:
             each.result()
 
     def finish_all(self) -> None:
         """Wait for all blocks' updates; raise the error of a failed one."""
-        for block in list(self._under_way):
+        for block in list(self._running):
             self.finish(block)
 
     @property
@@ -94,75 +92,73 @@ class DeferredUpdates:
         return len(self._blocks)
 
 
-# An optimizer's `state` whose reader waits for the updates under way: what it shows is the last step's, as in
-# a plain run.
 class SyncedState(defaultdict[Any, Any]):
     """An `optimizer.state` whose reads wait for the updates that are running.
 
     Args:
         held: The state so far.
-        settle: Waits until all of it is that of the last step.
+        sync: Finishes the updates, so that the state is that of the last step, as in plain training.
     """
 
-    def __init__(self, held: dict[Any, Any], settle: Callable[[], None]) -> None:
+    def __init__(self, held: dict[Any, Any], sync: Callable[[], None]) -> None:
         super().__init__(dict, held)
-        self._settle, self._as_it_is = settle, False
+        self._sync, self._without_sync = sync, False
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait for the updates, unless the read is the runtime's own."""
-        if not self._as_it_is:
-            with self.as_it_is():
-                self._settle()
+        if not self._without_sync:
+            with self.without_sync():
+                self._sync()
 
     @contextmanager
-    def as_it_is(self) -> Iterator[None]:
-        """Let reads inside this context return the current state without waiting."""
-        before, self._as_it_is = self._as_it_is, True
+    def without_sync(self) -> Iterator[None]:
+        """Let reads inside this context return the state as it is, without waiting."""
+        before, self._without_sync = self._without_sync, True
         try:
             yield
         finally:
-            self._as_it_is = before
+            self._without_sync = before
 
     def __getitem__(self, key: Any) -> Any:
-        self.settle()
+        self.sync()
         return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        self.settle()
+        self.sync()
         return super().__iter__()
 
     def __reduce__(self) -> Any:
-        self.settle()
+        self.sync()
         return defaultdict, (dict,), None, None, iter(list(super().items()))
 
     def get(self, *args: Any) -> Any:
         """Wait, then behave as the method of a dict; so do the methods that follow."""
-        self.settle()
+        self.sync()
         return super().get(*args)
 
     def pop(self, *args: Any) -> Any:  # noqa: D102
-        self.settle()
+        self.sync()
         return super().pop(*args)
 
     def setdefault(self, *args: Any) -> Any:  # noqa: D102
-        self.settle()
+        self.sync()
         return super().setdefault(*args)
 
     def keys(self) -> Any:  # noqa: D102
-        self.settle()
+        self.sync()
         return super().keys()
 
     def values(self) -> Any:  # noqa: D102
-        self.settle()
+        self.sync()
         return super().values()
 
     def items(self) -> Any:  # noqa: D102
-        self.settle()
+        self.sync()
         return super().items()
 
     def copy(self) -> Any:
         """Return a plain `defaultdict`."""
-        self.settle()
+        self.sync()
         return defaultdict(dict, super().items())
 
     def __or__(self, other: Any) -> Any:
@@ -177,23 +173,24 @@ class SyncedState(defaultdict[Any, Any]):
     __copy__ = copy
 
 
-def settle_reads(optimizer: Optimizer, settle: Callable[[], None]) -> None:
+def sync_reads(optimizer: Optimizer, sync: Callable[[], None]) -> None:
     """Make reads of the state of `optimizer` wait from here on, also after a state dict has been loaded."""
 
-    def put(*_: Any) -> None:
-        held = optimizer.state
-        vars(optimizer)["state"] = SyncedState(dict(dict.items(held)), settle)
+    def replace_state(*_: Any) -> None:
+        # `dict.items`, not the method: it would wait, if the state is a `SyncedState` already.
+        vars(optimizer)["state"] = SyncedState(dict(dict.items(optimizer.state)), sync)
 
-    put()
-    optimizer.register_load_state_dict_post_hook(put)
+    replace_state()
+    # `load_state_dict` sets a plain defaultdict.
+    optimizer.register_load_state_dict_post_hook(replace_state)
 
 
 @contextmanager
-def as_it_is(optimizer: Optimizer) -> Iterator[None]:
+def without_sync(optimizer: Optimizer) -> Iterator[None]:
     """Let the runtime's own reads of the state of `optimizer` inside this context not wait."""
     state = optimizer.state
     if not isinstance(state, SyncedState):
         yield
         return
-    with state.as_it_is():
+    with state.without_sync():
         yield

@@ -9,11 +9,9 @@ Known as fused backward (LOMO, and `register_post_accumulate_grad_hook` in PyTor
 - `optimizer.step()` updates the remaining parameters and runs its hooks; post-step hooks find all parameters
   updated.
 - The smallest gradient is kept until the step as a sentinel: scaling of gradients between backward and step
-  (clipping by
-  norm, a loss scaler) changes it and raises, because the others have been used by then.
+  (clipping by norm, a loss scaler) changes it and raises, because the others have been used by then.
 - An update cannot be undone: a step with updates that `optimizer.step()` did not end (skipped, or an error)
-  is refused
-  at the next micro-batch.
+  is refused at the next micro-batch.
 """
 
 from __future__ import annotations
@@ -44,36 +42,38 @@ class FusedBackward:
 
     Raises:
         ApplyError: The optimizer does not update parameters one by one, a hook runs before its step, or
-            another technique
-            reduces or moves gradients.
+            another technique reduces or moves gradients.
     """
 
     def __init__(self, context: Context) -> None:
         _refuse(context)
         self._optimizer, self._before_grad_use = context.optimizer, context.events.before_grad_use
-        self._step = type(context.optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks and profiling
+        # The function inside torch's decorator: hooks and profiling would run once per parameter.
+        self._step = type(context.optimizer).step.__wrapped__  # type: ignore[attr-defined]
         trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
-        self._witness = SentinelGradient(trained[sentinel_index([parameter.nbytes for parameter in trained])])
+        self._sentinel = SentinelGradient(
+            trained[sentinel_index([parameter.nbytes for parameter in trained])]
+        )
         self._names: dict[Tensor, str] = {
             parameter: name for name, parameter in context.model.named_parameters()
         }
         self._groups: dict[Tensor, dict[str, Any]] = {}
-        self._is_last = self._begun = self._told = False
-        self._at_end = BackwardEnd(self._backward_ends)
+        self._is_last = self._has_updates = self._announced = False
+        self._backward_end = BackwardEnd(self._backward_ends)
         self._changed = False
-        self._landed: set[Tensor] = set()
+        self._updated: set[Tensor] = set()
         self.n_early = 0
         for parameter in trained:
-            lands = self._witness_lands if parameter is self._witness.parameter else self._complete
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(lands)).remove)
+            hook = self._on_sentinel_ready if parameter is self._sentinel.parameter else self._complete
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(hook)).remove)
         context.loop.sync = self.sync
         context.events.weights_loaded.subscribe(self._reloaded)
         before_step(context.optimizer, self._step_begins)
         context.undo.callback(after_step(context.optimizer, self._step_ends).remove)
 
     def _reloaded(self) -> None:
-        self._begun = False  # what was updated has been replaced
-        self._witness.forget()
+        self._has_updates = False  # a load has replaced the updated weights
+        self._sentinel.forget()
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -82,13 +82,13 @@ class FusedBackward:
         Raises:
             ApplyError: A step with updates was not ended by `optimizer.step()`.
         """
-        if self._begun:
+        if self._has_updates:
             fix = f"call optimizer.step() after each last micro-batch, or  {_PLAIN}"
-            raise unfinished_step_error(len(self._landed), "parameter", fix)
-        self._told = True
+            raise unfinished_step_error(len(self._updated), "parameter", fix)
+        self._announced = True
         self._is_last = last
-        self._witness.forget()
-        self._landed.clear()
+        self._sentinel.forget()
+        self._updated.clear()
         if last:
             self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
         try:
@@ -103,7 +103,7 @@ class FusedBackward:
         if group is None:
             return
         assert isinstance(parameter, nn.Parameter)
-        if parameter in self._landed:
+        if parameter in self._updated:
             raise ApplyError(
                 f"The gradient of {self._names[parameter]} was put in place twice in the last micro-batch.",
                 evidence=(
@@ -115,11 +115,12 @@ class FusedBackward:
                 ),
                 code="MT367",
             )
-        self._at_end.expect()
-        self._landed.add(parameter)
-        self._begun = True
+        self._backward_end.expect()
+        self._updated.add(parameter)
+        self._has_updates = True
         assert parameter.grad is not None
         self._before_grad_use.emit(parameter, parameter.grad)
+        # The optimizer's own step over a group of one parameter, with the settings that its group has now.
         groups, self._optimizer.param_groups = (
             self._optimizer.param_groups,
             [{**group, "params": [parameter]}],
@@ -130,31 +131,33 @@ class FusedBackward:
             self._optimizer.param_groups = groups
         parameter.grad = None
 
-    def _witness_lands(self, parameter: Tensor) -> None:
-        self._witness.landed()
+    def _on_sentinel_ready(self, parameter: Tensor) -> None:
+        self._sentinel.on_grad_ready()
         if self._is_last:
-            self._at_end.expect()
+            self._backward_end.expect()
 
     def _backward_ends(self) -> None:
-        self.n_early = len(self._landed)
-        self._witness.note()
+        self.n_early = len(self._updated)
+        self._sentinel.note()
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._changed = self._witness.stands_in and self._witness.changed()
+        # `changed` removes a placeholder, which the step must not see; a real gradient is checked after the
+        # step.
+        self._changed = self._sentinel.has_placeholder and self._sentinel.changed()
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check the sentinel gradient; warn once if the last micro-batch was never announced."""
-        self._begun = False
-        if not self._told:
-            self._told = True
+        self._has_updates = False
+        if not self._announced:
+            self._announced = True
             warnings.warn(
-                "memtune: execution: {order: {kind: roam}} saves memory only where it is told which"
-                " micro-batch is the last one: train with Tuned.step(batches), or run each micro-batch in "
+                "memtune: execution: {order: {kind: roam}} saves memory only if the last micro-batch is"
+                " announced: train with Tuned.step(batches), or run each micro-batch in "
                 " with tuned.micro_batch(last=...).",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        if self._witness.changed() or self._changed:
+        if self._sentinel.changed() or self._changed:
             raise ApplyError(
                 "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
                 evidence=(
@@ -173,7 +176,7 @@ class FusedBackward:
         left = [
             name
             for parameter, name in self._names.items()
-            if parameter in self._landed and parameter.grad is not None
+            if parameter in self._updated and parameter.grad is not None
         ]
         if left:
             raise ApplyError(
@@ -194,8 +197,8 @@ def _refuse(context: Context) -> None:
         or context.placement.optimizer_params
     ):
         why = (
-            "Gradients are summed over ranks or leave the device, or the optimizer holds other tensors than"
-            " the model."
+            "Gradients are reduced over ranks or offloaded, or the optimizer holds other tensors than the"
+            " model."
         )
     elif unknown := not_one_by_one(optimizer):
         why = f"{unknown}."
@@ -205,7 +208,7 @@ def _refuse(context: Context) -> None:
         not (each.__module__ or "").startswith("memtune.")
         for each in optimizer._optimizer_step_pre_hooks.values()
     ):
-        why = "A hook runs before the optimizer's step, and gradients are gone by then."
+        why = "A hook runs before the optimizer's step, and gradients are freed by then."
     elif {type(each) for group in optimizer.param_groups for each in group["params"]} - {
         nn.Parameter,
         Tensor,

@@ -1,11 +1,8 @@
-"""Pass of `offload.optimizer.fused_backward`: each parameter is updated inside backward when its gradient is
-ready.
+"""Pass of `offload.optimizer.fused_backward`: parameters are updated when their gradients are ready.
 
 The optimizer's phase is cut by parameter: an op over one parameter moves; an op over many (foreach kernels)
-becomes one op
-per parameter with its share of the bytes, as torch runs it when it is given one parameter. The result of an
-op for all
-parameters (a number that is added to every counter) is computed once per parameter.
+becomes one op per parameter with its share of the bytes, as torch runs it when it is given one parameter. The
+result of an op for all parameters (a number that is added to every counter) is computed once per parameter.
 """
 
 from __future__ import annotations
@@ -30,9 +27,7 @@ _Rows = npt.NDArray[np.intp]
 
 
 class Cut(NamedTuple):
-    """Ops of the optimizer by parameter: one row for each parameter that an op works on, sorted by parameter,
-    then op.
-    """
+    """Ops of the optimizer by parameter: a row for each parameter of an op, sorted by parameter, then op."""
 
     parameter: I32
     op: I32
@@ -73,15 +68,16 @@ def cut_by_parameter(step: Step) -> Cut:
     share = np.where(total > 0, weight / np.maximum(total, 1.0), 1.0)
     shared = mine.copy()
     shared[op] = False
-    results = made[
-        step.storages.kind[made] != Kind.WORKSPACE
-    ]  # scratch is an op's own, whatever it works on: made with each part of it
+    # A workspace belongs to its op and needs no owner: each part of the op allocates its own.
+    results = made[step.storages.kind[made] != Kind.WORKSPACE]
     orphans = results[(owner[results] < 0) & ~shared[step.storages.producer[results]]]
     if int(shared.sum()) > _MOST_SHARED or len(orphans):
         first = int(step.storages.producer[orphans[0]]) if len(orphans) else int(np.flatnonzero(shared)[0])
         why_not = f"{step.names[step.ops.name[first]]} of the optimizer works on no single parameter"
         return Cut((keys // step.ops.n).astype(np.int32), op, share, owner, why_not)
-    for each in np.flatnonzero(shared)[::-1].tolist():  # once for every parameter that reads what it makes
+    # A shared op runs once for every parameter that reads its result; the last first, as it may read
+    # another's.
+    for each in np.flatnonzero(shared)[::-1].tolist():
         readers = np.unique(
             step.uses.op[np.isin(step.uses.storage, made[step.storages.producer[made] == each])]
         )
@@ -124,8 +120,7 @@ def not_at_gradients(step: Step) -> str:
 
 
 def needed_after_ready(step: Step, mine: _Rows, watched: int, ranks: int = 1) -> str:
-    """Return the op of backward that reads one of the weights `mine` after its gradient is complete; '' for
-    none.
+    """Return the op of backward that reads one of the weights `mine` after its gradient; '' for none.
 
     The weight of `mine[watched]` is excluded: it is updated in the step.
     """
@@ -144,9 +139,7 @@ def needed_after_ready(step: Step, mine: _Rows, watched: int, ranks: int = 1) ->
 
 
 def _updated(step: Step) -> tuple[_Rows, int]:
-    """Return the parameters that the optimizer updates, and the index of the sentinel's among them (-1:
-    none).
-    """
+    """Return the parameters that are updated, and the sentinel's index among them (-1: none)."""
     columns, updated = columns_of(step.parameters), np.zeros(len(step.parameters), bool)
     updated[cut_by_parameter(step).parameter] = True
     mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0) & updated)
@@ -155,14 +148,12 @@ def _updated(step: Step) -> tuple[_Rows, int]:
 
 
 def updates_at_gradients(step: Step, accumulate: int) -> Step:
-    """Return `step` with each parameter but the sentinel's updated, and its gradient freed, when that is
-    complete.
+    """Return `step` with parameters, except the sentinel's, updated when their gradients are complete.
 
     Args:
         step: One that `not_at_gradients` accepts.
         accumulate: Micro-batches per step. From three on, one in the middle holds all sums through its
-            backward, so the
-            step includes these bytes.
+            backward, so the step includes these bytes.
     """
     cut, edit = cut_by_parameter(step), Edit(step)
     mine, watched = _updated(step)
@@ -193,14 +184,11 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
 
 
 def _ops(edit: Edit, step: Step, cut: Cut, mine: _Rows, there: ReadyGradients) -> I32:
-    """Insert one op for each row of the cut, after its gradient is ready or at the end of the step; return
-    their rows.
-    """
+    """Insert an op for each row of the cut, at its ready gradient or at the step's end; return rows."""
     place = np.full(len(step.parameters), len(mine), np.int32)
     place[mine[there.index]] = np.arange(len(there.index), dtype=np.int32)
-    order = np.argsort(
-        place[cut.parameter], kind="stable"
-    )  # by landing, and of one parameter in the order of its ops
+    # By grad-ready order; stable, so a parameter's ops keep their order.
+    order = np.argsort(place[cut.parameter], kind="stable")
     early = place[cut.parameter[order]] < len(mine)
     rows = np.empty(len(order), np.int32)
     for part, at_end in ((order[early], False), (order[~early], True)):
@@ -222,9 +210,7 @@ def _ops(edit: Edit, step: Step, cut: Cut, mine: _Rows, there: ReadyGradients) -
 
 
 def _storages(edit: Edit, step: Step, cut: Cut, rows: I32) -> None:
-    """Add the storages and uses of the new ops; results are held up to the same op of the same parameter's
-    update.
-    """
+    """Add storages and uses of the new ops; results are held to the same op of their parameter's update."""
     made = np.flatnonzero(
         (step.storages.producer >= 0) & (step.ops.phase[step.storages.producer] == Phase.OPTIMIZER)
     ).astype(np.int32)
@@ -255,9 +241,7 @@ def _storages(edit: Edit, step: Step, cut: Cut, rows: I32) -> None:
 
 
 def _pairs(cut: Cut, ops: I32, owner: I32, n_ops: int) -> tuple[_Rows, _Rows]:
-    """Return matching rows of the cut and items: rows of the item's owner, or of every parameter if it has
-    none.
-    """
+    """Return matching rows of the cut and items: of the item's owner, or of every parameter if none."""
     keys = cut.parameter.astype(np.int64) * n_ops + cut.op
     mine, common = np.flatnonzero(owner >= 0), np.flatnonzero(owner < 0)
     rows = np.searchsorted(keys, owner[mine].astype(np.int64) * n_ops + ops[mine])

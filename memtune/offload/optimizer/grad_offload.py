@@ -1,34 +1,23 @@
-"""Gradients leave the device in buckets while backward goes on, and the host updates what it has been given.
+"""Gradient offload during backward, in buckets, with host updates that overlap with it (ZeRO-Offload).
 
-Seven rules, which the pass `offload.optimizer.grad_offload_pass` follows op by op:
+The pipeline of a gradient; the pass `offload.optimizer.grad_offload_pass` predicts it op by op:
 
-Rule 1. A gradient that autograd has put in place, on several ranks one that they have reduced
-(`Events.grad_ready`), joins the
-        bucket and is no longer the parameter's. When the bucket holds `bucket_bytes` or more, it is sent:
-        copies to the host start for all that is in it.
-Rule 2. Before a bucket is sent, the one before it has arrived: the device lets go of it, the host adds it to
-the sums of earlier
-        micro-batches. So the device holds two buckets at most. When backward ends, the last bucket is sent
-        and arrives.
-Rule 3. What has arrived in the last micro-batch is updated then (`per_gradient`), once its block is complete
-(`per_layer`), or
-        in `optimizer.step()` (`end_of_step`). Updates run on a thread of their own, beside backward;
-        gradients wait for them as `early_updates.Waiting` has it, at most a block's. That the micro-batch is
-        the last one is known from `Tuned.step` or `Tuned.micro_batch`; in any other loop all is updated in
-        `optimizer.step()`.
-Rule 4. Weights go up in `optimizer.step()`, whenever they were updated: within a step no weight changes on
-the device. Rule 5. One step late (`HostOptimizer.late`): the update begins with the next step, beside its
-forward and backward, and the
-        weights go up at its end. A state dict waits for it, and has its weights.
-Rule 6. The smallest gradient stays on the device until the step, as a witness: whoever scales gradients in
-between (clipping by
-        norm) changes it, or the sums on the host and not it, and is refused
-        (`offload.gradients.version_checks`). A reduced one lies in one piece with others, and is copied out
-        of it. Where there is none in a step, zeros stand in (one rank).
-Rule 7. What was in the bucket or on its way when a backward raised is forgotten, and training goes on; what
-had landed is the
-        user's to clear (`zero_grad`), as in any loop. Where that backward had begun updates, the step cannot
-        be taken back, and is refused until a state dict is loaded.
+    grad-ready hook --> bucket --full--> D2H copy --next bucket full--> host sum --trigger--> host update
+                                                                           '--no trigger--> optimizer.step()
+
+`optimizer.step()` copies all new weights to the device (H2D), so no weight on the device changes within a
+step.
+
+Invariants:
+
+- The device holds two buckets at most: the one being filled and the one in D2H copies.
+- Updates inside backward run on one thread. Gradients that wait for them are bounded by `PendingUpdates`.
+- The smallest gradient is the sentinel: it is resident until the step. Code that scales gradients after
+  backward (clipping by norm) changes either the sentinel or only the host sums, and both raise MT364.
+- A backward that raises drops the gradients that have not reached the host sum. If it had begun updates, the
+  step cannot be undone and is refused until a state dict is loaded.
+
+Source: Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840).
 """
 
 from __future__ import annotations
@@ -63,16 +52,21 @@ _OTHER = "offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step"
 
 
 class Updates(Protocol):
-    """Updates parameters from gradients that have arrived on the host."""
+    """A host optimizer that updates parameters from gradients on the host."""
 
-    def start_late(self) -> None:
-        """Begin what the last step left, if it did."""
+    def start_deferred(self) -> None:
+        """Start the updates that the last step deferred, if any."""
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Prepare for gradients of these parameters, whose copies have started."""
 
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
-        """Update these from the gradients of the optimizer's parameters."""
+        """Update these from the gradients of the optimizer's parameters.
+
+        Args:
+            parameters: The model's, or this rank's rows of them.
+            at_once: Return when the updates are done; otherwise they overlap with later computation.
+        """
 
     def check(self) -> dict[str, Any]:
         """Return facts for the audit."""
@@ -95,62 +89,67 @@ class GradientOffload:
         optimizer: Updates,
         bucket_bytes: int,
         trigger: Trigger,
-        stays: Collection[nn.Parameter] = (),
+        resident: Collection[nn.Parameter] = (),
     ) -> None:
         placement = context.placement
         self._optimizer, self._bucket_bytes, self._trigger = optimizer, bucket_bytes, trigger
         self._before_grad_use = context.events.before_grad_use
         trained = _trained(context)
-        leaving = {
-            p: n_bytes for p, n_bytes in trained.items() if placement.optimizer_params.get(p, p) not in stays
+        # Bytes are those of the largest rank's rows, so that all ranks choose the same sentinel.
+        offloaded = {
+            p: n_bytes
+            for p, n_bytes in trained.items()
+            if placement.optimizer_params.get(p, p) not in resident
         }
-        self._witness = SentinelGradient(
-            list(leaving)[sentinel_index(list(leaving.values()))], stands_in=placement.world_size == 1
+        self._sentinel = SentinelGradient(
+            list(offloaded)[sentinel_index(list(offloaded.values()))],
+            use_placeholder=placement.world_size == 1,
         )
-        mine = [p for p in leaving if p in placement.optimizer_params]
-        moved = {p: _moved(context, p) for p in mine if p is not self._witness.parameter}
-        self._moved = {parameter: rows for parameter, (rows, _) in moved.items()}
-        self._held = {parameter: held for parameter, (_, held) in moved.items()}
-        for parameter, held in self._held.items():
-            if (
-                held.dtype is not parameter.dtype
-            ):  # a master, whose gradient is as narrow as the weight on the device
-                held.grad_dtype = parameter.dtype
+        mine = [p for p in offloaded if p in placement.optimizer_params]
+        pairs = {p: _rows_and_host(context, p) for p in mine if p is not self._sentinel.parameter}
+        self._device_rows = {parameter: rows for parameter, (rows, _) in pairs.items()}
+        self._hosts = {parameter: host_param for parameter, (_, host_param) in pairs.items()}
+        for parameter, host_param in self._hosts.items():
+            if host_param.dtype is not parameter.dtype:
+                # A float32 master. Its gradient is bfloat16, as the weight on the device: `.grad` would
+                # refuse it.
+                host_param.grad_dtype = parameter.dtype
         self._block_of: dict[nn.Parameter, int] = {}
         for index, name in enumerate(context.blocks):
             for parameter in context.model.get_submodule(name).parameters():
-                if parameter in self._held:
+                if parameter in self._hosts:
                     self._block_of.setdefault(parameter, index)
         self._blocks = [
             [p for p, block in self._block_of.items() if block == index]
             for index in range(len(context.blocks))
         ]
-        self._missing: dict[int, set[nn.Parameter]] = {}  # by block, in this micro-batch
-        self._bucket: list[tuple[nn.Parameter, Tensor]] = []
-        self._on_the_way: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self._is_last = False
-        self._at_end = BackwardEnd(self._backward_ends, self._backward_raised)
-        self._updated = EarlyUpdates(context, "parameter")
-        stay = [parameter for parameter in trained if parameter not in self._held]
-        self._watched = WatchedGradients(context, stay, self._held.values(), _OTHER)
-        self._is_blind = False
-        context.events.grads_cleared.subscribe(self._cleared)
+        self._missing: dict[int, set[nn.Parameter]] = {}  # by block: not on the host in this micro-batch
+        self._bucket: list[tuple[nn.Parameter, Tensor]] = []  # (parameter, its gradient on the device)
+        self._in_flight: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # (parameter, source, host copy)
+        self._is_last = False  # inside the last micro-batch, whose gradients may be used for updates
+        self._backward_end = BackwardEnd(self._backward_ends, self._backward_raised)
+        self._early_updates = EarlyUpdates(context, "parameter")
+        stay = [parameter for parameter in trained if parameter not in self._hosts]
+        self._version_check = WatchedGradients(context, stay, self._hosts.values(), _OTHER)
+        self._sentinel_missing = False
+        context.events.grads_cleared.subscribe(self._on_grads_cleared)
         context.undo.callback(
             context.model.register_forward_pre_hook(UncopiedHook(weakly(self._forward_begins))).remove
         )
         self.buckets = self.sent_bytes = 0
-        self._listen(context)
-        self._outer, context.loop.sync = context.loop.sync, self.sync
+        self._register_grad_hooks(context)
+        self._outer_sync, context.loop.sync = context.loop.sync, self.sync
         before_step(context.optimizer, self._step_begins)
-        context.events.weights_loaded.subscribe(self._at_end.settle)
+        context.events.weights_loaded.subscribe(self._backward_end.settle)
 
-    def _listen(self, context: Context) -> None:
+    def _register_grad_hooks(self, context: Context) -> None:
         if context.events.grad_ready.has_emitter:
-            context.events.grad_ready.subscribe(weakly(self._landed))
+            # Several ranks: the reduction emits the event when a reduced gradient is in `.grad`.
+            context.events.grad_ready.subscribe(weakly(self._on_grad_ready))
         elif context.placement.world_size > 1:
             raise ApplyError(
-                "Gradients cannot go down as they land here: between backward and the step ranks still change"
-                " them.",
+                "Gradients cannot be offloaded during backward here: ranks change them between backward and"
+                " the step.",
                 fix=(
                     "sharding: {states: {kind: fsdp}}, ddp, zero1 or zero2, with nothing under"
                     " sharding.parallel"
@@ -158,85 +157,94 @@ class GradientOffload:
                 code="MT315",
             )
         else:
-            for parameter in (*self._held, self._witness.parameter):
+            for parameter in (*self._hosts, self._sentinel.parameter):
                 context.undo.callback(
-                    parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove
+                    parameter.register_post_accumulate_grad_hook(weakly(self._on_grad_ready)).remove
                 )
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
         """Return the context of a micro-batch; during backward of the last one the host updates.
 
-        Only `Tuned.step` and `Tuned.micro_batch` tell which one is the last; in other loops
+        Only `Tuned.step` and `Tuned.micro_batch` announce the last micro-batch; in other loops
         `optimizer.step()` updates all.
 
         Raises:
             ApplyError: A backward with updates has raised, and no state dict has been loaded since.
         """
-        self._at_end.settle()
-        self._updated.step_begins()
-        self._optimizer.start_late()
+        self._backward_end.settle()
+        self._early_updates.step_begins()
+        self._optimizer.start_deferred()
         self._is_last = last
         self._missing = {index: set(block) for index, block in enumerate(self._blocks)}
         try:
-            with nullcontext() if self._outer is None else self._outer(last):
+            with nullcontext() if self._outer_sync is None else self._outer_sync(last):
                 yield
         finally:
             self._is_last = False
 
     @torch.no_grad()
-    def _landed(self, parameter: Tensor) -> None:
+    def _on_grad_ready(self, parameter: Tensor) -> None:
         """Put a ready gradient in the bucket, and send the bucket when it is full; grad-ready hook."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
-        self._at_end.expect()
-        if parameter is self._witness.parameter:
-            self._witness.landed()
-        if parameter not in self._held:
+        self._backward_end.expect()
+        if parameter is self._sentinel.parameter:
+            self._sentinel.on_grad_ready()
+        if parameter not in self._hosts:
+            # A reduced gradient is a view of its unit's buffer, which would stay allocated until the step.
             parameter.grad = _own_memory(parameter.grad)
             return
         self._bucket.append((parameter, local(parameter.grad)))
+        # The bucket has the only reference: autograd starts the next micro-batch with a new gradient.
         parameter.grad = None
         if sum(gradient.nbytes for _, gradient in self._bucket) >= self._bucket_bytes:
             self._send()
 
     def _send(self) -> None:
-        self._arrive()
+        """Start the D2H copies of the bucket, after those of the previous one have finished."""
+        # Before any copy starts: at most two buckets are on the device.
+        self._finish_copies()
         if self._is_last and self._trigger == "per_gradient":
-            self._optimizer.expect([self._moved[parameter] for parameter, _ in self._bucket])
+            # An optimizer on SSD reads its records while the gradients are copied.
+            self._optimizer.expect([self._device_rows[parameter] for parameter, _ in self._bucket])
         for parameter, gradient in self._bucket:
             host = torch.ops.memtune.to_host(gradient)
             mark(host, HOST)
-            self._on_the_way.append((parameter, gradient, host))
+            self._in_flight.append((parameter, gradient, host))
             self.sent_bytes += gradient.nbytes
         self.buckets += 1
         self._bucket = []
 
-    def _arrive(self) -> None:
+    def _finish_copies(self) -> None:
         """Wait for the copies, add them to the sums of earlier micro-batches, and update at the trigger."""
-        arrived = [(entry[0], entry[2]) for entry in self._on_the_way]
+        arrived = [(entry[0], entry[2]) for entry in self._in_flight]
         for entry in arrived:
             transfer.finish(entry[1])
-        self._on_the_way = []
+        # Frees the bucket on the device, and only now: the copy engine reads it until `finish`.
+        self._in_flight = []
         parameters = [parameter for parameter, _ in arrived]
         while arrived:
+            # One by one, so that each host copy is freed as soon as it is in the sum.
             parameter, host = arrived.pop(0)
-            add_gradient(self._held[parameter], host)
+            add_gradient(self._hosts[parameter], host)
             del host
         if self._is_last:
-            self._show(parameters)
-        ready = self._ready(parameters) if self._is_last else []
+            self._emit_grad_use(parameters)
+        ready = self._ready_to_update(parameters) if self._is_last else []
         if ready:
-            self._updated.add(ready)
-            self._optimizer.update([self._moved[parameter] for parameter in ready], at_once=False)
+            self._early_updates.add(ready)
+            self._optimizer.update([self._device_rows[parameter] for parameter in ready], at_once=False)
 
-    def _show(self, arrived: Iterable[nn.Parameter]) -> None:
+    def _emit_grad_use(self, arrived: Iterable[nn.Parameter]) -> None:
+        """Notify listeners (gradient checks, `GradScaler`) of gradients whose sums are complete."""
         for parameter in arrived:
-            gradient = self._held[parameter].grad
+            gradient = self._hosts[parameter].grad
             assert gradient is not None
             self._before_grad_use.emit(parameter, gradient)
 
-    def _ready(self, arrived: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def _ready_to_update(self, arrived: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that the trigger updates now that the gradients `arrived` are on the host."""
         if self._trigger == "per_gradient":
             return list(arrived)
         ready: list[nn.Parameter] = []
@@ -250,54 +258,57 @@ class GradientOffload:
 
     @torch.no_grad()
     def _backward_ends(self) -> None:
+        """Offload the last, partly filled bucket and note the versions of all gradients."""
         if self._bucket:
             self._send()
-        self._arrive()
-        self._witness.note()
-        self._watched.note()
-        self._is_blind = self._witness.parameter.grad is None
+        # For the bucket just sent: after backward all sums are complete, and the user may clip them.
+        self._finish_copies()
+        self._sentinel.note()
+        self._version_check.note()
+        self._sentinel_missing = self._sentinel.parameter.grad is None
 
     def _backward_raised(self) -> None:
-        """Forget the gradients of a backward that raised; refuse the step if it has updated parameters.
+        """Drop the gradients of a backward that raised; refuse the step if it has updated parameters.
 
         Gradients accumulated before the error are the user's to clear (`zero_grad`), as in any loop.
         """
-        for _, _, host in self._on_the_way:
+        for _, _, host in self._in_flight:
+            # Waits for the copy engine without raising: the pinned memory is reused afterwards.
             transfer.abandon(host)
-        self._updated.raised()
-        self._watched.forget()
-        self._bucket, self._on_the_way, self._is_blind = [], [], False
+        self._early_updates.raised()
+        self._version_check.forget()
+        self._bucket, self._in_flight, self._sentinel_missing = [], [], False
 
     def _forward_begins(self) -> None:
+        """Refuse gradients that were changed since the last backward, before this forward's are added."""
         if torch.is_grad_enabled():
-            self._at_end.settle()
-            if not self._at_end.is_near:
-                self._watched.require_unchanged()
+            self._backward_end.settle()
+            # Recompute calls the model's forward inside backward; gradients are changing then anyway.
+            if not self._backward_end.is_near:
+                self._version_check.require_unchanged()
 
-    def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._is_blind = self._is_blind and self._witness.parameter not in set(parameters)
+    def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._sentinel_missing = self._sentinel_missing and self._sentinel.parameter not in set(parameters)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Refuse the step if the gradients on the device, or only those on the host, were changed since
-        backward.
-        """
-        self._at_end.settle()
-        self._updated.step_goes_on()
-        self._watched.require_unchanged()
-        self._witness.withdraw()
-        if self._is_blind:
+        """Refuse the step if only some gradients were changed since backward; pre-step hook."""
+        self._backward_end.settle()
+        self._early_updates.step_goes_on()
+        self._version_check.require_unchanged()
+        self._sentinel.remove_placeholder()
+        if self._sentinel_missing:
             raise ApplyError(
                 "The smallest parameter got no gradient in this backward, so clipping by norm could not be"
                 " noticed.",
                 evidence=(
-                    f"Its shape is {tuple(self._witness.parameter.shape)}; {len(self._held)} others leave the"
-                    " device."
+                    f"Its shape is {tuple(self._sentinel.parameter.shape)}; {len(self._hosts)} other"
+                    " gradients are offloaded."
                 ),
                 fix=_OTHER,
                 code="MT364",
             )
-        self._updated.forget()
-        self._watched.forget()
+        self._early_updates.forget()
+        self._version_check.forget()
 
     def check(self) -> dict[str, Any]:
         """Return the number of buckets and bytes offloaded, and the trigger.
@@ -305,10 +316,10 @@ class GradientOffload:
         Raises:
             ApplyError: A state tensor of the optimizer, or an offloaded gradient, is on the device.
         """
-        left = [parameter for parameter in self._held if parameter.grad is not None]
+        left = [parameter for parameter in self._hosts if parameter.grad is not None]
         if left:
             raise ApplyError(
-                f"{len(left)} gradients are on the device that should have gone down as they landed.",
+                f"{len(left)} gradients are on the device that should have been offloaded when ready.",
                 code="MT309",
             )
         facts = self._optimizer.check()
@@ -338,15 +349,15 @@ def resident_parameters(context: Context, ratio: float) -> list[nn.Parameter]:
     ]
 
 
-def _moved(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return the moved tensor, `parameter` or this rank's rows of it, and the optimizer's for it."""
-    moved, held = context.placement.param_chain(parameter)[-2:]
-    return moved, held
+def _rows_and_host(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return the tensor that is offloaded, `parameter` or this rank's rows of it, and its host parameter."""
+    rows, host_param = context.placement.param_chain(parameter)[-2:]
+    return rows, host_param
 
 
-def _share_bytes(parameter: nn.Parameter, held: nn.Parameter | None) -> int:
+def _share_bytes(parameter: nn.Parameter, host_param: nn.Parameter | None) -> int:
     """Return the bytes of the largest rank's rows of `parameter`."""
-    each: tuple[Tensor | None, ...] = (parameter, held)
+    each: tuple[Tensor | None, ...] = (parameter, host_param)
     divided = next((tensor for tensor in each if isinstance(tensor, DTensor)), None)
     if divided is None:
         return parameter.nbytes

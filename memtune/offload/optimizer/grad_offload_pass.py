@@ -1,8 +1,7 @@
-"""Pass of `offload.optimizer.grad_offload`: D2H copies in buckets during backward, host updates overlapped
-with it.
+"""Pass of `offload.optimizer.grad_offload`: bucketed D2H copies and overlapped host updates.
 
 The order of the inserted ops is computed first (`_inserted_ops`), then rows and storages are added to the
-Step for it.
+Step for it. Ops are the mechanism's one by one, so that the drift test compares them with a recording.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from memtune.program import (
     Step,
     Tier,
     columns_of,
-    hold_until_asked,
+    hold_prefetched_copies,
 )
 
 
@@ -54,8 +53,8 @@ class OffloadTiming:
 
     bucket_bytes: int
     trigger: Trigger = "end_of_step"
-    late: bool = False
-    """Each update runs beside the next step."""
+    delayed: bool = False
+    """Each update overlaps with the next step."""
     replicas: int = 1
     """Ranks that have all weights, and average each gradient when it is ready."""
 
@@ -73,8 +72,7 @@ _OPS = (
 
 
 InsertedOp = tuple[int, int, int]
-"""An op that is inserted, as `InsertedOps` has it; no object of its own, since a search makes a million of
-them.
+"""An inserted op with the fields of `InsertedOps`; a plain tuple, because a search creates a million of them.
 """
 
 
@@ -91,9 +89,9 @@ class InsertedOps(NamedTuple):
     anchor: I32
 
     @classmethod
-    def of(cls, turns: list[InsertedOp]) -> InsertedOps:
+    def of(cls, inserted: list[InsertedOp]) -> InsertedOps:
         """Return the tuples as columns."""
-        return cls(*np.ascontiguousarray(np.asarray(turns, np.int32).T))
+        return cls(*np.ascontiguousarray(np.asarray(inserted, np.int32).T))
 
 
 def resident_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
@@ -104,62 +102,59 @@ def resident_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
     return found
 
 
-def sentinel_row(step: Step, stays: npt.NDArray[np.bool_] | None = None) -> int:
+def sentinel_row(step: Step, resident: npt.NDArray[np.bool_] | None = None) -> int:
     """Return the parameter with the sentinel gradient among the offloaded ones."""
     trainable = columns_of(step.parameters).trainable
-    trained = np.flatnonzero(trainable if stays is None else trainable & ~stays)
+    trained = np.flatnonzero(trainable if resident is None else trainable & ~resident)
     return int(trained[sentinel_index(parameter_bytes(step)[trained].tolist())])
 
 
 def no_sentinel(step: Step, ratio: float = 1.0) -> bool:
-    """Return True if the smallest offloaded parameter gets no gradient, so that changes of gradients go
-    unnoticed.
-    """
-    stays = resident_rows(step, ratio) if ratio < 1.0 else None
-    return bool(columns_of(step.parameters).gradient[sentinel_row(step, stays)] < 0)
+    """Return True if the sentinel's parameter gets no gradient, so changes of gradients go unnoticed."""
+    resident = resident_rows(step, ratio) if ratio < 1.0 else None
+    return bool(columns_of(step.parameters).gradient[sentinel_row(step, resident)] < 0)
 
 
 def overlap_optimizer(
     step: Step,
     native: Native,
-    early: OffloadTiming,
+    timing: OffloadTiming,
     ranks: int = 1,
-    stays: npt.NDArray[np.bool_] | None = None,
+    resident: npt.NDArray[np.bool_] | None = None,
     ops: int = 0,
 ) -> Step:
-    """Return `step` with its optimizer on the host, gradients offloaded when ready, and updates as `early`
-    defines.
+    """Return `step` with its optimizer on the host, gradients offloaded and updated by `timing`.
 
     Args:
         step: One whose smallest parameter has a gradient.
         native: The update.
-        early: When gradients are offloaded and the host updates.
+        timing: When gradients are offloaded and the host updates.
         ranks: Number of ranks. Unless they are replicas, each of several has its rows of the gradients,
             reduced in groups.
-        stays: (parameters,) those that the optimizer's first `ops` ops update on the device; None: none.
+        resident: (parameters,) those that the optimizer's first `ops` ops update on the device; None: none.
         ops: The number that `offload.optimizer.resident_state_pass.updated_first` returned.
     """
     updated = _updated(step)
-    mine = np.flatnonzero(updated if stays is None else updated & ~stays)
+    mine = np.flatnonzero(updated if resident is None else updated & ~resident)
     if not len(mine) or not (step.ops.phase == Phase.OPTIMIZER).any():
         return step
-    watched = int(np.searchsorted(mine, sentinel_row(step, stays)))
-    edit, ranks = Edit(step), ranks if early.replicas == 1 else 1
-    landings = ready_or_reduced(edit, step, mine, watched, early.bucket_bytes, ranks, late=early.late)
-    average_ready(edit, step, mine[landings.index], early.replicas)
-    if ranks > 1 and stays is not None and ops:
-        _alone_on_device(edit, step, np.flatnonzero(updated & stays), ops)
+    watched = int(np.searchsorted(mine, sentinel_row(step, resident)))
+    edit, ranks = Edit(step), ranks if timing.replicas == 1 else 1
+    grads = ready_or_reduced(edit, step, mine, watched, timing.bucket_bytes, ranks, delayed=timing.delayed)
+    average_ready(edit, step, mine[grads.index], timing.replicas)
+    if ranks > 1 and resident is not None and ops:
+        _alone_on_device(edit, step, np.flatnonzero(updated & resident), ops)
     first = int(without_own_update(edit, step, ops)[0])
-    turns = _inserted_ops(step, mine, landings, watched, early, first)
+    inserted = _inserted_ops(step, mine, grads, watched, timing, first)
     rows = insert_ops(
-        edit, step, mine, landings, turns, watched, first, {UPDATE: update_bytes(step, native, mine)}
+        edit, step, mine, grads, inserted, watched, first, {UPDATE: update_bytes(step, native, mine)}
     )
-    gradients, old = host_gradients(edit, step, mine, landings, watched, turns, rows, early.late)
-    _update(edit, step, native, mine, turns, rows, gradients, old)
-    free_buckets(edit, step, landings, turns, rows)
+    gradients, old = host_gradients(edit, step, mine, grads, watched, inserted, rows, timing.delayed)
+    _update(edit, step, native, mine, inserted, rows, gradients, old)
+    free_buckets(edit, step, grads, inserted, rows)
     on_device, held = of_first_ops(step, ops)
     on_host(edit, step, (step.ops.phase == Phase.OPTIMIZER) & ~on_device, held)
-    sums_to_host(edit, step, landings)
+    sums_to_host(edit, step, grads)
     return edit.done()
 
 
@@ -170,9 +165,7 @@ def _updated(step: Step) -> npt.NDArray[np.bool_]:
 
 
 def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
-    """Give the reduced gradients of `mine`, which the optimizer's first `ops` ops read, storages of their
-    own.
-    """
+    """Give the reduced gradients of resident parameters `mine` storages of their own."""
     gradient, reduced = columns_of(step.parameters).gradient[mine], reduced_among(step, mine)
     sizes = parameter_bytes(step)[mine].tolist()
     summed = gradient != reduced.raw
@@ -197,36 +190,39 @@ def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
 
 
 def _inserted_ops(
-    step: Step, mine: Rows, landings: ReadyGradients, watched: int, early: OffloadTiming, first: int
+    step: Step, mine: Rows, grads: ReadyGradients, watched: int, timing: OffloadTiming, first: int
 ) -> InsertedOps:
-    """Return all inserted ops in their order."""
-    end = end_of_backward(step, landings)
-    waits = _Waits(step, mine, watched, early.trigger)
-    buckets = [np.flatnonzero(landings.bucket == each).tolist() for each in np.unique(landings.bucket)]
+    """Return all inserted ops in their order, as `GradientOffload` runs them."""
+    end = end_of_backward(step, grads)
+    waits = _Waits(step, mine, watched, timing.trigger)
+    buckets = [np.flatnonzero(grads.bucket == each).tolist() for each in np.unique(grads.bucket)]
     updated: set[int] = set()
 
-    def arrival(members: list[int], anchor: int) -> list[InsertedOp]:
-        ready = sorted(waits.ready(landings.index[members].tolist()))
+    def finish(members: list[int], anchor: int) -> list[InsertedOp]:
+        """Return the host ops that follow the D2H copies of a bucket: additions, then triggered updates."""
+        ready = sorted(waits.ready(grads.index[members].tolist()))
         updated.update(ready)
-        adds: list[InsertedOp] = [(ADD, row, anchor) for row in members if landings.sums[row] >= 0]
+        adds: list[InsertedOp] = [(ADD, row, anchor) for row in members if grads.sums[row] >= 0]
         return adds + [(UPDATE, index, anchor) for index in ready]
 
-    turns: list[InsertedOp] = [(UPDATE, index, _BEGIN) for index in range(len(mine)) if early.late]
+    inserted: list[InsertedOp] = [(UPDATE, index, _BEGIN) for index in range(len(mine)) if timing.delayed]
     before: list[int] = []
     for members in buckets:
-        anchor = int(landings.after[members[-1]]) if landings.full[members[-1]] else end
-        turns += arrival(before, anchor)
-        turns += [(COPY, row, anchor) for row in members]
+        anchor = int(grads.after[members[-1]]) if grads.full[members[-1]] else end
+        # A bucket is finished when the next one is sent, not when it has arrived: no op depends on link
+        # speed.
+        inserted += finish(before, anchor)
+        inserted += [(COPY, row, anchor) for row in members]
         before = members
-    turns += arrival(before, end)
-    turns += [(COPY, SENTINEL, int((step.ops.phase == Phase.OPTIMIZER).argmax()))]
-    if not early.late:
-        turns += [(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
-    return InsertedOps.of(turns + [(UP, index, first) for index in range(len(mine))])
+    inserted += finish(before, end)
+    inserted += [(COPY, SENTINEL, int((step.ops.phase == Phase.OPTIMIZER).argmax()))]
+    if not timing.delayed:
+        inserted += [(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
+    return InsertedOps.of(inserted + [(UP, index, first) for index in range(len(mine))])
 
 
 class _Waits:
-    """Parameters whose gradients have not arrived, to find those to update."""
+    """Gradients that are not on the host yet, to find the parameters that the trigger updates."""
 
     def __init__(self, step: Step, mine: Rows, watched: int, trigger: Trigger) -> None:
         columns = columns_of(step.parameters)
@@ -238,10 +234,12 @@ class _Waits:
             if index != watched and block >= 0:
                 self._members.setdefault(block, set()).add(index)
         for block in columns.block[columns.trainable & (columns.gradient < 0)].tolist():
-            self._members.pop(block, None)  # never complete
+            # A trained parameter without gradient: the block never completes in backward.
+            self._members.pop(block, None)
         self._missing = {block: set(members) for block, members in self._members.items()}
 
     def ready(self, arrived: list[int]) -> list[int]:
+        """Return the parameters to update after the gradients `arrived`."""
         if self._trigger != "per_layer":
             return arrived if self._trigger == "per_gradient" else []
         found: list[int] = []
@@ -257,8 +255,8 @@ def insert_ops(
     edit: Edit,
     step: Step,
     mine: Rows,
-    landings: ReadyGradients,
-    turns: InsertedOps,
+    grads: ReadyGradients,
+    inserted: InsertedOps,
     watched: int,
     first: int,
     traffic_bytes: dict[int, I64],
@@ -269,24 +267,23 @@ def insert_ops(
         edit: Of `step`.
         step: Before the edit.
         mine: (mine,) parameters that are updated.
-        landings: Their gradients in grad-ready order.
-        turns: The ops in their order.
+        grads: Their gradients in grad-ready order.
+        inserted: The ops in their order.
         watched: The sentinel's index in `mine`.
         first: The optimizer's first op.
         traffic_bytes: By kind of op, (mine,) bytes where they are not the gradient's.
     """
-    what, row, anchor = turns
+    what, row, anchor = inserted
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     sizes = parameter_bytes(step)[mine]
-    of_landing = np.append(landings.index, watched).astype(np.int32)  # the last: the witness
-    index = np.where((what == ADD) | (what == COPY), of_landing[row], row)
+    grad_index = np.append(grads.index, watched).astype(np.int32)  # the last: the sentinel
+    index = np.where((what == ADD) | (what == COPY), grad_index[row], row)
     traffic = np.where(what == ADD, 3, 1) * sizes[index]
     for kind, n_bytes in traffic_bytes.items():
         traffic = np.where(what == kind, n_bytes[index], traffic)
     rows = np.empty(len(what), np.int32)
-    once = bool(
-        (step.ops.phase[landings.after] == Phase.BOUNDARY).any()
-    )  # whole sums, reduced in the last micro-batch
+    # Full sums, which ranks reduce once, after the last micro-batch's backward.
+    once = bool((step.ops.phase[grads.after] == Phase.BOUNDARY).any())
     at_start, at_end = anchor == _BEGIN, anchor >= int((step.ops.phase == Phase.OPTIMIZER).argmax())
     for part, where in ((at_start, "before"), (~at_start & ~at_end, "after"), (at_end, "before")):
         inside = where == "after"
@@ -303,11 +300,11 @@ def insert_ops(
             resource=np.asarray([resource for _, resource in _OPS], np.uint8)[what[part]],
             traffic_bytes=traffic[part],
             call=step.ops.call[anchor[part]] if inside else -1,
-            stream=(what[part] == UP).astype(np.uint8),  # a copy back is complete in stream order
-            prefetch=(what[part] == COPY).astype(np.uint8),  # the side stream waits for the compute stream
+            stream=(what[part] == UP).astype(np.uint8),  # H2D on the compute stream: complete in its order
+            prefetch=(what[part] == COPY).astype(np.uint8),  # D2H on the copy stream, which waits for compute
         )
         if inside:
-            hold_until_asked(edit, step, anchor[part], rows[part])
+            hold_prefetched_copies(edit, step, anchor[part], rows[part])
     return rows
 
 
@@ -315,30 +312,30 @@ def host_gradients(
     edit: Edit,
     step: Step,
     mine: Rows,
-    landings: ReadyGradients,
+    grads: ReadyGradients,
     watched: int,
-    turns: InsertedOps,
+    inserted: InsertedOps,
     rows: I32,
-    late: bool,
+    delayed: bool,
 ) -> tuple[I32, I32]:
     """(mine,) the host gradients that this step produces for an update, and those that its updates read.
 
     They differ where updates are delayed by a step.
     """
-    what, row, _ = turns
-    sums = np.append(landings.sums, -1)  # the last: the witness
+    what, row, _ = inserted
+    sums = np.append(grads.sums, -1)  # the last: the sentinel
     copies, source = rows[what == COPY], row[what == COPY]
-    index = np.append(landings.index, watched)[source]
-    stays = late & (sums[source] < 0)
+    index = np.append(grads.index, watched)[source]
+    outlives_step = delayed & (sums[source] < 0)
     hosts = edit.add_storages(
         parameter_bytes(step)[mine][index],
         producer=copies,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
         owner=mine[index].astype(np.int32),
-        held_until=np.where(stays, FOREVER, -1).astype(np.int32),
+        held_until=np.where(outlives_step, FOREVER, -1).astype(np.int32),
     )
-    edit.add_uses(copies, np.append(landings.raw, landings.watched)[source].astype(np.int32))
+    edit.add_uses(copies, np.append(grads.raw, grads.watched)[source].astype(np.int32))
     gradients = np.empty(len(mine), np.int32)
     gradients[index] = np.where(sums[source] >= 0, sums[source], hosts)
     host_of = np.empty(len(sums), np.int32)
@@ -347,10 +344,10 @@ def host_gradients(
     edit.add_uses(rows[adds], host_of[row[adds]])
     edit.add_uses(rows[adds], sums[row[adds]], mode=WRITES)
     dropped = np.zeros(step.ops.n, bool)
-    dropped[landings.adds] = True
+    dropped[grads.adds] = True
     edit.drop_ops(dropped)
-    edit.storages.held_until[sums[(sums >= 0) & (sums < step.storages.n)]] = FOREVER if late else -1
-    if not late:
+    edit.storages.held_until[sums[(sums >= 0) & (sums < step.storages.n)]] = FOREVER if delayed else -1
+    if not delayed:
         return gradients, gradients
     nowhere = np.full(len(mine), -1, np.int32)
     old = edit.add_storages(
@@ -368,7 +365,7 @@ def _update(
     step: Step,
     native: Native,
     mine: Rows,
-    turns: InsertedOps,
+    inserted: InsertedOps,
     rows: I32,
     gradients: I32,
     old: I32,
@@ -384,7 +381,7 @@ def _update(
         held_until=np.full(count, FOREVER, np.int32),
         owner=mine.astype(np.int32),
     )
-    what, row, anchor = turns
+    what, row, anchor = inserted
     updates, up = np.empty(count, np.int32), np.empty(count, np.int32)
     updates[row[what == UPDATE]], up[row[what == UP]] = rows[what == UPDATE], rows[what == UP]
     update_by(edit, step, native, mine, updates)
@@ -393,15 +390,16 @@ def _update(
     narrow = columns.itemsize[mine] != 4
     edit.add_uses(up, np.where(narrow, old, weights))
     edit.add_uses(up, columns.storage[mine], mode=WRITES)
-    # A gradient used in backward waits for its update as `PendingUpdates` has it, one used in the step until
-    # its weight is up.
+    # The host frees a gradient that backward's updates use by the rules of `PendingUpdates`, any other one
+    # when the new weight is on the device. A bfloat16 gradient's memory has the new weight, so it counts as
+    # the latter.
     early = (what == UPDATE) & (anchor != _BEGIN) & (anchor != anchor[-1])
     early[early] = ~narrow[row[early]]
     if early.any():
         gone = _freed_before(np.flatnonzero(early), what, row, waiting_room(step), 4 * columns.numel[mine])
-        edit.let_go_before(old[row[early]], rows[gone])
-    stays = np.setdiff1d(np.arange(count), row[early])
-    edit.hold_through(old[stays], up[stays])
+        edit.release_before(old[row[early]], rows[gone])
+    in_step = np.setdiff1d(np.arange(count), row[early])
+    edit.hold_through(old[in_step], up[in_step])
 
 
 def _freed_before(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> Rows:
@@ -415,34 +413,36 @@ def _freed_before(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> 
     for each in np.unique(run):
         mine = np.flatnonzero(run == each)
         size = int(n_bytes[row[early[mine]]].sum())
-        for before in waiting.let_go(size):
+        for before in waiting.make_room(size):
             found[before] = first_of_run[each]
         waiting.put(mine, size)
-    found[found < 0] = np.flatnonzero(what == COPY)[-1] + 1  # the witness has come down
+    # `optimizer.step()` waits for the rest, after the sentinel's copy.
+    found[found < 0] = np.flatnonzero(what == COPY)[-1] + 1
     return found
 
 
-def sums_to_host(edit: Edit, step: Step, landings: ReadyGradients) -> None:
-    """What earlier micro-batches have left is on the host; `edit.storages.tier` has been copied."""
-    sums = landings.sums[landings.sums >= 0]
+def sums_to_host(edit: Edit, step: Step, grads: ReadyGradients) -> None:
+    """Move the sums of earlier micro-batches to the host; `edit.storages.tier` must be a copy already."""
+    sums = grads.sums[grads.sums >= 0]
     edit.storages.tier[sums[sums < step.storages.n]] = Tier.HOST
 
 
-def free_buckets(edit: Edit, step: Step, landings: ReadyGradients, turns: InsertedOps, rows: I32) -> None:
+def free_buckets(edit: Edit, step: Step, grads: ReadyGradients, inserted: InsertedOps, rows: I32) -> None:
     """Free each bucket on the device before the first op that follows its copies."""
-    copies = np.flatnonzero((turns.what == COPY) & (turns.row != SENTINEL))
+    copies = np.flatnonzero((inserted.what == COPY) & (inserted.row != SENTINEL))
     of_bucket = np.full(len(rows), -1, np.int32)
-    of_bucket[copies] = landings.bucket[turns.row[copies]]
-    gone = np.empty(len(landings.raw), np.int32)
-    gone[turns.row[copies]] = rows[_ends_of_runs(of_bucket)[copies] + 1]
-    edit.storages.held_until[landings.raw] = -1
-    edit.storages.kind[landings.raw] = Kind.TEMPORARY
-    edit.let_go_before(landings.raw, gone)
-    if landings.watched < step.storages.n:
-        edit.storages.held_until[landings.watched] = -1
-    end = end_of_backward(step, landings)
-    hung = rows[turns.anchor == end]
-    if len(hung):  # what Python holds until backward returns is still there
+    of_bucket[copies] = grads.bucket[inserted.row[copies]]
+    gone = np.empty(len(grads.raw), np.int32)
+    gone[inserted.row[copies]] = rows[_ends_of_runs(of_bucket)[copies] + 1]
+    edit.storages.held_until[grads.raw] = -1
+    edit.storages.kind[grads.raw] = Kind.TEMPORARY
+    edit.release_before(grads.raw, gone)
+    if grads.watched < step.storages.n:
+        edit.storages.held_until[grads.watched] = -1
+    end = end_of_backward(step, grads)
+    hung = rows[inserted.anchor == end]
+    if len(hung):
+        # The hooks run inside backward: forward's results that Python holds until it returns are still live.
         last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
         held = (
             (step.storages.held_until >= last)

@@ -1,10 +1,8 @@
 """Host memory that can still be allocated, and a check that a config fits in it before anything moves.
 
 The machine is one limit; the control group of a container or batch system, and each group around it, are
-others. A process
-over such a limit is killed without an error, so limits are read first. Ranks on one host share its memory:
-they measure
-before any of them allocates, and add up their needs.
+others. A process over such a limit is killed without an error, so limits are read first. Ranks on one host
+share its memory: they measure before any of them allocates, and add up their needs.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Limit(NamedTuple):
 
     n_bytes: int
     """Bytes that can still be allocated without swapping."""
-    who: str
+    owner: str
     """One for all processes that take from the same."""
     text: str
     """Name and limit of a control group; empty for the machine."""
@@ -92,7 +90,7 @@ class _Files(NamedTuple):
     file_system: str
     limit: str
     used: str
-    given_back: tuple[str, ...]
+    reclaimable: tuple[str, ...]
     """Lines of `memory.stat` with memory that the kernel reclaims when needed."""
 
 
@@ -135,7 +133,7 @@ def _left(group: Path, files: _Files, machine: str) -> Limit | None:
     if not limit.isdecimal() or not used.isdecimal() or int(limit) >= _UNLIMITED:
         return None
     stat = dict(line.split() for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
-    taken = int(used) - sum(int(stat.get(name, 0)) for name in files.given_back)
+    taken = int(used) - sum(int(stat.get(name, 0)) for name in files.reclaimable)
     left = max(int(limit) - max(taken, 0), 0)
     return Limit(left, f"{machine} {group}", f"the control group {group} allows {format_bytes(int(limit))}")
 
@@ -151,8 +149,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
     """Return a lower bound of the host bytes that a `share` of the optimizer's state newly takes.
 
     Gradients and buffers come on top. State in host memory already, such as on CPU after some steps, is not
-    new. On CPU the
-    device's weights are in the same memory and may be freed, so they are not new either.
+    new. On CPU the device's weights are in the same memory and may be freed, so they are not new either.
 
     Args:
         context: None of its optimizer's state has moved yet.
@@ -161,7 +158,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
     """
     try:
         native = NativeUpdate(context.optimizer, moments)
-    except ApplyError:  # an optimizer of one's own: nothing is known of its state
+    except ApplyError:  # a custom optimizer, whose state's size is not known
         native = None
     total, of_each = 0, DTYPES[moments].itemsize
     for group in context.optimizer.param_groups:
@@ -173,8 +170,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
 
 
 def replaced_bytes(context: Context, *, state: bool, weights: Literal["none", "blocks", "all"]) -> int:
-    """Return the host bytes, held before a config is applied, that the config's own state and weights
-    replace.
+    """Return the host bytes, held before `apply`, that the config's own state and weights replace.
 
     Args:
         context: Nothing of it has moved yet.
@@ -193,7 +189,7 @@ def made_bytes(context: Context, ranks: int) -> int:
     """Return a lower bound of the host bytes that `apply` needs to materialize a deferred model.
 
     Args:
-        context: Of a model on the meta device; for others the result is 0.
+        context: Context of a model on the meta device; for other models the result is 0.
         ranks: Each keeps a part of a CPU model. A GPU model is made on the host one tensor at a time.
     """
     sizes = [each.nbytes for each in (*context.model.parameters(), *context.model.buffers()) if each.is_meta]
@@ -217,15 +213,15 @@ def require(
     All ranks call it, before any of them takes what it needs, and all get the same answer.
 
     Args:
-        context: Of this rank.
-        needed_bytes: By this rank.
-        what: That is, for the message.
+        context: This rank's context.
+        needed_bytes: Bytes that this rank needs.
+        what: Name of what needs them, for the message.
         all_gather: Returns the objects of all ranks, by rank (`ranks.said_by_all`); called on several ranks
             only.
 
     Raises:
-        EnvironmentFault: It does not; says how much is needed and how much there is, of the first host or
-            control group.
+        EnvironmentFault: It does not; the message has the bytes needed and available of the first host or
+            control group that lacks memory.
     """
     mine = needed_bytes, limits()
     everyone: list[tuple[int, list[Limit]]]
@@ -233,7 +229,7 @@ def require(
     sharing: dict[str, list[tuple[int, Limit]]] = {}
     for needs, found in everyone:
         for limit in found:
-            sharing.setdefault(limit.who, []).append((needs, limit))
+            sharing.setdefault(limit.owner, []).append((needs, limit))
     for together in sharing.values():
         _require_room([needs for needs, _ in together], min(limit for _, limit in together), what)
 
@@ -242,9 +238,8 @@ def _require_room(needs: list[int], limit: Limit, what: str) -> None:
     if sum(needs) <= limit.n_bytes:
         return
     several = f" for {len(needs)} ranks of up to {format_bytes(max(needs))}" if len(needs) > 1 else ""
-    anyway = (
-        "" if "MEMTUNE_TRIAL_FILE" in os.environ else "; strict=False tries it all the same"
-    )  # which a trial has not
+    # A trial has no `strict` argument.
+    anyway = "" if "MEMTUNE_TRIAL_FILE" in os.environ else "; strict=False tries it all the same"
     raise EnvironmentFault(
         f"The host has too little memory: at least {format_bytes(sum(needs))} are needed{several}, "
         f"{format_bytes(limit.n_bytes)} are available.",

@@ -1,18 +1,17 @@
 """The user's optimizer on host memory: masters and state on the host, D2H of gradients, H2D of weights.
 
-The optimizer object remains the user's; its groups now have host copies, by which its state is keyed. Two
-hooks frame
-`step`: the first offloads gradients one after the other and frees each on the device when the next copy
-starts, the second
-copies new weights to the device. In between runs the optimizer's own `step`, or one native pass over each
-parameter
-(`host_update`). With `master`, bfloat16 parameters have float32 masters on the host: the memory of the
-bfloat16 gradient
+The optimizer object remains the user's; its groups now have host copies, by which its state is keyed. A step:
+
+    _offload_gradients (pre-step hook)       D2H copy of each gradient, then freed on the device
+    optimizer.step() or _native_step         the user's step, or one native pass per parameter
+    _copy_weights_to_device (post-step hook) H2D copy of each new weight
+
+With `master`, bfloat16 parameters have float32 masters on the host; the host memory of the bfloat16 gradient
 takes the new bfloat16 weight, which is copied to the device.
 
 `grad_offload` and the parameter offloaders offload gradients earlier and have parameters updated before
-`step`, on a thread
-that overlaps with backward. A step may also delay its update to the next step (`delay_after`).
+`step`, on a thread that overlaps with backward (`update`). A step may also leave updates to the next step:
+delayed by a step (`delay_after`; lossy), or deferred to the next forward (`defer`; exact).
 
 Source: ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840).
 """
@@ -41,7 +40,7 @@ from memtune.offload.core import (
     to_host_now,
 )
 from memtune.offload.gradients import ExternalWrites, watch_loads
-from memtune.offload.optimizer.deferred_updates import DeferredUpdates, as_it_is, settle_reads
+from memtune.offload.optimizer.deferred_updates import DeferredUpdates, sync_reads, without_sync
 from memtune.offload.optimizer.native_update import (
     Moments,
     NativeUpdate,
@@ -65,7 +64,7 @@ from memtune.runtime import (
     with_hooks,
 )
 
-Update = Literal["own", "native", "master"]
+Update = Literal["user", "native", "master"]
 
 
 class HostOptimizer:
@@ -73,8 +72,8 @@ class HostOptimizer:
 
     Args:
         context: Its model and optimizer; the optimizer is changed in place.
-        update: `own`: the optimizer's own step. `native`: `host_update`. `master`: the same, with float32
-            masters.
+        update: `user`: the user's own `step`. `native`: one native pass per parameter (`native_update`).
+            `master`: the same, with float32 masters.
         moments: Format of a native update's moments.
         delay_after: Number of steps after which each update overlaps with the next step; None: never.
         resident: Parameters that the optimizer itself updates on the device, before the others.
@@ -86,69 +85,69 @@ class HostOptimizer:
     def __init__(
         self,
         context: Context,
-        update: Update = "own",
+        update: Update = "user",
         moments: Moments = "float32",
-        late_after: int | None = None,
-        stays: Collection[nn.Parameter] = (),
+        delay_after: int | None = None,
+        resident: Collection[nn.Parameter] = (),
     ) -> None:
         placement = context.placement
-        if stays:
+        if resident:
             _refuse_parts(context.optimizer)
-        self._stays = set(stays)
-        self._native = None if update == "own" else NativeUpdate(context.optimizer, moments)
+        self._resident = set(resident)
+        self._native = None if update == "user" else NativeUpdate(context.optimizer, moments)
         self._master = update == "master"
         self._optimizer = context.optimizer
         self._device = context.device
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (on the device, on the host)
-        self._gradients: dict[
-            nn.Parameter, Tensor
-        ] = {}  # on the host, from when their copies start to the end of the step
+        # By host copy: host gradients of this step, from the start of their D2H copies to the end of the
+        # step.
+        self._gradients: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
-            group["params"] = [p if p in self._stays else self._host_copy(p) for p in group["params"]]
+            group["params"] = [p if p in self._resident else self._host_copy(p) for p in group["params"]]
+        # The order of the model, as in the pass; a user's groups may have another one.
         place = model_order(context)
         self._pairs.sort(key=lambda pair: place.get(pair[0], len(place)))
-        self._comes_and_goes: set[nn.Parameter] = set()
-        self._updated: set[nn.Parameter] = set()  # on the host, before `step`
-        self._under_way: list[Future[None]] = []
+        self._with_offloader: set[nn.Parameter] = set()  # a parameter offloader copies these
+        self._updated: set[nn.Parameter] = set()  # host copies updated before `step`
+        self._running: list[Future[None]] = []  # delayed updates
+        # Updates that overlap with backward: their futures and the gradients that they read.
         self._waiting: PendingUpdates[tuple[list[Future[None]], list[Tensor]]] = PendingUpdates(
             self._room_bytes(context)
         )
-        self._late_after, self._steps = late_after, 0
-        self._late: dict[nn.Parameter, Tensor] | None = (
-            None  # gradients of the step before, whose update is late
-        )
-        self._late_began = False
-        self._leaves: DeferredUpdates | None = None
-        self._whole = {
-            shard: whole for whole, shard in placement.optimizer_params.items()
-        }  # both have the shard's gradient
+        self._delay_after, self._steps = delay_after, 0
+        self._delayed: dict[nn.Parameter, Tensor] | None = None  # gradients of the last step's delayed update
+        self._delayed_began = False
+        self._deferred: DeferredUpdates | None = None
+        # A shard's gradient is also set on its full parameter, and must be freed in both.
+        self._full_parameter = {shard: full for full, shard in placement.optimizer_params.items()}
         placement.optimizer_params.update(self._pairs)
-        context.events.weights_loaded.subscribe(self._reload)
-        context.events.grads_cleared.subscribe(self._cleared)
-        watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=self._hosts_change)
-        context.model.register_state_dict_pre_hook(
-            UncopiedHook(self._join)
-        )  # those of blocks that come and go are in it
-        self._half = PartialStep(context)
-        self._begun: dict[nn.Parameter, int] | None = None
+        context.events.weights_loaded.subscribe(self._on_weights_loaded)
+        context.events.grads_cleared.subscribe(self._on_grads_cleared)
+        watch_loads(
+            context,
+            {device for device, _ in self._pairs},
+            self._copy_to_host,
+            before=self._finish_before_load,
+        )
+        # The state dict has host weights of offloaded blocks, which running updates write.
+        context.model.register_state_dict_pre_hook(UncopiedHook(self._join))
+        self._partial_step = PartialStep(context)
+        self._versions_before_step: dict[nn.Parameter, int] | None = None
         """Versions of all that the step updates, from before its first update until the weights are on the
         device.
         """
-        self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
+        self._host_tier = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
-        replace_step(self._optimizer, self._closing(own))
-        before_step(self._optimizer, self._gradients_down, last=True)
-        after_step(
-            self._optimizer, self._weights_up
-        )  # before those that hand the new weights on to other ranks
-        if late_after is not None:
-            self._settle_before_checkpoints(context)
+        replace_step(self._optimizer, self._with_cleanup(own))
+        before_step(self._optimizer, self._offload_gradients, last=True)
+        # `after_step` puts it before the hooks registered so far, such as ZeRO's all-gather of new weights.
+        after_step(self._optimizer, self._copy_weights_to_device)
+        if delay_after is not None:
+            self._sync_before_checkpoints(context)
         self._writes = ExternalWrites(context, (device for device, _ in self._pairs))
 
     def _room_bytes(self, context: Context) -> int:
-        """Return the bound of gradients that wait for overlapped updates, from the trained parameters by
-        block.
-        """
+        """Return the bound of gradients that wait for overlapped updates, by the trained blocks."""
         hosts = {device: host for device, host in self._pairs if host.requires_grad}
         block_of: dict[nn.Parameter, int] = {}
         for index, name in enumerate(context.blocks):
@@ -158,64 +157,74 @@ class HostOptimizer:
             [host.nbytes for host in hosts.values()], [block_of.get(each, -1) for each in hosts]
         )
 
-    def _settle_before_checkpoints(self, context: Context) -> None:
-        context.model.register_state_dict_pre_hook(lambda *_: self._settle())
-        context.model.register_load_state_dict_pre_hook(lambda *_: self._settle())
-        self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
-        self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
+    def _sync_before_checkpoints(self, context: Context) -> None:
+        """Finish deferred and delayed updates before any state dict is read or loaded."""
+        context.model.register_state_dict_pre_hook(lambda *_: self._sync())
+        context.model.register_load_state_dict_pre_hook(lambda *_: self._sync())
+        self._optimizer.register_state_dict_pre_hook(lambda _: self._sync())
+        self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._sync())
 
-    def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def closing(*args: Any, **kwargs: Any) -> Any:
-            with self._host:
+    def _with_cleanup(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `step` with the host tier closed after it, and a partial update detected if it raises."""
+
+        def run_step(*args: Any, **kwargs: Any) -> Any:
+            with self._host_tier:
                 try:
                     return step(*args, **kwargs)
-                except BaseException:  # a hook of the user's after the step finds all of it done
-                    self._half.is_it |= self._has_updated()
+                except BaseException:
+                    # False if the error is a user's post-step hook's: `_copy_weights_to_device` has run by
+                    # then.
+                    self._partial_step.is_it |= self._has_updated()
                     raise
                 finally:
-                    self._begun = None
+                    self._versions_before_step = None
 
-        return closing
+        return run_step
 
-    def _updates(self) -> dict[nn.Parameter, int]:
-        """Return the versions of all tensors that the optimizer's own step updates, on the host and on the
-        device.
-        """
+    def _update_versions(self) -> dict[nn.Parameter, int]:
+        """Return the versions of all tensors, host and device, that the optimizer's own step updates."""
         if self._native is not None:
             return {}
-        return {each: each._version for each in (*self._stays, *(host for _, host in self._pairs))}
+        return {each: each._version for each in (*self._resident, *(host for _, host in self._pairs))}
 
     def _has_updated(self) -> bool:
         """Return True if a step that raised has updated something.
 
         Native updates leave versions unchanged, so they always count.
         """
-        return self._begun is not None and (self._native is not None or self._updates() != self._begun)
+        return self._versions_before_step is not None and (
+            self._native is not None or self._update_versions() != self._versions_before_step
+        )
 
     @torch.no_grad()
     def _native_step(self, closure: None = None) -> None:
-        with as_it_is(self._optimizer):
+        with without_sync(self._optimizer):
             self._update_all(self._optimizer)
 
     def _update_all(self, optimizer: Optimizer) -> None:
+        """Run this step's native updates, except those made early, deferred or delayed."""
         native = self._native
         assert native is not None
-        if self._late_after is not None and self._steps >= self._late_after:
-            self.start_late()
+        if self._delay_after is not None and self._steps >= self._delay_after:
+            self.start_deferred()
             self._join()
-            self._late, self._gradients = self._gradients, self._late or {}
-            self._late_began = False
-            native.make_state(optimizer, self._late.get)
+            # The weights copied to the device next are those of the last step's gradients; this step's wait.
+            self._delayed, self._gradients = self._gradients, self._delayed or {}
+            self._delayed_began = False
+            # State exists from the first step on, as in torch, though its update comes later.
+            native.make_state(optimizer, self._delayed.get)
         else:
             self._join()
-            left = {} if self._leaves is None else self._leaves.take(self._gradients)
+            deferred = {} if self._deferred is None else self._deferred.take(self._gradients)
             native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
-            native.make_state(optimizer, left.get)
-            if self._leaves is not None and not self._leaves.is_fake:
-                self._leaves.start(self._run)
+            native.make_state(optimizer, deferred.get)
+            # On fake tensors they start with the next micro-batch, so that a recorder sees the overlap.
+            if self._deferred is not None and not self._deferred.is_fake:
+                self._deferred.start(self._run_updates)
         self._steps += 1
 
     def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that the optimizer gets instead of `parameter`; move its state to the host."""
         host = to_host_now(local(parameter))
         if self._native is not None:
             host = master_of(host, self._master)
@@ -227,52 +236,53 @@ class HostOptimizer:
         self._pairs.append((parameter, copy))
         return copy
 
-    def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._half.refuse()
-        refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
+    def _offload_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Copy the gradients that are still on the device to the host, one at a time; pre-step hook."""
+        self._partial_step.refuse()
+        refuse_added_parameters(optimizer, self._resident.union(host for _, host in self._pairs))
         if self._native is not None:
             refuse_closure(each for each in (*args, *kwargs.values()) if each is not optimizer)
-        self._take_writes()
-        on_the_way: nn.Parameter | None = None
+        self._adopt_external_writes()
+        in_flight: nn.Parameter | None = None
         for parameter, host in self._pairs:
             if parameter.grad is None:
-                if host.grad is not None:  # came down as it landed
+                if host.grad is not None:  # offloaded during backward
                     self._gradients[host] = host.grad
                     if self._native is not None:
                         host.grad = None
                 continue
-            if on_the_way is not None:
-                self._arrived(on_the_way)
+            if in_flight is not None:
+                # Frees the previous gradient before the next copy starts, so one at a time exists twice.
+                self._finish_copy(in_flight)
             gradient = torch.ops.memtune.to_host(local(parameter.grad))
             mark(gradient, HOST)
             self._gradients[host] = gradient
             if self._native is None:
                 host.grad = gradient
-            on_the_way = host
+            in_flight = host
             self._source = parameter
-        if on_the_way is not None:
-            self._arrived(on_the_way)
-        self._begun = self._updates()
-        if self._stays:
+        if in_flight is not None:
+            self._finish_copy(in_flight)
+        self._versions_before_step = self._update_versions()
+        if self._resident:
             self._update_on_device()
-        self._host.enter_context(tier(HOST))
+        self._host_tier.enter_context(tier(HOST))
 
     def _update_on_device(self) -> None:
         """Run the optimizer's own step over the resident parameters; the others have no gradient."""
         waiting = [(host, host.grad) for _, host in self._pairs]
         for host, _ in waiting:
             host.grad = None
-        type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]  # without hooks
+        # The unwrapped step: its hooks run once, around the whole step, and must not run for this part.
+        type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         for host, gradient in waiting:
             host.grad = gradient
-        for parameter in self._stays:
+        for parameter in self._resident:
             parameter.grad = None
 
-    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave these to an offloader, which copies their weights to the device and their gradients to the
-        host.
-        """
-        self._comes_and_goes.update(parameters)
+    def leave_to_offloader(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave the copies of these parameters, H2D and D2H, to a parameter offloader."""
+        self._with_offloader.update(parameters)
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: all that an update needs is in host memory already."""
@@ -283,10 +293,8 @@ class HostOptimizer:
         Args:
             parameters: On the device.
             at_once: Return when the updates are done. Otherwise they overlap with later computation until
-                `step`, which
-                copies the weights; gradients wait within the bound of `update_triggers.Waiting`, and earlier
-                ones are used up
-                first where these would exceed it.
+                `step`, which copies the weights to the device. Waiting gradients are bounded by
+                `PendingUpdates`: earlier updates finish first where these would exceed the bound.
         """
         native, wanted = self._native, set(parameters)
         assert native is not None
@@ -294,193 +302,200 @@ class HostOptimizer:
             host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None
         }
         if at_once:
-            self._run(gradients, None)
+            self._run_updates(gradients, None)
         else:
-            self._run_beside(gradients)
+            self._run_overlapped(gradients)
         for host in gradients:
             host.grad = None
 
-    def _run_beside(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        used_up = []
+    def _run_overlapped(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        used_gradients = []
         for host, gradient in gradients.items():
             self._updated.add(host)
-            if gradient.dtype is not host.dtype:  # its memory takes the new weight
+            if gradient.dtype is not host.dtype:
+                # bfloat16: the update writes the new weight into it, which `_copy_weights` reads.
                 self._gradients[host] = gradient
             else:
-                used_up.append(gradient)
-        n_bytes = sum(gradient.nbytes for gradient in used_up)
-        self._finish(self._waiting.let_go(n_bytes))
-        under_way: list[Future[None]] = []
-        self._run(gradients, under_way)
-        self._waiting.put((under_way, used_up), n_bytes)
+                used_gradients.append(gradient)
+        n_bytes = sum(gradient.nbytes for gradient in used_gradients)
+        # Wait before these updates start: the bound depends on sizes only, so the pass predicts host memory.
+        self._finish(self._waiting.make_room(n_bytes))
+        futures: list[Future[None]] = []
+        self._run_updates(gradients, futures)
+        self._waiting.put((futures, used_gradients), n_bytes)
 
-    def _finish(self, turns: Iterable[tuple[list[Future[None]], list[Tensor]]]) -> None:
+    def _finish(self, rounds: Iterable[tuple[list[Future[None]], list[Tensor]]]) -> None:
         """Wait for these updates and free their gradients; raise the error of a failed one."""
-        for updates, _ in turns:
+        for updates, _ in rounds:
             for each in updates:
                 each.result()
 
-    def _run(self, gradients: dict[nn.Parameter, Tensor], under_way: list[Future[None]] | None) -> None:
+    def _run_updates(self, gradients: dict[nn.Parameter, Tensor], futures: list[Future[None]] | None) -> None:
         assert self._native is not None
         with (
             tier(HOST),
             torch.no_grad(),
-            as_it_is(self._optimizer),
-            nullcontext() if under_way is None else on_update_thread(under_way),
+            without_sync(self._optimizer),
+            nullcontext() if futures is None else on_update_thread(futures),
         ):
             self._native.step(self._optimizer, gradients.get)
 
-    def leave_late(self, context: Context, blocks: dict[int, list[nn.Parameter]]) -> DeferredUpdates:
-        """Updates of these blocks of the model begin when `step` ends and go on after it, those of the first
-        block first.
+    def defer(self, context: Context, blocks: dict[int, list[nn.Parameter]]) -> DeferredUpdates:
+        """Defer the updates of `blocks`: they start when `step` ends and overlap with the next forward.
 
-        Whoever reads their weights waits for them; a state dict, and loading one, does, and so does who reads
-        `optimizer.state`.
+        Host weights of a block must be read only after `DeferredUpdates.finish`. State dicts, loads and reads
+        of `optimizer.state` wait for all deferred updates.
 
         Args:
-            context: Of the model.
-            blocks: Their parameters.
+            context: Its model and optimizer; hooks for checkpoints are registered.
+            blocks: Parameters by block, in the order of use.
         """
-        held = dict(self._pairs)
-        fake = any(isinstance(host.data, FakeTensor) for host in held.values())
+        host_of = dict(self._pairs)
+        fake = any(isinstance(host.data, FakeTensor) for host in host_of.values())
         hosts = {
-            block: [held[each] for each in mine if each in held] for block, mine in sorted(blocks.items())
+            block: [host_of[each] for each in mine if each in host_of]
+            for block, mine in sorted(blocks.items())
         }
-        self._leaves = DeferredUpdates(hosts, is_fake=fake)
-        self._settle_before_checkpoints(context)
+        self._deferred = DeferredUpdates(hosts, is_fake=fake)
+        self._sync_before_checkpoints(context)
         if not fake:
-            settle_reads(self._optimizer, self._settle)
-        return self._leaves
+            sync_reads(self._optimizer, self._sync)
+        return self._deferred
 
-    def start_late(self) -> None:
-        """Begin the update that the last step left, if it did, beside what comes next."""
-        self._take_writes()
-        if self._leaves is not None:
-            self._leaves.start(self._run)
-        if self._late and not self._late_began:
-            self._late_began = True
-            self._run(self._late, self._under_way)
+    def start_deferred(self) -> None:
+        """Start the updates that the last step left; they overlap with this step's forward and backward."""
+        # First: an update that starts from a stale master would overwrite the user's weights.
+        self._adopt_external_writes()
+        if self._deferred is not None:
+            self._deferred.start(self._run_updates)
+        if self._delayed and not self._delayed_began:
+            self._delayed_began = True
+            self._run_updates(self._delayed, self._running)
 
     def _join(self) -> None:
         """Wait for overlapped and delayed updates; raise the error of a failed one."""
-        self._finish(self._waiting.rest())
-        while self._under_way:
-            self._under_way.pop(0).result()
+        self._finish(self._waiting.drain())
+        while self._running:
+            self._running.pop(0).result()
 
-    def _settle(self) -> None:
+    def _sync(self) -> None:
         """Finish all deferred and delayed updates and copy their weights to the device."""
-        if self._leaves is not None:
-            self._leaves.start(self._run)
-            self._leaves.finish_all()
-        if self._late:
-            self.start_late()
+        if self._deferred is not None:
+            self._deferred.start(self._run_updates)
+            self._deferred.finish_all()
+        if self._delayed:
+            self.start_deferred()
             self._join()
-            late, self._late, self._late_began = self._late, None, False
-            self._up(late, set(late))
+            delayed, self._delayed, self._delayed_began = self._delayed, None, False
+            self._copy_weights(delayed, set(delayed))
 
-    def _arrived(self, host: nn.Parameter) -> None:
+    def _finish_copy(self, host: nn.Parameter) -> None:
+        """Wait for the D2H copy into the gradient of `host`, then free its source on the device."""
         transfer.finish(self._gradients[host])
         self._source.grad = None
-        if self._source in self._whole:
-            self._whole[self._source].grad = None
+        if self._source in self._full_parameter:
+            self._full_parameter[self._source].grad = None
 
-    def _weights_up(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._host.close()
-        self._up(self._gradients, self._updated_now())
+    def _copy_weights_to_device(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Copy all new weights to the device and free the host gradients; post-step hook."""
+        self._host_tier.close()
+        self._copy_weights(self._gradients, self._hosts_with_new_weights())
         self._gradients = {}
         self._updated.clear()
-        self._begun = None
-        for (
-            value
-        ) in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
+        self._versions_before_step = None
+        # New state was allocated inside `tier(HOST)`, which marks real tensors through the native ledger
+        # only; fake ones are marked here.
+        for value in self._state_tensors():
             if value.device.type == "cpu" and tier_of(value) != HOST:
                 mark(value, HOST)
 
-    def _updated_now(self) -> set[nn.Parameter]:
-        """Return the host copies with new weights."""
-        late = self._late is not None
-        return {host for _, host in self._pairs if not late or host in self._gradients}
+    def _hosts_with_new_weights(self) -> set[nn.Parameter]:
+        """Return the host copies with new weights; if updates are delayed, of the last step's gradients."""
+        is_delayed = self._delayed is not None
+        return {host for _, host in self._pairs if not is_delayed or host in self._gradients}
 
     @torch.no_grad()
-    def _up(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter]) -> None:
+    def _copy_weights(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter]) -> None:
         """Copy the new weights of `hosts` to the device and free `gradients` one by one.
 
         A bfloat16 weight is in the memory of its gradient.
         """
+        # No copies for these: the offloader loads the new weights before their next use.
         for parameter, host in self._pairs:
-            if parameter in self._comes_and_goes and host.grad is gradients.pop(host, None):
+            if parameter in self._with_offloader and host.grad is gradients.pop(host, None):
                 host.grad = None
         for parameter, host in self._pairs:
             gradient = gradients.pop(host, None)
-            if host in hosts and parameter not in self._comes_and_goes:
+            if host in hosts and parameter not in self._with_offloader:
                 narrow = host.dtype is not parameter.dtype
+                # Without a gradient a bfloat16 weight was not updated, and has no new value on the host.
                 if not narrow or gradient is not None:
                     torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
-                    self._writes.wrote(parameter)
+                    self._writes.note_write(parameter)
             if host.grad is gradient:
                 host.grad = None
 
-    def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that a step took before it raised; those of early updates are in use."""
         for each in parameters:
             if each in self._gradients and each not in self._updated:
                 del self._gradients[each]
 
-    def _reload(self) -> None:
+    def _on_weights_loaded(self) -> None:
         """Copy loaded weights and state to the host; they replace early updates."""
         self._join()
         self._updated.clear()
         self._gradients.clear()
-        self._loaded([parameter for parameter, _ in self._pairs])
-        for state in self._states():
+        self._copy_to_host([parameter for parameter, _ in self._pairs])
+        for state in self._state_dicts():
             state.update({name: state_to_host(value) for name, value in state.items()})
 
-    def _hosts_change(self) -> None:
+    def _finish_before_load(self) -> None:
         """Finish running updates before a load, which they would overwrite."""
-        self._settle()
+        self._sync()
         self._join()
 
     @torch.no_grad()
-    def _loaded(self, parameters: Collection[nn.Parameter]) -> None:
+    def _copy_to_host(self, parameters: Collection[nn.Parameter]) -> None:
         """Copy these weights of the device to their host copies."""
-        wanted = (
-            set(parameters) - self._comes_and_goes
-        )  # whoever brings those up has written their host copies
+        # The offloader writes the host copies of its parameters itself.
+        wanted = set(parameters) - self._with_offloader
         if wanted:
             self._join()
         for parameter, host in self._pairs:
             if parameter in wanted:
                 host.copy_(to_host_now(local(parameter)))
-                self._writes.wrote(parameter)
-                if host in self._updated:  # its narrow weight is not wanted any more
+                self._writes.note_write(parameter)
+                if host in self._updated:
+                    # The loaded weight replaces the early update's bfloat16 weight, which must not be copied.
                     self._gradients.pop(host, None)
 
-    def _take_writes(self) -> None:
-        """Copy weights that the user has written on the device to the host, so that the next update starts
-        from them.
+    def _adopt_external_writes(self) -> None:
+        """Copy weights that the user has written on the device to the host; the next update starts from them.
 
         Raises:
             ApplyError: An update of one is delayed or was made early.
         """
-        written = set(self._writes.by_others(self._comes_and_goes))
+        written = set(self._writes.take_external(self._with_offloader))
         if written and (
-            self._is_late() or any(host in self._updated for device, host in self._pairs if device in written)
+            self._is_delayed()
+            or any(host in self._updated for device, host in self._pairs if device in written)
         ):
-            raise written_while_updating(len(written))
+            raise write_during_update_error(len(written))
         if written:
-            self._loaded(written)
+            self._copy_to_host(written)
 
-    def _is_late(self) -> bool:
-        return bool(self._late)
+    def _is_delayed(self) -> bool:
+        return bool(self._delayed)
 
-    def _states(self) -> list[dict[str, Any]]:
-        with as_it_is(self._optimizer):
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        with without_sync(self._optimizer):
             return [
-                state for parameter, state in self._optimizer.state.items() if parameter not in self._stays
+                state for parameter, state in self._optimizer.state.items() if parameter not in self._resident
             ]
 
-    def _state(self) -> list[Tensor]:
-        return [v for state in self._states() for v in state.values() if isinstance(v, Tensor)]
+    def _state_tensors(self) -> list[Tensor]:
+        return [v for state in self._state_dicts() for v in state.values() if isinstance(v, Tensor)]
 
     def check(self) -> dict[str, Any]:
         """Return the bytes of weights and state on the host.
@@ -488,7 +503,7 @@ class HostOptimizer:
         Raises:
             ApplyError: A state tensor of the optimizer is on the device.
         """
-        values = self._state()
+        values = self._state_tensors()
         strayed = [
             v
             for v in values
@@ -517,9 +532,8 @@ def _refuse_parts(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_others(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None:
-    """Refuse a step if the optimizer has a parameter that is not `known`, whose gradient no component would
-    offload.
+def refuse_added_parameters(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None:
+    """Refuse a step if the optimizer has a parameter that is not `known`: no component offloads its gradient.
 
     Raises:
         ApplyError: It has one.
@@ -534,18 +548,18 @@ def refuse_others(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None
         )
 
 
-def written_while_updating(n_written: int) -> ApplyError:
+def write_during_update_error(n_written: int) -> ApplyError:
     """Return the error for weights written on the device although a running update replaces them."""
     return ApplyError(
-        f"{n_written} weights were written on the device while an update of theirs is under way.",
-        evidence="It would undo the write, or be undone.",
-        fix="write weights by load_state_dict; or updates at the end of the step, not late",
+        f"{n_written} weights were written on the device while an update of theirs is running.",
+        evidence="The update would overwrite the write, or be overwritten.",
+        fix="write weights by load_state_dict; or updates at the end of the step, not deferred or delayed",
         code="MT318",
     )
 
 
 def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:
-    """Add a micro-batch's gradient, which has arrived on the host, to the sum of those before it."""
+    """Add a micro-batch's gradient on the host to the sum of those before it."""
     if held.grad is None:
         held.grad = arrived
     else:

@@ -1,6 +1,4 @@
-"""Pass of `offload.optimizer.host_optimizer`: state and masters on the host, D2H of gradients, H2D of
-weights.
-"""
+"""Pass of `offload.optimizer.host_optimizer`: state on the host, D2H of gradients, H2D of weights."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class Native:
 
 
 def optimizer_on_host(
-    step: Step, native: Native | None = None, stay_down: I32 | None = None, stay: int = 0
+    step: Step, native: Native | None = None, with_offloader: I32 | None = None, n_resident_ops: int = 0
 ) -> Step:
     """Return `step` with the optimizer's ops on host threads and its state in host memory.
 
@@ -29,13 +27,13 @@ def optimizer_on_host(
         step: Any step.
         native: One pass over each parameter instead of the optimizer's ops; narrower parameters have float32
             masters.
-        stay_down: Parameters whose weights an offloader copies to the device when they are used.
-        stay: Number of the optimizer's first ops that run on the device with all that they touch
+        with_offloader: Parameters whose weights an offloader copies to the device when they are used.
+        n_resident_ops: Number of the optimizer's first ops that run on the device with all that they touch
             (`offload.optimizer.resident_state_pass`).
     """
     columns = columns_of(step.parameters)
-    on_device, stays = of_first_ops(step, stay)
-    mine = columns.trainable & (columns.gradient >= 0) & ~stays[columns.storage]
+    on_device, resident = of_first_ops(step, n_resident_ops)
+    mine = columns.trainable & (columns.gradient >= 0) & ~resident[columns.storage]
     weights, gradients = columns.storage[mine], columns.gradient[mine]
     sizes = columns.numel[mine] * columns.itemsize[mine]  # of parts of a shared storage, where sharded
     optimizer = step.ops.phase == Phase.OPTIMIZER
@@ -67,34 +65,38 @@ def optimizer_on_host(
     inside = step.use_phase == Phase.OPTIMIZER
     edit.set_uses(storage=np.where(inside, moved[edit.uses.storage], edit.uses.storage))
 
-    # A gradient is let go on the device when the next one starts down, the last one when it has arrived.
-    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets stay
+    # A gradient is freed on the device when the next one's copy starts, the last one when its own has ended.
+    freed = step.storages.held_until[gradients] != FOREVER  # views of DDP's buckets, which are permanent
     edit.storages.held_until[gradients[freed]] = -1
-    edit.let_go_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
+    edit.release_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
     if native is not None:
         _one_pass(edit, step, native, np.flatnonzero(mine), host_weights, host_gradients)
-    goes = np.ones(len(weights), bool) if stay_down is None else ~np.isin(np.flatnonzero(mine), stay_down)
+    copied = (
+        np.ones(len(weights), bool)
+        if with_offloader is None
+        else ~np.isin(np.flatnonzero(mine), with_offloader)
+    )
     up = edit.add_ops(
         "memtune.copy_to_device_.default",
-        after=np.full(int(goes.sum()), last, np.int32),
+        after=np.full(int(copied.sum()), last, np.int32),
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=sizes[goes],
-        stream=1,  # a copy back is complete in stream order
+        traffic_bytes=sizes[copied],
+        stream=1,  # on the compute stream: complete in its order
     )
     held = (
         host_weights
         if native is None
         else np.where(columns.itemsize[mine] == 4, host_weights, host_gradients)
     )
-    edit.add_uses(up, held[goes])
-    edit.add_uses(up, weights[goes], mode=WRITES)
-    edit.hold_through(host_gradients[goes], up)
-    if not goes.all():
-        edit.hold_through(host_gradients[~goes], np.full(int((~goes).sum()), last, np.int32))
+    edit.add_uses(up, held[copied])
+    edit.add_uses(up, weights[copied], mode=WRITES)
+    edit.hold_through(host_gradients[copied], up)
+    if not copied.all():
+        edit.hold_through(host_gradients[~copied], np.full(int((~copied).sum()), last, np.int32))
     if len(up):
         edit.hold_to_the_end_of_step(int(up[-1]))
-    on_host(edit, step, optimizer & ~on_device, stays)
+    on_host(edit, step, optimizer & ~on_device, resident)
     return edit.done()
 
 
@@ -135,12 +137,12 @@ def _one_pass(
     edit.add_uses(updates, gradients, mode=WRITES)
 
 
-def without_own_update(edit: Edit, step: Step, stay: int = 0) -> npt.NDArray[np.intp]:
+def without_own_update(edit: Edit, step: Step, n_resident_ops: int = 0) -> npt.NDArray[np.intp]:
     """Drop the optimizer's own ops except the first `n_resident_ops`; return their rows."""
     optimizer = (
         (step.ops.phase == Phase.OPTIMIZER)
         & (step.ops.resource == Resource.COMPUTE)
-        & ~of_first_ops(step, stay)[0]
+        & ~of_first_ops(step, n_resident_ops)[0]
     )
     edit.drop_ops(optimizer)
     return np.flatnonzero(optimizer)
@@ -161,9 +163,7 @@ def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[n
 
 
 def update_bytes(step: Step, native: Native, mine: npt.NDArray[np.intp]) -> I64:
-    """Return the bytes that one native pass over each parameter moves: gradient, weight, moments read and
-    written.
-    """
+    """Return the bytes that each native pass moves: gradient, weight, moments read and written."""
     columns, (_, at) = columns_of(step.parameters), _moments(step, mine)
     numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
     scales = -(-numel[at] // native.block) * 4 if native.block else np.zeros(len(at), np.int64)
@@ -188,13 +188,11 @@ def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp]
 
 
 def on_host(
-    edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_], stays: npt.NDArray[np.bool_] | None = None
+    edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_], resident: npt.NDArray[np.bool_] | None = None
 ) -> None:
-    """Move optimizer state, except `resident`, and results of optimizer ops to the host, and the ops to host
-    threads.
-    """
+    """Move optimizer state (except `resident`) and results to the host, and the ops to host threads."""
     computes = optimizer & (step.ops.resource == Resource.COMPUTE)
     edit.set_storages(tier=step.storages.tier.copy())
-    state = (step.storages.kind == Kind.OPTIMIZER) & ~(np.False_ if stays is None else stays)
+    state = (step.storages.kind == Kind.OPTIMIZER) & ~(np.False_ if resident is None else resident)
     edit.storages.tier[state | ((step.storages.producer >= 0) & computes[step.storages.producer])] = Tier.HOST
     edit.set_ops(resource=np.where(computes, np.uint8(Resource.HOST_THREADS), step.ops.resource))

@@ -2,11 +2,9 @@
 
 The optimizer object, its groups and the names of its state remain the user's: schedulers, checkpoints and
 `load_state_dict` work as before. With float32 throughout, AdamW's weights and moments have the bits of
-torch's fused AdamW
-on CPU, except for one rounding of the second moment in a tensor's last few elements (less than a vector).
-torch's loops
-over tensors (`foreach` or not) differ from both by a rounding of the square root where torch takes it from
-MKL.
+torch's fused AdamW on CPU, except for one rounding of the second moment in a tensor's last few elements (less
+than a vector). torch's loops over tensors (`foreach` or not) differ from both by a rounding of the square
+root where torch takes it from MKL.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ DTYPES: Final[dict[Moments, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "int8": torch.uint8,
 }
-OWN: Final = "offload: {states: {kind: optimizer_cpu, update: own}}"
+OWN: Final = "offload: {states: {kind: optimizer_cpu, update: user}}"
 """A config that updates with any optimizer, in any type."""
 BLOCK: Final[int] = _native.MOMENT_BLOCK
 """Elements of an 8-bit moment that share a scale."""
@@ -60,13 +58,12 @@ def update_(
     """Implement `torch.ops.memtune.host_update_`: one step of `rule` over one parameter.
 
     Tensors may have any strides. Those whose strides differ from the weight's are copied during the update,
-    and so is a weight
-    with gaps.
+    and so is a weight with gaps.
 
     Args:
         rule: `adamw` with `settings` (lr, beta1, beta2, eps, weight_decay), `sgd` (lr, momentum, dampening,
-            weight_decay,
-            nesterov), `adagrad` (lr, lr_decay, eps, weight_decay), `lion` (lr, beta1, beta2, weight_decay).
+            weight_decay, nesterov), `adagrad` (lr, lr_decay, eps, weight_decay), `lion` (lr, beta1, beta2,
+            weight_decay).
         moments: Format of `first` and `second`; 8-bit ones have a scale per `BLOCK` elements.
         weight: The float32 master.
         gradient: float32 or bfloat16.
@@ -102,11 +99,11 @@ def update_(
         _native.optimizer_update(rule, moments, *arrays, first_scale, second_scale, numbers, threads)
         rows.back()
 
-    under_way: list[Future[None]] | None = getattr(_local, "under_way", None)
-    if under_way is None:
+    futures: list[Future[None]] | None = getattr(_local, "futures", None)
+    if futures is None:
         update()
     else:
-        under_way.append(_threads().submit(_once, [update]))
+        futures.append(_threads().submit(_once, [update]))
 
 
 register(
@@ -137,7 +134,9 @@ def _threads() -> ThreadPoolExecutor:
 def _finish_before_fork() -> None:
     """Finish all updates before a fork: the child gets the futures but not the thread."""
     if _pool is not None:
-        with suppress(RuntimeError):  # the interpreter ends, and has waited for all
+        # One thread runs them in order, so an empty task ends after all. At interpreter exit the pool refuses
+        # it, and has waited for all.
+        with suppress(RuntimeError):
             _pool.submit(int).result()
 
 
@@ -150,24 +149,24 @@ os.register_at_fork(before=_finish_before_fork, after_in_child=_forget_in_child)
 
 
 @contextmanager
-def on_update_thread(under_way: list[Future[None]]) -> Iterator[None]:
-    """Run the updates that this thread calls inside on a thread, in order; append their futures to
-    `under_way`.
+def on_update_thread(futures: list[Future[None]]) -> Iterator[None]:
+    """Run the updates that this thread calls inside on a thread, in order; append their futures to `futures`.
 
     Wait for them before reading a weight or a moment, or changing a gradient.
     """
-    _local.under_way = under_way
+    _local.futures = futures
     try:
         yield
     finally:
-        _local.under_way = None
+        _local.futures = None
 
 
 class _FlatViews:
     """Tensors of one shape as 1-d views, all in the memory order of the weight."""
 
     def __init__(self, weight: Tensor) -> None:
-        like = weight if weight.is_contiguous() else torch.empty_like(weight, device="meta")  # has no gaps
+        # `empty_like` keeps the memory order of the weight and leaves out its gaps.
+        like = weight if weight.is_contiguous() else torch.empty_like(weight, device="meta")
         self._stride, self._contiguous = like.stride(), like.is_contiguous()
         self._copies: list[tuple[Tensor, Tensor]] = []
 
@@ -197,7 +196,8 @@ def _seed(seed: int, count: int) -> int:
 def _adamw(
     step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> dict[str, Any]:
-    weight = 1 - beta1  # torch's lerp starts from whichever end is nearer
+    # torch's lerp starts from the nearer end; the same order of operations gives the same bits.
+    weight = 1 - beta1
     return {
         "decay": 1 - lr * weight_decay,
         "first": weight if weight < 0.5 else weight - 1,
@@ -252,8 +252,7 @@ class NativeUpdate:
 
     Args:
         optimizer: torch's AdamW, Adam without weight decay, SGD or Adagrad, or a class `Lion` with its usual
-            groups and
-            state.
+            groups and state.
         moments: Format of the moments.
 
     Raises:
@@ -285,9 +284,7 @@ class NativeUpdate:
     def one(
         self, group: dict[str, Any], weight: Tensor, gradient: Tensor, state: dict[str, Any], seed: int
     ) -> None:
-        """Update one float32 `weight` and its `state` in place; a bfloat16 gradient's memory takes the new
-        weight.
-        """
+        """Update one float32 `weight` and its `state`; a bfloat16 gradient's memory takes the new weight."""
         first, second = _FIRST.get(self.rule, ""), _SECOND.get(self.rule, "")
         torch.ops.memtune.host_update_(
             self.rule,
@@ -336,9 +333,7 @@ class NativeUpdate:
         return [lr, *map(float, group["betas"]), group["weight_decay"]]
 
     def _make_state(self, state: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Create the state that torch creates at the first step, in the chosen format; existing state is
-        kept.
-        """
+        """Create missing state in the chosen format, as torch does at the first step."""
         names = self.moment_names(group)
         fresh = not any(state.get(name) is not None for name in names)
         with tier(HOST):
@@ -349,9 +344,9 @@ class NativeUpdate:
                 dtype = DTYPES[self._moments]
                 if value is None:
                     state[name] = zeros_in_order_of(parameter, dtype)
-                elif (
-                    value.dtype is not dtype
-                ):  # made by the optimizer itself, or loaded: torch loads state in the parameter's type
+                elif value.dtype is not dtype:
+                    # Made by the user's optimizer, or loaded: `load_state_dict` casts state to the
+                    # parameter's type.
                     state[name] = value.to(dtype)
                 if self._moments == "int8" and f"{name}_scale" not in state:
                     state[f"{name}_scale"] = torch.zeros(-(-parameter.numel() // BLOCK))
@@ -361,7 +356,7 @@ class NativeUpdate:
 
 
 def master_of(host: Tensor, narrow_too: bool) -> Tensor:
-    """What the native update works on: float32, or in place of bfloat16 a float32 copy.
+    """Return the tensor that the native update works on: `host` if it is float32, a float32 copy of bfloat16.
 
     Raises:
         ApplyError: It has another type.

@@ -25,20 +25,20 @@ def cannot_part(step: Step) -> str:
     return cut_by_parameter(step).why_not
 
 
-def updated_first(step: Step, stays: Mask) -> tuple[Step, int]:
+def updated_first(step: Step, resident: Mask) -> tuple[Step, int]:
     """Return `step` with its optimizer run for the parameters `resident` first, then for the others.
 
     Args:
         step: One that `cannot_part` accepts.
-        stays: (parameters,) those with resident state.
+        resident: (parameters,) those with resident state.
 
     Returns:
         The step, and the number of optimizer ops that come first. Resident parameters belong to none of its
         blocks.
     """
     cut, columns = cut_by_parameter(step), columns_of(step.parameters)
-    moved = replace(columns, block=np.where(stays, -1, columns.block).astype(columns.block.dtype))
-    mine, first = stays[cut.parameter], int((step.ops.phase == Phase.OPTIMIZER).argmax())
+    moved = replace(columns, block=np.where(resident, -1, columns.block).astype(columns.block.dtype))
+    mine, first = resident[cut.parameter], int((step.ops.phase == Phase.OPTIMIZER).argmax())
     if not mine.any():
         return replace(step, parameters=moved), 0
     ops = np.unique(cut.op[mine])
@@ -56,12 +56,12 @@ def updated_first(step: Step, stays: Mask) -> tuple[Step, int]:
     )
     own = np.full(step.ops.n, -1, np.int32)
     own[ops] = rows
-    _storages(edit, step, stays, cut.owner, ops, own)
+    _storages(edit, step, resident, cut.owner, ops, own)
     alone = np.zeros(step.ops.n, bool)
     alone[np.setdiff1d(ops, cut.op[~mine])] = True
     edit.drop_ops(alone)
     _hold_on(edit, step, cut, alone)
-    gradients = columns.gradient[stays & (columns.gradient >= 0)]
+    gradients = columns.gradient[resident & (columns.gradient >= 0)]
     edit.storages.held_until[gradients] = rows[-1]
     edit.parameters = moved
     return edit.done(), len(rows)
@@ -100,9 +100,9 @@ def _ops_of(cut: Cut, parameter: int) -> I32:
     return found
 
 
-def _storages(edit: Edit, step: Step, stays: Mask, owner: I32, ops: I32, own: I32) -> None:
+def _storages(edit: Edit, step: Step, resident: Mask, owner: I32, ops: I32, own: I32) -> None:
     """Move uses and results of resident parameters to the new ops, and duplicate shared results."""
-    belongs = (owner >= 0) & stays[np.maximum(owner, 0)]
+    belongs = (owner >= 0) & resident[np.maximum(owner, 0)]
     inside = (step.storages.producer >= 0) & (step.ops.phase[step.storages.producer] == Phase.OPTIMIZER)
     made = np.flatnonzero(inside & belongs)
     edit.storages.producer[made] = own[step.storages.producer[made]]
@@ -133,22 +133,19 @@ def _storages(edit: Edit, step: Step, stays: Mask, owner: I32, ops: I32, own: I3
     edit.drop_uses(moves)
 
 
-# The pass of `zero_offload: {ratio: ...}`: some parameters keep their state on the device (ZeRO-Offload++,
-# Twin-Flow).
 def overlap_optimizer_partly(
-    step: Step, native: Native, early: OffloadTiming, ranks: int, ratio: float
+    step: Step, native: Native, timing: OffloadTiming, ranks: int, ratio: float
 ) -> Step:
-    """As `overlap_optimizer` for `ratio` of the bytes; the rest is updated on the device, by the
-    optimizer's own ops.
+    """Return the step of `overlap_optimizer` with `ratio` of the bytes offloaded, the others resident.
 
     Args:
-        step: One that `offload.optimizer.resident_state_pass.cannot_part` has nothing to say about.
+        step: One that `cannot_part` accepts.
         native: The update on the host.
-        early: When gradients go down.
-        ranks: That train.
-        ratio: Below 1.
+        timing: When gradients are offloaded and the host updates.
+        ranks: Number of ranks.
+        ratio: Share of the parameters' bytes whose state is offloaded; below 1.
     """
-    stays, block = resident_rows(step, ratio), columns_of(step.parameters).block
-    parted, ops = updated_first(step, stays)
+    resident, block = resident_rows(step, ratio), columns_of(step.parameters).block
+    parted, ops = updated_first(step, resident)
     parted = replace(parted, parameters=replace(columns_of(parted.parameters), block=block))
-    return overlap_optimizer(parted, native, early, ranks, stays, ops)
+    return overlap_optimizer(parted, native, timing, ranks, resident, ops)

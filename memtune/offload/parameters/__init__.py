@@ -8,7 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.parameters.link_coordination import Orchestrated, place_of, swapped_blocks
-    from memtune.offload.parameters.offloader import HostCopies, ParameterOffloader, copy_of
+    from memtune.offload.parameters.offloader import HostCopies, ParameterOffloader, host_copy
     from memtune.offload.parameters.overlap_pass import Overlap
     from memtune.offload.parameters.overlapped_offloader import DeferredBlocks, OverlappedOffloader
     from memtune.offload.parameters.parameter_offload_pass import (
@@ -36,8 +36,8 @@ __all__ = [
     "OverlappedOffloader",
     "ParameterOffloader",
     "bytes_without_chunks",
-    "copy_of",
     "first_ops",
+    "host_copy",
     "in_blocks",
     "moment_of_ops",
     "native_update_bytes",

@@ -1,11 +1,8 @@
-"""Replicas that share one link to the host coordinate H2D copies: different layers each, or one copy at a
-time.
+"""Replicas behind one link to the host coordinate H2D copies: different blocks, or one at a time.
 
 The weights of some blocks are offloaded (`offload.parameters.offloader`). Their gradients are DDP's, in
-buckets on the
-device, and are offloaded with all others in the optimizer's step. The rank's place behind the link decides
-what it swaps
-and when.
+buckets on the device, and are offloaded with all others in the optimizer's step. The rank's place behind the
+link decides what it swaps and when.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters.link_token import LinkToken
 from memtune.offload.parameters.offloader import ParameterOffloader
 from memtune.parallel.ranks import has_real_peers
-from memtune.program import window
+from memtune.program import window_residency
 from memtune.runtime import Context, ranks_per_node
 
 
@@ -34,8 +31,7 @@ def swapped_blocks(blocks: int, stride: int, place: int) -> tuple[int, ...]:
     """Return the blocks that the rank at `place` behind the link swaps: one in `stride`.
 
     The first rank has the last block of every `stride`, so where `stride` does not divide the number of
-    blocks it has the
-    fewest, and the largest peak.
+    blocks it has the fewest, and the largest peak.
     """
     return tuple(range((stride - 1 - place) % stride, blocks, stride))
 
@@ -69,24 +65,23 @@ class Orchestrated:
         self._device = context.device
         self._store = ParameterOffloader(
             context,
-            window(len(context.blocks), slots),
+            window_residency(len(context.blocks), slots),
             HostOptimizer(context),
             early=False,
             only=frozenset(self.blocks),
-            landing=False,
+            when_ready=False,
             copy=self._copy if slot_bytes else None,
         )
 
     def _copy(self, there: Tensor, host: Tensor) -> None:
-        """Copy in pieces, each while this rank holds the token; `host` is complete, so only the link is
-        waited for.
-        """
+        """Copy in pieces, each while this rank holds the token; `host` must be complete."""
         there, host = there.view(-1), host.view(-1)
         step = max(self._slot_bytes // host.element_size(), 1)
         for start in range(0, host.numel(), step):
-            with nullcontext() if self._token is None else self._token.turn():
+            with nullcontext() if self._token is None else self._token.hold():
                 torch.ops.memtune.copy_to_device_(there[start : start + step], host[start : start + step])
-                if there.is_cuda and self._token is not None:  # it is over when the token goes on
+                if there.is_cuda and self._token is not None:
+                    # Copies are asynchronous; this one must have ended before the token is released.
                     torch.cuda.current_stream(self._device).synchronize()
 
     def check(self) -> dict[str, Any]:
@@ -99,7 +94,7 @@ class Orchestrated:
         token = (
             {}
             if self._token is None
-            else {"turns": self._token.turns, "waited_s": round(self._token.waited_s, 6)}
+            else {"times_held": self._token.times_held, "waited_s": round(self._token.waited_s, 6)}
         )
         return self._store.check() | {"swapped_blocks": list(self.blocks)} | token
 

@@ -1,16 +1,15 @@
 """A token in shared memory for ranks behind one link to the host; a rank holds it while it copies one piece.
 
-1. First come, first served: a rank that wants the token draws a number, and the lowest number of a living
-  waiter holds
-   it. The state is in a file that all ranks map; every access is under its lock, which the kernel releases
-   with the
-   process.
-2. A waiter whose process has ended (by id and start time, since ids are reused) is removed by the next
-  access. A living
-   holder that exceeds the lease loses the token as well: two copies at a time are slower, not wrong.
-3. The token is never held across a collective, in which a rank would wait for one that waits for the token:
-  it covers
-   one piece of a copy, which needs no other rank.
+States of a rank:
+
+    idle --draw a number--> waiting --lowest number of all living ranks--> holding --release or lease--> idle
+
+- First come, first served. The state is in a file that all ranks map; every access is under the file's lock,
+  which the kernel releases with the process.
+- A waiter whose process has ended (by id and start time, since ids are reused) is removed by the next access.
+  A living holder that exceeds the lease loses the token as well: two copies at a time are slower, not wrong.
+- The token is never held across a collective, which could wait for a rank that waits for the token: it covers
+  one piece of a copy, which needs no other rank.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from memtune.errors import ApplyError
 LEASE_S = 5.0
 """A piece takes milliseconds, so a holder that exceeds this is stopped, not slow."""
 _ROW = struct.Struct("qqqd")
-"""Of each place: number drawn (0: none), process, its start time, end of its lease (0: waits)."""
+"""Fields of a place: number drawn (0: none), process, its start time, end of its lease (0: it waits)."""
 _NEXT = struct.Struct("q")
 _POLL_S = (2e-5, 1e-3)
 
@@ -50,10 +49,9 @@ class LinkToken:
         self._place, self._places, self._lease_s = place, places, lease_s
         self._file = path.open("r+b", buffering=0)
         self._map = mmap.mmap(self._file.fileno(), _size(places))
-        self._here = (
-            threading.Lock()
-        )  # one thread of this process at a time: the file's lock is the process's
-        self.turns, self.waited_s = 0, 0.0
+        # `flock` belongs to the process's open file, so it does not exclude other threads of the process.
+        self._thread_lock = threading.Lock()
+        self.times_held, self.waited_s = 0, 0.0
 
     @staticmethod
     def create(places: int) -> Path:
@@ -73,21 +71,21 @@ class LinkToken:
         return Path(name)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[int]:
-        """Inside, this rank has the link to itself (Rules 1 and 2); gives the number that it drew."""
+    def hold(self) -> Iterator[int]:
+        """Return a context in which this rank alone uses the link; it yields the drawn number."""
         began = time.monotonic()
-        with self._here:
+        with self._thread_lock:
             number = self._draw()
             pause = _POLL_S[0]
             while not self._is_mine(number):
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_S[1])
-            self.turns += 1
+            self.times_held += 1
             self.waited_s += time.monotonic() - began
             try:
                 yield number
             finally:
-                self._give_back(number)
+                self._release(number)
 
     def close(self) -> None:
         """Close the shared memory."""
@@ -118,7 +116,7 @@ class LinkToken:
             self._write(self._place, number, now + self._lease_s)
             return True
 
-    def _give_back(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         with self._locked():
             if _ROW.unpack_from(self._map, _at(self._place))[0] == number:
                 _ROW.pack_into(self._map, _at(self._place), 0, 0, 0, 0.0)
@@ -144,9 +142,7 @@ def _at(place: int) -> int:
 
 
 def _started(process: int) -> int:
-    """Return the start time of a process in ticks since boot; -1 if it has ended, 0 for all that live where
-    unknown.
-    """
+    """Return a process's start in ticks since boot; -1 if it has ended, 0 if alive but not known."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:

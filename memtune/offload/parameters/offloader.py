@@ -1,14 +1,13 @@
-"""Parameter offload: block parameters on the host, loaded before use and freed after it; gradients offloaded
-when ready.
+"""Parameter offload: blocks are loaded before use and freed after it, gradients offloaded when ready.
 
 `HostParameters` loads and frees units (a block, or a chunk) and offloads gradients; `ParameterOffloader`
 decides when. A step is a sequence of moments, one for each use of a block in forward and in backward; a
 `Residency` lists the units to free and to load at each. States of a unit:
 
-    freed --take, H2D copy--> resident --give_back--> freed
+    freed --allocate, H2D copy--> resident --free--> freed
 
-Order of a moment (`ParameterOffloader._begin`), which the pass `parameter_offload_pass` follows op by op:
-wait for the gradients in D2H copies, free units, wait for the copy stream, load what the moment uses,
+Order of a moment (`ParameterOffloader._begin_moment`), which the pass `parameter_offload_pass` follows op by
+op: wait for the gradients in D2H copies, free units, wait for the copy stream, load what the moment uses,
 prefetch what the residency lists, update the block whose gradients are complete.
 
 - Memory is freed and allocated in place (`untyped_storage().resize_`), as FSDP2 does: saved tensors,
@@ -48,7 +47,7 @@ from memtune.offload.core import (
 )
 from memtune.offload.gradients import WatchedGradients
 from memtune.offload.optimizer import add_gradient
-from memtune.parallel.replicas import require_all_averaged
+from memtune.parallel.ranks import require_all_averaged
 from memtune.program import Residency, Units, order_of_use
 from memtune.runtime import (
     HOST,
@@ -67,7 +66,7 @@ from memtune.runtime import (
 class HostCopies(Protocol):
     """Holds the host copies of offloaded parameters, and updates them."""
 
-    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+    def leave_to_offloader(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave these to the offloader, which loads their weights and offloads their gradients."""
 
     def update(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -94,8 +93,7 @@ class HostParameters:
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or gradients are offloaded and no parameter
-            outside of the
-            blocks is trained.
+            outside of the blocks is trained.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class HostParameters:
         chunks: Chunks | Pages | None = None,
         *,
         only: Container[int] | None = None,
-        landing: bool = True,
+        when_ready: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
         averages: bool = False,
@@ -120,55 +118,57 @@ class HostParameters:
         _refuse_schedules(context.model)
         self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
         mine = [parameter for block in self._blocks for parameter in block]
-        self._landing, self._copy = landing, copy or _copied
-        self._outside = _outside(context.model, mine, landing)
-        self._hosts = self._kept(context, mine)
+        self._when_ready, self._copy = when_ready, copy or _copy_to_device
+        self._outside = _outside(context.model, mine, when_ready)
+        self._hosts = self._host_values(context, mine)
         self._trained = {p: placement.optimizer_params[p] for p in mine if p in placement.optimizer_params}
-        goes = [block if only is None or index in only else [] for index, block in enumerate(self._blocks)]
-        optimizer.leave_down(parameter for block in goes for parameter in block)
-        self.blocks_on_host = sum(map(bool, goes))
+        offloaded = [
+            block if only is None or index in only else [] for index, block in enumerate(self._blocks)
+        ]
+        optimizer.leave_to_offloader(parameter for block in offloaded for parameter in block)
+        self.blocks_on_host = sum(map(bool, offloaded))
         if chunks is None:
-            self._units = [[self._piece(parameter) for parameter in block] for block in goes]
+            self._units = [[self._piece_of(parameter) for parameter in block] for block in offloaded]
             self._of_block: Sequence[Sequence[int]] = [(index,) for index in range(len(self._blocks))]
         else:
-            self._units, self._of_block = self._put_into(context, mine, chunks), chunks.of_block
-        self._there: set[int] = set(range(len(self._units)))
-        self._on_the_way: PendingUpdates[tuple[nn.Parameter, Tensor, Tensor]] = PendingUpdates(room_bytes)
-        stay, leave = (self._outside, list(self._trained.values())) if landing else ([], [])
-        self._watched = WatchedGradients(
-            context, stay, leave, "offload: {states: {kind: optimizer_cpu}}, or no clipping"
+            self._units, self._of_block = self._apply_layout(context, mine, chunks), chunks.of_block
+        self._resident: set[int] = set(range(len(self._units)))
+        # D2H copies: (parameter, its gradient on the device, the host copy).
+        self._in_flight: PendingUpdates[tuple[nn.Parameter, Tensor, Tensor]] = PendingUpdates(room_bytes)
+        resident, offloaded_grads = (self._outside, list(self._trained.values())) if when_ready else ([], [])
+        self._version_check = WatchedGradients(
+            context, resident, offloaded_grads, "offload: {states: {kind: optimizer_cpu}}, or no clipping"
         )
-        self._averaged: set[nn.Parameter] = set()
-        self._averaged_there = self._stays(context, set(mine)) if self._group is not None and landing else []
-        self._loading: dict[
-            int, nn.Module
-        ] = {}  # by block: itself or the part of it that a state dict is loaded into
+        self._averaged: set[nn.Parameter] = set()  # in this backward
+        self._averaged_on_device = (
+            self._resident_trained(context, set(mine)) if self._group is not None and when_ready else []
+        )
+        # By block: the outermost module in it whose state dict is being loaded.
+        self._loading: dict[int, nn.Module] = {}
         self.loaded_bytes = 0
-        context.undo.callback(self._bring_all)
+        context.undo.callback(self._load_all)
         if self._gathered is not None:
             for index in range(len(self._blocks)):
-                self._bring_for_gathers(self._gathered, index)
+                self._load_before_gathers(self._gathered, index)
 
-    def _stays(self, context: Context, leave: set[nn.Parameter]) -> list[nn.Parameter]:
-        """What is trained of the blocks and not among `leave`: replicas average its gradients where
-        they are.
-        """
+    def _resident_trained(self, context: Context, offloaded: set[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the trained block parameters not in `offloaded`; replicas average them on the device."""
         found = [
             each
             for block in self._modules
             for each in block.parameters()
-            if each.requires_grad and each not in leave
+            if each.requires_grad and each not in offloaded
         ]
         for parameter in found:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._average)).remove)
         return found
 
-    def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Return the memory of the values of `mine` while they are freed on the device."""
         held = context.placement.optimizer_params
-        return {p: held[p].detach() if p in held else copy_of(p) for p in mine}
+        return {p: held[p].detach() if p in held else host_copy(p) for p in mine}
 
-    def _piece(self, parameter: nn.Parameter) -> Piece:
+    def _piece_of(self, parameter: nn.Parameter) -> Piece:
         """Return the memory of a parameter that is in no chunk."""
         host = self._hosts[parameter]
         if self._gathered is None:
@@ -176,148 +176,156 @@ class HostParameters:
         rows = local(parameter.detach())
         return Piece(rows, host, padded_bytes=self._gathered.rows_of(parameter).nbytes, of=(parameter,))
 
-    def _put_into(
+    def _apply_layout(
         self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages
     ) -> list[list[Piece]]:
         """Move the parameters `mine` to their layout; return the units."""
         assert isinstance(chunks, Chunks)
         return [[piece] for piece in in_chunks(context, mine, self._hosts, chunks, self._gathered)]
 
-    def _watch_block(self, context: Context, index: int) -> None:
+    def _hook_block(self, context: Context, index: int) -> None:
         """Register the grad-ready hooks of the block, and the hooks of state dicts."""
         block = self._modules[index]
         for module in block.modules():
             guard_module(module)
-            module.register_state_dict_post_hook(
-                lambda *seen: self._into_state_dict(*seen)
-            )  # torch marks the function
+            # A lambda: torch sets an attribute on the hook, which a bound method does not accept.
+            module.register_state_dict_post_hook(lambda *args: self._into_state_dict(*args))
             module.register_load_state_dict_pre_hook(lambda module, *_: self._load_begins(index, module))
             module.register_load_state_dict_post_hook(lambda module, _: self._load_ends(index, module))
         if index == 0:
             guard_module(context.model)
         for parameter in self._blocks[index]:
-            if parameter.requires_grad and self._landing:
+            if parameter.requires_grad and self._when_ready:
                 context.undo.callback(
-                    parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove
+                    parameter.register_post_accumulate_grad_hook(weakly(self._on_grad_ready)).remove
                 )
 
-    def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
+    def _load_before_gathers(self, gathered: GatheredBlocks, index: int) -> None:
+        """Have FSDP2 load the rows of a block before the all-gather that reads them."""
         units = self._of_block[index]
         gathered.before_gathers(
             index,
-            lambda: self._fetch_units(units),
-            lambda: [piece.there for unit in units for piece in self._units[unit]],
+            lambda: self._load_units(units),
+            lambda: [piece.memory for unit in units for piece in self._units[unit]],
         )
 
-    def _fetch_block(self, block: int) -> None:
-        self._fetch_units(self._of_block[block])
+    def _load_block(self, block: int) -> None:
+        self._load_units(self._of_block[block])
 
-    def _fetch_units(self, units: Iterable[int]) -> None:
+    def _load_units(self, units: Iterable[int]) -> None:
         for index in units:
-            self._fetch(index)
+            self._load_unit(index)
 
-    def _fetch_whole(self, block: int) -> None:
+    def _load_whole_block(self, block: int) -> None:
         """Load the whole block, into which new values are loaded."""
-        self._fetch_block(block)
+        self._load_block(block)
 
     @torch.no_grad()
-    def _fetch(self, index: int) -> None:
-        if index in self._there:
+    def _load_unit(self, index: int) -> None:
+        if index in self._resident:
             return
-        self._there.add(index)
-        self._bring_pieces(self._units[index])
+        self._resident.add(index)
+        self._load_pieces(self._units[index])
 
-    def _bring_pieces(self, pieces: Iterable[Piece]) -> None:
+    def _load_pieces(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
-            piece.take()
-            with _unsafe_preserve_version_counter(piece.there):  # Rule 3
-                self._copy(piece.there.detach(), piece.host)
+            piece.allocate()
+            # A counted write would make backward raise for the saved weight, whose values have not changed.
+            with _unsafe_preserve_version_counter(piece.memory):
+                self._copy(piece.memory.detach(), piece.host)
             self.loaded_bytes += piece.host.nbytes
 
-    def _release(self, units: Any) -> None:
+    def _free_units(self, units: Any) -> None:
         for index in list(units):
-            if index in self._there:
-                self._there.discard(index)
+            if index in self._resident:
+                self._resident.discard(index)
                 for piece in self._units[index]:
-                    piece.give_back()
+                    piece.free()
 
-    def _bring_all(self) -> None:
+    def _load_all(self) -> None:
+        """Make all units resident when the config is undone."""
         for index, pieces in enumerate(self._units):
-            if any(piece.there.untyped_storage().nbytes() == 0 for piece in pieces):
-                self._there.discard(index)
-            self._fetch(index)
+            # Memory, not `_resident`, decides: `apply` may have raised between the two.
+            if any(piece.memory.untyped_storage().nbytes() == 0 for piece in pieces):
+                self._resident.discard(index)
+            self._load_unit(index)
 
     # -- gradients -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _landed(self, parameter: Tensor) -> None:
+    def _on_grad_ready(self, parameter: Tensor) -> None:
         """Average the gradient among replicas and start its D2H copy; grad-ready hook."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         self._average(parameter)
+        # `_in_flight` has the only reference, so the gradient is freed when its copy has finished.
         source, parameter.grad = parameter.grad, None
-        self._leaves(parameter, source)
+        self._start_copy(parameter, source)
 
-    def _leaves(self, parameter: nn.Parameter, source: Tensor) -> None:
+    def _start_copy(self, parameter: nn.Parameter, source: Tensor) -> None:
+        """Start the D2H copy of the gradient `source`, after enough earlier copies have finished."""
         n_bytes = local(source).nbytes
-        self._arrive_all(self._on_the_way.let_go(n_bytes))
+        self._finish_and_sum(self._in_flight.make_room(n_bytes))
         host = torch.ops.memtune.to_host(local(source))
         mark(host, HOST)
-        self._on_the_way.put((parameter, source, host), n_bytes)
+        self._in_flight.put((parameter, source, host), n_bytes)
 
     @torch.no_grad()
     def _average(self, parameter: nn.Parameter) -> None:
+        """All-reduce the gradient if ranks are replicas."""
         if self._group is not None:
             self._averaged.add(parameter)
             assert parameter.grad is not None
             torch.ops.memtune.all_reduce_(parameter.grad, self._group.group_name, self._group.size(), "avg")
 
-    def _show(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _emit_grad_use(self, parameters: Iterable[nn.Parameter]) -> None:
         """Notify listeners of gradients that are used, and freed, inside backward."""
         for parameter in parameters:
             if parameter in self._trained and (gradient := self._trained[parameter].grad) is not None:
                 self._before_grad_use.emit(parameter, gradient)
 
     @torch.no_grad()
-    def _arrive(self, keep: int = 0) -> None:
-        """Wait for all D2H copies but the newest `keep` bytes' worth of gradients."""
-        self._arrive_all(self._on_the_way.rest(keep))
+    def _finish_copies(self, keep: int = 0) -> None:
+        """Wait for the D2H copies of all gradients but the newest `keep`, and add them to their sums."""
+        self._finish_and_sum(self._in_flight.drain(keep))
 
-    def _arrive_all(self, turns: Iterator[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
-        for turn in turns:
-            parameter, source, host = turn
+    def _finish_and_sum(self, copies: Iterator[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+        for copy in copies:
+            parameter, source, host = copy
             transfer.finish(host)
-            del source, turn
-            self._arrived(parameter, host)
+            # The last references: the device memory is free before the host adds, as the pass predicts.
+            del source, copy
+            self._add_to_sum(parameter, host)
 
-    def _arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
-        """Add the gradient, which is on the host, to the sum of micro-batches."""
+    def _add_to_sum(self, parameter: nn.Parameter, host: Tensor) -> None:
+        """Add a gradient that is on the host to the sum of micro-batches."""
         add_gradient(self._trained[parameter], host)
 
-    def _forget_landed(self) -> None:
-        """A backward, or a step, has raised: what is on its way is part of no gradient."""
-        for _, _, host in self._on_the_way.rest():
+    def _abandon_gradients(self) -> None:
+        """Drop gradients in D2H copies: their backward, or the step, has raised."""
+        for _, _, host in self._in_flight.drain():
             transfer.abandon(host)
-        self._watched.forget()
+        self._version_check.forget()
         self._averaged = set()
 
     def _note_versions(self) -> None:
         """Note the gradients' versions at the end of backward, so that later changes are found."""
         self._require_all_averaged()
-        self._watched.note()
+        self._version_check.note()
 
     def _require_all_averaged(self) -> None:
+        """Refuse a backward in which this rank skipped parameters, whose all-reduce other ranks are in."""
         averaged, self._averaged = self._averaged, set()
-        if self._group is not None and self._landing:
+        if self._group is not None and self._when_ready:
             require_all_averaged(
-                [each for each in (*self._trained, *self._averaged_there) if each not in averaged]
+                [each for each in (*self._trained, *self._averaged_on_device) if each not in averaged]
             )
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Free all units before the weights change, and check that gradients are those of backward."""
-        self._release(list(self._there))
-        self._watched.require_unchanged()
-        self._watched.forget()
+        self._free_units(list(self._resident))
+        self._version_check.require_unchanged()
+        self._version_check.forget()
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -327,51 +335,52 @@ class HostParameters:
                 state[prefix + name] = sharded_like(parameter, self._hosts[parameter])
 
     def _load_begins(self, index: int, module: nn.Module) -> None:
+        """Make the block resident before a state dict is loaded into `module`, so torch can copy into it."""
         self._loading.setdefault(index, module)
-        self._fetch_whole(index)
+        self._load_whole_block(index)
 
     def _load_ends(self, index: int, module: nn.Module) -> None:
-        """Copy the loaded values of `module` to the host; the outermost module's hook runs last and frees the
-        block.
-        """
-        self._keep([each for each in module._parameters.values() if each is not None and each in self._hosts])
+        """Copy the loaded values of `module` to the host; the outermost module's hook frees the block."""
+        self._write_back(
+            [each for each in module._parameters.values() if each is not None and each in self._hosts]
+        )
+        # Post-hooks run children before parents, so the outermost module's runs last.
         if self._loading.get(index) is module:
             del self._loading[index]
-            self._release(self._of_block[index])
+            self._free_units(self._of_block[index])
 
     @torch.no_grad()
-    def _keep(self, loaded: list[nn.Parameter]) -> None:
+    def _write_back(self, loaded: list[nn.Parameter]) -> None:
         """Copy the new values on the device to the host copies."""
         for parameter in loaded:
             self._hosts[parameter].copy_(local(parameter))
 
-    def _left_bytes(self) -> int:
+    def _resident_bytes(self) -> int:
         """Return the bytes of the blocks' parameters that are on the device."""
-        return sum(piece.there.untyped_storage().nbytes() for unit in self._units for piece in unit)
+        return sum(piece.memory.untyped_storage().nbytes() for unit in self._units for piece in unit)
 
 
 def _refuse_schedules(model: nn.Module) -> None:
+    """Refuse a model whose forward a schedule replaces: module hooks of its blocks would never run."""
     owner = getattr(vars(model).get("forward"), "__self__", None)
     if isinstance(owner, ReplacedForward):
         raise ApplyError(
-            "A schedule takes the place of the model's code, so its blocks are not called and cannot come"
-            " and go.",
+            "A schedule replaces the model's code, so blocks are not called and cannot be loaded before use.",
             fix="recompute: {kind: full}",
             code="MT364",
         )
 
 
-def _copied(there: Tensor, host: Tensor) -> None:
+def _copy_to_device(there: Tensor, host: Tensor) -> None:
     torch.ops.memtune.copy_to_device_(there, host)
 
 
-def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[nn.Parameter]:
+def _outside(model: nn.Module, mine: list[nn.Parameter], when_ready: bool) -> list[nn.Parameter]:
     """Return the trained parameters outside of the blocks.
 
     Raises:
         ApplyError: A block's parameter is used outside of it as well, or shares memory, or gradients are
-            offloaded and
-            there are none.
+            offloaded and there are none.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -381,13 +390,13 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
     inside = {id(parameter) for parameter in mine}
     if len(inside) != len(mine) or any(owners[id(parameter)] > 1 for parameter in mine):
         raise ApplyError(
-            "A parameter of a block is shared with another module, so it cannot come and go with its block.",
+            "A parameter of a block is shared with another module, so it cannot be offloaded with its block.",
             fix="offload: {states: {kind: optimizer_cpu}}",
             code="MT364",
         )
     refuse_shared_memory(model, mine)
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-    if landing and not outside:
+    if when_ready and not outside:
         raise ApplyError(
             "Nothing outside of the blocks is trained, so clipping by norm could not be noticed.",
             fix="offload: {states: {kind: optimizer_cpu}}",
@@ -407,21 +416,19 @@ def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None
     if wrong:
         name = next(name for name, each in model.named_parameters() if id(each) in wrong)
         raise ApplyError(
-            f"{name} shares its memory with something else, so it cannot come and go.",
+            f"{name} shares its storage with another tensor, so it cannot be offloaded.",
             fix="offload: {states: {kind: optimizer_cpu}}",
             code="MT364",
         )
 
 
-def copy_of(parameter: nn.Parameter) -> Tensor:
+def host_copy(parameter: nn.Parameter) -> Tensor:
     """Return a copy of `parameter` in host memory."""
     host = to_host_now(local(parameter))
     mark(host, HOST)
     return host
 
 
-# Parameters of the blocks on the host, on the device only while a residency says so; gradients leave as they
-# land.
 class ParameterOffloader(HostParameters):
     """Offloads the blocks' parameters of `context` as a residency lists.
 
@@ -439,8 +446,7 @@ class ParameterOffloader(HostParameters):
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or gradients are offloaded and no parameter
-            outside of the
-            blocks is trained.
+            outside of the blocks is trained.
     """
 
     def __init__(
@@ -452,34 +458,33 @@ class ParameterOffloader(HostParameters):
         chunks: Chunks | Pages | None = None,
         early: bool = True,
         only: Container[int] | None = None,
-        landing: bool = True,
+        when_ready: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
         room_bytes: int = 0,
     ) -> None:
-        averages = (
-            context.placement.offload.averages == "blocks" and context.loop.runner is not None
-        )  # DDP's, which has left them out
+        # DDP's runner skips the blocks' gradients, which are averaged here before they are offloaded.
+        averages = context.placement.offload.averages == "blocks" and context.loop.runner is not None
         super().__init__(
             context,
             optimizer,
             chunks,
             only=only,
-            landing=landing,
+            when_ready=when_ready,
             copy=copy,
             members=members,
             averages=averages,
             room_bytes=room_bytes,
         )
         if (
-            landing
+            when_ready
             and members is None
             and context.placement.world_size > 1
             and self._gathered is None
             and not averages
         ):
             raise ApplyError(
-                "Gradients that leave as they land would not be averaged among ranks.",
+                "Gradients that are offloaded when ready would not be averaged among ranks.",
                 fix="sharding: {states: {kind: fsdp}}",
                 code="MT364",
             )
@@ -487,31 +492,35 @@ class ParameterOffloader(HostParameters):
         self._moment = self._end = len(residency.drops) - 1
         self._uses = order_of_use(len(self._blocks), gathered=self._gathered is not None)
         self._is_last = False
-        self._at_end = BackwardEnd(self._backward_ends, self._backward_raised)
-        self._updated = EarlyUpdates(context, "block")
+        self._backward_end = BackwardEnd(self._backward_ends, self._backward_raised)
+        self._early_updates = EarlyUpdates(context, "block")
         for index in range(len(self._modules)):
-            self._watch(context, index)
-        for parameter in self._outside if landing else ():
+            self._hook_moments(context, index)
+        for parameter in self._outside if when_ready else ():
             context.undo.callback(
-                parameter.register_post_accumulate_grad_hook(weakly(self._outside_landed)).remove
+                parameter.register_post_accumulate_grad_hook(weakly(self._on_outside_grad_ready)).remove
             )
-        self._outer = context.loop.sync
+        self._outer_sync = context.loop.sync
         if early:
             context.loop.sync = self.sync
         before_step(context.optimizer, self._step_begins)
-        context.events.weights_loaded.subscribe(self._at_end.settle)
-        self._release(list(self._there))
+        context.events.weights_loaded.subscribe(self._backward_end.settle)
+        self._free_units(list(self._resident))
 
-    def _watch(self, context: Context, index: int) -> None:
-        block, first = self._modules[index], self._gathered is not None  # before FSDP2's own hooks
+    def _hook_moments(self, context: Context, index: int) -> None:
+        """Register the module hooks that begin the block's moments."""
+        # Before FSDP2's own hooks: its all-gather reads the rows that a moment loads.
+        block, first = self._modules[index], self._gathered is not None
         block.register_forward_pre_hook(
-            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index),
+            lambda module, args: (
+                self._begin_moment(index) if torch.is_grad_enabled() else self._load_block(index)
+            ),
             prepend=first,
         )
         block.register_forward_hook(
-            lambda module, args, output: self._returned(index, args, output), prepend=first
+            lambda module, args, output: self._after_forward(index, args, output), prepend=first
         )
-        self._watch_block(context, index)
+        self._hook_block(context, index)
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -520,92 +529,104 @@ class ParameterOffloader(HostParameters):
         Raises:
             ApplyError: A backward with updates has raised, and no state dict has been loaded since.
         """
-        self._at_end.settle()
-        self._updated.step_begins()
+        self._backward_end.settle()
+        self._early_updates.step_begins()
         self._is_last = last
         try:
-            with nullcontext() if self._outer is None else self._outer(last):
+            with nullcontext() if self._outer_sync is None else self._outer_sync(last):
                 yield
         finally:
             self._is_last = False
 
     # -- moments ---------------------------------------------------------------------------------------------
 
-    def _returned(self, index: int, args: Any, output: Any) -> None:
+    def _after_forward(self, index: int, args: Any, output: Any) -> None:
+        """Hook the block's outputs, so that its moment of backward begins when one has its gradient."""
         if not torch.is_grad_enabled():
-            self._release(self._of_block[index])
+            # Without autograd (evaluation) no backward follows, and no moment begins.
+            self._free_units(self._of_block[index])
             return
         moment = self._end - 1 - index
-        given = {
-            id(each) for each in tree_leaves(args)
-        }  # passed on as it is, its gradient says that the block before is next
+        # An input that is returned as it is has its gradient when the previous block's backward begins, not
+        # this one's.
+        given = {id(each) for each in tree_leaves(args)}
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in given:
                 tensor.register_hook(lambda _: self._backward(moment))
 
     def _backward(self, moment: int) -> None:
-        self._at_end.expect()
-        self._begin(moment)
+        self._backward_end.expect()
+        self._begin_moment(moment)
 
-    def _outside_landed(self, parameter: Tensor) -> None:
-        """A backward may run no block (a penalty on the head): its end is the last moment all the same."""
-        self._at_end.expect()
+    def _on_outside_grad_ready(self, parameter: Tensor) -> None:
+        """Expect the end of a backward that may run no block (a penalty on the head); grad-ready hook."""
+        self._backward_end.expect()
 
     def _backward_ends(self) -> None:
-        self._begin(self._end)
+        """Begin the last moment, which frees the first block, and note gradients' versions."""
+        self._begin_moment(self._end)
         self._note_versions()
 
-    def _begin(self, moment: int) -> None:
-        """Begin a moment: wait, free, load, prefetch, update, in the order of the module's docstring."""
-        self._at_end.settle()
-        if moment == 0 and not self._at_end.is_near:
-            self._watched.require_unchanged()
+    def _begin_moment(self, moment: int) -> None:
+        """Begin a moment: finish copies, free, load, prefetch, update."""
+        self._backward_end.settle()
+        # Inside backward (recompute of the first block) gradients are changing anyway.
+        if moment == 0 and not self._backward_end.is_near:
+            self._version_check.require_unchanged()
         if moment == self._moment:
-            self._fetch_used(
-                moment
-            )  # the forward in which it began may have raised, and all have been let go since
+            # The same block again. If the forward that began this moment has raised, its units are freed.
+            self._load_used(moment)
             return
         before, self._moment = self._moment, moment
-        self._arrive_before(moment)
-        self._release(self._there if before + 1 != moment else self._residency.drops[moment])
+        # Gradients first, then weights, then loads: each frees memory that the next one may reuse.
+        self._finish_copies_before(moment)
+        # An unexpected order of calls frees everything, so the residency holds again from here.
+        self._free_units(self._resident if before + 1 != moment else self._residency.drops[moment])
+        # The compute stream reads the units that were prefetched on the copy stream.
         transfer.wait_prefetched(self._device)
-        self._fetch_used(moment)  # the first that comes in, or Rule 6
+        # A hit in most moments; the first block of a step, and a miss, are loaded on the compute stream.
+        self._load_used(moment)
         with transfer.prefetching(self._device):
-            self._bring_ahead(self._residency.loads[moment])
+            self._prefetch(self._residency.loads[moment])
+        # Backward of block b is moment 2 * blocks - 1 - b; all of its gradients are ready when the next
+        # begins.
         is_used = self._is_last and len(self._blocks) <= before < self._end
         self._update_after(moment, self._end - 1 - before if is_used else None)
 
-    def _fetch_used(self, moment: int) -> None:
+    def _load_used(self, moment: int) -> None:
+        """Load the block that the moment uses, if any."""
         if moment < self._end and (used := self._uses[moment]) >= 0:
-            self._fetch_block(used)
+            self._load_block(used)
 
-    def _arrive_before(self, moment: int) -> None:
-        self._arrive()
+    def _finish_copies_before(self, moment: int) -> None:
+        """Wait for D2H copies that must end before `moment`; here all of them."""
+        self._finish_copies()
 
-    def _bring_ahead(self, units: Units) -> None:
-        self._fetch_units(units)
+    def _prefetch(self, units: Units) -> None:
+        """Load units on the copy stream."""
+        self._load_units(units)
 
     def _update_after(self, moment: int, block: int | None) -> None:
         """Update `block`, whose gradients were all ready in the moment before; None: no block is complete."""
         if block is not None:
-            self._show(self._blocks[block])
-            self._updated.add([block])
+            self._emit_grad_use(self._blocks[block])
+            self._early_updates.add([block])
             self._optimizer.update(self._blocks[block])
 
     # -- a backward that raised ------------------------------------------------------------------------------
 
     def _backward_raised(self) -> None:
-        """Forget gradients of a backward that raised; refuse the step if it has updated blocks."""
-        self._updated.raised()
-        self._forget_landed()
+        """Drop gradients of a backward that raised; refuse the step if it has updated blocks."""
+        self._early_updates.raised()
+        self._abandon_gradients()
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._at_end.settle()
-        self._updated.step_goes_on()
+        self._backward_end.settle()
+        self._early_updates.step_goes_on()
         super()._step_begins(optimizer, args, kwargs)
-        self._updated.forget()
+        self._early_updates.forget()
 
-    # -- proof -----------------------------------------------------------------------------------------------
+    # -- audit -----------------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
         """Return facts about the blocks' parameters.
@@ -613,7 +634,7 @@ class ParameterOffloader(HostParameters):
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        left = self._left_bytes()
+        left = self._resident_bytes()
         if left and self._moment == self._end:
             raise ApplyError(
                 f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309"

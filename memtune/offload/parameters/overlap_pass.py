@@ -1,6 +1,4 @@
-"""Pass of `offload.parameters.overlapped_offloader`: D2H of gradients and host updates overlap with other
-blocks' compute.
-"""
+"""Pass of `offload.parameters.overlapped_offloader`: D2H and updates overlap with other blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from memtune.program import I32, I64, WRITES, Edit, Phase, Resource, Step, Units
 
 
 class FreedAt(NamedTuple):
-    """When the device frees each gradient, one row each: when another gradient is ready, or at a moment; else
-    -1.
-    """
+    """Times at which gradients are freed: when another one is ready, or at a moment; else -1."""
 
     row: I32
     moment: I32
@@ -47,9 +43,8 @@ def of_a_block_at_once(moment: I32, n_bytes: I64, end: int) -> FreedAt:
         n_bytes: (gradients,)
         end: The moment in which backward ends.
     """
-    return _of_a_block_at_once(
-        moment.tobytes(), n_bytes.tobytes(), end
-    )  # equal for most candidates of a search
+    # Bytes, because arrays are no cache keys; most candidates of a search have equal ones.
+    return _of_a_block_at_once(moment.tobytes(), n_bytes.tobytes(), end)
 
 
 @functools.lru_cache(maxsize=32)
@@ -58,19 +53,19 @@ def _of_a_block_at_once(moments: bytes, sizes_bytes: bytes, end: int) -> FreedAt
     row, gone = (np.full(len(moment), -1, np.int32) for _ in range(2))
     if not len(moment):
         return FreedAt(row, gone)
-    landed = np.bincount(moment, minlength=end + 1)
+    n_ready = np.bincount(moment, minlength=end + 1)
     room = int(np.bincount(moment, n_bytes).max())
     waiting, begun, sizes = PendingUpdates[int](room), int(moment[0]), n_bytes.tolist()
 
     def begin(until: int) -> None:
         for at in range(begun + 1, until + 1):
-            for each in waiting.rest(int(landed[at - 1]) if at < end else 0):
+            for each in waiting.drain(int(n_ready[at - 1]) if at < end else 0):
                 gone[each] = at
 
     for each, at in enumerate(moment.tolist()):
         begin(at)
         begun = max(begun, at)
-        for before in waiting.let_go(sizes[each]):
+        for before in waiting.make_room(sizes[each]):
             row[before] = each
         waiting.put(each, sizes[each])
     begin(end)
@@ -80,36 +75,36 @@ def _of_a_block_at_once(moments: bytes, sizes_bytes: bytes, end: int) -> FreedAt
 class Overlap(NamedTuple):
     """When blocks are updated whose D2H copies overlap with other blocks' compute."""
 
-    late: frozenset[int] = frozenset()
-    """Beside the next step's forward; the others beside backward."""
+    deferred: frozenset[int] = frozenset()
+    """Blocks whose updates overlap with the next step's forward; the others' overlap with backward."""
     at_end: bool = False
     """All updates are in the optimizer's step."""
 
 
-def updated_blocks(blocks: int, beside: Overlap | None) -> tuple[Units, ...]:
+def updated_blocks(blocks: int, overlap: Overlap | None) -> tuple[Units, ...]:
     """(2 · blocks + 1,) the blocks that are updated when each moment begins.
 
     Args:
         blocks: Number of blocks.
-        beside: When; None: each is updated when the next moment begins.
+        overlap: Overlap of the updates; None: each block is updated when the next moment begins.
     """
-    end, lag = 2 * blocks, 1 if beside is None else 2
+    end, lag = 2 * blocks, 1 if overlap is None else 2
     found: list[Units] = [()] * (end + 1)
     for moment in range(blocks + lag, end + 1):
         found[moment] = (end - 1 - (moment - lag),)
-    if beside is not None:
+    if overlap is not None:
         found[end] += (0,)
         found = [
-            tuple(each for each in now if each not in beside.late and not beside.at_end) for now in found
+            tuple(each for each in now if each not in overlap.deferred and not overlap.at_end)
+            for now in found
         ]
     return tuple(found)
 
 
 def hold_for_updates(
-    edit: Edit, step: Step, gradients: I32, n_bytes: I64, block: I32, update: I32, turns: list[int]
+    edit: Edit, step: Step, gradients: I32, n_bytes: I64, block: I32, update: I32, order: list[int]
 ) -> None:
-    """Hold gradients on the host until a later block is updated, or the optimizer's step has all gradients on
-    the host.
+    """Hold host gradients until a later block's update, or until the optimizer's step has them all.
 
     This is the bound of `PendingUpdates`, which the mechanism uses as well.
 
@@ -120,21 +115,22 @@ def hold_for_updates(
         n_bytes: (gradients,)
         block: (gradients,)
         update: (blocks,) the first op of each block's update, -1 for deferred ones.
-        turns: Blocks in the order of their updates.
+        order: Blocks in the order of their updates.
     """
     waiting, until = PendingUpdates[int](waiting_room(step)), {}
     sizes = np.bincount(block, n_bytes, len(update)).astype(np.int64).tolist()
-    for each in turns:
-        for before in waiting.let_go(sizes[each]):
+    for each in order:
+        for before in waiting.make_room(sizes[each]):
             until[before] = each
         waiting.put(each, sizes[each])
     by_block = np.full(len(update), -1, np.int32)
     by_block[list(until)] = update[list(until.values())]
     gone, there = by_block[block], update[block] >= 0
-    edit.let_go_before(gradients[gone >= 0], gone[gone >= 0])
+    edit.release_before(gradients[gone >= 0], gone[gone >= 0])
     stays = gradients[there & (gone < 0)]
     optimizer = int((step.ops.phase == Phase.OPTIMIZER).argmax())
-    edit.hold_through(stays, np.full(len(stays), optimizer, np.int32))  # whose ops another pass takes away
+    # The optimizer's own first op, which `optimizer_on_host` drops later; until then it marks the place.
+    edit.hold_through(stays, np.full(len(stays), optimizer, np.int32))
 
 
 def update_outside_of_backward(
@@ -148,8 +144,7 @@ def update_outside_of_backward(
     *,
     at_end: bool,
 ) -> None:
-    """Insert deferred updates at the start of the step, overlapped with its forward, or `at_end` all at its
-    end.
+    """Insert deferred updates at the start of the step, or with `at_end` all updates at its end.
 
     Args:
         edit: Of `step`.
@@ -162,9 +157,8 @@ def update_outside_of_backward(
         at_end: In the optimizer's step.
     """
     block, count = columns_of(step.parameters).block[mine], len(mine)
-    place = (
-        int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[-1]) if at_end else 0
-    )  # an op that another pass takes away
+    # The optimizer's own last op marks the place, although `optimizer_on_host` drops it later.
+    place = int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[-1]) if at_end else 0
     ops = edit.add_ops(
         "memtune.host_update_.default",
         before=np.full(count, place, np.int32),
@@ -182,5 +176,6 @@ def update_outside_of_backward(
         edit.hold_through(gradients, np.full(count, place, np.int32))
         return
     last = np.append(block[1:] != block[:-1], True)[:count]
-    of_block = ops[np.flatnonzero(last)][np.cumsum(last) - last]  # uses them to its end
+    # A block's gradients are freed together, after its last update.
+    of_block = ops[np.flatnonzero(last)][np.cumsum(last) - last]
     edit.add_uses(of_block[~last], gradients[~last])

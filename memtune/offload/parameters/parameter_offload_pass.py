@@ -1,11 +1,8 @@
-"""Pass of `offload.parameters.offloader`: block parameters on the host, gradients offloaded when ready, host
-updates.
+"""Pass of `offload.parameters.offloader`: parameters on the host, gradients offloaded when ready.
 
 A unit of the residency is a block, each parameter of which is a *piece* of memory, or a chunk or page, which
-is one piece.
-Parameters in no block are left to `offload.optimizer.host_optimizer_pass`, which runs next and finds no
-gradient at those
-handled here.
+is one piece. Parameters in no block are left to `offload.optimizer.host_optimizer_pass`, which runs next and
+finds no gradient at those handled here.
 """
 
 from __future__ import annotations
@@ -59,19 +56,19 @@ from memtune.program import (
     Tier,
     Units,
     columns_of,
-    hold_until_asked,
+    hold_prefetched_copies,
     order_of_use,
-    waiting_sources,
+    pending_copy_sources,
 )
 
 
 @functools.lru_cache(maxsize=8)
-def not_in_layers(step: Step, landing: bool = True) -> str:
+def not_in_layers(step: Step, when_ready: bool = True) -> str:
     """Return the reason why the blocks of `step` do not run one after the other; empty if they do.
 
     Args:
         step: Any step.
-        landing: Their gradients are to be offloaded when ready.
+        when_ready: Gradients of the blocks are offloaded when ready.
     """
     n_blocks, columns = len(step.blocks), columns_of(step.parameters)
     if n_blocks < 2:
@@ -95,11 +92,11 @@ def not_in_layers(step: Step, landing: bool = True) -> str:
     outside = (block >= 0) & (step.use_phase < Phase.BOUNDARY) & (step.ops.block[step.uses.op] != block)
     if outside.any():
         return f"{columns.names[int(parameter[outside.argmax()])]} is used outside of its block"
-    if not landing:
+    if not when_ready:
         return ""
-    landings = BlockGradients.of(step)
-    ends = np.append(moments, np.int32(step.ops.n))[landings.moment + 1]
-    if ((landings.after >= ends) | (landings.after < moments[landings.moment])).any():
+    grads = BlockGradients.of(step)
+    ends = np.append(moments, np.int32(step.ops.n))[grads.moment + 1]
+    if ((grads.after >= ends) | (grads.after < moments[grads.moment])).any():
         return "a block's gradient is put in place while another block's backward runs"
     return ""
 
@@ -139,9 +136,8 @@ def bytes_without_chunks(step: Step, in_place: bool = False) -> Units:
         step: A result of `stream_parameters` with chunks.
         in_place: Compute them as if gradients were in place.
     """
-    copies = step.ops.name == step.names.index(
-        OPS[COPY][0]
-    )  # what FSDP2 gathers is a buffer too, which no copy fills
+    # Chunks are the buffers that an H2D copy fills; those that FSDP2 gathers into have the same kind.
+    copies = step.ops.name == step.names.index(OPS[COPY][0])
     chunk = np.zeros(step.storages.n, bool)
     chunk[step.uses.storage[copies[step.uses.op] & (step.uses.mode == WRITES)]] = True
     chunk &= step.storages.kind == Kind.COMMUNICATION
@@ -162,7 +158,7 @@ def stream_parameters(
     early: bool = True,
     read_ahead: int | None = None,
     ranks: int = 1,
-    beside: Overlap | None = None,
+    overlap: Overlap | None = None,
     in_place: bool = False,
 ) -> Step:
     """Return `step` with the parameters of its blocks on the host, resident as `residency` lists.
@@ -176,7 +172,8 @@ def stream_parameters(
         read_ahead: The parameters are on SSD and are read this number of moments before the load; None: on
             the host.
         ranks: Number of replicas, which average each gradient before it is offloaded.
-        beside: Overlap of D2H copies and updates; None: both end before the next block computes.
+        overlap: Overlap of D2H copies and updates with other blocks; None: both end before the next block
+            computes.
         in_place: Each gradient is offloaded from the place of its weight; for a step where
             `weights_are_free`, with chunks.
     """
@@ -185,46 +182,52 @@ def stream_parameters(
         pieces, residency, frames = copies_of_pages(step, chunks, residency)
     else:
         pieces = Pieces.of(step, chunks)
-    columns, edit, landings = columns_of(step.parameters), Edit(step), BlockGradients.of(step)
+    columns, edit, grads = columns_of(step.parameters), Edit(step), BlockGradients.of(step)
     end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     mine = in_blocks(step)
     hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
+    # The parameters' own storages stay in the Step, without bytes; loads add storages for each time of
+    # residency.
     edit.storages.bytes[columns.storage[mine]] = 0
-    moment, summed = landings.moment, landings.sums >= 0
-    gone = (
+    moment, summed = grads.moment, grads.sums >= 0
+    freed = (
         one_at_a_time(moment)
-        if beside is None
-        else of_a_block_at_once(moment, landings.n_bytes, len(begins) - 1)
+        if overlap is None
+        else of_a_block_at_once(moment, grads.n_bytes, len(begins) - 1)
     )
-    late = beside.late if beside is not None else frozenset[int]()
-    down = _offload_gradients(edit, step, landings, gone, ranks, late, in_place=in_place)
-    updated = updated_blocks(len(step.blocks), beside) if early else ()
-    turns = moment_ops(
+    deferred = overlap.deferred if overlap is not None else frozenset[int]()
+    offloaded = _offload_gradients(edit, step, grads, freed, ranks, deferred, in_place=in_place)
+    updated = updated_blocks(len(step.blocks), overlap) if early else ()
+    inserted = moment_ops(
         step,
         pieces,
         residency,
-        gone.added_in(summed, len(begins)),
+        freed.added_in(summed, len(begins)),
         allocates=frames is None,
         updated=updated,
         read_ahead=read_ahead,
     )
-    rows = insert(edit, step, pieces, turns, begins)
-    starts = turns.starts(rows, begins)
+    rows = insert(edit, step, pieces, inserted, begins)
+    starts = inserted.starts(rows, begins)
     if not in_place:
-        _free_gradients(edit, landings, gone, down, starts)
-    there = load_storages(edit, step, pieces, residency, turns, rows, starts[_FREE_PARAMETERS], frames)
+        _free_gradients(edit, grads, freed, offloaded, starts)
+    there = load_storages(edit, step, pieces, residency, inserted, rows, starts[_FREE_PARAMETERS], frames)
     if in_place:
-        offload_in_place(edit, landings, down.placed, down.copies, there[pieces.again[landings.parameter]])
-    _use_hosts(edit, down, hosts, turns, rows, pieces)
+        offload_in_place(
+            edit, grads, offloaded.placed, offloaded.copies, there[pieces.again[grads.parameter]]
+        )
+    _use_hosts(edit, offloaded, hosts, inserted, rows, pieces)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
-        _update(edit, step, landings, down, host_of, turns, rows, beside, updated)
+        _update(edit, step, grads, offloaded, host_of, inserted, rows, overlap, updated)
     else:
-        _left_to_the_optimizer(edit, step, landings, down, host_of)
-    hung = [int(down.copies[-1])] if len(landings.after) and landings.after[-1] == end else []
-    for row in hung + rows[turns.moment == len(begins) - 1][-1:].tolist():
+        _left_to_the_optimizer(edit, step, grads, offloaded, host_of)
+    # Ops after backward's last one run in its hooks, while Python still holds forward's results.
+    hung = [int(offloaded.copies[-1])] if len(grads.after) and grads.after[-1] == end else []
+    for row in hung + rows[inserted.moment == len(begins) - 1][-1:].tolist():
         edit.hold_to_the_end_of_backward(row)
+    # `optimizer_on_host` runs next: without a gradient it leaves these parameters alone.
     gradient = columns.gradient.copy()
     gradient[mine] = -1
     edit.parameters = replace(columns, gradient=gradient)
@@ -235,7 +238,7 @@ _FREE_GRADIENTS, _FREE_PARAMETERS = range(2)
 _PLACE, _ADD, _DOWN = range(3)
 
 
-class _Down(NamedTuple):
+class _OffloadedGrads(NamedTuple):
     """D2H copies of the ready gradients, one row each."""
 
     copies: I32
@@ -256,83 +259,83 @@ class _Down(NamedTuple):
 def _offload_gradients(
     edit: Edit,
     step: Step,
-    landings: BlockGradients,
-    gone: FreedAt,
+    grads: BlockGradients,
+    freed: FreedAt,
     ranks: int,
-    late: frozenset[int],
+    deferred: frozenset[int],
     *,
     in_place: bool,
-) -> _Down:
-    """Insert a D2H copy of each gradient when it is ready, after freed ones are added to the sums on the
-    host.
-    """
-    count = len(landings.after)
+) -> _OffloadedGrads:
+    """Insert D2H copies of ready gradients; freed ones are added to the host sums before."""
+    count = len(grads.after)
     if ranks > 1:
-        average(edit, step, landings.after, landings.n_bytes, landings.raw, ranks)
-    added = np.flatnonzero((landings.sums >= 0) & (gone.row >= 0)).astype(np.int32)
+        average(edit, step, grads.after, grads.n_bytes, grads.raw, ranks)
+    added = np.flatnonzero((grads.sums >= 0) & (freed.row >= 0)).astype(np.int32)
     every = np.arange(count)
     placing = every[: count * in_place]
-    row, source = np.concatenate([placing, gone.row[added], every]), np.concatenate([placing, added, every])
+    row, source = np.concatenate([placing, freed.row[added], every]), np.concatenate([placing, added, every])
     what = np.repeat([_PLACE, _ADD, _DOWN], [len(placing), len(added), count])
     order = np.lexsort((source, what, row))
     row, source, what = row[order], source[order], what[order]
     is_copy, is_added = what == _DOWN, what == _ADD
-    n_bytes = landings.n_bytes
+    n_bytes = grads.n_bytes
     names = ("aten.copy_.default", "aten.add_.Tensor", "memtune.to_host.default")
     resources = np.asarray([Resource.COMPUTE, Resource.HOST_THREADS, Resource.DEVICE_TO_HOST], np.uint8)
     ops = edit.add_ops(
         np.asarray([edit.name_id(each) for each in names], np.int32)[what],
-        after=landings.after[row],
+        after=grads.after[row],
         phase=Phase.BACKWARD,
         resource=resources[what],
         traffic_bytes=np.asarray([2, 3, 1])[what] * n_bytes[source],
-        call=step.ops.call[landings.after[row]],
+        call=step.ops.call[grads.after[row]],
         prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
     )
-    hold_until_asked(edit, step, landings.after[row], ops)
+    hold_prefetched_copies(edit, step, grads.after[row], ops)
     copies = ops[is_copy]
-    owner, summed = landings.parameter, landings.sums >= 0
-    is_late = np.isin(columns_of(step.parameters).block[owner], list(late))
-    held = np.where(is_late & ~summed, FOREVER, -1).astype(np.int32)
+    owner, summed = grads.parameter, grads.sums >= 0
+    is_deferred = np.isin(columns_of(step.parameters).block[owner], list(deferred))
+    held = np.where(is_deferred & ~summed, FOREVER, -1).astype(np.int32)
     hosts = edit.add_storages(
         n_bytes, producer=copies, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner, held_until=held
     )
     first = copies.copy()
-    first[row[is_added][::-1]] = ops[is_added][::-1]  # the first one is written last
+    # Reversed: of several values for an index numpy keeps the last, here the first addition.
+    first[row[is_added][::-1]] = ops[is_added][::-1]
     if not in_place:
-        edit.add_uses(copies, landings.raw)
-    sums = _sums_on_host(edit, step, landings, is_late)
+        edit.add_uses(copies, grads.raw)
+    sums = _sums_on_host(edit, step, grads, is_deferred)
     dropped = np.zeros(step.ops.n, bool)
-    dropped[landings.after[summed]] = True
+    dropped[grads.after[summed]] = True
     edit.drop_ops(dropped)
     edit.add_uses(ops[is_added], hosts[source[is_added]])
     edit.add_uses(ops[is_added], sums[source[is_added]], mode=WRITES)
-    return _Down(
+    return _OffloadedGrads(
         copies, hosts, first, sums, np.where(summed, sums, hosts).astype(np.int32), ops[what == _PLACE]
     )
 
 
-def _sums_on_host(edit: Edit, step: Step, landings: BlockGradients, late: npt.NDArray[np.bool_]) -> I32:
+def _sums_on_host(edit: Edit, step: Step, grads: BlockGradients, deferred: npt.NDArray[np.bool_]) -> I32:
     """Return the host sums of earlier micro-batches.
 
     FSDP2 has a block's sums in one storage; on the host there is one for each parameter.
     """
-    summed, columns = landings.sums >= 0, columns_of(step.parameters)
-    own, gathered = np.unique(landings.sums[summed]), gathers_of(step) is not None
-    if gathered:  # all of it is there while one that stays on the device has a part of it
+    summed, columns = grads.sums >= 0, columns_of(step.parameters)
+    own, gathered = np.unique(grads.sums[summed]), gathers_of(step) is not None
+    if gathered:
+        # The storage stays on the device while it also has the sum of a parameter that is not offloaded.
         own = np.setdiff1d(own, columns.gradient[columns.block < 0])
     edit.set_storages(tier=step.storages.tier.copy())
     edit.storages.tier[own] = Tier.HOST
     edit.storages.held_until[own] = -1
-    edit.storages.held_until[np.intersect1d(own, landings.sums[summed & late])] = FOREVER
+    edit.storages.held_until[np.intersect1d(own, grads.sums[summed & deferred])] = FOREVER
     if not gathered or not summed.any():
-        return landings.sums
+        return grads.sums
     edit.storages.bytes[own] = 0
-    sums, owner = landings.sums.copy(), landings.parameter[summed]
+    sums, owner = grads.sums.copy(), grads.parameter[summed]
     nowhere = np.full(len(owner), -1, np.int32)
-    held = np.where(late[summed], FOREVER, -1).astype(np.int32)
+    held = np.where(deferred[summed], FOREVER, -1).astype(np.int32)
     sums[summed] = edit.add_storages(
-        landings.n_bytes[summed],
+        grads.n_bytes[summed],
         producer=nowhere,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
@@ -342,11 +345,11 @@ def _sums_on_host(edit: Edit, step: Step, landings: BlockGradients, late: npt.ND
     return sums
 
 
-def insert(edit: Edit, step: Step, pieces: Pieces, turns: MomentOps, begins: I32) -> I32:
+def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: I32) -> I32:
     """Insert the ops of all moments; return their rows."""
-    what, row, moment = turns.what, turns.row, turns.moment
+    what, row, moment = inserted.what, inserted.row, inserted.moment
     names = np.asarray([edit.name_id(name) for name, _ in OPS], np.int32)
-    moves, updates = turns.loads | turns.reads, what == UPDATE
+    moves, updates = inserted.loads | inserted.reads, what == UPDATE
     traffic = np.zeros(len(what), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
     traffic[updates] = native_update_bytes(step)[row[updates]]
@@ -361,11 +364,11 @@ def insert(edit: Edit, step: Step, pieces: Pieces, turns: MomentOps, begins: I32
         resource=np.asarray([resource for _, resource in OPS], np.uint8)[what],
         traffic_bytes=traffic,
         call=call,
-        stream=(what == COPY).astype(np.uint8),  # what is used at once is complete in stream order
+        stream=(what == COPY).astype(np.uint8),  # loads used at once run on the compute stream
         prefetch=(what == PREFETCH).astype(np.uint8),
     )
-    of, waiting = waiting_sources(step, begins)
-    last = np.searchsorted(moment, of, side="right") - 1  # turns are in the order of their moments
+    of, waiting = pending_copy_sources(step, begins)
+    last = np.searchsorted(moment, of, side="right") - 1  # ops are in the order of their moments
     there = (last >= 0) & (moment[last] == of)
     edit.hold_through(waiting[there], rows[last[there]])
     return rows
@@ -404,17 +407,17 @@ def whole_state(step: Step) -> I32:
 
 
 def _free_gradients(
-    edit: Edit, landings: BlockGradients, gone: FreedAt, down: _Down, starts: tuple[I32, I32]
+    edit: Edit, grads: BlockGradients, freed: FreedAt, offloaded: _OffloadedGrads, starts: tuple[I32, I32]
 ) -> None:
     """Free a gradient in a D2H copy when another one is ready, or when a moment begins."""
     at = (
-        np.where(gone.row >= 0, down.first[gone.row], starts[_FREE_GRADIENTS][gone.moment])
-        if len(landings.raw)
-        else gone.row
+        np.where(freed.row >= 0, offloaded.first[freed.row], starts[_FREE_GRADIENTS][freed.moment])
+        if len(grads.raw)
+        else freed.row
     )
-    edit.storages.held_until[landings.raw] = -1
-    edit.storages.kind[landings.raw] = Kind.TEMPORARY
-    edit.let_go_before(landings.raw, at)
+    edit.storages.held_until[grads.raw] = -1
+    edit.storages.kind[grads.raw] = Kind.TEMPORARY
+    edit.release_before(grads.raw, at)
 
 
 def load_storages(
@@ -422,7 +425,7 @@ def load_storages(
     step: Step,
     pieces: Pieces,
     residency: Residency,
-    turns: MomentOps,
+    inserted: MomentOps,
     rows: I32,
     drop: I32,
     frames: Frames | None = None,
@@ -430,12 +433,11 @@ def load_storages(
     """Add storages for the loads, which the blocks' ops use until the moment that frees them.
 
     In frames these have no bytes, because the frames are permanent. Returns the storage of each piece in
-    backward, -1 last for
-    none.
+    backward, -1 last for none.
     """
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
-    making = turns.what == ALLOCATE if frames is None else turns.loads
-    row, moment, producer = turns.row[making], turns.moment[making], rows[making]
+    making = inserted.what == ALLOCATE if frames is None else inserted.loads
+    row, moment, producer = inserted.row[making], inserted.moment[making], rows[making]
     n_bytes = pieces.n_bytes[row] if frames is None else np.zeros(len(row), np.int64)
     there = edit.add_storages(n_bytes, producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
     if frames is not None:
@@ -446,23 +448,23 @@ def load_storages(
         )
         edit.add_storages(size, producer=nowhere, kind=Kind.COMMUNICATION, held_until=forever)
     else:
-        edit.add_uses(rows[turns.loads], there, mode=WRITES)
+        edit.add_uses(rows[inserted.loads], there, mode=WRITES)
     until = dropped_in(residency.drops, len(pieces.of_unit))
-    edit.let_go_before(there, drop[until[pieces.unit[row], moment]])
-    in_forward, in_backward = (
-        np.full(count + 1, -1, np.int32) for _ in range(2)
-    )  # a unit comes in once a pass at most
-    late = moment >= n_blocks
-    in_forward[row[~late]] = there[~late]
-    in_backward[row[~late]] = there[~late]
-    in_backward[row[late]] = there[late]
+    edit.release_before(there, drop[until[pieces.unit[row], moment]])
+    # A unit is loaded at most once in forward and once in backward; backward uses forward's if it is
+    # resident.
+    in_forward, in_backward = (np.full(count + 1, -1, np.int32) for _ in range(2))
+    backward = moment >= n_blocks
+    in_forward[row[~backward]] = there[~backward]
+    in_backward[row[~backward]] = there[~backward]
+    in_backward[row[backward]] = there[backward]
     parameter = step.parameter_of[step.uses.storage]
     back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     target = np.where(back, in_backward[pieces.again[parameter]], in_forward[pieces.of_parameter[parameter]])
     gathers = gathers_of(step)
-    if (
-        frames is not None
-    ):  # a parameter may lie on several pages: a moment's first op waits for all that it uses, or its gather
+    if frames is not None:
+        # A parameter may have several pages, so a moment's first op, or its all-gather, waits for all of
+        # them.
         begins = np.repeat(
             first_ops(step) if gathers is None else gathers.of_moments, [len(each) for each in frames.waits]
         )
@@ -482,18 +484,19 @@ def load_storages(
     return in_backward
 
 
-def _use_hosts(edit: Edit, down: _Down, hosts: I32, turns: MomentOps, rows: I32, pieces: Pieces) -> None:
+def _use_hosts(
+    edit: Edit, offloaded: _OffloadedGrads, hosts: I32, inserted: MomentOps, rows: I32, pieces: Pieces
+) -> None:
     """Add the reads of loads, from the host or from SSD to the host first, and the last addition."""
-    row, trailing = turns.row, turns.what == ADD
-    edit.add_uses(rows[trailing], down.hosts[row[trailing]])
-    edit.add_uses(rows[trailing], down.sums[row[trailing]], mode=WRITES)
-    loads, reads = np.flatnonzero(turns.loads), np.flatnonzero(turns.reads)
+    row, trailing = inserted.row, inserted.what == ADD
+    edit.add_uses(rows[trailing], offloaded.hosts[row[trailing]])
+    edit.add_uses(rows[trailing], offloaded.sums[row[trailing]], mode=WRITES)
+    loads, reads = np.flatnonzero(inserted.loads), np.flatnonzero(inserted.reads)
     source = hosts[row[loads]]
     if len(reads):
         edit.add_uses(rows[reads], hosts[row[reads]])
-        loads, reads = (
-            each[np.argsort(row[each], kind="stable")] for each in (loads, reads)
-        )  # a piece's first read, first load
+        # Sorted by piece; stable, so a piece's first read belongs to its first load.
+        loads, reads = (each[np.argsort(row[each], kind="stable")] for each in (loads, reads))
         n_bytes, owner = pieces.n_bytes[row[reads]], pieces.owner[row[reads]]
         source = edit.add_storages(
             n_bytes, producer=rows[reads], tier=Tier.HOST, kind=Kind.TEMPORARY, owner=owner
@@ -501,12 +504,14 @@ def _use_hosts(edit: Edit, down: _Down, hosts: I32, turns: MomentOps, rows: I32,
     edit.add_uses(rows[loads], source)
 
 
-def _left_to_the_optimizer(edit: Edit, step: Step, landings: BlockGradients, down: _Down, hosts: I32) -> None:
+def _left_to_the_optimizer(
+    edit: Edit, step: Step, grads: BlockGradients, offloaded: _OffloadedGrads, hosts: I32
+) -> None:
     """Let the optimizer's ops work on the host's weights and gradients, freed after the last one."""
     columns = columns_of(step.parameters)
-    gradient = down.gradients
+    gradient = offloaded.gradients
     moved = np.arange(step.storages.n, dtype=np.int32)
-    moved_from = columns.gradient[landings.parameter]
+    moved_from = columns.gradient[grads.parameter]
     moved[moved_from] = gradient
     mine = in_blocks(step)
     moved[columns.storage[mine]] = hosts[mine]
@@ -514,9 +519,9 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: BlockGradients, dow
     edit.set_uses(storage=np.where(inside, moved[step.uses.storage], edit.uses.storage).astype(np.int32))
     last = np.full(len(gradient), np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[-1], np.int32)
     edit.hold_through(gradient, last)
-    if (
-        gathers_of(step) is not None
-    ):  # gradients of a block are rows of one storage, so all uses have become one gradient's
+    if gathers_of(step) is not None:
+        # FSDP2 has a block's gradients in one storage, so `moved` has mapped all uses to one parameter's
+        # gradient.
         edit.add_uses(last, gradient)
         stays = (columns.block < 0) & np.isin(columns.gradient, moved_from)
         weights = np.flatnonzero(inside & np.isin(step.uses.storage, columns.storage[stays]))
@@ -526,45 +531,44 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: BlockGradients, dow
 def _update(
     edit: Edit,
     step: Step,
-    landings: BlockGradients,
-    down: _Down,
+    grads: BlockGradients,
+    offloaded: _OffloadedGrads,
     hosts: I32,
-    turns: MomentOps,
+    inserted: MomentOps,
     rows: I32,
-    beside: Overlap | None,
+    overlap: Overlap | None,
     updated: tuple[Units, ...],
 ) -> None:
-    """Add each block's update, which reads its gradients and holds them to its end or as `overlap_pass`
-    defines.
-    """
-    row, moment, updates = turns.row, turns.moment, turns.what == UPDATE
+    """Add each block's update, which holds its gradients to its end or by the rules of `overlap_pass`."""
+    row, moment, updates = inserted.row, inserted.moment, inserted.what == UPDATE
     update_of = np.full(len(hosts), -1, np.int32)
     update_of[row[updates]] = rows[updates]
     edit.add_uses(rows[updates], hosts[row[updates]], mode=WRITES)
-    there = update_of[landings.parameter] >= 0
-    edit.add_uses(update_of[landings.parameter[there]], down.gradients[there])
+    there = update_of[grads.parameter] >= 0
+    edit.add_uses(update_of[grads.parameter[there]], offloaded.gradients[there])
     state = whole_state(step)
     of_state = update_of[step.storages.owner[state]]
     edit.add_uses(of_state[of_state >= 0], state[of_state >= 0], mode=WRITES)
-    if beside is None:
+    if overlap is None:
         last = np.full(int(moment.max()) + 1, -1, np.int32)
         last[moment[updates]] = rows[updates]
-        edit.hold_through(down.gradients, last[landings.moment + 1])
+        edit.hold_through(offloaded.gradients, last[grads.moment + 1])
         return
     block, order = columns_of(step.parameters).block, [each for blocks in updated for each in blocks]
     first = np.full(len(step.blocks), -1, np.int32)
     first[block[row[updates]][::-1]] = rows[updates][::-1]  # the first one is written last
-    of_landing = block[landings.parameter]
-    hold_for_updates(edit, step, down.gradients, landings.n_bytes, of_landing, first, order)
-    behind = np.flatnonzero(np.isin(of_landing, list(beside.late)) | beside.at_end)
+    of_grad = block[grads.parameter]
+    hold_for_updates(edit, step, offloaded.gradients, grads.n_bytes, of_grad, first, order)
+    behind = np.flatnonzero(np.isin(of_grad, list(overlap.deferred)) | overlap.at_end)
     if not len(behind):
         return
-    behind = behind[np.lexsort((landings.parameter[behind], of_landing[behind]))]
-    mine, used = landings.parameter[behind], down.gradients[behind]
-    if not beside.at_end:  # there, until this step's first micro-batch has others
-        single = landings.sums[behind] < 0
+    behind = behind[np.lexsort((grads.parameter[behind], of_grad[behind]))]
+    mine, used = grads.parameter[behind], offloaded.gradients[behind]
+    if not overlap.at_end:
+        # The last step's gradients; with accumulation they are the sums, which are on the host anyway.
+        single = grads.sums[behind] < 0
         used[single] = edit.add_storages(
-            landings.n_bytes[behind][single],
+            grads.n_bytes[behind][single],
             producer=np.full(int(single.sum()), -1, np.int32),
             tier=Tier.HOST,
             kind=Kind.GRADIENT,
@@ -572,12 +576,13 @@ def _update(
         )
     traffic_bytes = native_update_bytes(step)
     update_outside_of_backward(
-        edit, step, mine, hosts[mine], used, state, traffic_bytes, at_end=beside.at_end
+        edit, step, mine, hosts[mine], used, state, traffic_bytes, at_end=overlap.at_end
     )
 
 
-# The pass of `offload.parameters.offloader` where gradients are another mechanism's: weights of some blocks
-# come and go, nothing else.
+# -- weights only: another mechanism has the gradients -------------------------------------------------------
+
+
 def streamed_parameters(step: Step, blocks: Container[int]) -> I32:
     """Return the parameters whose weights are offloaded, in the order in which the blocks are used."""
     mine, block = in_blocks(step), columns_of(step.parameters).block
@@ -607,8 +612,8 @@ def stream_weights(step: Step, residency: Residency, blocks: Container[int]) -> 
         held_until=forever,
         owner=frozen,
     )
-    turns = moment_ops(step, pieces, residency, ((),) * len(begins))
-    rows = insert(edit, step, pieces, turns, begins)
-    _, drop = turns.starts(rows, begins)
-    load_storages(edit, step, pieces, residency, turns, rows, drop)
+    inserted = moment_ops(step, pieces, residency, ((),) * len(begins))
+    rows = insert(edit, step, pieces, inserted, begins)
+    _, drop = inserted.starts(rows, begins)
+    load_storages(edit, step, pieces, residency, inserted, rows, drop)
     return edit.done()

@@ -1,6 +1,4 @@
-"""Offload units of the blocks' parameters and their moments, as arrays for
-`offload.parameters.parameter_offload_pass`.
-"""
+"""Offload units and their moments as arrays, for `offload.parameters.parameter_offload_pass`."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from memtune.program import (
     Units,
     columns_of,
     order_of_use,
-    reads_ahead,
+    ssd_reads_by_moment,
 )
 
 
@@ -63,8 +61,8 @@ class Pieces(NamedTuple):
         of_parameter[mine] = chunks.chunk
         each = np.arange(chunks.count, dtype=np.int32)
         n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
-        nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
-        return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), of_parameter)
+        no_owner, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
+        return cls(of_parameter, n_bytes, each, no_owner, of_unit, chunks.uses(), of_parameter)
 
     @classmethod
     def of_parameters(cls, step: Step, mine: I32) -> Pieces:
@@ -102,9 +100,15 @@ def copies_of_pages(step: Step, pages: Pages, residency: Residency) -> tuple[Pie
     each = np.arange(len(copies.n_bytes), dtype=np.int32)
     of_unit = tuple((i,) for i in range(len(each)))
     pieces = Pieces(
-        of_parameter, copies.n_bytes, each, np.full(len(each), -1, np.int32), of_unit, copies.late, again
+        of_parameter,
+        copies.n_bytes,
+        each,
+        np.full(len(each), -1, np.int32),
+        of_unit,
+        copies.used_loads,
+        again,
     )
-    there = Residency(((),) * len(copies.late) + (tuple(range(len(each))),), (*copies.comes, ()))
+    there = Residency(((),) * len(copies.used_loads) + (tuple(range(len(each))),), (*copies.all_loads, ()))
     return pieces, there, Frames(pages.frame_bytes, pages.count * pages.page_bytes, copies.waits)
 
 
@@ -115,10 +119,12 @@ class _Copies(NamedTuple):
     of_parameter: I32
     """(parameters of blocks,) the copy of the page on which each begins; `again`: in backward."""
     again: I32
-    late: tuple[Units, ...]
-    """(moments,) copies of what the moment uses itself, of all that it brings in, and of all that it uses."""
-    comes: tuple[Units, ...]
+    used_loads: tuple[Units, ...]
+    """(moments,) copies for the pages that the moment itself uses."""
+    all_loads: tuple[Units, ...]
+    """(moments,) these and the prefetches."""
     waits: tuple[Units, ...]
+    """(moments,) copies, of any moment, that contain the pages that the moment uses."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -129,13 +135,12 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
     first, block = np.asarray(pages.first, np.int32), np.asarray(pages.block, np.int32)
     of_parameter, again = (np.full(len(first), -1, np.int32) for _ in range(2))
     sizes: list[I64] = []
-    late, comes, waits = [], [], []
+    used_loads, all_loads, waits = [], [], []
     count = 0
     for moment, (loads, used) in enumerate(zip(residency.loads, uses, strict=False)):
         page, start = np.asarray(loads, np.int32), count
-        needed = (
-            (page >= used[0]) & (page <= used[-1]) if used else np.zeros(len(page), bool)
-        )  # pages of a block are neighbours
+        # A block's pages are adjacent, so the first and last one bound them.
+        needed = (page >= used[0]) & (page <= used[-1]) if used else np.zeros(len(page), bool)
         ends = []
         for part in (page[needed], page[~needed]):
             one, last = runs(pages, part)
@@ -143,15 +148,16 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
             sizes.append((last - one) * np.int64(pages.page_bytes) + filled[last])
             count += len(one)
             ends.append(count)
-        late.append(tuple(range(start, ends[0])))
-        comes.append(tuple(range(start, count)))
+        used_loads.append(tuple(range(start, ends[0])))
+        all_loads.append(tuple(range(start, count)))
         waits.append(tuple(dict.fromkeys(of_page[list(used)].tolist())))
         here = block == order[moment]
         (of_parameter if moment < n_blocks else again)[here] = of_page[first[here]]
-    again = np.where(
-        again < 0, of_parameter, again
-    )  # rows that are gathered for backward while they are there
-    return _Copies(np.concatenate(sizes), of_parameter, again, tuple(late), tuple(comes), tuple(waits))
+    # Under FSDP2 backward gathers the last block's rows while they are resident from forward.
+    again = np.where(again < 0, of_parameter, again)
+    return _Copies(
+        np.concatenate(sizes), of_parameter, again, tuple(used_loads), tuple(all_loads), tuple(waits)
+    )
 
 
 def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = Tier.HOST) -> I32:
@@ -165,7 +171,8 @@ def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = 
     return rows if frames is None else np.repeat(rows, len(pieces.n_bytes))
 
 
-# What `offload.parameters.parameter_offload_pass` inserts when each moment of a step begins, as columns.
+# -- ops that `parameter_offload_pass` inserts when each moment begins ---------------------------------------
+
 ADD, ALLOCATE, COPY, PREFETCH, UPDATE, READ = range(6)
 OPS = (
     ("aten.add_.Tensor", Resource.HOST_THREADS),
@@ -177,7 +184,7 @@ OPS = (
 )
 """Name and resource of each kind.
 
-AHEAD is a prefetch, COPY a load in the moment that uses it; READ copies from SSD to the host.
+PREFETCH loads before the moment that uses the unit, COPY in it; READ copies from SSD to the host.
 """
 _REMEMBERED = 64
 
@@ -210,11 +217,11 @@ class MomentOps:
             rows: Rows of the inserted ops.
             begins: The step's own op before which each moment begins.
         """
-        land, drop = begins.copy(), begins.copy()
-        land[self.moment[::-1]] = rows[::-1]  # the first one is written last
+        gradients, parameters = begins.copy(), begins.copy()
+        gradients[self.moment[::-1]] = rows[::-1]  # the first one is written last
         others = np.flatnonzero(self.what != ADD)[::-1]
-        drop[self.moment[others]] = rows[others]
-        return land, drop
+        parameters[self.moment[others]] = rows[others]
+        return gradients, parameters
 
 
 def moment_ops(
@@ -241,7 +248,7 @@ def moment_ops(
     """
     trained = _trained_by_block(step) if updated else ()
     updates = tuple(tuple(row for block in blocks for row in trained[block]) for blocks in updated)
-    reads = () if read_ahead is None else reads_ahead(residency, read_ahead)
+    reads = () if read_ahead is None else ssd_reads_by_moment(residency, read_ahead)
     return _moment_ops(pieces.of_unit, pieces.used, residency.loads, adds, updates, allocates, reads)
 
 

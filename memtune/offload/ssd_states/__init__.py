@@ -10,33 +10,33 @@ if TYPE_CHECKING:
     from memtune.offload.ssd_states.ssd_lock_free import LockFreeOnSsd
     from memtune.offload.ssd_states.ssd_optimizer import HostPieces, SsdOptimizer
     from memtune.offload.ssd_states.ssd_optimizer_pass import (
-        Away,
+        OffloadedParameters,
         gradients_on_ssd,
         optimizer_in_host_pieces,
         optimizer_on_ssd,
         swept_from_ssd,
     )
-    from memtune.offload.ssd_states.ssd_overlapped_optimizer import SsdBesideBackward
+    from memtune.offload.ssd_states.ssd_overlapped_optimizer import SsdOverlappedOptimizer
     from memtune.offload.ssd_states.ssd_overlapped_pass import (
-        not_beside_backward,
-        optimizer_on_ssd_beside_backward,
+        not_overlappable,
+        optimizer_on_ssd_overlapped,
     )
-    from memtune.offload.ssd_states.ssd_parameters import AtTheEnd, KeptParameters
+    from memtune.offload.ssd_states.ssd_parameters import StepEndUpdates, TieredOffloader
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
-    "AtTheEnd",
-    "Away",
     "HostPieces",
-    "KeptParameters",
     "LockFreeOnSsd",
-    "SsdBesideBackward",
+    "OffloadedParameters",
     "SsdOptimizer",
+    "SsdOverlappedOptimizer",
+    "StepEndUpdates",
+    "TieredOffloader",
     "gradients_on_ssd",
-    "not_beside_backward",
+    "not_overlappable",
     "optimizer_in_host_pieces",
     "optimizer_on_ssd",
-    "optimizer_on_ssd_beside_backward",
+    "optimizer_on_ssd_overlapped",
     "swept_from_ssd",
 ]

@@ -1,15 +1,14 @@
-"""Master weights and moments on SSD, updated when it can be done, while training goes on (Angel-PTM).
+"""Asynchronous updates from SSD: master weights and moments on SSD, updated while training goes on
+(Angel-PTM).
 
-The rules are those of `offload.optimizer.async_updates`, and for the pieces that a sweep streams Rules 1 and
-2 of `offload.ssd_states.ssd_optimizer`: it reads, updates and writes each once, 24 bytes per parameter with
-AdamW, whatever the number of steps whose gradients it takes. Two more:
+The rules are those of `offload.optimizer.async_updates`. A sweep streams records as
+`offload.ssd_states.ssd_optimizer` does: it reads, updates and writes each once, 24 bytes per parameter with
+AdamW, whatever the number of steps whose gradients it applies. Also:
 
-Rule 6. Blocks' weights are published in the pages of a `PagedOffloader`. All others are on the device, from
-which no sweep reads, so
-        of them the host has the one that is written; they go up when the version is taken up, and the next
-        sweep writes them when they have.
-Rule 7. Nothing of the optimizer's state on SSD is read while a sweep is under way: a state dict waits (Rule
-5), then checks it.
+- Weights of blocks are published in the pages of a `PagedOffloader`. The other weights are on the device,
+  where no sweep reads them, so the host has one copy of each: the sweep writes it, it is copied to the device
+  when the version is adopted, and the next sweep waits for that copy.
+- Optimizer state on SSD is not read while a sweep runs: a state dict waits for the sweep, then verifies it.
 """
 
 from __future__ import annotations
@@ -25,35 +24,37 @@ from torch._subclasses.fake_tensor import FakeTensor
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.offload.chunks import PagedOffloader
-from memtune.offload.optimizer import Gradients, Sweeps, written_while_updating
-from memtune.offload.parameters import copy_of
+from memtune.offload.optimizer import Gradients, Sweeps, write_during_update_error
+from memtune.offload.parameters import host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.runtime import HOST, Context, local, tier, transfer
 from memtune.ssd import Piece
 
 
 class LockFreeOnSsd(SsdOptimizer):
-    """Moves an optimizer's weights and state to SSD, and updates there what training does not wait for.
+    """Moves an optimizer's weights and state to SSD, and updates them there asynchronously.
 
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
-        ahead: Pieces that are read ahead.
-        max_staleness: Steps that the weights may lack.
+        read_ahead: Records that are read ahead.
+        max_staleness: Bound of the staleness of weights, in steps.
 
     Raises:
-        ApplyError: The optimizer or a parameter's type is none that the native update knows.
-        EnvironmentFault: There is no room on SSD; says for which parameter.
+        ApplyError: The native update does not support the optimizer or a parameter's type.
+        EnvironmentFault: There is no room on SSD; names the parameter.
     """
 
-    def __init__(self, context: Context, *, ahead: int, max_staleness: int) -> None:
-        super().__init__(context, master=False, ahead=ahead)
+    def __init__(self, context: Context, *, read_ahead: int, max_staleness: int) -> None:
+        super().__init__(context, master=False, read_ahead=read_ahead)
         self._device = context.device
-        self._gone_up: torch.cuda.Event | None = None
-        self._spares: dict[nn.Parameter, Tensor] = {}  # where sweeps write, by what is on the device
-        self._swept: Gradients = {}  # of the sweep under way, with the settings of each group as it began
+        self._published: torch.cuda.Event | None = None
+        self._spares: dict[nn.Parameter, Tensor] = {}  # by device parameter: where sweeps write its weight
+        self._swept: Gradients = {}  # gradients of the running sweep
         self._settings: dict[int, dict[str, Any]] = {}
         is_fake = any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces)
-        self._sweeps = Sweeps(max_staleness, self._half, self._prepared, self._publish, is_fake=is_fake)
+        self._sweeps = Sweeps(
+            max_staleness, self._partial_step, self._prepared, self._publish, is_fake=is_fake
+        )
         context.model.register_state_dict_pre_hook(lambda *_: self._settle())
         context.model.register_load_state_dict_pre_hook(lambda *_: self._settle())
         self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
@@ -61,33 +62,33 @@ class LockFreeOnSsd(SsdOptimizer):
         context.events.finished.subscribe(self._settle)
 
     def publish_to(self, store: PagedOffloader) -> None:
-        """Weights of blocks are published to `store`, all others to the device."""
+        """Publish weights of blocks to `store`, all others to the device."""
         self._store, places = store, store.double()
         for piece in self._pieces:
             self._spares[piece.device] = (
-                places[piece.held] if piece.device in store.hosts else copy_of(piece.device)
+                places[piece.held] if piece.device in store.hosts else host_copy(piece.device)
             )
-        self.keep_in(store.hosts)
+        self.write_weights_to(store.hosts)
 
     # -- the training thread ---------------------------------------------------------------------------------
 
-    def _take_writes(self) -> None:
-        written = self._writes.by_others(self._kept)
-        if written and self._sweeps.is_late:
-            raise written_while_updating(len(written))
+    def _adopt_external_writes(self) -> None:
+        written = self._writes.take_external(self._offloaded_weights)
+        if written and self._sweeps.is_stale:
+            raise write_during_update_error(len(written))
         self._stale.update(written)
         for piece in self._pieces if self._stale else ():
             if piece.device in self._stale:
-                self._take_in(piece)
+                self._adopt_loaded(piece)
         self._stale.clear()
 
-    def _take_in(self, piece: Piece) -> None:
-        super()._take_in(piece)
-        if piece.device not in self._kept:
+    def _adopt_loaded(self, piece: Piece) -> None:
+        super()._adopt_loaded(piece)
+        if piece.device not in self._offloaded_weights:
             self._spares[piece.device].copy_(self._weight(piece))
 
     def _update_all(self) -> None:
-        self._take_writes()
+        self._adopt_external_writes()
         gradients: Gradients = {}
         for piece in self._pieces:
             if piece.device.grad is not None or piece.held.grad is not None:
@@ -95,26 +96,27 @@ class LockFreeOnSsd(SsdOptimizer):
         self._sweeps.deliver(gradients)
 
     def _publish(self) -> None:
-        """Rule 6."""
+        """Make the weights of the finished sweep current; runs on the training thread."""
         before = self._store.hosts
         self._store.swap()
-        self.keep_in(self._store.hosts)
+        self.write_weights_to(self._store.hosts)
         for piece in self._pieces:
             if piece.device in before:
                 self._spares[piece.device] = before[piece.device]
             else:
                 torch.ops.memtune.copy_to_device_(local(piece.device), self._spares[piece.device])
-                self._writes.wrote(piece.device)
-        self._gone_up = transfer.issued(self._device)
+                self._writes.note_write(piece.device)
+        # The next sweep writes the same host copies, so it waits for the H2D copies issued here.
+        self._published = transfer.issued(self._device)
 
     @torch.no_grad()
     def _settle(self) -> None:
-        self._sweeps.settle()
+        self._sweeps.finish_all()
 
     _loads_begin = _settle
 
     def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """As `SsdOptimizer.verify`, of what is on SSD once all that was delivered is (Rule 7)."""
+        """Check state on SSD as `SsdOptimizer.verify` does, after all delivered gradients are applied."""
         self._settle()
         super().verify(only)
 
@@ -134,12 +136,12 @@ class LockFreeOnSsd(SsdOptimizer):
 
     def _sweep_over(self, gradients: Gradients, settings: dict[int, dict[str, Any]]) -> None:
         self._swept, self._settings = gradients, settings
-        if self._gone_up is not None:
-            self._gone_up.synchronize()
+        if self._published is not None:
+            self._published.synchronize()
         with tier(HOST), torch.no_grad():
             for piece in self._pieces:
-                if piece.held not in gradients and piece.device in self._kept:
-                    self._spares[piece.device].copy_(self._kept[piece.device])
+                if piece.held not in gradients and piece.device in self._offloaded_weights:
+                    self._spares[piece.device].copy_(self._offloaded_weights[piece.device])
             self._stream([piece for piece in self._pieces if piece.held in gradients])
 
     def _gradient(self, piece: Piece) -> Tensor:
@@ -148,16 +150,16 @@ class LockFreeOnSsd(SsdOptimizer):
     def _settings_of(self, piece: Piece) -> dict[str, Any]:
         return self._settings[id(piece.group)]
 
-    def _hand_on(self, piece: Piece, up: Tensor) -> None:
+    def _store_weight(self, piece: Piece, up: Tensor) -> None:
         self._spares[piece.device].copy_(up)
 
     # -- proof -----------------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """Bytes on SSD, the version at hand, and how stale weights have been.
+        """Return bytes on SSD, the current version and the largest staleness, for the audit.
 
         Raises:
-            ApplyError: Some state is elsewhere, or weights are not published through two copies.
+            ApplyError: Some state is not on SSD, or a weight has no second copy.
         """
         if len(self._spares) != len(self._pieces):
             raise ApplyError(

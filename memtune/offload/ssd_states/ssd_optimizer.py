@@ -1,21 +1,17 @@
-"""The user's optimizer with master weights and state on SSD: they stream through a few host buffers while it
-steps.
+"""The user's optimizer with master weights and state on SSD, streamed through a few host buffers in `step`.
 
-The optimizer object stays the user's own; its groups and its state hold tensors that lie on SSD, each
-parameter's weight and moments in one piece. A step goes from parameter to parameter (Rajbhandari et al. 2021,
-section 5.2.2, with reads, update and writes at once):
+The optimizer object is the user's own; its groups and state hold tensors on SSD. The weight and moments of a
+parameter are one record (`memtune.ssd.Piece`). A step goes from parameter to parameter (Rajbhandari et al.
+2021, ZeRO-Infinity, section 5.2.2), with reads, updates and writes overlapped:
 
-Rule 1. The pieces of the next `ahead` parameters are being read while one is updated.
-Rule 2. Its gradient comes down and is let go on the device; one native pass updates the piece; the weight
-goes up; the piece is
-        written. `WRITES_IN_FLIGHT` pieces are being written at most: before another one begins, the oldest is
-        finished.
-Rule 3. When `step` returns, everything is written: a state dict, which reads the file, finds it there.
-Rule 4. Of parameters that come and go (`offload.ssd_states.ssd_parameters`), gradients are on the host before
-`step`, and the new weight
-        goes to where it is kept: on the host, or to SSD, where it is written just before the piece and in
-        memory as long. What of the gradients is on SSD (`offload.ssd_states.ssd_parameters`) is read with the
-        piece.
+    read the record, `read_ahead` records early ─┐
+    D2H copy of the gradient, then freed ────────┴─► native update ──► H2D copy of the weight ──► write
+
+- At most `WRITES_IN_FLIGHT` records are written at once; before another write starts, the oldest is finished.
+- When `step` returns, all writes have finished: a state dict reads the file.
+- Offloaded parameters (`offload.ssd_states.ssd_parameters`): gradients are on the host or SSD before `step`;
+  one on SSD is read with the record. The new weight is written to the parameter's host or SSD copy, just
+  before the record.
 """
 
 from __future__ import annotations
@@ -36,8 +32,8 @@ from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.optimizer import (
     NativeUpdate,
     master_of,
+    refuse_added_parameters,
     refuse_closure,
-    refuse_others,
     zeros_in_order_of,
 )
 from memtune.program import WRITES_IN_FLIGHT
@@ -64,14 +60,14 @@ class SsdOptimizer:
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
         master: bfloat16 parameters have float32 masters.
-        ahead: Pieces that are read ahead.
-        keep: Every complete step is kept (`ssd.last_step`), and the newest one that was kept is taken up.
-        chosen: What is moved; the optimizer's own step goes on for all else, and who chose says what is kept
-            of it (`_keep_steps`). None: everything, and there is no own step.
+        read_ahead: Records that are read ahead.
+        keep: Every complete step is kept (`ssd.last_step`), and training resumes from the newest one.
+        chosen: The parameters to move. The optimizer's own step updates all others, and a subclass that
+            chooses calls `_keep_steps` itself. None: all parameters, and no own step.
 
     Raises:
-        ApplyError: The optimizer or a parameter's type is none that the native update knows.
-        EnvironmentFault: There is no room on SSD; says for which parameter.
+        ApplyError: The native update does not support the optimizer or a parameter's type.
+        EnvironmentFault: There is no room on SSD; names the parameter.
     """
 
     def __init__(
@@ -79,37 +75,41 @@ class SsdOptimizer:
         context: Context,
         *,
         master: bool,
-        ahead: int,
+        read_ahead: int,
         keep: bool = False,
         chosen: Collection[nn.Parameter] | None = None,
     ) -> None:
         placement = context.placement
-        self._optimizer, self._ahead, self._master, self._keep = context.optimizer, ahead, master, keep
-        self._native, self._half = NativeUpdate(context.optimizer, "float32"), PartialStep(context)
+        self._optimizer, self._read_ahead, self._master, self._keep = (
+            context.optimizer,
+            read_ahead,
+            master,
+            keep,
+        )
+        self._native, self._partial_step = NativeUpdate(context.optimizer, "float32"), PartialStep(context)
         names = {parameter: name for name, parameter in context.model.named_parameters()}
         names |= {
             shard: names[whole] for whole, shard in placement.optimizer_params.items() if whole in names
         }
-        self._whole = {
-            shard: whole for whole, shard in placement.optimizer_params.items()
-        }  # both have the shard's gradient
+        # A sharded parameter and its shard both have the gradient, which must be freed at both.
+        self._unsharded = {shard: whole for whole, shard in placement.optimizer_params.items()}
         self._pieces: list[Piece] = []
         self._writing: deque[tuple[list[Tensor], list[Tensor]]] = deque()  # (on SSD, on the host)
-        self._kept: dict[nn.Parameter, Tensor] = {}  # weights of parameters that come and go
-        self._coming: dict[nn.Parameter, Tensor] = {}  # gradients that are read from SSD
+        self._offloaded_weights: dict[nn.Parameter, Tensor] = {}  # host or SSD copies of offloaded parameters
+        self._gradient_reads: dict[nn.Parameter, Tensor] = {}  # gradients that are being read from SSD
         for group in self._optimizer.param_groups:
             mine = [each for each in group["params"] if chosen is None or each in chosen]
             moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
             group["params"] = [moved[each].held if each in moved else each for each in group["params"]]
             self._pieces += moved.values()
         place = model_order(context)
+        # Records are updated in the model's order, not the groups': the pass inserts its ops in that order.
         self._pieces.sort(key=lambda piece: place.get(piece.device, len(place)))
         placement.optimizer_params.update({piece.device: piece.held for piece in self._pieces})
         context.events.weights_loaded.subscribe(self._reload)
         keep_groups(self._optimizer)
-        self._stale: set[nn.Parameter] = (
-            set()
-        )  # loaded into the model itself, and not on SSD until their next update
+        # Weights newer on the device (loaded or written by the user) than on SSD, until their next update.
+        self._stale: set[nn.Parameter] = set()
         if chosen is None:
             watch_loads(
                 context,
@@ -120,7 +120,7 @@ class SsdOptimizer:
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         if chosen is None:
             self._optimizer.register_load_state_dict_post_hook(
-                lambda _: None if context.events.is_loading else self._take_in_state()
+                lambda _: None if context.events.is_loading else self._adopt_loaded_state()
             )
         self._last: LastStep | None = None
         if keep and chosen is None:
@@ -130,9 +130,7 @@ class SsdOptimizer:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
     def _keep_steps(self, context: Context, kept: Slots) -> None:
-        """Each complete step is kept from here on, and the newest one that was kept is taken up; nothing is
-        of fake tensors.
-        """
+        """Keep each complete step from here on, and resume from the newest one; not for fake tensors."""
         if not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
             self._last = LastStep(context, kept)
             context.loop.resumed_steps = self._last.resume()
@@ -149,6 +147,7 @@ class SsdOptimizer:
         return piece
 
     def _count_steps(self, state: dict[str, Any]) -> None:
+        # torch makes the count in its own step, which does not run here.
         if self._native.counts_steps and "step" not in state:
             with tier(HOST):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -157,13 +156,23 @@ class SsdOptimizer:
     def _piece(
         self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> Piece:
-        """`weight`: the master, on the host as `state` is, which may hold no moments yet."""
+        """Build the record of a parameter on SSD.
+
+        Args:
+            name: Of the parameter, for errors.
+            parameter: On the device.
+            group: Its parameter group.
+            weight: The master, on the host.
+            state: On the host; may have no moments yet.
+        """
+        # Moments exist from the first step on, as zeros, so that a record has its final size at once.
         moments = self._native.moment_names(group)
         with tier(HOST):
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
         ssd = self._on_ssd(together, name)
         spare = self._on_ssd(together, name) if self._keep else None
+        # The optimizer's parameter is a view of the file's mapping; reading it reads SSD.
         held = optimizer_parameter(parameter, ssd[: weight.numel()].view(weight.shape))
         return Piece(name, parameter, held, ssd, group, moments, spare)
 
@@ -176,42 +185,49 @@ class SsdOptimizer:
     @torch.no_grad()
     def _step(self, closure: None = None) -> None:
         refuse_closure([closure], "offload: {states: {kind: none}}")
-        refuse_others(self._optimizer, {piece.held for piece in self._pieces})
-        with self._half.whole():
+        refuse_added_parameters(self._optimizer, {piece.held for piece in self._pieces})
+        with self._partial_step.whole():
             self._update_all()
 
-    def keep_in(self, kept: dict[nn.Parameter, Tensor]) -> None:
-        """New weights of these parameters go there, not to the device; their gradients will be on the host
-        (Rule 4).
+    def write_weights_to(self, kept: dict[nn.Parameter, Tensor]) -> None:
+        """Write new weights of these parameters to `kept`, not to the device; their gradients are offloaded
+        before `step`.
         """
-        self._kept.update(kept)
+        self._offloaded_weights.update(kept)
         for piece in self._pieces:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
+                # A float32 master gets gradients in the parameter's own dtype; torch would refuse them
+                # otherwise.
                 piece.held.grad_dtype = piece.device.dtype
 
     def _loads_begin(self) -> None:
-        """New weights will be loaded into a part of the model: nothing is under way between two steps."""
+        """Prepare for new weights of a part of the model; between two steps no update runs, so there is
+        nothing to do.
+        """
 
-    def _take_writes(self) -> None:
-        """What others have written on the device is what the next update begins with."""
-        self._stale.update(self._writes.by_others(self._kept))
+    def _adopt_external_writes(self) -> None:
+        """Note weights that the user wrote on the device: the next update starts from them."""
+        self._stale.update(self._writes.take_external(self._offloaded_weights))
 
     def _update_all(self) -> None:
-        self._take_writes()
+        self._adopt_external_writes()
         self._stream(
             [piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None]
         )
 
     def _stream(self, pieces: list[Piece]) -> None:
-        read: deque[Tensor] = deque(map(self._read, pieces[: self._ahead]))
+        read: deque[Tensor] = deque(map(self._read, pieces[: self._read_ahead]))
         for index, piece in enumerate(pieces):
             if not read:
                 read.append(self._read(piece))
+            # The record stays in `read` until it is updated, so that host memory is held by the queue alone.
             new = self._update(piece, read[0], index)
             self._write(piece, read.popleft(), new)
+            # A reference here would hold the written memory one record longer than the queue of writes does.
             del new
-            if self._ahead and index + self._ahead < len(pieces):
-                read.append(self._read(pieces[index + self._ahead]))
+            if self._read_ahead and index + self._read_ahead < len(pieces):
+                read.append(self._read(pieces[index + self._read_ahead]))
+        # All must be written before `complete` declares the step complete.
         for ssd in [each for kept, _ in self._writing for each in kept]:
             ssd_tensors.written(ssd)
         if self._last is not None:
@@ -219,77 +235,84 @@ class SsdOptimizer:
         self._writing.clear()
 
     def _read(self, piece: Piece) -> Tensor:
-        """Start reading it, and its gradient where that is on SSD."""
-        host = self._brought(piece)
+        """Start reading the record, and its gradient if that is on SSD."""
+        host = self._load(piece)
         gradient = piece.held.grad
         if gradient is not None and tier_of(gradient) == SSD:
-            self._coming[piece.held] = torch.ops.memtune.from_ssd(gradient)
+            self._gradient_reads[piece.held] = torch.ops.memtune.from_ssd(gradient)
         return host
 
-    def _brought(self, piece: Piece) -> Tensor:
-        """The piece in host memory once what is under way into that is over."""
+    def _load(self, piece: Piece) -> Tensor:
+        """Start reading the record into host memory."""
         host: Tensor = torch.ops.memtune.from_ssd(piece.ssd)
         return host
 
-    def _put_back(self, piece: Piece, host: Tensor) -> None:
-        """The piece is what is in `host`, from now on."""
+    def _write_now(self, piece: Piece, host: Tensor) -> None:
+        """Write the record from `host` and wait."""
         torch.ops.memtune.write_ssd_(piece.target, host)
         ssd_tensors.written(piece.target)
-        self._turn(piece)
+        self._swap_slots(piece)
 
     def _write(self, piece: Piece, host: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
-        """Begin to write the piece; `new`: with its weight, which is being written to SSD from there (Rule
-        4).
+        """Start writing the record.
+
+        Args:
+            piece: The record.
+            host: Its new values; held until the write has finished.
+            new: The parameter's SSD copy, which is being written, and the memory it is written from; held as
+                long.
         """
         if len(self._writing) == WRITES_IN_FLIGHT:
             self._finish_oldest()
         torch.ops.memtune.write_ssd_(piece.target, host)
         ssd, memory = ([], []) if new is None else ([new[0]], [new[1]])
         self._writing.append(([piece.target, *ssd], [host, *memory]))
-        self._turn(piece)
+        self._swap_slots(piece)
 
-    def _turn(self, piece: Piece) -> None:
-        """What is being written is the piece, once steps are kept; none is of fake tensors."""
-        if self._last is not None:
-            piece.turn(self._optimizer.state[piece.held])
+    def _swap_slots(self, piece: Piece) -> None:
+        """Make the slot that is being written the current one, if steps are kept."""
+        if self._last is not None:  # None also for fake tensors
+            piece.switch(self._optimizer.state[piece.held])
 
     def _finish_oldest(self) -> None:
         for ssd in self._writing.popleft()[0]:
             ssd_tensors.written(ssd)
 
     def _update(self, piece: Piece, host: Tensor, seed: int) -> tuple[Tensor, Tensor] | None:
-        """Update the piece in `host`, and hand its weight on; returns (on SSD, on the host) where that is
-        being written.
+        """Update the record in `host` and store its weight; return (on SSD, on the host) if the weight is
+        being written to SSD.
         """
         gradient = self._gradient(piece)
         self._on_host(piece, host, gradient, seed)
+        # The native update writes a bfloat16 weight into the gradient's memory, which saves a buffer.
         up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
         del gradient
-        return self._hand_on(piece, up)
+        return self._store_weight(piece, up)
 
-    def _hand_on(self, piece: Piece, up: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The new weight `up` goes where it is wanted; returns as `_update` does."""
-        kept = self._kept.get(piece.device)
+    def _store_weight(self, piece: Piece, up: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Copy the new weight to the device, or to the parameter's host or SSD copy; return as `_update`
+        does.
+        """
+        kept = self._offloaded_weights.get(piece.device)
         if kept is None:
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
-            self._writes.wrote(piece.device)
+            self._writes.note_write(piece.device)
         elif tier_of(kept) == SSD:
             torch.ops.memtune.write_ssd_(kept, up)
             return kept, up
-        elif (
-            kept.untyped_storage()._cdata != up.untyped_storage()._cdata
-        ):  # where the master is on the host it may be both
+        # A float32 master on the host is the parameter's host copy itself.
+        elif kept.untyped_storage()._cdata != up.untyped_storage()._cdata:
             kept.copy_(up)
         return None
 
     def _gradient(self, piece: Piece) -> Tensor:
-        """The gradient, on the host and no longer on the device."""
+        """Return the gradient on the host, and free it on the device."""
         parameter = piece.device
-        landed = piece.held.grad if parameter.grad is None else None
-        if landed is not None:  # came down as it landed
+        on_host = piece.held.grad if parameter.grad is None else None
+        if on_host is not None:  # offloaded when it was ready
             piece.held.grad = None
-            if (coming := self._coming.pop(piece.held, None)) is None:
-                return landed
+            if (coming := self._gradient_reads.pop(piece.held, None)) is None:
+                return on_host
             transfer.finish(coming)
             return coming
         assert parameter.grad is not None
@@ -297,13 +320,13 @@ class SsdOptimizer:
         mark(gradient, HOST)
         transfer.finish(gradient)
         parameter.grad = None
-        if parameter in self._whole:
-            self._whole[parameter].grad = None
+        if parameter in self._unsharded:
+            self._unsharded[parameter].grad = None
         return gradient
 
     def _on_host(self, piece: Piece, host: Tensor, gradient: Tensor, seed: int) -> None:
-        """Update the piece in `host`, once it has been read; a bfloat16 gradient's memory takes the new
-        weight.
+        """Update the record in `host` after its read has finished; a bfloat16 gradient's memory receives the
+        new weight.
         """
         transfer.finish(host)
         weight, *moments = piece.parts(host)
@@ -311,42 +334,46 @@ class SsdOptimizer:
             self._stale.discard(piece.device)
             weight.copy_(self._weight(piece))
         state = self._optimizer.state[piece.held]
-        self._adopt(piece, state, moments)
+        self._adopt_state(piece, state, moments)
         here = {**state, **dict(zip(piece.moments, moments, strict=True))}
         self._native.one(self._settings_of(piece), weight, gradient, here, seed)
 
     def _settings_of(self, piece: Piece) -> dict[str, Any]:
-        """Of its update."""
+        """Return the settings for its update: the parameter group."""
         return piece.group
 
-    def _adopt(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
-        """State that was loaded since the last step is elsewhere: its values go into the piece, which takes
-        its place again.
+    def _adopt_state(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
+        """Copy state that was loaded since the last step into the record, and put the record's moments back
+        into `state`.
 
-        Where none was loaded of a parameter, as of one that had no gradient yet, it begins anew.
+        Moments that are absent (a parameter without a gradient so far) start at zero.
         """
         self._count_steps(state)
         for name, host, own in zip(piece.moments, moments, piece.parts(piece.ssd)[1:], strict=True):
             value = state.get(name)
+            # `load_state_dict` replaces tensors, so a loaded moment is one with other storage than the
+            # record's.
             if not _is_same(value, own):
                 host.zero_() if value is None else host.copy_(value)
                 state[name] = own
 
     def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """Check that what a state dict reads through the file's mapping, of all parameters or `only` some, is
-        what was written.
+        """Check that a state dict reads what was written, through the file's mapping.
+
+        Args:
+            only: Parameters to check; None: all.
 
         Raises:
-            EnvironmentFault: It is not; says whose.
+            EnvironmentFault: A record was changed; names the parameter.
         """
         for piece in self._pieces:
             if only is None or piece.device in only:
                 ssd_tensors.verified(piece.ssd)
 
     @torch.no_grad()
-    def _take_in_state(self) -> None:
-        """State that the optimizer has loaded goes to where it belongs, also that of what has no gradient in
-        the next step.
+    def _adopt_loaded_state(self) -> None:
+        """Write state that the optimizer has loaded to SSD, also of parameters without a gradient in the next
+        step.
         """
         for piece in self._pieces:
             state = self._optimizer.state[piece.held]
@@ -355,32 +382,32 @@ class SsdOptimizer:
                 for name, own in zip(piece.moments, piece.parts(piece.ssd)[1:], strict=True)
             ):
                 continue
-            host = self._brought(piece)
+            host = self._load(piece)
             transfer.finish(host)
-            self._adopt(piece, state, piece.parts(host)[1:])
-            self._put_back(piece, host)
+            self._adopt_state(piece, state, piece.parts(host)[1:])
+            self._write_now(piece, host)
 
     @torch.no_grad()
     def _reload(self) -> None:
-        """The device's weights are others, and the state that was read is not on SSD yet."""
+        """Write the weights and state that were loaded to SSD."""
         self._stale.clear()
         for piece in self._pieces:
-            self._take_in(piece)
+            self._adopt_loaded(piece)
         if self._last is not None:
             self._last.complete(steps=0)
 
-    def _take_in(self, piece: Piece) -> None:
-        """The piece has the weight and the state that were loaded."""
-        host = self._brought(piece)
+    def _adopt_loaded(self, piece: Piece) -> None:
+        """Write the loaded weight and state of one parameter to its record."""
+        host = self._load(piece)
         transfer.finish(host)
         weight, *moments = piece.parts(host)
         weight.copy_(self._weight(piece))
-        self._adopt(piece, self._optimizer.state[piece.held], moments)
-        self._put_back(piece, host)
+        self._adopt_state(piece, self._optimizer.state[piece.held], moments)
+        self._write_now(piece, host)
 
     def _weight(self, piece: Piece) -> Tensor:
-        """What has been loaded, on the host."""
-        kept = self._kept.get(piece.device)
+        """Return the loaded weight, on the host."""
+        kept = self._offloaded_weights.get(piece.device)
         if kept is None:
             return to_host_now(local(piece.device))
         if tier_of(kept) != SSD:
@@ -390,10 +417,10 @@ class SsdOptimizer:
         return host
 
     def check(self) -> dict[str, Any]:
-        """Bytes on SSD.
+        """Return the bytes on SSD, for the audit.
 
         Raises:
-            ApplyError: Some state is elsewhere.
+            ApplyError: Some state is not on SSD.
         """
         for piece in self._pieces:
             state = self._optimizer.state[piece.held]
@@ -412,31 +439,29 @@ def _is_same(value: Tensor | None, own: Tensor) -> bool:
     return value is not None and value.untyped_storage()._cdata == own.untyped_storage()._cdata
 
 
-# The user's optimizer with master weights and moments in host memory, updated piece by piece as those on SSD
-# are.
 @dataclass(eq=False)
 class HostPiece(Piece):
-    """Weight and moments in tensors of their own: the weight's memory goes to a device, the moments' never
-    does.
+    """A record on the host: weight and moments in separate tensors, because only the weight is copied to the
+    device.
     """
 
     values: list[Tensor] = field(default_factory=list)
 
     def parts(self, of: Tensor) -> list[Tensor]:
-        """Weight and moments; `of` is the weight, as nothing else is brought."""
+        """Return weight and moments; ignores `of`."""
         return self.values
 
 
 class HostPieces(SsdOptimizer):
-    """Moves an optimizer's weights and state to host memory.
+    """Moves an optimizer's weights and state to host memory, updated record by record as on SSD.
 
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
         master: bfloat16 parameters have float32 masters.
-        ahead: Gradients that are read ahead, of those that are on SSD.
+        read_ahead: Gradients that are read ahead, of those on SSD.
 
     Raises:
-        ApplyError: The optimizer or a parameter's type is none that the native update knows.
+        ApplyError: The native update does not support the optimizer or a parameter's type.
     """
 
     def _piece(
@@ -460,14 +485,14 @@ class HostPieces(SsdOptimizer):
             values=[weight, *moments],
         )
 
-    def _brought(self, piece: Piece) -> Tensor:
+    def _load(self, piece: Piece) -> Tensor:
         return piece.ssd
 
-    def _put_back(self, piece: Piece, host: Tensor) -> None:
-        """It is there."""
+    def _write_now(self, piece: Piece, host: Tensor) -> None:
+        """Do nothing: the record is in host memory."""
 
     def _write(self, piece: Piece, host: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
-        """Rule 2."""
+        """Hold a weight that is being written to SSD; the record itself needs no write."""
         if new is None:
             return
         if len(self._writing) == WRITES_IN_FLIGHT:
@@ -475,13 +500,13 @@ class HostPieces(SsdOptimizer):
         self._writing.append(([new[0]], [new[1]]))
 
     def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """There is no file of it."""
+        """Do nothing: there is no file."""
 
     def check(self) -> dict[str, Any]:
-        """Bytes in host memory.
+        """Return the bytes in host memory, for the audit.
 
         Raises:
-            ApplyError: Some state is elsewhere.
+            ApplyError: Some state is not on the host.
         """
         kept = [each for piece in self._pieces for each in (piece.held, *self._moments_of(piece))]
         if any(tier_of(each) != HOST for each in kept):

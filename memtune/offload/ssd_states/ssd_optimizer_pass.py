@@ -1,8 +1,6 @@
-"""The pass of `offload.ssd_states.ssd_optimizer`: weights and state on SSD, read, updated and written
-parameter by parameter.
+"""The pass of `offload.ssd_states.ssd_optimizer`: state is read, updated and written record by record.
 
-That of `offload.ssd_states.ssd_optimizer` as well, where they are on the host and only gradients and new
-weights may be on SSD.
+It covers records on the host as well (`HostPieces`), where only gradients and new weights may be on SSD.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from memtune.program import (
     columns_of,
 )
 
-_READ, _DOWN, _UPDATE, _UP, _WRITE, _KEEP, _COPY, _GRADIENT = range(8)
+_READ, _OFFLOAD, _UPDATE, _COPY_TO_DEVICE, _WRITE, _WRITE_WEIGHT, _COPY_ON_HOST, _READ_GRADIENT = range(8)
 _NOTHING = -1
 _OPS = (
     ("from_ssd", Resource.SSD_READ),
@@ -44,18 +42,20 @@ _OPS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Away:
-    """Parameters that are not on the device, and whose gradients are on the host, or on SSD, already."""
+class OffloadedParameters:
+    """Offloaded parameters before the optimizer's pass: their gradients are on the host or SSD."""
 
     gradients: I32
-    """(parameters,) -1 for those that are on the device."""
+    """(parameters,) Storage of each gradient; -1 for parameters on the device."""
     weights: I32
-    """(parameters,) where new weights go, on the host or on SSD."""
+    """(parameters,) Storage on the host or SSD that receives each new weight; -1 for parameters on the
+    device.
+    """
 
     @classmethod
-    def of(cls, step: Step) -> Away:
-        """Those of what `offload.parameters.parameter_offload_pass` made, which left them to the optimizer,
-        or of what came of that.
+    def of(cls, step: Step) -> OffloadedParameters:
+        """Return the offloaded parameters of a step that
+        `offload.parameters.parameter_offload_pass` wrote.
         """
         gradients, weights = (np.full(len(step.parameters), -1, np.int32) for _ in range(2))
         used = np.unique(step.uses.storage[step.use_phase == Phase.OPTIMIZER])
@@ -66,82 +66,88 @@ class Away:
             & (step.storages.producer < 0)
             & (step.storages.tier != Tier.DEVICE)
         ).astype(np.int32)
-        for each in kept.tolist():  # pages hold those of all
+        for each in kept.tolist():  # a page has no owner: it holds weights of all
             weights[gradients >= 0 if step.storages.owner[each] < 0 else step.storages.owner[each]] = each
         return cls(gradients, weights)
 
     @classmethod
-    def none(cls, step: Step) -> Away:
-        """All are on the device."""
+    def none(cls, step: Step) -> OffloadedParameters:
+        """Return the value for a step with all parameters on the device."""
         return cls(*(np.full(len(step.parameters), -1, np.int32) for _ in range(2)))
 
 
-def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1, away: Away | None = None) -> Step:
-    """`step` with the optimizer's ops replaced by reads, native updates and writes.
+def optimizer_on_ssd(
+    step: Step, read_ahead: int, slots: int = 1, offloaded: OffloadedParameters | None = None
+) -> Step:
+    """Return `step` with the optimizer's ops replaced by reads, native updates and writes.
 
     Args:
         step: Any step.
-        ahead: Pieces that are read ahead.
-        slots: Places on SSD for each piece, which take turns.
-        away: Parameters that are not on the device; None: all are.
+        read_ahead: Records that are read ahead.
+        slots: SSD slots of each record, used alternately.
+        offloaded: The offloaded parameters; None: all are on the device.
     """
-    return _piece_by_piece(step, ahead, slots, away or Away.none(step))
+    return _piece_by_piece(step, read_ahead, slots, offloaded or OffloadedParameters.none(step))
 
 
-def optimizer_in_host_pieces(step: Step, ahead: int, away: Away) -> Step:
-    """As `optimizer_on_ssd`, with weights and state on the host.
+def optimizer_in_host_pieces(step: Step, read_ahead: int, offloaded: OffloadedParameters) -> Step:
+    """Return the step of `optimizer_on_ssd` with weights and state on the host.
 
     Args:
         step: Any step.
-        ahead: Gradients that are read ahead, of those that are on SSD.
-        away: Parameters that are not on the device.
+        read_ahead: Gradients that are read ahead, of those on SSD.
+        offloaded: The offloaded parameters.
     """
-    return _piece_by_piece(step, ahead, 0, away)
+    return _piece_by_piece(step, read_ahead, 0, offloaded)
 
 
-def _piece_by_piece(step: Step, ahead: int, slots: int, away: Away) -> Step:
-    """`slots`: 0 for pieces on the host."""
-    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, away)
+def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: OffloadedParameters) -> Step:
+    """Replace the optimizer's ops, record by record; `slots` is 0 for records on the host."""
+    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, offloaded)
     on_device = columns.gradient >= 0
     if not len(mine) or not optimizer.any():
         return step
     edit = Edit(step)
     edit.drop_ops(optimizer)
     here, narrow = on_device[mine], columns.itemsize[mine] != 4
-    weights = np.where(here, columns.storage[mine], away.weights[mine]).astype(np.int32)
+    weights = np.where(here, columns.storage[mine], offloaded.weights[mine]).astype(np.int32)
     waits = np.where(here, Tier.DEVICE, step.storages.tier[weights])
     is_master = (waits == Tier.HOST) & ~narrow if slots == 0 else np.zeros(len(mine), bool)
     masters = np.where(is_master, weights, -1)
     pieces = Pieces.on_ssd(edit, step, mine, slots) if slots else Pieces.on_host(edit, step, mine, masters)
     gradient_bytes = columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
-    up = np.where(is_master, _NOTHING, np.where(here, _UP, np.where(waits == Tier.SSD, _KEEP, _COPY)))
+    up = np.where(
+        is_master,
+        _NOTHING,
+        np.where(here, _COPY_TO_DEVICE, np.where(waits == Tier.SSD, _WRITE_WEIGHT, _COPY_ON_HOST)),
+    )
     traffic = {
         _READ: pieces.n_bytes,
         _UPDATE: pieces.update_bytes,
         _WRITE: pieces.n_bytes,
-        _COPY: 2 * gradient_bytes,
+        _COPY_ON_HOST: 2 * gradient_bytes,
     }
-    traffic |= dict.fromkeys((_DOWN, _UP, _KEEP, _GRADIENT), gradient_bytes)
-    kept = ~here & (step.storages.tier[away.gradients[mine]] == Tier.SSD)
+    traffic |= dict.fromkeys((_OFFLOAD, _COPY_TO_DEVICE, _WRITE_WEIGHT, _READ_GRADIENT), gradient_bytes)
+    kept = ~here & (step.storages.tier[offloaded.gradients[mine]] == Tier.SSD)
     rows, last = _insert(
-        edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead, _Ways(here, up, kept, slots > 0)
+        edit, int(np.flatnonzero(optimizer)[0]), traffic, read_ahead, _UpdateOps(here, up, kept, slots > 0)
     )
 
     host = (
         pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
         if slots
-        else pieces.stay(edit, rows[_UPDATE])
+        else pieces.update_in_place(edit, rows[_UPDATE])
     )
-    gradients = away.gradients[mine]
-    gradients[here] = _gradients_down(edit, step, mine[here], gradient_bytes[here], rows[:, here])
+    gradients = offloaded.gradients[mine]
+    gradients[here] = _offload_gradients(edit, step, mine[here], gradient_bytes[here], rows[:, here])
     edit.storages.held_until[gradients[~here & ~kept]] = -1
-    gradients[kept] = _gradients_read(
-        edit, gradients[kept], gradient_bytes[kept], rows[_GRADIENT][kept], mine[kept]
+    gradients[kept] = _read_gradients(
+        edit, gradients[kept], gradient_bytes[kept], rows[_READ_GRADIENT][kept], mine[kept]
     )
     handed = np.flatnonzero(up != _NOTHING)
     new = rows[up[handed], handed]
-    queue = up[handed] >= 0 if slots else up[handed] == _KEEP
-    keeps = narrow[handed] & (up[handed] == _KEEP)  # written from the gradient's memory, as long as the piece
+    queue = up[handed] >= 0 if slots else up[handed] == _WRITE_WEIGHT
+    keeps = narrow[handed] & (up[handed] == _WRITE_WEIGHT)  # bfloat16: in the gradient's memory
     _hold_while_written(edit, gradients[handed[queue]], new[queue], keeps[queue], last)
     edit.add_uses(rows[_UPDATE], gradients, mode=WRITES)
     edit.add_uses(new, np.where(narrow, gradients, host)[handed])
@@ -150,27 +156,33 @@ def _piece_by_piece(step: Step, ahead: int, slots: int, away: Away) -> Step:
     return edit.done()
 
 
-def _updated(step: Step, away: Away) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """The parameters that have a gradient, on the device or away, and which ops are the optimizer's own."""
+def _updated(
+    step: Step, offloaded: OffloadedParameters
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """Return the parameters with a gradient, on the device or offloaded, and a mask of the optimizer's own
+    ops.
+    """
     columns = columns_of(step.parameters)
-    mine = np.flatnonzero(columns.trainable & ((columns.gradient >= 0) | (away.gradients >= 0)))
+    mine = np.flatnonzero(columns.trainable & ((columns.gradient >= 0) | (offloaded.gradients >= 0)))
     return mine, (step.ops.phase == Phase.OPTIMIZER) & (step.ops.resource == Resource.COMPUTE)
 
 
-def _gradients_down(edit: Edit, step: Step, mine: npt.NDArray[np.intp], n_bytes: I64, rows: I32) -> I32:
-    """Gradients of the parameters `mine` on the host, let go on the device; `rows` are those of their ops."""
+def _offload_gradients(edit: Edit, step: Step, mine: npt.NDArray[np.intp], n_bytes: I64, rows: I32) -> I32:
+    """Add host gradients of the parameters `mine`, freed on the device; `rows` are the rows of `_insert`."""
     gradients = columns_of(step.parameters).gradient[mine]
     owner = step.storages.owner[gradients]
-    down = edit.add_storages(n_bytes, producer=rows[_DOWN], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
-    edit.add_uses(rows[_DOWN], gradients)
-    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets stay
+    down = edit.add_storages(
+        n_bytes, producer=rows[_OFFLOAD], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner
+    )
+    edit.add_uses(rows[_OFFLOAD], gradients)
+    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets are not freed
     edit.storages.held_until[gradients[freed]] = -1
-    edit.let_go_before(gradients[freed], rows[_UPDATE][freed])
+    edit.release_before(gradients[freed], rows[_UPDATE][freed])
     return down
 
 
-def _gradients_read(edit: Edit, gradients: I32, n_bytes: I64, rows: I32, owner: npt.NDArray[np.intp]) -> I32:
-    """Gradients on SSD as they are in host memory from their reads on."""
+def _read_gradients(edit: Edit, gradients: I32, n_bytes: I64, rows: I32, owner: npt.NDArray[np.intp]) -> I32:
+    """Add the host copies of gradients on SSD, from their reads on."""
     edit.add_uses(rows, gradients)
     return edit.add_storages(
         n_bytes, producer=rows, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner.astype(np.int32)
@@ -180,14 +192,14 @@ def _gradients_read(edit: Edit, gradients: I32, n_bytes: I64, rows: I32, owner: 
 def _hold_while_written(
     edit: Edit, gradients: I32, new: I32, keeps: npt.NDArray[np.bool_], last: int
 ) -> None:
-    """Python lets go of what is written when the write after the next one has begun, or all are over.
+    """Hold the memory of new weights that are written to SSD until the write after the next one starts.
 
     Args:
         edit: Of the step.
-        gradients: Of what is written, in the order of the writes.
-        new: The op that hands each new weight on.
-        keeps: What is written is the gradient's memory.
-        last: The last op of all.
+        gradients: Gradients in the order of the writes.
+        new: The op that writes each new weight.
+        keeps: True if the gradient's memory is what is written.
+        last: The last op of all, when all writes have finished.
     """
     until = np.append(
         new[WRITES_IN_FLIGHT:], np.full(min(WRITES_IN_FLIGHT, len(new)), last, np.int32)
@@ -197,22 +209,20 @@ def _hold_while_written(
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Weight and moments of each parameter that is updated, side by side on SSD, or on the host; one entry
-    each.
-    """
+    """The records of updated parameters, on SSD or the host; one entry each."""
 
     state: I32
     at: npt.NDArray[np.intp]
-    """Whose each storage of `state` is."""
+    """Index of the record of each storage in `state`."""
     masters: I32
     n_bytes: I64
     update_bytes: I64
-    """What one native pass over each moves."""
+    """Bytes that one native update of each record reads and writes."""
     owner: I32
 
     @classmethod
     def on_ssd(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], slots: int = 1) -> Pieces:
-        """Move them there; `slots`: places for each, which take turns."""
+        """Move weights and moments to SSD; `slots` is the number of SSD slots of each record."""
         pieces = cls._on(edit, step, mine, Tier.SSD, np.full(len(mine), -1, np.int32))
         nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
         for _ in range(1, slots):
@@ -228,7 +238,7 @@ class Pieces:
 
     @classmethod
     def on_host(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], masters: I32) -> Pieces:
-        """Move them there; `masters`: what there is a master weight already, -1 for none."""
+        """Move weights and moments to the host; `masters` are existing master weights, -1 for none."""
         return cls._on(edit, step, mine, Tier.HOST, masters)
 
     @classmethod
@@ -257,8 +267,8 @@ class Pieces:
         update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
         return cls(state, at, masters, 4 * numel + moment_bytes, update_bytes, owner)
 
-    def stay(self, edit: Edit, update: I32) -> I32:
-        """Each is updated where it is; returns the master weights."""
+    def update_in_place(self, edit: Edit, update: I32) -> I32:
+        """Update each record where it is; return the master weights."""
         edit.add_uses(update, self.masters, mode=WRITES)
         edit.add_uses(update[self.at], self.state, mode=WRITES)
         return self.masters
@@ -266,8 +276,17 @@ class Pieces:
     def stream(
         self, edit: Edit, read: I32, update: I32, write: I32, order: npt.NDArray[np.intp] | None = None
     ) -> I32:
-        """Host memory of each from its read until two writes later; `order`: in which they are written.
-        Returns the memory.
+        """Add the host memory of each record, from its read until two writes later.
+
+        Args:
+            edit: Of the step.
+            read: Reads of the records.
+            update: Updates of the records.
+            write: Writes of the records.
+            order: Order of the writes; None: that of the records.
+
+        Returns:
+            The host memory of each record.
         """
         host = edit.add_storages(self.n_bytes, producer=read, tier=Tier.HOST, owner=self.owner)
         for ops, mutates in ((read, False), (write, True)):
@@ -276,7 +295,7 @@ class Pieces:
         edit.add_uses(update, host, mode=WRITES)
         edit.add_uses(write, host)
         held, written = (host, write) if order is None else (host[order], write[order])
-        edit.let_go_before(held[:-WRITES_IN_FLIGHT], written[WRITES_IN_FLIGHT:])
+        edit.release_before(held[:-WRITES_IN_FLIGHT], written[WRITES_IN_FLIGHT:])
         edit.hold_through(
             held[-WRITES_IN_FLIGHT:], np.full(len(held[-WRITES_IN_FLIGHT:]), written[-1], np.int32)
         )
@@ -284,7 +303,7 @@ class Pieces:
 
 
 def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
-    """State storages as large as their parameter, and the index of each one's parameter among `mine`."""
+    """Return the state storages as large as their parameter, and the index of their parameter in `mine`."""
     columns = columns_of(step.parameters)
     sizes = columns.numel[mine] * columns.itemsize[mine]
     state = np.flatnonzero(
@@ -293,69 +312,84 @@ def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[n
         & np.isin(step.storages.owner, mine)
     ).astype(np.int32)
     at = np.searchsorted(mine, step.storages.owner[state])
-    moments = step.storages.bytes[state] == sizes[at]  # the others count steps
+    moments = step.storages.bytes[state] == sizes[at]  # other storages are step counters
     return state[moments], at[moments]
 
 
-class _Ways(NamedTuple):
-    """What happens to each parameter in the step."""
+class _UpdateOps(NamedTuple):
+    """The kinds of ops that update each parameter."""
 
     here: npt.NDArray[np.bool_]
-    """(parameters,) whether the gradient is on the device."""
+    """(parameters,) True if the gradient is on the device."""
     up: npt.NDArray[np.intp]
-    """(parameters,) where the new weight goes: `_UP`, `_KEEP`, `_COPY` or `_NOTHING`."""
+    """(parameters,) Kind of the op that stores the new weight: `_COPY_TO_DEVICE`, `_WRITE_WEIGHT`,
+    `_COPY_ON_HOST` or `_NOTHING`.
+    """
     kept: npt.NDArray[np.bool_]
-    """(parameters,) whether the gradient is on SSD."""
+    """(parameters,) True if the gradient is on SSD."""
     streams: bool
-    """Pieces are read and written."""
+    """True if records are read and written."""
 
-    def turns(self, ahead: int) -> list[tuple[int, int]]:
-        """(kind, parameter) of each op in the order of Rules 1 and 2; `ahead`: pieces that are read ahead."""
+    def in_order(self, read_ahead: int) -> list[tuple[int, int]]:
+        """Return (kind, parameter) of each op in the order of `SsdOptimizer._stream`."""
         count = len(self.here)
         read, write = ([_READ], [_WRITE]) if self.streams else ([], [])
-        reads = [[*read, *([_GRADIENT] if kept else [])] for kept in self.kept.tolist()]
-        found = [(kind, i) for i in range(min(ahead, count)) for kind in reads[i]]
+        reads = [[*read, *([_READ_GRADIENT] if kept else [])] for kept in self.kept.tolist()]
+        found = [(kind, i) for i in range(min(read_ahead, count)) for kind in reads[i]]
         for i, (down, new) in enumerate(zip(self.here.tolist(), self.up.tolist(), strict=True)):
-            kinds = [*(reads[i] if ahead == 0 else []), *([_DOWN] if down else []), _UPDATE]
+            kinds = [*(reads[i] if read_ahead == 0 else []), *([_OFFLOAD] if down else []), _UPDATE]
             kinds += [*([new] if new != _NOTHING else []), *write]
             found += [(kind, i) for kind in kinds]
-            if ahead and i + ahead < count:
-                found += [(kind, i + ahead) for kind in reads[i + ahead]]
+            if read_ahead and i + read_ahead < count:
+                found += [(kind, i + read_ahead) for kind in reads[i + read_ahead]]
         return found
 
 
-def swept_from_ssd(step: Step, ahead: int, away: Away) -> Step:
-    """`step` with its optimizer's ops replaced by a sweep at its beginning, of the gradients that the step
-    before has left.
+def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) -> Step:
+    """Return `step` with its optimizer's ops replaced by a sweep at its start, over the last step's
+    gradients.
 
-    The pass of `offload.ssd_states.ssd_lock_free`, at a pace at which a sweep takes the gradients of one
+    The pass of `offload.ssd_states.ssd_lock_free`, for the pace at which a sweep applies the gradients of one
     step.
 
     Args:
-        step: What `offload.parameters.parameter_offload_pass` made.
-        ahead: Pieces that are read ahead.
-        away: Parameters that are not on the device: some of it.
+        step: A step that `offload.parameters.parameter_offload_pass` wrote.
+        read_ahead: Records that are read ahead.
+        offloaded: The offloaded parameters of `step`.
     """
-    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, away)
+    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, offloaded)
     on_device = columns.gradient >= 0
     if not len(mine) or not optimizer.any():
         return step
     edit, here = Edit(step), on_device[mine]
     edit.drop_ops(optimizer)
-    sizes, landed = columns.numel[mine] * columns.itemsize[mine].astype(np.int64), away.gradients[mine[~here]]
-    edit.storages.held_until[landed] = FOREVER
+    sizes, ready = (
+        columns.numel[mine] * columns.itemsize[mine].astype(np.int64),
+        offloaded.gradients[mine[~here]],
+    )
+    edit.storages.held_until[ready] = FOREVER
     pieces = Pieces.on_ssd(edit, step, mine)
-    traffic = {_READ: pieces.n_bytes, _UPDATE: pieces.update_bytes, _WRITE: pieces.n_bytes, _COPY: 2 * sizes}
-    traffic |= dict.fromkeys((_DOWN, _UP, _KEEP, _GRADIENT), sizes)
+    traffic = {
+        _READ: pieces.n_bytes,
+        _UPDATE: pieces.update_bytes,
+        _WRITE: pieces.n_bytes,
+        _COPY_ON_HOST: 2 * sizes,
+    }
+    traffic |= dict.fromkeys((_OFFLOAD, _COPY_TO_DEVICE, _WRITE_WEIGHT, _READ_GRADIENT), sizes)
     nothing = np.zeros(len(mine), bool)
     rows, _ = _insert(
-        edit, 0, traffic, ahead, _Ways(nothing, np.full(len(mine), _COPY), nothing, True), Phase.BOUNDARY
+        edit,
+        0,
+        traffic,
+        read_ahead,
+        _UpdateOps(nothing, np.full(len(mine), _COPY_ON_HOST), nothing, True),
+        Phase.BOUNDARY,
     )
     host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
     nowhere = np.full(len(mine), -1, np.int32)
     old = edit.add_storages(sizes, producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=pieces.owner)
     edit.add_uses(rows[_UPDATE], old, mode=WRITES)
-    edit.add_uses(rows[_COPY], host)
+    edit.add_uses(rows[_COPY_ON_HOST], host)
     pages = (
         (step.storages.kind == Kind.PARAMETER)
         & (step.storages.tier == Tier.HOST)
@@ -368,7 +402,7 @@ def swept_from_ssd(step: Step, ahead: int, away: Away) -> Step:
 
 
 def _published(edit: Edit, n_bytes: I64, owner: I32) -> I32:
-    """Host memory for weights that a sweep writes."""
+    """Add host memory for weights that a sweep writes."""
     nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
     return edit.add_storages(
         n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=owner
@@ -376,8 +410,10 @@ def _published(edit: Edit, n_bytes: I64, owner: I32) -> I32:
 
 
 def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I32, anchor: int) -> None:
-    """Gradients of the parameters `mine` go down and stay there, then the `published` weights come up, before
-    the op `anchor`.
+    """Add D2H copies of the gradients of `mine`, which remain on the host, then H2D copies of the `published`
+    weights.
+
+    All are inserted before the op `anchor`.
     """
     columns = columns_of(step.parameters)
     gradients, sizes = columns.gradient[mine], columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
@@ -406,29 +442,36 @@ def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I3
         owner=step.storages.owner[gradients],
     )
     edit.add_uses(down, gradients)
-    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets stay
+    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets are not freed
     edit.storages.held_until[gradients[freed]] = -1
-    edit.let_go_before(gradients[freed], np.append(down[1:], up[:1])[freed])
+    edit.release_before(gradients[freed], np.append(down[1:], up[:1])[freed])
     edit.add_uses(up, published)
     edit.add_uses(up, columns.storage[mine], mode=WRITES)
     edit.hold_to_the_end_of_step(int(up[-1]))
 
 
 def _insert(
-    edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, ways: _Ways, phase: Phase = Phase.OPTIMIZER
+    edit: Edit,
+    anchor: int,
+    traffic: dict[int, I64],
+    read_ahead: int,
+    ways: _UpdateOps,
+    phase: Phase = Phase.OPTIMIZER,
 ) -> tuple[I32, int]:
-    """The ops of all turns, before the op `anchor`; returns (8, parameters) rows, -1 where there is no op,
-    and the last op.
+    """Insert the ops of all updates before the op `anchor`.
 
     Args:
         edit: Of the step.
         anchor: An op.
         traffic: (parameters,) bytes of each op, by its kind.
-        ahead: Pieces that are read ahead.
-        ways: What there is to do.
+        read_ahead: Records that are read ahead.
+        ways: The ops of each parameter.
         phase: Of the ops.
+
+    Returns:
+        (8, parameters) rows by kind, -1 for no op, and the last op.
     """
-    kind, index = np.asarray(ways.turns(ahead), np.int32).T
+    kind, index = np.asarray(ways.in_order(read_ahead), np.int32).T
     names = np.asarray(
         [edit.name_id(f"{'aten' if name == 'copy_' else 'memtune'}.{name}.default") for name, _ in _OPS],
         np.int32,
@@ -439,35 +482,36 @@ def _insert(
         phase=phase,
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=np.stack([traffic[each] for each in range(len(_OPS))])[kind, index],
-        stream=(kind == _UP).astype(np.uint8),  # a copy back is complete in stream order
-        prefetch=(kind == _DOWN).astype(np.uint8),
+        stream=(kind == _COPY_TO_DEVICE).astype(np.uint8),  # the copy stream orders it before later use
+        prefetch=(kind == _OFFLOAD).astype(np.uint8),
     )
     found = np.full((len(_OPS), len(ways.here)), -1, np.int32)
     found[kind, index] = rows
     return found, int(rows[-1])
 
 
-# The pass of `offload.ssd_states.ssd_parameters`: gradients that have landed on the host are written to SSD,
-# where the step finds them.
-def gradients_on_ssd(step: Step, away: Away) -> tuple[Step, Away]:
-    """`step` with the gradients of `away` on SSD between landing and the optimizer, and where they are.
+def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, OffloadedParameters]:
+    """Return `step` with offloaded parameters' gradients on SSD until the optimizer reads them, and their
+    storages.
+
+    The pass of `ssd_parameters.SsdGradients`.
 
     Args:
-        step: What `offload.parameters.parameter_offload_pass` made and left to the optimizer.
-        away: Of it.
+        step: A step that `offload.parameters.parameter_offload_pass` wrote, with updates by the optimizer.
+        offloaded: The offloaded parameters of `step`.
     """
-    parameters = np.flatnonzero(away.gradients >= 0).astype(np.int32)
+    parameters = np.flatnonzero(offloaded.gradients >= 0).astype(np.int32)
     if not len(parameters):
-        return step, away
-    edit, summed = Edit(step), bool((step.storages.producer[away.gradients[parameters]] < 0).any())
-    brought = (
-        _landed(step, away.gradients[parameters])[1]
+        return step, offloaded
+    edit, summed = Edit(step), bool((step.storages.producer[offloaded.gradients[parameters]] < 0).any())
+    copied = (
+        _host_sums(step, offloaded.gradients[parameters])[1]
         if summed
-        else step.storages.producer[away.gradients[parameters]]
+        else step.storages.producer[offloaded.gradients[parameters]]
     )
-    parameters = parameters[np.argsort(brought, kind="stable")]
-    kept = away.gradients[parameters]
-    hosts, copies, adds = _landed(step, kept) if summed else (kept, step.storages.producer[kept], kept)
+    parameters = parameters[np.argsort(copied, kind="stable")]
+    kept = offloaded.gradients[parameters]
+    hosts, copies, adds = _host_sums(step, kept) if summed else (kept, step.storages.producer[kept], kept)
     n_bytes = step.storages.bytes[hosts]
     if summed:
         places, after = kept, adds
@@ -480,7 +524,7 @@ def gradients_on_ssd(step: Step, away: Away) -> tuple[Step, Away]:
         places = edit.add_storages(
             n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.GRADIENT, held_until=forever, owner=parameters
         )
-        after = _arrived(step, copies)
+        after = _copy_ends(step, copies)
     write = edit.add_ops(
         "memtune.write_ssd_.default",
         after=after,
@@ -496,20 +540,20 @@ def gradients_on_ssd(step: Step, away: Away) -> tuple[Step, Away]:
     if int(after[-1]) >= int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]):
         edit.hold_to_the_end_of_backward(int(write[-1]))
     edit.storages.held_until[hosts] = -1
-    edit.let_go_before(hosts[:-WRITES_IN_FLIGHT], write[WRITES_IN_FLIGHT:])
+    edit.release_before(hosts[:-WRITES_IN_FLIGHT], write[WRITES_IN_FLIGHT:])
     edit.hold_through(hosts[-WRITES_IN_FLIGHT:], np.full(len(hosts[-WRITES_IN_FLIGHT:]), write[-1], np.int32))
     moved = np.arange(step.storages.n, dtype=np.int32)
     moved[kept] = places
     used_later = step.use_phase == Phase.OPTIMIZER
     edit.set_uses(storage=np.where(used_later, moved[step.uses.storage], edit.uses.storage).astype(np.int32))
-    gradients = away.gradients.copy()
+    gradients = offloaded.gradients.copy()
     gradients[parameters] = places
-    return edit.done(), replace(away, gradients=gradients)
+    return edit.done(), replace(offloaded, gradients=gradients)
 
 
 def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: npt.NDArray[np.bool_]) -> None:
-    """What of the device's storages `which` is let go at `after[i]` is let go at the op `ops[i]`, which comes
-    right after it.
+    """Hold the device storages `which` that end at `after[i]` until the op `ops[i]`, inserted right
+    after it.
     """
     op_of = np.full(step.ops.n, -1, np.int32)
     op_of[after] = ops
@@ -524,8 +568,8 @@ def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: npt.NDAr
     edit.hold_through(mine[until >= 0], until[until >= 0])
 
 
-def _landed(step: Step, sums: I32) -> tuple[I32, I32, I32]:
-    """Of each of `sums` on the host: the gradient that is added to it, the op that brought it, and the
+def _host_sums(step: Step, sums: I32) -> tuple[I32, I32, I32]:
+    """Return of each of `sums` on the host: the gradient added to it, that gradient's D2H copy, and the
     addition.
     """
     row_of = np.full(step.storages.n, -1, np.int32)
@@ -542,9 +586,7 @@ def _landed(step: Step, sums: I32) -> tuple[I32, I32, I32]:
 
 
 def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds: I32) -> None:
-    """Rule 2: each sum comes to the host while the gradient does; the addition is into the gradient's
-    memory.
-    """
+    """Read each sum from SSD during the D2H copy of its gradient; add it into the gradient's memory."""
     n_bytes = step.storages.bytes[hosts]
     read = edit.add_ops(
         "memtune.from_ssd.default",
@@ -557,7 +599,7 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
     edit.add_uses(read, sums)
     _release_after(
         edit, step, copies, read, np.ones(step.storages.n, bool)
-    )  # autograd holds on until the hook returns
+    )  # autograd holds the gradient until the hook returns
     so_far = edit.add_storages(
         n_bytes, producer=read, tier=Tier.HOST, kind=Kind.GRADIENT, owner=step.storages.owner[hosts]
     )
@@ -568,19 +610,19 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
     edit.set_uses(storage=np.where(row >= 0, swapped, edit.uses.storage).astype(np.int32))
 
 
-def _arrived(step: Step, copies: I32) -> I32:
-    """The op after which each copy is finished: the device lets go of its source, or the next copy out of
-    that begins.
+def _copy_ends(step: Step, copies: I32) -> I32:
+    """Return the op after which each copy is finished: its source is freed, or the next copy from
+    it starts.
     """
     source = _sources(step, copies)
     after = step.freed_after[source].copy()
-    shared = np.flatnonzero(source[1:] == source[:-1])  # rows of a block's gradients, which lie side by side
+    shared = np.flatnonzero(source[1:] == source[:-1])  # rows of a block's gradients are contiguous
     after[shared] = copies[shared + 1] - 1
     return after
 
 
 def _sources(step: Step, copies: I32) -> I32:
-    """What each copy reads on the device."""
+    """Return the device storage that each copy reads."""
     found = np.full(step.ops.n, -1, np.int32)
     reads = step.uses.mode == READS
     found[step.uses.op[reads]] = step.uses.storage[reads]

@@ -1,31 +1,23 @@
-"""The user's optimizer on SSD, each parameter updated inside backward as its gradient arrives
-(`offload.optimizer.grad_offload`).
+"""The user's optimizer on SSD with updates overlapped with backward: each parameter is updated as its
+gradient arrives.
 
-Five rules on top of those of `gradients_down` and `ssd_optimizer`, which the pass
-`offload.ssd_states.ssd_overlapped_pass` follows op by op:
+Extends `offload.optimizer.grad_offload` and `offload.ssd_states.ssd_optimizer`; the pass
+`offload.ssd_states.ssd_overlapped_pass` follows these rules op by op:
 
-Rule 1. In the last micro-batch, reads of a bucket's pieces start just before its gradients go down: both are
-on their way while
-        backward goes on.
-Rule 2. When a bucket has arrived, updates of its pieces begin on a thread of their own, beside backward.
-First the updates of the
-        bucket before it are awaited: weights go up, pieces are written, one after the other, each gradient
-        let go in between. So one bucket is read, one updated and `WRITES` pieces are written at a time, and
-        host memory holds no more.
-Rule 3. Weights go up while backward goes on: no op of backward may need one whose gradient is complete, which
-the pass looks for
-        in the recorded step. A gradient that lands a second time in one backward (a reentrant checkpoint
-        around parts that share a weight) was not complete the first time, and is refused.
-Rule 4. `optimizer.step()` completes the last bucket, and updates what backward has not: the witness of
-`gradients_down`, and all
-        parameters in a loop that is not `Tuned.step`'s. When it returns, everything is written, and kept as
-        one step where steps
-        are: what backward has written is in other slots than the last complete step, which is there until
-            then.
-Rule 5. State that is loaded between backward and `step` stays: updates under way are waited for and dropped.
-What backward has
-        updated by then is what was loaded, and its gradient is gone; only the others, of Rule 4, are still
-        updated in `step`.
+Rule 1. In the last micro-batch, reads of a bucket's records start just before the D2H copies of its
+  gradients.
+Rule 2. When a bucket has arrived, the updates of the bucket before it are awaited; its weights are copied to
+  the device and its records written one by one, each gradient freed in between. Then the bucket's own updates
+  start on the update thread. So one bucket is read, one is updated and `WRITES_IN_FLIGHT` records are written
+  at a time, which bounds host memory.
+Rule 3. Weights change on the device during backward, so no op of backward may read a weight after its
+  gradient is complete; the recorded step is checked for it. A gradient that is ready twice in one backward (a
+  reentrant checkpoint around parts that share a weight) was incomplete the first time, and is refused.
+Rule 4. `optimizer.step()` finishes the last bucket and updates the rest: the sentinel gradient, and all
+  parameters in loops other than `Tuned.step`'s. When it returns, all is written, and kept as one step if
+  steps are kept: backward writes to other slots than those of the last complete step.
+Rule 5. Loading state between backward and `step` waits for running updates and drops them. Parameters updated
+  by then have the loaded values and no gradient; `step` updates only the others.
 """
 
 from __future__ import annotations
@@ -45,56 +37,61 @@ from memtune.runtime import HOST, Context, local, tier, transfer
 from memtune.ssd import Piece
 
 
-class SsdBesideBackward(SsdOptimizer):
-    """Moves an optimizer's weights and state to SSD, and updates there what `GradientsDown` hands over.
+class SsdOverlappedOptimizer(SsdOptimizer):
+    """Moves an optimizer's weights and state to SSD, and updates there the gradients that `GradientOffload`
+    delivers.
 
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
         master: bfloat16 parameters have float32 masters.
-        keep: Every complete step is kept, as `SsdOptimizer` has it.
+        keep: Every complete step is kept, as in `SsdOptimizer`.
 
     Raises:
-        ApplyError: The optimizer or a parameter's type is none that the native update knows.
-        EnvironmentFault: There is no room on SSD; says for which parameter.
+        ApplyError: The native update does not support the optimizer or a parameter's type.
+        EnvironmentFault: There is no room on SSD; names the parameter.
     """
 
     def __init__(self, context: Context, *, master: bool, keep: bool = False) -> None:
-        super().__init__(context, master=master, ahead=0, keep=keep)
+        super().__init__(context, master=master, read_ahead=0, keep=keep)
         self._piece_of = {piece.device: (seed, piece) for seed, piece in enumerate(self._pieces)}
         self._reading: dict[nn.Parameter, Tensor] = {}
-        self._updating: list[tuple[Piece, Tensor, Tensor]] = []  # the piece, in host memory, and its gradient
-        self._under_way: list[Future[None]] = []
+        self._updating: list[tuple[Piece, Tensor, Tensor]] = []  # (record, its values on the host, gradient)
+        self._futures: list[Future[None]] = []
         self._used: set[nn.Parameter] = set()  # updated in the backward of this step
         self.n_early = 0
 
-    def start_late(self) -> None:
-        """No update is late; updates in backward begin with what others have written."""
-        self._take_writes()
+    def start_deferred(self) -> None:
+        """Adopt external writes: no update is deferred here, and updates in backward start from what the user
+        wrote.
+        """
+        self._adopt_external_writes()
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Rule 1."""
+        """Start reading the records of `parameters`, whose gradients are about to be offloaded."""
         for parameter in parameters:
-            if (
-                left := self._reading.pop(parameter, None)
-            ) is not None:  # by a backward that was not completed
+            if (left := self._reading.pop(parameter, None)) is not None:  # of a backward that raised
                 transfer.abandon(left)
                 del left
             self._reading[parameter] = torch.ops.memtune.from_ssd(self._piece_of[parameter][1].ssd)
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
-        """Rule 2; `at_once` is not for what comes from SSD.
+        """Finish the bucket before and start the updates of `parameters` on the update thread.
+
+        Args:
+            parameters: A bucket whose gradients have arrived.
+            at_once: Not supported: records are read first.
 
         Raises:
-            ApplyError: Rule 3.
+            ApplyError: A gradient was ready twice in one backward.
         """
         assert not at_once
         self._settle()
-        with tier(HOST), on_update_thread(self._under_way):
+        with tier(HOST), on_update_thread(self._futures):
             for parameter in parameters:
                 seed, piece = self._piece_of[parameter]
                 if parameter in self._used:
-                    raise _landed_twice(piece.name)
+                    raise _ready_twice_error(piece.name)
                 self._used.add(parameter)
                 assert piece.held.grad is not None
                 host, gradient, piece.held.grad = self._reading.pop(parameter), piece.held.grad, None
@@ -102,28 +99,29 @@ class SsdBesideBackward(SsdOptimizer):
                 self._on_host(piece, host, gradient, seed)
 
     def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """As `SsdOptimizer.verify`, of what is on SSD once all that is on the way has been written."""
+        """Check state on SSD as `SsdOptimizer.verify` does, after running updates are written."""
         self._settle()
         super().verify(only)
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Rule 2: what is being updated is awaited, goes up and is written."""
-        while self._under_way:
-            self._under_way.pop(0).result()
+        """Wait for running updates; copy their weights to the device and start writing their records."""
+        while self._futures:
+            self._futures.pop(0).result()
         while self._updating:
             piece, host, gradient = self._updating.pop(0)
             up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
-            self._writes.wrote(piece.device)
+            self._writes.note_write(piece.device)
+            # Freed before the write starts: the memory of a bucket shrinks record by record.
             del gradient, up
             self._write(piece, host)
 
     @torch.no_grad()
     def _reload(self) -> None:
-        """Rule 5."""
-        while self._under_way:
-            self._under_way.pop(0).result()
+        """Drop running updates and write what was loaded (Rule 5)."""
+        while self._futures:
+            self._futures.pop(0).result()
         left = [host for _, host, _ in self._updating] + list(self._reading.values())
         self._updating.clear()
         self._reading.clear()
@@ -135,25 +133,28 @@ class SsdBesideBackward(SsdOptimizer):
         super()._reload()
 
     def _update_all(self) -> None:
-        """Rule 4."""
+        """Finish the updates of backward and run the others (Rule 4)."""
         self._settle()
         self.n_early = len(self._used)
         self._used.clear()
         super()._update_all()
 
     def check(self) -> dict[str, Any]:
-        """Bytes on SSD, and how many parameters the last backward updated.
+        """Return bytes on SSD and the number of parameters that the last backward updated, for the audit.
 
         Raises:
-            ApplyError: Some state is elsewhere.
+            ApplyError: Some state is not on SSD.
         """
         return {**super().check(), "updated_in_backward": self.n_early}
 
 
-def _landed_twice(name: str) -> ApplyError:
+def _ready_twice_error(name: str) -> ApplyError:
     return ApplyError(
-        f"The gradient of {name} was put in place twice in one backward.",
-        evidence="It was updated after the first time, with a part of its gradient: this run cannot go on.",
+        f"The gradient of {name} was ready twice in one backward.",
+        evidence=(
+            "Its weight was updated after the first time, from a part of the gradient: this run cannot"
+            " continue."
+        ),
         fix="torch.utils.checkpoint with use_reentrant=False, or  offload: {states: {kind: zero_infinity}}",
         code="MT367",
     )

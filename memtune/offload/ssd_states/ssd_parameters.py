@@ -1,22 +1,22 @@
-"""Blocks' parameters kept on SSD or on the host, updated piece by piece in the step (ZeRO-Infinity, section
-5.1 and 6.2).
+"""Block parameters on SSD or the host, updated record by record in the optimizer's step (ZeRO-Infinity,
+sections 5.1 and 6.2).
 
-Five rules on top of those of `offload.parameters.offloader`, and of `offload.ssd_states.ssd_optimizer` or,
-with masters on the host, `offload.ssd_states.ssd_optimizer`:
+Rules on top of those of `offload.parameters.offloader` and `offload.ssd_states.ssd_optimizer`:
 
-Rule 1. A parameter's values are kept once more, in its own type and apart from its master weight and moments:
-backward and
-        forward read only them. Where they are to be on the host, and a master of that type is there, they are
-        the master's own. A parameter that is not trained is kept there alone.
-Rule 2. Three deep: while a moment computes, units of the next moments come up from the host (the residency's
-window), and those
-        that come up within the `ahead` moments after it are read from SSD. What is asked for and not being
-        read is read then.
-Rule 3. What was read is let go on the host when it has come up.
-Rule 4. What was read for a use that did not come is dropped when the step begins: it writes new values.
-Rule 5. Weights that come in tiles (`offload.tiles.tiled_weights`) are read and updated with their block, and
-never whole on the device
-        but while a state dict is loaded. What was read of them is let go when their block is.
+Rule 1. A parameter has a copy in its own dtype, apart from its master weight and moments; forward and
+  backward read only the copy. On the host, a master of the same dtype is the copy. A parameter that is not
+  trained has the copy alone.
+Rule 2. Loads are three levels deep: while a moment computes, units of the next moments are copied from the
+  host (the residency's window), and units of the `read_ahead` moments after those are read from SSD. A unit
+  that is used but not being read is read synchronously.
+Rule 3. Host memory of a read is freed after the H2D copy.
+Rule 4. Reads for a use that did not happen are dropped when the step begins, because it writes new values.
+Rule 5. Tiled weights (`offload.tiles.tiled_weights`) are read and updated with their block, and are on the
+  device as a whole only while a state dict is loaded. Their host memory is freed with their block.
+
+States of a unit:
+
+    SSD --read--> host buffer --H2D copy--> resident (buffer freed) --free--> SSD
 """
 
 from __future__ import annotations
@@ -31,43 +31,45 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.offload.core import Piece
-from memtune.offload.parameters import ParameterOffloader, copy_of
+from memtune.offload.parameters import ParameterOffloader, host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
-from memtune.program import WRITES_IN_FLIGHT, Residency, reads_ahead
+from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
 from memtune.runtime import HOST, SSD, Context, host_like, local, mark, tier, tier_of, transfer
 from memtune.ssd import ssd_tensors
 
-Where = Literal["host", "ssd"]
+ParameterTier = Literal["host", "ssd"]
 
 
-class AtTheEnd:
-    """What the store knows of an optimizer that does all its work in `step`."""
+class StepEndUpdates:
+    """The interface that the offloader needs of an optimizer that does all its work in `step`."""
 
     def __init__(self, optimizer: SsdOptimizer) -> None:
         self.check = optimizer.check
 
-    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
-        """`SsdOptimizer.keep_in` says so."""
+    def leave_to_offloader(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Do nothing: `SsdOptimizer.write_weights_to` names these parameters."""
 
     def update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Not before `step`."""
+        """Do nothing: `step` updates all."""
 
 
-class KeptParameters(ParameterOffloader):
-    """Makes the blocks' parameters of `context` come and go, updated by `optimizer` at the end of the step.
+class TieredOffloader(ParameterOffloader):
+    """Offloads the blocks' parameters of `context` to SSD or the host; `optimizer` updates them at the end of
+    the step.
 
     Args:
-        context: Its model; hooks are put on its blocks and their parameters.
-        residency: Which block is on the device when.
+        context: Its model; hooks are registered on its blocks and their parameters.
+        residency: Units to free and load at each moment.
         optimizer: Of the same model, its state on SSD or on the host.
-        ahead: Moments by which a block is read from SSD before it comes up.
-        where: Between uses.
-        gradients: Where those are from landing until the step.
-        tiled: Weights that come in tiles.
+        read_ahead: Moments by which a block is read from SSD before its H2D copy.
+        where: Tier of parameters between uses.
+        gradients: Tier of gradients between grad-ready and the step.
+        tiled: Tiled weights.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
-        EnvironmentFault: There is no room on SSD; says for which parameter.
+        ApplyError: A block's parameter is used outside of it, or no parameter outside of the blocks is
+            trained.
+        EnvironmentFault: There is no room on SSD; names the parameter.
     """
 
     def __init__(
@@ -75,31 +77,31 @@ class KeptParameters(ParameterOffloader):
         context: Context,
         residency: Residency,
         optimizer: SsdOptimizer,
-        ahead: int,
-        where: Where,
-        gradients: Where = "host",
+        read_ahead: int,
+        where: ParameterTier,
+        gradients: ParameterTier = "host",
         tiled: Collection[nn.Parameter] = (),
     ) -> None:
         self._gradients: SsdGradients | None = None
-        self._tiled, self._is_whole = {id(each) for each in tiled}, False
+        self._tiled, self._loads_tiled = {id(each) for each in tiled}, False
         self._tiled_on_host: set[int] = set()
-        self._sources: dict[Tensor, Tensor] = {}  # of tiles, by what is on SSD
-        self._down: list[
+        self._tile_sources: dict[Tensor, Tensor] = {}  # by SSD copy: host memory of a tiled weight
+        self._tile_in_flight: list[
             tuple[Tensor, Tensor]
-        ] = []  # the tile on its way, and the gradient that it becomes part of
-        self._where, self._ahead = where, reads_ahead(residency, ahead)
-        self._reading: dict[Tensor, Tensor] = {}  # by what is on SSD: where it comes to
+        ] = []  # (tile in its D2H copy, host gradient that it is part of)
+        self._where, self._read_ahead = where, ssd_reads_by_moment(residency, read_ahead)
+        self._reading: dict[Tensor, Tensor] = {}  # by SSD copy: host memory of its running read
         self.read_bytes = 0
-        super().__init__(context, residency, AtTheEnd(optimizer), early=False, copy=self._up)
-        optimizer.keep_in(self._hosts)
+        super().__init__(context, residency, StepEndUpdates(optimizer), early=False, copy=self._copy_in)
+        optimizer.write_weights_to(self._hosts)
         self._tiled_on_host = {id(self._hosts[each]) for each in tiled}
         if gradients == "ssd":
             self._gradients = SsdGradients(
                 self._trained, {p: name for name, p in context.model.named_parameters()}
             )
 
-    def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Rule 1."""
+    def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Return the copies of parameters between uses (Rule 1)."""
         if self._where == "host":
             return {
                 parameter: _on_host(parameter, context.placement.optimizer_params.get(parameter))
@@ -109,7 +111,7 @@ class KeptParameters(ParameterOffloader):
         return {parameter: self._on_ssd(parameter, names[parameter]) for parameter in mine}
 
     def _on_ssd(self, parameter: nn.Parameter, name: str) -> Tensor:
-        ssd: Tensor = torch.ops.memtune.to_ssd(copy_of(parameter), f"the weight {name}")
+        ssd: Tensor = torch.ops.memtune.to_ssd(host_copy(parameter), f"the weight {name}")
         ssd_tensors.written(ssd)
         mark(ssd, SSD)
         return ssd
@@ -117,39 +119,41 @@ class KeptParameters(ParameterOffloader):
     # -- gradients -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _landed(self, parameter: Tensor) -> None:
-        if id(parameter) in self._tiled:  # its tiles have landed before autograd comes to it, with nothing
+    def _on_grad_ready(self, parameter: Tensor) -> None:
+        if (
+            id(parameter) in self._tiled
+        ):  # each tile was offloaded when ready; autograd's own gradient is empty
             return
-        super()._landed(parameter)
+        super()._on_grad_ready(parameter)
         if self._gradients is not None:
             assert isinstance(parameter, nn.Parameter)
-            self._gradients.starts_down(parameter)
+            self._gradients.begin_offload(parameter)
 
-    def _arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
+    def _add_to_sum(self, parameter: nn.Parameter, host: Tensor) -> None:
         if self._gradients is None:
-            super()._arrived(parameter, host)
+            super()._add_to_sum(parameter, host)
         else:
             self._gradients.arrived(parameter, host)
 
     def _backward_raised(self) -> None:
         super()._backward_raised()
-        while self._down:
-            transfer.abandon(self._down.pop()[1])
+        while self._tile_in_flight:
+            transfer.abandon(self._tile_in_flight.pop()[1])
         if self._gradients is not None:
             self._gradients.flush()
 
     # -- reads -----------------------------------------------------------------------------------------------
 
-    def _begin(self, moment: int) -> None:
+    def _begin_moment(self, moment: int) -> None:
         is_same = moment == self._moment
-        super()._begin(moment)
+        super()._begin_moment(moment)
         if is_same:
             return
         if moment == self._end and self._gradients is not None:
             self._gradients.flush()
         if self._where == "ssd":  # Rule 2
-            for unit in self._ahead[moment][1]:
-                if unit not in self._there:
+            for unit in self._read_ahead[moment][1]:
+                if unit not in self._resident:
                     self._read(self._units[unit])
 
     def _read(self, pieces: Iterable[Piece]) -> None:
@@ -158,75 +162,79 @@ class KeptParameters(ParameterOffloader):
                 self._reading[piece.host] = torch.ops.memtune.from_ssd(piece.host)
                 self.read_bytes += piece.host.nbytes
 
-    def _bring_pieces(self, pieces: Iterable[Piece]) -> None:
+    def _load_pieces(self, pieces: Iterable[Piece]) -> None:
         pieces = list(pieces)
         if self._where == "ssd":
             self._read(pieces)
-        super()._bring_pieces(
-            each for each in pieces if self._is_whole or id(each.host) not in self._tiled_on_host
+        super()._load_pieces(
+            each for each in pieces if self._loads_tiled or id(each.host) not in self._tiled_on_host
         )
 
-    def _bring_all(self) -> None:
-        self._is_whole = True
-        self._sources.clear()
-        super()._bring_all()
+    def _load_all(self) -> None:
+        self._loads_tiled = True
+        self._tile_sources.clear()
+        super()._load_all()
 
-    def _release(self, units: Any) -> None:
-        super()._release(units)
-        if not self._sources:
+    def _free_units(self, units: Any) -> None:
+        super()._free_units(units)
+        if not self._tile_sources:
             return
-        now = min(
-            self._moment, self._end - 1 - self._moment
-        )  # rows of a block are let go before it computes (`gathered_rows`)
+        # Also the current block: under FSDP2 its rows are freed before it computes (`fsdp_shards`).
+        now = min(self._moment, self._end - 1 - self._moment)
         kept = {
             piece.host
-            for unit in (*self._there, *self._of_block[now][: now >= 0])
+            for unit in (*self._resident, *self._of_block[now][: now >= 0])
             for piece in self._units[unit]
         }
-        self._sources = {host: source for host, source in self._sources.items() if host in kept}
+        self._tile_sources = {host: source for host, source in self._tile_sources.items() if host in kept}
 
     # -- tiles -----------------------------------------------------------------------------------------------
 
     def host_of(self, weight: nn.Parameter) -> Tensor:
-        """Rule 5: where its tiles come from."""
+        """Return the host memory of a tiled weight, from which its tiles are copied; read it from SSD if
+        needed.
+        """
         kept = self._hosts[weight]
         if self._where == "host":
             return kept
-        if kept not in self._sources:
+        if kept not in self._tile_sources:
             read = self._reading.pop(kept, None)
-            self._sources[kept] = torch.ops.memtune.from_ssd(kept) if read is None else read
+            self._tile_sources[kept] = torch.ops.memtune.from_ssd(kept) if read is None else read
             self.read_bytes += kept.nbytes if read is None else 0
-        return self._sources[kept]
+        return self._tile_sources[kept]
 
     @torch.no_grad()
-    def tile_landed(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
-        """Rule 3 of `offload.tiles.tiled_weights`."""
+    def on_tile_grad_ready(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
+        """Start the D2H copy of a tile's gradient; after the last tile, the whole gradient is offloaded as
+        others are.
+        """
+        # Tiles are averaged before this call (`offload.tiles.tiled_weights`).
         self._averaged.add(weight)
-        before, whole = self._down.pop() if self._down else (None, None)
-        if whole is None:
-            whole = host_like(local(weight))
-            mark(whole, HOST)
-        transfer.finish(whole)
-        del before
-        is_last = rows.stop == len(whole)
+        before, host = self._tile_in_flight.pop() if self._tile_in_flight else (None, None)
+        if host is None:
+            host = host_like(local(weight))
+            mark(host, HOST)
+        transfer.finish(host)
+        del before  # the tile before, whose copy has ended
+        is_last = rows.stop == len(host)
         if is_last:
-            self._arrive_all(self._on_the_way.let_go(gradient.nbytes))
-        torch.ops.memtune.copy_to_host_(whole[rows], gradient)
+            self._finish_and_sum(self._in_flight.make_room(gradient.nbytes))
+        torch.ops.memtune.copy_to_host_(host[rows], gradient)
         if is_last:
-            self._on_the_way.put((weight, gradient, whole), gradient.nbytes)
+            self._in_flight.put((weight, gradient, host), gradient.nbytes)
             if self._gradients is not None:
-                self._gradients.starts_down(weight)
+                self._gradients.begin_offload(weight)
         else:
-            self._down.append((gradient, whole))
+            self._tile_in_flight.append((gradient, host))
 
-    def _up(self, there: Tensor, kept: Tensor) -> None:
-        """Rule 3."""
+    def _copy_in(self, memory: Tensor, kept: Tensor) -> None:
+        """Copy a parameter to the device; a host buffer that it was read into is freed after the copy."""
         host = kept if self._where == "host" else self._reading.pop(kept)
-        torch.ops.memtune.copy_to_device_(there, host)
+        torch.ops.memtune.copy_to_device_(memory, host)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Rule 4."""
-        self._sources.clear()
+        """Drop reads of values that the step replaces (Rule 4)."""
+        self._tile_sources.clear()
         while self._reading:
             transfer.abandon(self._reading.popitem()[1])
         super()._step_begins(optimizer, args, kwargs)
@@ -240,47 +248,53 @@ class KeptParameters(ParameterOffloader):
         super()._into_state_dict(module, state, prefix, metadata)
 
     @torch.no_grad()
-    def _fetch_whole(self, block: int) -> None:
-        """Through the mapping: `Tuned.load` has read into it, past the checksums, which `_keep` makes
-        anew.
+    def _load_whole_block(self, block: int) -> None:
+        """Load the block for a state dict, through the file's mapping.
+
+        `Tuned.load` has read values into the mapping, so checksums do not match until `_write_back` writes
+        them again.
         """
-        self._sources.clear()
+        self._tile_sources.clear()
         if self._lacks_memory(block):
-            self._release(self._of_block[block])
+            self._free_units(self._of_block[block])
         if self._where == "host":
-            self._is_whole = True
-            super()._fetch_whole(block)
-            self._is_whole = False
+            self._loads_tiled = True
+            super()._load_whole_block(block)
+            self._loads_tiled = False
             return
-        for unit in set(self._of_block[block]) - self._there:
-            self._there.add(unit)
+        for unit in set(self._of_block[block]) - self._resident:
+            self._resident.add(unit)
             for piece in self._units[unit]:
                 if (reading := self._reading.pop(piece.host, None)) is not None:
                     transfer.abandon(reading)
-                piece.take()
-                with _unsafe_preserve_version_counter(piece.there):
-                    piece.there.detach().copy_(piece.host)
+                piece.allocate()
+                with _unsafe_preserve_version_counter(piece.memory):
+                    piece.memory.detach().copy_(piece.host)
 
     def _lacks_memory(self, block: int) -> bool:
-        """Not once it is whole: what a module around this one has loaded by then is there alone."""
+        """Return whether some of the block is freed.
+
+        Once all is resident it must not be loaded again: an outer module's hook may have loaded new values,
+        which are on the device only.
+        """
         pieces = (piece for unit in self._of_block[block] for piece in self._units[unit])
-        return any(each.host.nbytes and not each.there.untyped_storage().nbytes() for each in pieces)
+        return any(each.host.nbytes and not each.memory.untyped_storage().nbytes() for each in pieces)
 
     @torch.no_grad()
-    def _keep(self, loaded: list[nn.Parameter]) -> None:
+    def _write_back(self, loaded: list[nn.Parameter]) -> None:
         if self._where == "host":
-            super()._keep(loaded)
+            super()._write_back(loaded)
             return
         for parameter in loaded:
-            torch.ops.memtune.write_ssd_(self._hosts[parameter], copy_of(parameter))
+            torch.ops.memtune.write_ssd_(self._hosts[parameter], host_copy(parameter))
             ssd_tensors.written(self._hosts[parameter])
 
     def check(self) -> dict[str, Any]:
-        """Where the blocks' parameters are, and what has been read of them.
+        """Return facts about the blocks' parameters and the bytes read, for the audit.
 
         Raises:
-            ApplyError: Some are on the device between two steps, or some of the optimizer's state is not
-                where it belongs.
+            ApplyError: Some are on the device between two steps, or some of the optimizer's state is not on
+                its tier.
         """
         facts = super().check() | {"parameters_on": self._where, "parameter_bytes_read": self.read_bytes}
         return (
@@ -291,23 +305,23 @@ class KeptParameters(ParameterOffloader):
 
 
 def _on_host(parameter: nn.Parameter, held: nn.Parameter | None) -> Tensor:
-    """Where the values of `parameter` are kept on the host; `held`: what the optimizer has in its place."""
+    """Return the host copy of `parameter`; `held` is the optimizer's replacement, which serves if the dtype
+    is equal.
+    """
     if held is not None and tier_of(held) == HOST and held.dtype is parameter.dtype:
         return held.detach()
-    return copy_of(parameter)
+    return host_copy(parameter)
 
 
-# Gradients on SSD, from when they have landed on the host until the optimizer's step reads them
-# (ZeRO-Infinity, section 5.1.1).
 class SsdGradients:
-    """The places, and what is on its way to them.
+    """Gradients on SSD, from grad-ready until the optimizer's step reads them (ZeRO-Infinity, section 5.1.1).
 
     Args:
-        held: By parameter, what the optimizer holds in its place.
+        held: The optimizer's parameter of each parameter.
         names: Of the parameters, for errors.
 
     Raises:
-        EnvironmentFault: There is no room on SSD; says for which parameter.
+        EnvironmentFault: There is no room on SSD; names the parameter.
     """
 
     def __init__(self, held: Mapping[nn.Parameter, nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
@@ -317,15 +331,15 @@ class SsdGradients:
         self._writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
         self.written_bytes = 0
 
-    def starts_down(self, parameter: nn.Parameter) -> None:
-        """Rule 2: its copy to the host has begun."""
-        if (left := self._sums.pop(parameter, None)) is not None:  # of a backward that ended in an error
+    def begin_offload(self, parameter: nn.Parameter) -> None:
+        """Read the sum of earlier micro-batches while the D2H copy of the gradient runs."""
+        if (left := self._sums.pop(parameter, None)) is not None:  # of a backward that raised
             transfer.abandon(left)
         if self._held[parameter].grad is not None:
             self._sums[parameter] = torch.ops.memtune.from_ssd(self._places[parameter])
 
     def arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
-        """Rules 1 and 2."""
+        """Add the sum of earlier micro-batches to a gradient on the host, and start writing it."""
         if (so_far := self._sums.pop(parameter, None)) is not None:
             transfer.finish(so_far)
             with tier(HOST):
@@ -340,7 +354,7 @@ class SsdGradients:
         self._held[parameter].grad = place
 
     def flush(self) -> None:
-        """Everything is written."""
+        """Wait for all writes."""
         while self._writing:
             self._finish_oldest()
 

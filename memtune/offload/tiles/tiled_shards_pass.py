@@ -1,6 +1,4 @@
-"""Pass of tiles of weights that FSDP2 shards: each tile is gathered when used, on a result of
-`parameter_offload_pass`.
-"""
+"""Pass of tiles of weights that FSDP2 shards, applied to a result of `parameter_offload_pass`."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from memtune.offload.core import gathers_of, members_of_units
 from memtune.offload.tiles.tiled_weights_pass import (
     BACKWARD,
     Layer,
+    OffloadedWeights,
     OpSequences,
     TileOps,
-    Whereabouts,
     is_linear,
     large_ones,
     products_of,
-    run_in_tiles,
-    without_wholes,
+    run_layers_in_tiles,
+    without_whole_weights,
 )
 from memtune.program import I32, READS, Edit, Kind, Resource, Step, columns_of
 
@@ -31,7 +29,7 @@ _REDUCES_AFTER = 2
 
 
 @dataclass(frozen=True, eq=False)
-class _Wholes:
+class _WholeTensors:
     """Whole parameters and gradients that FSDP2 gathers and reduces; (parameters,) each, -1 for none."""
 
     forward: I32
@@ -45,7 +43,7 @@ class _Wholes:
     """The whole gradient of the bias of the same layer."""
 
     @classmethod
-    def of(cls, step: Step) -> _Wholes:
+    def of(cls, step: Step) -> _WholeTensors:
         """Return those of the blocks of `step`."""
         gathers, count = gathers_of(step), len(step.parameters)
         assert gathers is not None
@@ -55,9 +53,8 @@ class _Wholes:
         forward, backward, raw, pack = (np.full(count, -1, np.int32) for _ in range(4))
         n_blocks = len(step.blocks)
         for block, members in enumerate(members_of_units(step)):
-            places = np.arange(
-                -len(members), 0
-            )  # each parameter's memory is taken right before what copies all out
+            # FSDP2 allocates each parameter right before the op that copies all out of the gather's buffer.
+            places = np.arange(-len(members), 0)
             forward[members] = one_of[gathers.copies[block] + places]
             backward[members] = one_of[gathers.copies[2 * n_blocks - 1 - block] + places]
         if _PACK in step.names:
@@ -82,14 +79,19 @@ def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
 
     Each block keeps a trained parameter that FSDP2 gathers and reduces.
     """
-    columns, wholes, product = columns_of(step.parameters), _Wholes.of(step), products_of(step)
+    columns, whole_tensors, product = columns_of(step.parameters), _WholeTensors.of(step), products_of(step)
     two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
-    mine = np.flatnonzero(two & (columns.block >= 0) & (wholes.raw >= 0) & (columns.gradient >= 0))
-    readers = _readers(step, np.concatenate([wholes.forward[mine], wholes.backward[mine], wholes.raw[mine]]))
+    mine = np.flatnonzero(two & (columns.block >= 0) & (whole_tensors.raw >= 0) & (columns.gradient >= 0))
+    readers = _readers(
+        step,
+        np.concatenate([whole_tensors.forward[mine], whole_tensors.backward[mine], whole_tensors.raw[mine]]),
+    )
     found = []
     for p in mine.tolist():
-        raw, (rows, deep) = int(wholes.raw[p]), columns.shapes[p]
-        uses = np.concatenate([readers[int(each)] for each in (wholes.forward[p], wholes.backward[p])])
+        raw, (rows, deep) = int(whole_tensors.raw[p]), columns.shapes[p]
+        uses = np.concatenate(
+            [readers[int(each)] for each in (whole_tensors.forward[p], whole_tensors.backward[p])]
+        )
         even = int(step.storages.bytes[raw]) == ranks * rows * deep * int(columns.itemsize[p])
         if (
             even
@@ -102,15 +104,13 @@ def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
             found.append(p)
     large = large_ones(step, found)
     kept = np.zeros(len(step.blocks), bool)
-    rest = np.setdiff1d(np.flatnonzero(wholes.raw >= 0), large)
+    rest = np.setdiff1d(np.flatnonzero(whole_tensors.raw >= 0), large)
     kept[columns.block[rest[columns.block[rest] >= 0]]] = True
     return tuple(p for p in large if kept[columns.block[p]])
 
 
 def _readers(step: Step, storages: I32) -> dict[int, I32]:
-    """Return by storage the ops that read it, in order; the op that copies a unit's parameters out writes
-    them.
-    """
+    """Return by storage the ops that read it, in order; FSDP2's op that fills it writes."""
     wanted = np.zeros(step.storages.n + 1, bool)
     wanted[storages] = True
     rows = np.flatnonzero(wanted[step.uses.storage] & (step.uses.mode == READS))
@@ -133,46 +133,47 @@ def tile_rows(step: Step, weights: tuple[int, ...], tiles: int, ranks: int) -> S
         tiles: At least 2.
         ranks: Over which the weights are sharded.
     """
-    edit, wholes, of = Edit(step), _Wholes.of(step), Whereabouts(step, weights)
+    edit, whole_tensors, of = Edit(step), _WholeTensors.of(step), OffloadedWeights(step, weights)
     edit.set_ops(traffic_bytes=step.ops.traffic_bytes.copy())
     some = list(weights)
-    readers = _readers(step, np.concatenate([wholes.forward[some], wholes.backward[some]]))
-    turns = OpSequences(step, edit)
-    layers = [_Layer(turns, of, p, tiles, ranks, wholes, readers) for p in weights]
+    readers = _readers(step, np.concatenate([whole_tensors.forward[some], whole_tensors.backward[some]]))
+    sequences = OpSequences(step, edit)
+    layers = [_Layer(sequences, of, p, tiles, ranks, whole_tensors, readers) for p in weights]
     layers.sort(key=lambda layer: layer.product)
-    copies = run_in_tiles(turns, layers)
-    # The last tile's gradient is let go when the next one lands: of the weight that follows, or of the rest
-    # of the block.
+    copies = run_layers_in_tiles(sequences, layers)
+    # The last tile's gradient is freed when the next gradient is offloaded: the next weight's, or that of the
+    # rest of the block.
     pack, after = np.asarray([(each.pack, each.reduce + 1) for each in layers], np.int32).T
     follows = np.append(pack[1:] == pack[:-1], False)
-    edit.let_go_before(
+    edit.release_before(
         np.asarray([each.last for each in layers], np.int32),
         np.where(follows, np.append(copies[1:], -1), after),
     )
     read = [(each.source, each.reduce) for each in layers if step.storages.producer[each.source] >= 0]
-    if read:  # until the next block's moment begins
+    if read:
+        # Held until the next block's moment begins, as an untiled load's source is.
         edit.hold_through(*np.asarray(read, np.int32).T)
-    return without_wholes(edit, layers)
+    return without_whole_weights(edit, layers)
 
 
 class _GatheredTileOps(TileOps):
     """Ops of tiles gathered from R ranks; bytes are of this rank's share, a part of the weight."""
 
     def __init__(
-        self, turns: OpSequences, ranks: int, *, waited: bool, staged: bool, given_bytes: int
+        self, sequences: OpSequences, ranks: int, *, waited: bool, staged: bool, given_bytes: int
     ) -> None:
-        super().__init__(turns, ranks)
+        super().__init__(sequences, ranks)
         self._waited, self._staged, self._given_bytes = waited, staged, given_bytes
         self._columns = 0
 
-    def bring(self, n_bytes: int, source: int, *, ahead: bool) -> int:
+    def load(self, n_bytes: int, source: int, *, prefetch: bool) -> int:
         """Load this rank's share and all-gather the tile."""
-        mine = super().bring(n_bytes, source, ahead=ahead)
+        mine = super().load(n_bytes, source, prefetch=prefetch)
         tile = self.storage(
             self.op("aten.new_empty.default", Resource.NOTHING), self._ranks * n_bytes, Kind.COMMUNICATION
         )
         self._message(
-            "memtune.all_gather_into_.default", mine, tile, n_bytes, waited=self._waited or not ahead
+            "memtune.all_gather_into_.default", mine, tile, n_bytes, waited=self._waited or not prefetch
         )
         return tile
 
@@ -189,7 +190,7 @@ class _GatheredTileOps(TileOps):
 
     def forward(self, like: int, part: float, tile: int) -> None:
         """Multiply, and copy the result to the tile's columns of the output, which are not adjacent."""
-        out = self._turns.made_by(like)
+        out = self._sequences.made_by(like)
         n_bytes = int(part * self._step.storages.bytes[out])
         op = self.like(self.name_of(like), like, part)
         columns = self.storage(op, n_bytes, Kind.TEMPORARY, owned=False)
@@ -228,58 +229,60 @@ class _GatheredTileOps(TileOps):
 class _Layer(Layer):
     """One weight of which this rank has C rows."""
 
-    lands_after = True
+    copy_is_after = True
 
     def __init__(
         self,
-        turns: OpSequences,
-        of: Whereabouts,
+        sequences: OpSequences,
+        of: OffloadedWeights,
         parameter: int,
         tiles: int,
         ranks: int,
-        wholes: _Wholes,
+        whole_tensors: _WholeTensors,
         readers: dict[int, I32],
     ) -> None:
-        super().__init__(turns, of, parameter, tiles, ranks)
-        self._wholes, self._readers = wholes, readers
-        self.raw, self.pack = int(wholes.raw[parameter]), int(wholes.pack[parameter])
+        super().__init__(sequences, of, parameter, tiles, ranks)
+        self._whole_tensors, self._readers = whole_tensors, readers
+        self.raw, self.pack = int(whole_tensors.raw[parameter]), int(whole_tensors.pack[parameter])
         self.product, self.reduce = int(self.step.storages.producer[self.raw]), self.pack + _REDUCES_AFTER
         self._waited = int(self.step.ops.stream[self.reduce]) == 1
         self.source = -1
         """The host storage of its tiles in backward."""
-        bias = int(wholes.bias[parameter])
-        self.lands_at = max(self.product, int(self.step.storages.producer[bias]) if bias >= 0 else -1)
+        bias = int(whole_tensors.bias[parameter])
+        self.copy_anchor = max(self.product, int(self.step.storages.producer[bias]) if bias >= 0 else -1)
 
-    def turn(self) -> TileOps:
-        """An empty one."""
+    def new_tile_ops(self) -> TileOps:
+        """Return an empty sequence for one pass over the tiles."""
         step, itemsize = self.step, int(columns_of(self.step.parameters).itemsize[self.owner])
-        deep, (waited, staged) = self.row_bytes // itemsize, self._how()
+        deep, (waited, staged) = self.row_bytes // itemsize, self._modes()
         given_bytes = round(step.ops.flops[self.product] / (2 * deep) * itemsize)
-        return _GatheredTileOps(self.turns, self.ranks, waited=waited, staged=staged, given_bytes=given_bytes)
+        return _GatheredTileOps(
+            self.sequences, self.ranks, waited=waited, staged=staged, given_bytes=given_bytes
+        )
 
     def kind(self) -> tuple[int, ...]:
         """Return the key of `Layer.kind` with the modes of messages."""
-        return *super().kind(), *map(int, self._how())
+        return *super().kind(), *map(int, self._modes())
 
-    def _how(self) -> tuple[bool, bool]:
+    def _modes(self) -> tuple[bool, bool]:
         """Return whether compute waits for messages, and whether reductions copy first."""
-        return self._waited, self.turns.made_by(self.reduce) >= 0
+        return self._waited, self.sequences.made_by(self.reduce) >= 0
 
-    def runs_in_tiles(self) -> None:
+    def run_in_tiles(self) -> None:
         """Replace forward, recompute and backward; FSDP2 gathers and reduces the rest of the block."""
         step, gathers, is_read = self.step, gathers_of(self.step), False
         assert gathers is not None
         source_of: dict[int, int] = {}
-        for there in self.there:
-            source, users = self.let_go(there)
+        for there in self.on_device:
+            source, users = self.drop_load(there)
             source_of |= dict.fromkeys(users, source)
         block, n_blocks = int(columns_of(step.parameters).block[self.owner]), len(step.blocks)
         for gather, copy, whole in (
-            (gathers.forward[block], gathers.copies[block], self._wholes.forward[self.owner]),
+            (gathers.forward[block], gathers.copies[block], self._whole_tensors.forward[self.owner]),
             (
                 gathers.backward[block],
                 gathers.copies[2 * n_blocks - 1 - block],
-                self._wholes.backward[self.owner],
+                self._whole_tensors.backward[self.owner],
             ),
         ):
             self._not_gathered(int(gather), int(copy), int(whole))
@@ -295,18 +298,18 @@ class _Layer(Layer):
 
     def _not_gathered(self, gather: int, copy: int, whole: int) -> None:
         step, edit, n_bytes = self.step, self.edit, int(self.step.storages.bytes[whole])
-        edit.storages.bytes[self.turns.written_by(gather)] -= n_bytes
+        edit.storages.bytes[self.sequences.written_by(gather)] -= n_bytes
         edit.ops.traffic_bytes[gather] -= n_bytes
         edit.ops.traffic_bytes[copy] -= 2 * n_bytes
         self.replaced.append(int(step.storages.producer[whole]))
-        self.whole.append(whole)
+        self.unused.append(whole)
 
     def _not_reduced(self) -> None:
         edit, n_bytes = self.edit, int(self.step.storages.bytes[self.raw])
-        edit.storages.bytes[self.turns.written_by(self.pack)] -= n_bytes
-        edit.storages.bytes[self.turns.written_by(self.reduce)] -= n_bytes // self.ranks
+        edit.storages.bytes[self.sequences.written_by(self.pack)] -= n_bytes
+        edit.storages.bytes[self.sequences.written_by(self.reduce)] -= n_bytes // self.ranks
         edit.ops.traffic_bytes[self.pack] -= 2 * n_bytes
         edit.ops.traffic_bytes[self.reduce] -= n_bytes
-        if (staging := self.turns.made_by(self.reduce)) >= 0:
+        if (staging := self.sequences.made_by(self.reduce)) >= 0:
             edit.storages.bytes[staging] -= n_bytes
-        self.whole.append(self.raw)
+        self.unused.append(self.raw)

@@ -1,21 +1,17 @@
-"""Linear layers with weights loaded in tiles: at most two tiles of the weight, and of its gradient, are on
-the device.
+"""Linear layers with weights loaded in tiles, of which at most two are on the device.
 
 Memory-centric tiling (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1.3); `tiled_weights_pass` predicts
 it op by op.
 
 - A tile is some rows of the weight (output features). Forward loads tile after tile, each while the previous
-  one computes
-  its columns of the output, and saves the input only.
+  one computes its columns of the output, and saves the input only.
 - Backward loads them again, adds each tile's part to the input's gradient and computes the tile's rows of the
-  weight's
-  gradient, whose D2H copy starts at once, into one host gradient. The bias gets its gradient before the last
-  tile's copy.
+  weight's gradient, whose D2H copy starts at once, into one host gradient. The bias gets its gradient before
+  the last tile's copy.
 - One tile's gradient is in a D2H copy at a time. Replicas average each tile's before it is offloaded.
 - The weight is saved, loaded and updated as its block's other parameters are: whole, on the host or on SSD.
 - Under FSDP2 (`ShardedTiles`) the weight is taken out of its unit. A tile is a share of each rank's rows,
-  loaded over every
-  rank's own link and gathered; its gradient is reduce-scattered at once.
+  loaded over every rank's own link and gathered; its gradient is reduce-scattered at once.
 """
 
 from __future__ import annotations
@@ -40,8 +36,8 @@ class TileStore(Protocol):
     def host_of(self, weight: nn.Parameter) -> Tensor:
         """Return this rank's rows of the weight, in host memory."""
 
-    def tile_landed(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
-        """Some rows of its gradient, averaged over ranks, are there; those of a backward come in order."""
+    def on_tile_grad_ready(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
+        """Offload rows of the weight's averaged gradient; those of a backward are given in order."""
 
 
 class Tiles(Protocol):
@@ -50,7 +46,7 @@ class Tiles(Protocol):
     def height(self, weight: nn.Parameter) -> int:
         """Return the number of rows of the weight that this rank has."""
 
-    def bring(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+    def load(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
         """Return the tile of these rows, on the device."""
 
     def multiply(
@@ -79,9 +75,9 @@ class WholeTiles:
         """As in `Tiles`."""
         return len(weight)
 
-    def bring(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+    def load(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
         """As in `Tiles`."""
-        return bring_rows(weight, host, rows)
+        return load_rows(weight, host, rows)
 
     def multiply(
         self, tokens: Tensor, take: Callable[[], Tensor], bias: Tensor | None, out: Tensor, rows: slice
@@ -103,7 +99,7 @@ class WholeTiles:
         return gradient
 
 
-def bring_rows(weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+def load_rows(weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
     """Return these rows of `host` on the device of `weight`."""
     there = torch.empty((rows.stop - rows.start, *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
     torch.ops.memtune.copy_to_device_(there, host[rows])
@@ -122,7 +118,7 @@ def linear_layers(context: Context, weights: Iterable[str]) -> dict[nn.Parameter
         module = dict(context.model.named_modules()).get(owner)
         if type(module) is not nn.Linear or own != "weight" or "forward" in vars(module):
             raise ApplyError(
-                f"{name} is not the weight of a plain nn.Linear, so it cannot come in tiles.",
+                f"{name} is not the weight of a plain nn.Linear, so it cannot be loaded in tiles.",
                 evidence="The model has no such layer."
                 if module is None
                 else f"It is in a {type(module).__name__}.",
@@ -140,7 +136,15 @@ def install(
     store: TileStore,
     tiles: Tiles | None = None,
 ) -> None:
-    """Let these layers run in `count` tiles each; `tiles`: given where ranks have sharded the weights."""
+    """Replace the forward of these layers by one in `count` tiles.
+
+    Args:
+        context: `undo` gets the reverse.
+        layers: The layers by weight.
+        count: Number of tiles of each weight.
+        store: Holds the weights on the host and takes their gradients.
+        tiles: Given if ranks have sharded the weights; None: weights are whole on each rank.
+    """
     if tiles is None:
         tiles = WholeTiles(dist.group.WORLD if context.placement.world_size > 1 else None)
     for weight, module in layers.items():
@@ -149,41 +153,42 @@ def install(
 
 
 class _Weight(NamedTuple):
+    """A weight that is loaded in tiles."""
+
     parameter: nn.Parameter
     parts: int
     store: TileStore
     tiles: Tiles
 
-    def brought(self) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
+    def loaded_tiles(self) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
         """Yield rows and a function that returns their tile once; the next tile is prefetched by then."""
         host, device, rows = self.store.host_of(self.parameter), self.parameter.device, self.rows()
-        there = [
-            self._bring(host, rows[0])
-        ]  # what is handed over is in no variable here, so that it is let go when it was used
+        # The caller pops a tile from the list, so that no local variable of this generator keeps it alive.
+        there = [self._load(host, rows[0])]
         for i, mine in enumerate(rows):
             transfer.wait_prefetched(device)
             if i + 1 < len(rows):
                 with transfer.prefetching(device):
-                    there.append(self._bring(host, rows[i + 1]))
+                    there.append(self._load(host, rows[i + 1]))
             yield mine, partial(there.pop, 0)
 
-    def not_brought(self) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
-        """Yield as `brought` does, where no tile is needed."""
+    def rows_without_tiles(self) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
+        """Yield as `loaded_tiles` does, without loads: only the weight's gradient is computed."""
         return ((rows, self.parameter.detach) for rows in self.rows())
 
     def rows(self) -> tuple[slice, ...]:
         """Return the rows of this rank in each tile."""
         return split_rows(self.tiles.height(self.parameter), self.parts)
 
-    def _bring(self, host: Tensor, rows: slice) -> Tensor:
-        return self.tiles.bring(self.parameter, host, rows)
+    def _load(self, host: Tensor, rows: slice) -> Tensor:
+        return self.tiles.load(self.parameter, host, rows)
 
 
 def _forward(module: nn.Linear, weight: _Weight, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         raise ApplyError(
-            "A weight that comes in tiles is used under autocast.",
-            evidence="It would be cast whole; the step that the plan was made for casts none.",
+            "A weight that is loaded in tiles is used under autocast.",
+            evidence="Autocast would cast the whole weight; the step of the plan casts none.",
             fix="tiles: 1  for offload.states, or a plan made under autocast",
             code="MT364",
         )
@@ -219,7 +224,7 @@ class _Tiled(torch.autograd.Function):
     ) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # (M, K)
         out = x.new_empty(len(tokens), len(parameter))  # (M, N)
-        for rows, take in weight.brought():
+        for rows, take in weight.loaded_tiles():
             weight.tiles.multiply(tokens, take, bias, out, rows)
         if not x.requires_grad:
             ctx.save_for_backward(x)
@@ -232,28 +237,28 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (kept,), weight = ctx.kept, ctx.weight
         (x,) = kept.saved_tensors
-        # not if the graph is kept; else its node would have them until its turn
+        # The input is saved on another node, which autograd would clear only after it has run. With
+        # `retain_graph=True` this does nothing.
         kept.maybe_clear_saved_tensors()
         tokens, given = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         of_x = tokens.new_empty(tokens.shape) if ctx.needs_input_grad[0] else None
-        for rows, take in weight.brought() if of_x is not None else weight.not_brought():
+        for rows, take in weight.loaded_tiles() if of_x is not None else weight.rows_without_tiles():
             columns = weight.tiles.columns(given, rows)
             if of_x is not None and rows.start == 0:
                 torch.mm(columns, take(), out=of_x)
             elif of_x is not None:
                 torch.addmm(of_x, columns, take(), out=of_x)
             of_tile = columns.t() @ tokens
-            del columns
+            del columns  # under FSDP2 a copy, which must not outlive the product
             of_tile = weight.tiles.averaged(of_tile)
+            # The last tile is offloaded after the bias has its gradient, as the pass predicts.
             if rows.stop < weight.tiles.height(weight.parameter):
-                weight.store.tile_landed(weight.parameter, rows, of_tile)
+                weight.store.on_tile_grad_ready(weight.parameter, rows, of_tile)
         of_bias = given.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        weight.store.tile_landed(weight.parameter, rows, of_tile)
+        weight.store.on_tile_grad_ready(weight.parameter, rows, of_tile)
         return None if of_x is None else of_x.view_as(x), None, of_bias, None, None
 
 
-# Tiles of weights that FSDP2 has divided: of each rank's rows a share, gathered when the tile is used
-# (`offload.tiles.tiled_weights`).
 class ShardedTiles:
     """Tiles of sharded weights. Legend: R = ranks, C = rows of a rank, k = rows of a rank in a tile.
 
@@ -268,9 +273,9 @@ class ShardedTiles:
         """Return C."""
         return len(weight) // self._ranks
 
-    def bring(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+    def load(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
         """Return a tile (R · k, K) gathered from all ranks."""
-        mine = bring_rows(weight, host, rows)
+        mine = load_rows(weight, host, rows)
         tile = mine.new_empty(self._ranks * len(mine), *mine.shape[1:])
         torch.ops.memtune.all_gather_into_(tile, mine, self._name, self._ranks)
         return tile
@@ -319,7 +324,7 @@ def sharded_tiles(context: Context, weights: Collection[nn.Parameter]) -> Sharde
         uneven = [each._param_fqn for each in mine if each.sharded_param.shape[0] % group.size()]
         if uneven or len(mine) == len(unit.fsdp_params):
             raise ApplyError(
-                f"{uneven[0] if uneven else f'All of {name}'} cannot come in tiles.",
+                f"{uneven[0] if uneven else f'All of {name}'} cannot be loaded in tiles.",
                 evidence=f"Its rows do not divide evenly among {group.size()} ranks."
                 if uneven
                 else "Nothing is left to gather.",

@@ -1,6 +1,4 @@
-"""Pass of `offload.tiles.tiled_weights`: weights of linear layers loaded in tiles, on a result of
-`parameter_offload_pass`.
-"""
+"""Pass of `offload.tiles.tiled_weights`, applied to a result of `parameter_offload_pass`."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ def tileable(step: Step, tiles: int) -> tuple[int, ...]:
     """Return the parameters of `step` to load in `tiles` tiles: large weights of blocks' linear layers.
 
     Only matrix products read such a weight, in forward one of its own module, and one product makes its
-    gradient. A weight
-    that is cast, shared or frozen is not tiled.
+    gradient. A weight that is cast, shared or frozen is not tiled.
     """
     columns, raw = columns_of(step.parameters), raw_gradients(step)
     two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
@@ -105,7 +102,7 @@ def weights_before_biases(step: Step, weights: tuple[int, ...]) -> Step:
     columns = columns_of(step.parameters)
     index = {name: i for i, name in enumerate(columns.names)}
     adds = adding(step)
-    landing, use_op = step.grad_order.copy(), step.uses.op.copy()
+    grad_order, use_op = step.grad_order.copy(), step.uses.op.copy()
     at = {each: i for i, each in enumerate(step.grad_order.tolist())}
     for p in weights:
         bias = index.get(columns.names[p].removesuffix("weight") + "bias", -1)
@@ -113,12 +110,12 @@ def weights_before_biases(step: Step, weights: tuple[int, ...]) -> Step:
             continue
         one, other = at.get(int(columns.gradient[bias]), -1), at.get(int(columns.gradient[p]), -1)
         if one >= 0 and other == one + 1:
-            landing[[one, other]] = step.grad_order[[other, one]]
+            grad_order[[one, other]] = step.grad_order[[other, one]]
             first, second = adds[columns.gradient[bias]], adds[columns.gradient[p]]
             if first >= 0 and second >= 0:
                 use_op[step.uses.op == first], use_op[step.uses.op == second] = second, first
     order = np.argsort(use_op, kind="stable")
-    return replace(step, grad_order=landing).with_uses(
+    return replace(step, grad_order=grad_order).with_uses(
         op=use_op[order], storage=step.uses.storage[order], mode=step.uses.mode[order]
     )
 
@@ -133,21 +130,21 @@ def tile_weights(step: Step, weights: tuple[int, ...], tiles: int, ranks: int = 
         tiles: At least 2.
         ranks: Number of replicas, which average each tile's gradient before it is offloaded.
     """
-    edit, of = Edit(step), Whereabouts(step, weights)
-    turns = OpSequences(step, edit)
-    layers = [Layer(turns, of, p, tiles, ranks) for p in weights]
-    run_in_tiles(turns, layers)
-    return without_wholes(edit, layers)
+    edit, of = Edit(step), OffloadedWeights(step, weights)
+    sequences = OpSequences(step, edit)
+    layers = [Layer(sequences, of, p, tiles, ranks) for p in weights]
+    run_layers_in_tiles(sequences, layers)
+    return without_whole_weights(edit, layers)
 
 
-class Whereabouts:
+class OffloadedWeights:
     """Ops and storages of some offloaded weights in a result of `parameter_offload_pass`, by parameter."""
 
     def __init__(self, step: Step, weights: Sequence[int]) -> None:
         wanted = np.zeros(len(step.parameters) + 1, bool)  # the last one serves -1
         wanted[list(weights)] = True
         mine = wanted[step.storages.owner]
-        self.there: dict[int, list[int]] = {p: [] for p in weights}
+        self.on_device: dict[int, list[int]] = {p: [] for p in weights}
         """The storages of each weight on the device."""
         self.users: dict[int, list[int]] = {}
         """The ops that use each of these storages; the first one fills it."""
@@ -155,7 +152,7 @@ class Whereabouts:
             mine & (step.storages.kind == Kind.COMMUNICATION) & (step.storages.tier == Tier.DEVICE)
         )
         for each, p in zip(there.tolist(), step.storages.owner[there].tolist(), strict=True):
-            self.there[p].append(each)
+            self.on_device[p].append(each)
             self.users[each] = []
         is_there = np.zeros(step.storages.n, bool)
         is_there[there] = True
@@ -183,19 +180,19 @@ class Whereabouts:
         """By storage, the op that averages it."""
 
 
-def run_in_tiles(turns: OpSequences, layers: Sequence[Layer]) -> I32:
+def run_layers_in_tiles(sequences: OpSequences, layers: Sequence[Layer]) -> I32:
     """Run these layers in tiles; return the D2H copies of their last tiles' gradients."""
     for layer in layers:
-        layer.runs_in_tiles()
-    turns.done()
-    step, edit = turns.step, turns.edit
+        layer.run_in_tiles()
+    sequences.done()
+    step, edit = sequences.step, sequences.edit
     down, at = (
-        np.asarray([getattr(each, name) for each in layers], np.int32) for name in ("down", "lands_at")
+        np.asarray([getattr(each, name) for each in layers], np.int32) for name in ("down", "copy_anchor")
     )
     copies = edit.add_ops(
         "memtune.copy_to_host_.default",
-        before=None if layers[0].lands_after else at,
-        after=at if layers[0].lands_after else None,
+        before=None if layers[0].copy_is_after else at,
+        after=at if layers[0].copy_is_after else None,
         phase=Phase.BACKWARD,
         resource=Resource.DEVICE_TO_HOST,
         traffic_bytes=np.asarray([each.bytes_of(each.rows[-1]) for each in layers], np.int64),
@@ -204,23 +201,24 @@ def run_in_tiles(turns: OpSequences, layers: Sequence[Layer]) -> I32:
     )
     edit.add_uses(copies, np.asarray([each.last for each in layers], np.int32))
     edit.add_uses(copies, np.asarray([each.sum for each in layers], np.int32), mode=WRITES)
-    gone = np.asarray([each.gone_at for each in layers], np.int32)
-    edit.let_go_before(
+    gone = np.asarray([each.freed_at for each in layers], np.int32)
+    edit.release_before(
         np.asarray([each.last_but_one for each in layers], np.int32), np.where(gone < 0, copies, gone)
     )
     until = np.asarray([each.reads_sum for each in layers], np.int32)
-    inputs = [turns.used_by(each.product) for each in layers]  # its node still has them
+    # The autograd node references its inputs until it ends, after the last tile's copy has started.
+    inputs = [sequences.used_by(each.product) for each in layers]
     until = np.where(until < 0, copies, until).repeat([len(each) for each in inputs])
     edit.hold_through(np.asarray([x for each in inputs for x in each], np.int32), until.astype(np.int32))
     return copies
 
 
-def without_wholes(edit: Edit, layers: Sequence[Layer]) -> Step:
+def without_whole_weights(edit: Edit, layers: Sequence[Layer]) -> Step:
     """Return the edited step, without the whole weights of these layers."""
     step = layers[0].step
     dropped, whole = np.zeros(step.ops.n, bool), np.zeros(step.storages.n, bool)
     dropped[[op for layer in layers for op in layer.replaced]] = True
-    whole[[each for layer in layers for each in layer.whole]] = True
+    whole[[each for layer in layers for each in layer.unused]] = True
     edit.drop_ops(dropped)
     edit.drop_uses(whole[step.uses.storage])
     return edit.done()
@@ -229,30 +227,36 @@ def without_wholes(edit: Edit, layers: Sequence[Layer]) -> Step:
 class Layer:
     """One weight W (N, K) in tiles, whole on this rank's host; M = tokens."""
 
-    lands_after: ClassVar[bool] = False
-    """Whether the last tile's gradient goes down after the op `lands_at`; else before."""
+    copy_is_after: ClassVar[bool] = False
+    """True if the D2H copy of the last tile's gradient follows the op `copy_anchor`; else it precedes it."""
 
     def __init__(
-        self, turns: OpSequences, of: Whereabouts, parameter: int, tiles: int, ranks: int = 1
+        self, sequences: OpSequences, of: OffloadedWeights, parameter: int, tiles: int, ranks: int = 1
     ) -> None:
-        step = turns.step
+        step = sequences.step
         columns = columns_of(step.parameters)
         wide, deep = columns.shapes[parameter]
-        self.turns, self.step, self.edit, self.owner, self.ranks = turns, step, turns.edit, parameter, ranks
+        self.sequences, self.step, self.edit, self.owner, self.ranks = (
+            sequences,
+            step,
+            sequences.edit,
+            parameter,
+            ranks,
+        )
         self.row_bytes = deep * int(columns.itemsize[parameter])
         self.rows = split_rows(wide, tiles)
         self._wide, self._of = wide, of
-        self.there = of.there[parameter]
+        self.on_device = of.on_device[parameter]
         self.sum = of.on_host[parameter]
         self.down = int(step.storages.producer[self.sum])
         """The op that copied the whole gradient to the host."""
-        self.raw = turns.used_by(self.down)[0]
+        self.raw = sequences.used_by(self.down)[0]
         self.product = int(step.storages.producer[self.raw])
-        self.lands_at, self.gone_at, self.reads_sum = self.down, -1, -1
+        self.copy_anchor, self.freed_at, self.reads_sum = self.down, -1, -1
         self._made: tuple[Group, int] | None = None
         self.replaced: list[int] = []
         """Ops of the step that are replaced."""
-        self.whole: list[int] = list(self.there)
+        self.unused: list[int] = list(self.on_device)
         """Storages without uses in the result."""
 
     @property
@@ -260,28 +264,28 @@ class Layer:
         """The last tile's gradient."""
         assert self._made is not None
         group, member = self._made
-        return group.real(member, group.turn.last)
+        return group.real(member, group.tile_ops.last)
 
     @property
     def last_but_one(self) -> int:
         """The gradient of the tile before the last."""
         assert self._made is not None
         group, member = self._made
-        return group.real(member, group.turn.last_but_one)
+        return group.real(member, group.tile_ops.last_but_one)
 
-    def turn(self) -> TileOps:
-        """An empty one."""
-        return TileOps(self.turns, self.ranks)
+    def new_tile_ops(self) -> TileOps:
+        """Return an empty sequence for one pass over the tiles."""
+        return TileOps(self.sequences, self.ranks)
 
     def kind(self) -> tuple[int, ...]:
         """Return the key of everything, except products and their storages, that determines its ops."""
         return self.row_bytes, self._wide, len(self.rows)
 
-    def runs_in_tiles(self) -> None:
+    def run_in_tiles(self) -> None:
         """Replace forward, recompute and backward."""
         step, is_read = self.step, False
-        for there in self.there:
-            source, users = self.let_go(there)
+        for there in self.on_device:
+            source, users = self.drop_load(there)
             for user in users:
                 back = bool(step.ops.phase[user] == BACKWARD)
                 is_read |= back
@@ -292,17 +296,18 @@ class Layer:
         if self.ranks > 1:
             self.replaced.append(self._of.averaged[self.raw])
         self.edit.storages.bytes[self.raw] = self.bytes_of(self.rows[-1])
-        self.gone_at = self._first_arrival()
+        self.freed_at = self._first_arrival()
         if step.names[step.ops.name[self.down + 1]] == "memtune.from_ssd.default":
             self.reads_sum = self.down + 1
 
-    def let_go(self, there: int) -> tuple[int, list[int]]:
-        """The whole weight does not come in. Returns where it comes from, which is held as long as it was,
-        and who uses it.
+    def drop_load(self, there: int) -> tuple[int, list[int]]:
+        """Drop the load of the whole weight; return its source and the ops that use the weight.
+
+        The source is held as long as the weight was.
         """
         step = self.step
         load, *users = self._of.users[there]
-        source = next(each for each in self.turns.used_by(load) if each != there)
+        source = next(each for each in self.sequences.used_by(load) if each != there)
         if step.storages.producer[source] >= 0:
             self.edit.storages.held_until[source] = max(
                 int(self.edit.storages.held_until[source]), int(step.storages.held_until[there])
@@ -322,52 +327,56 @@ class Layer:
         return op if op < self.down else -1
 
     def run(self, user: int, source: int, product: int, gradient: int | None) -> None:
-        """Replace `user` (-1: no op reads W here) and `product`, which makes the gradient of W (-1: not
-        here).
+        """Replace `user`, which reads W, and `product`, which makes W's gradient; -1: no such op here.
 
         `gradient`: the step's storage for the last tile's gradient; None: a new one.
         """
-        turns, ops = self.turns, [op for op in (user, product) if op >= 0]
-        slots = [source, turns.made_by(user)] if user >= 0 else []
+        sequences, ops = self.sequences, [op for op in (user, product) if op >= 0]
+        slots = [source, sequences.made_by(user)] if user >= 0 else []
         slots += [self.sum, *([] if gradient is None else [gradient])] if product >= 0 else []
-        slots += [each for op in ops for each in turns.reads(op)]
+        slots += [each for op in ops for each in sequences.reads(op)]
         kind = (user >= 0, product >= 0, *self.kind())
-        made = turns.join(kind, ops, self.owner, slots, lambda: self._turn(user, source, product, gradient))
+        made = sequences.join(
+            kind, ops, self.owner, slots, lambda: self._build(user, source, product, gradient)
+        )
         if user >= 0:
             self.replaced.append(user)
         if product >= 0:
             self._made = made
 
-    def _turn(self, user: int, source: int, product: int, gradient: int | None) -> TileOps:
-        """As in `run`."""
-        turn = self.turn()
+    def _build(self, user: int, source: int, product: int, gradient: int | None) -> TileOps:
+        """Return the sequence that `run` adds."""
+        tile_ops = self.new_tile_ops()
         if user >= 0:
-            turn.allocate(self.turns.made_by(user))
-            tile = turn.bring(self.bytes_of(self.rows[0]), source, ahead=False)
+            tile_ops.allocate(self.sequences.made_by(user))
+            tile = tile_ops.load(self.bytes_of(self.rows[0]), source, prefetch=False)
         sent: int | None = None
         for i, rows in enumerate(self.rows):
             part, is_last = (rows.stop - rows.start) / self._wide, i + 1 == len(self.rows)
             if user >= 0:
-                coming = -1 if is_last else turn.bring(self.bytes_of(self.rows[i + 1]), source, ahead=True)
+                coming = (
+                    -1 if is_last else tile_ops.load(self.bytes_of(self.rows[i + 1]), source, prefetch=True)
+                )
                 if product >= 0:
-                    turn.back(user, part, tile, is_first=i == 0)
+                    tile_ops.back(user, part, tile, is_first=i == 0)
                 else:
-                    turn.forward(user, part, tile)
+                    tile_ops.forward(user, part, tile)
                 tile = coming
             if product >= 0:
-                turn.last = turn.gradient(product, part, self.bytes_of(rows), gradient if is_last else None)
-            if (
-                product >= 0 and not is_last
-            ):  # it starts down, when the one before has come there and is let go
+                tile_ops.last = tile_ops.gradient(
+                    product, part, self.bytes_of(rows), gradient if is_last else None
+                )
+            # Its D2H copy starts when the previous tile's has ended, which frees that tile's gradient.
+            if product >= 0 and not is_last:
                 if i == 0:
-                    turn.allocate(self.sum, "aten.empty_strided.default")
-                turn.send(turn.last, self.sum, self.bytes_of(rows), sent)
-                sent = turn.last_but_one = turn.last
-        return turn
+                    tile_ops.allocate(self.sum, "aten.empty_strided.default")
+                tile_ops.send(tile_ops.last, self.sum, self.bytes_of(rows), sent)
+                sent = tile_ops.last_but_one = tile_ops.last
+        return tile_ops
 
 
-# What takes the place of a product with a whole weight: the weight's tiles come in, one after the other, and
-# are multiplied.
+# -- ops that replace a product with a whole weight: loads of tiles and products with them -------------------
+
 PRODUCTS = ("aten.addmm.default", "aten.mm.default")
 OUT = {"aten.addmm.default": "aten.addmm.out", "aten.mm.default": "aten.mm.out"}
 
@@ -378,8 +387,8 @@ class TileOps:
     Storages are the step's, or new ones by negative numbers.
     """
 
-    def __init__(self, turns: OpSequences, ranks: int = 1) -> None:
-        self._turns, self._step, self._ranks = turns, turns.step, ranks
+    def __init__(self, sequences: OpSequences, ranks: int = 1) -> None:
+        self._sequences, self._step, self._ranks = sequences, sequences.step, ranks
         self.ops: list[tuple[str, Resource, float, int, bool, int, int, int]] = []
         self.new: list[tuple[int, int, bool, Kind]] = []  # op, bytes, whether it is the weight's, kind
         self.producers: list[tuple[int, int]] = []  # storage of the step, op
@@ -400,11 +409,9 @@ class TileOps:
         side: str = "",
         group: int = 0,
     ) -> int:
-        """Add an op; `side`: on a side stream that compute waits for ("now"), or that waits for compute
-        ("ahead").
-        """
+        """Add an op; `side`: compute waits for its stream ("now"), or it for compute ("prefetch")."""
         self.ops.append(
-            (name, resource, flops, traffic, in_module, group, int(side == "now"), int(side == "ahead"))
+            (name, resource, flops, traffic, in_module, group, int(side == "now"), int(side == "prefetch"))
         )
         return len(self.ops) - 1
 
@@ -432,7 +439,7 @@ class TileOps:
 
     def reads(self, op: int) -> tuple[int, ...]:
         """Return the storages that the step's op reads, without offloaded weights."""
-        return self._turns.reads(op)
+        return self._sequences.reads(op)
 
     def name_of(self, op: int) -> str:
         """Return the name of an op of the step."""
@@ -444,29 +451,29 @@ class TileOps:
         """Let a storage of the step be produced here."""
         self.producers.append((storage, self.op(name, Resource.NOTHING)))
 
-    def bring(self, n_bytes: int, source: int, *, ahead: bool) -> int:
+    def load(self, n_bytes: int, source: int, *, prefetch: bool) -> int:
         """Load a tile."""
         there = self.storage(
             self.op("aten.empty.memory_format", Resource.NOTHING), n_bytes, Kind.COMMUNICATION
         )
-        load = self.op(
+        copy = self.op(
             "memtune.copy_to_device_.default",
             Resource.HOST_TO_DEVICE,
             traffic=n_bytes,
-            side="ahead" if ahead else "now",
+            side="prefetch" if prefetch else "now",
         )
-        self.uses(load, (source,), (there,))
+        self.uses(copy, (source,), (there,))
         return there
 
     def forward(self, like: int, part: float, tile: int) -> None:
         """Compute the tile's columns of the output of `like`."""
         op = self.like(OUT[self.name_of(like)], like, part)
-        self.uses(op, (tile,), (self._turns.made_by(like),))
+        self.uses(op, (tile,), (self._sequences.made_by(like),))
 
     def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
         """Add the tile's part of the input's gradient, the output of `like`."""
         op = self.like("aten.mm.out" if is_first else "aten.addmm.out", like, part)
-        self.uses(op, (tile,), (self._turns.made_by(like),))
+        self.uses(op, (tile,), (self._sequences.made_by(like),))
 
     def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
         """Compute the tile's gradient, part of the output of `like`, and average it; return its storage."""
@@ -484,7 +491,9 @@ class TileOps:
 
     def send(self, gradient: int, host: int, n_bytes: int, before: int | None) -> None:
         """Start the D2H copy of a tile's gradient into `host`; free the gradient `before`."""
-        op = self.op("memtune.copy_to_host_.default", Resource.DEVICE_TO_HOST, traffic=n_bytes, side="ahead")
+        op = self.op(
+            "memtune.copy_to_host_.default", Resource.DEVICE_TO_HOST, traffic=n_bytes, side="prefetch"
+        )
         self.uses(op, (gradient,), (host,))
         if before is not None:
             self.releases.append((before, op))
@@ -493,8 +502,8 @@ class TileOps:
 class Group:
     """Equal op sequences of several weights; the storages of each in the step are its slots."""
 
-    def __init__(self, turn: TileOps, slots: Sequence[int]) -> None:
-        self.turn = turn
+    def __init__(self, tile_ops: TileOps, slots: Sequence[int]) -> None:
+        self.tile_ops = tile_ops
         self._place = {each: i for i, each in reversed(list(enumerate(slots)))}
         self._anchors: list[int] = []
         self._owners: list[int] = []
@@ -519,7 +528,9 @@ class Group:
     def put(self, step: Step, edit: Edit) -> None:
         """Add all sequences to the step."""
         count, anchors = len(self._anchors), np.asarray(self._anchors, np.int32)
-        names, resource, flops, traffic, in_module, group, stream, prefetch = zip(*self.turn.ops, strict=True)
+        names, resource, flops, traffic, in_module, group, stream, prefetch = zip(
+            *self.tile_ops.ops, strict=True
+        )
         size, ids = len(names), {each: edit.name_id(each) for each in set(names)}
 
         def of_all(column: Sequence[float], dtype: type) -> Any:
@@ -540,8 +551,8 @@ class Group:
             stream=of_all(stream, np.uint8),
             prefetch=of_all(prefetch, np.uint8),
         ).reshape(count, size)
-        if self.turn.new:
-            by, n_bytes, owned, kind = zip(*self.turn.new, strict=True)
+        if self.tile_ops.new:
+            by, n_bytes, owned, kind = zip(*self.tile_ops.new, strict=True)
             owners = np.repeat(np.asarray(self._owners, np.int32), len(by))
             self._made = edit.add_storages(
                 of_all(n_bytes, np.int64),
@@ -560,16 +571,16 @@ class Group:
                 axis=1,
             )
 
-        for storage, op in self.turn.producers:
+        for storage, op in self.tile_ops.producers:
             edit.storages.producer[slots[:, self._place[storage]]] = rows[:, op]
         for mutates in (False, True):
-            uses = [(op, storage) for op, storage, writes in self.turn.used if writes == mutates]
+            uses = [(op, storage) for op, storage, writes in self.tile_ops.used if writes == mutates]
             if uses:
                 ops, storages = zip(*uses, strict=True)
                 edit.add_uses(rows[:, ops].ravel(), real(storages).ravel(), mode=mutates)
-        if self.turn.releases:
-            storages, ops = zip(*self.turn.releases, strict=True)
-            edit.let_go_before(real(storages).ravel(), rows[:, ops].ravel())
+        if self.tile_ops.releases:
+            storages, ops = zip(*self.tile_ops.releases, strict=True)
+            edit.release_before(real(storages).ravel(), rows[:, ops].ravel())
 
 
 class OpSequences:
@@ -581,7 +592,7 @@ class OpSequences:
         one_of = np.full(step.ops.n, -1, np.int32)
         there = np.flatnonzero(step.storages.producer >= 0)
         one_of[step.storages.producer[there]] = there
-        # Lists: what is asked of them is asked one by one.
+        # Lists, because single elements of numpy arrays are slow to read.
         self._one_of: list[int] = one_of.tolist()
         self._starts: list[int] = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1)).tolist()
         self._used: list[int] = step.uses.storage.tolist()
@@ -641,12 +652,9 @@ class OpSequences:
             group.put(self.step, self.edit)
 
 
-# Rows of weights in tiles, the same for whoever brings them and whoever counts their bytes.
 @functools.lru_cache(maxsize=256)
 def split_rows(count: int, parts: int) -> tuple[slice, ...]:
-    """Return `count` rows in `parts` consecutive runs whose lengths differ by one at most; fewer if there are
-    fewer rows.
-    """
+    """Return `count` rows in at most `parts` consecutive runs, whose lengths differ by one at most."""
     parts = min(parts, count)
     least, more = divmod(count, parts)
     starts = [i * least + min(i, more) for i in range(parts + 1)]

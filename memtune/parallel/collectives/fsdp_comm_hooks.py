@@ -216,7 +216,8 @@ class Gather(SeamAllGather):
             arriving, arrived = part, None
             if turn < nodes - 1:
                 arriving = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
-                if self._ring is not None:  # what is received may come where the gather before still reads
+                # The received shard may reuse memory that the previous gather still reads.
+                if self._ring is not None:
                     self._ring.wait_stream(torch.cuda.current_stream(whole.device))
                 with torch.cuda.stream(self._ring) if self._ring is not None else nullcontext():
                     torch.ops.memtune.send_next_into_(arriving, part, between.group_name, nodes)
@@ -290,7 +291,7 @@ class RingReduction(SeamReduceScatter):
             torch.ops.memtune.send_next_into_(arriving, sums, between, self._place.nodes)
             if self._ring is None:
                 return arriving, None
-            sums.record_stream(self._ring)  # it is let go before it has left
+            sums.record_stream(self._ring)  # the caller drops it before the send has completed
             return arriving, self._ring.record_event()
 
 

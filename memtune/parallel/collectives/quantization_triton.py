@@ -23,7 +23,7 @@ _TILE = 2048
 
 
 def quantise_(packed: Tensor, values: Tensor, error: Tensor | None, row: Row, nodes: int) -> None:
-    """`memtune.parallel.collectives.quantization.quantise_` on GPU."""
+    """Implement `quantization.quantise_` on GPU."""
     out, rows = packed.view(-1, row.n_bytes), values.numel() // row.numel
     for part in stretches(row):
         if not part.quantised:
@@ -55,7 +55,7 @@ def quantise_(packed: Tensor, values: Tensor, error: Tensor | None, row: Row, no
 
 
 def dequantise_(values: Tensor, packed: Tensor, row: Row, sources: int, factor: float) -> None:
-    """`memtune.parallel.collectives.quantization.dequantise_` on GPU."""
+    """Implement `quantization.dequantise_` on GPU."""
     out = values.view(-1, row.numel)
     factor = torch.tensor(factor, dtype=torch.float32).item()  # rounded once, as everywhere
     rows, data = len(out), packed.view(sources, len(out), row.n_bytes)
@@ -89,7 +89,7 @@ def dequantise_(values: Tensor, packed: Tensor, row: Row, sources: int, factor: 
 
 
 def _tiles(count: int, block: int, rows: int) -> tuple[int, int, tuple[int, int]]:
-    """Width of a block rounded up to a power of two, blocks in a program, and the programs."""
+    """Return the block width rounded up to a power of two, blocks per program, and the number of programs."""
     width: int = triton.next_power_of_2(block)
     tile = max(1, _TILE // width)
     return width, tile, (triton.cdiv(triton.cdiv(count, block), tile), rows)
@@ -97,7 +97,7 @@ def _tiles(count: int, block: int, rows: int) -> tuple[int, int, tuple[int, int]
 
 @triton.jit
 def _signed(code, BITS: tl.constexpr):
-    """The integer in the low bits."""
+    """Return the signed integer in the low bits."""
     if BITS == 8:
         return (((code & 255) ^ 128) - 128).to(tl.float32)
     return (((code & 15) ^ 8) - 8).to(tl.float32)

@@ -31,7 +31,7 @@ class Split:
     context_first: bool
     """True if consecutive ranks are of different contexts."""
     zigzag: bool
-    helpers: bool = False
+    work_sharing: bool = False
     """Contexts are contiguous, and ranks that have seen all their keys attend for others
     (`parallel.model.balanced_attention`).
     """
@@ -52,11 +52,11 @@ class Split:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Split:
-        """Return the division from plain data, also of versions without helpers; raises KeyError for damaged
-        data.
+        """Return the division from plain data, also of versions without work sharing; raises KeyError for
+        damaged data.
         """
-        named = {name: document[name] for name in cls.__dataclass_fields__ if name != "helpers"}
-        return cls(**named, helpers=bool(document.get("helpers", False)))
+        named = {name: document[name] for name in cls.__dataclass_fields__ if name != "work_sharing"}
+        return cls(**named, work_sharing=bool(document.get("work_sharing", False)))
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Split:
         return (("heads", self.heads), *rings) if self.context_first else (*rings, ("heads", self.heads))
 
     def order(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Which units each rank has, as a `SequenceLayout` wants to know (rule 4)."""
+        """Return the units of each rank, in the form of `SequenceLayout.order` (rule 4)."""
         found: list[tuple[tuple[int, int], ...]] = []
         for context, head in map(self.place, range(self.ranks)):
             if not self.zigzag:
@@ -112,14 +112,14 @@ class Grid:
 
     @property
     def context(self) -> int:
-        """This rank's context."""
+        """Number of this rank's context."""
         return self.outer.rank * self.inner.ranks + self.inner.rank
 
-    def source(self, turn: int, step: int) -> int:
+    def source(self, round_: int, step: int) -> int:
         """Return the context whose keys and values are on this rank in step `step` of an inner ring, in round
         `round_` of the outer one.
         """
-        return (self.outer.rank - turn) % self.outer.ranks * self.inner.ranks + (
+        return (self.outer.rank - round_) % self.outer.ranks * self.inner.ranks + (
             self.inner.rank - step
         ) % self.inner.ranks
 

@@ -74,7 +74,7 @@ class _Call:
 
     @property
     def _helped(self) -> bool:
-        return self.causal and self.grid.split.helpers
+        return self.causal and self.grid.split.work_sharing
 
     def forward(self, query: Tensor, pair: Tensor) -> Attended:
         """Return attention of queries (B, H, P, D) of this context and heads to keys and values (2, B, G, P,
@@ -84,11 +84,11 @@ class _Call:
             return balanced_attention.forward(self.grid.inner, query, pair, self.scale)
         total: Attended | None = None
         grid = self.grid
-        outer = RingRound(grid.outer, pair, ahead=False)
-        for turn in range(grid.outer.ranks):
-            inner = RingRound(grid.inner, outer.next(), ahead=False)
+        outer = RingRound(grid.outer, pair, prefetch=False)
+        for round_ in range(grid.outer.ranks):
+            inner = RingRound(grid.inner, outer.next(), prefetch=False)
             for step in range(grid.inner.ranks):
-                total = self._attend(total, query, inner.next(), grid.source(turn, step))
+                total = self._attend(total, query, inner.next(), grid.source(round_, step))
             del inner
         assert total is not None
         return Attended(total.out.to(query.dtype), total.lse)
@@ -113,16 +113,16 @@ class _Call:
             return balanced_attention.backward(self.grid.inner, gradient, query, pair, all_keys, self.scale)
         grid = self.grid
         to_query = torch.zeros_like(query, dtype=wide(query.dtype))
-        outer, outer_sums = RingRound(grid.outer, pair, ahead=True), RingSums(grid.outer, mean=False)
+        outer, outer_sums = RingRound(grid.outer, pair, prefetch=True), RingSums(grid.outer, mean=False)
         to_pair: Tensor | None = None
-        for turn in range(1, grid.outer.ranks + 1):
-            inner, sums = RingRound(grid.inner, outer.next(), ahead=True), RingSums(grid.inner, mean=False)
+        for round_ in range(1, grid.outer.ranks + 1):
+            inner, sums = RingRound(grid.inner, outer.next(), prefetch=True), RingSums(grid.inner, mean=False)
             for step in range(1, grid.inner.ranks + 1):
                 to_pair = None  # what was passed on is the hop's
                 block, to_pair = inner.next(), sums.next()
                 if to_pair is None:
                     to_pair = torch.zeros_like(block, dtype=wide(block.dtype))
-                source = grid.source(turn % grid.outer.ranks, step % grid.inner.ranks)
+                source = grid.source(round_ % grid.outer.ranks, step % grid.inner.ranks)
                 self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys)
                 del block
                 sums.add(to_pair)
@@ -260,7 +260,9 @@ def divide_blocks(
         block = model.get_submodule(name)
         block.forward = _on_shares(block.forward, name, layout, attention)
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
-    first.forward = beginning(first.forward, layout, FIX if layout.units == layout.ranks else "balance: none")
+    first.forward = beginning(
+        first.forward, layout, FIX if layout.units == layout.ranks else "load_balance: none"
+    )
     last.forward = ending(last.forward, layout)
 
 
@@ -297,7 +299,7 @@ def _own_of(given: Tensor, length: int, name: str, layout: SequenceLayout) -> Te
             f"{name} is given a tensor of shape {tuple(given.shape)}, by pairs of positions (a mask?)", FIX
         )
     if not given.requires_grad:
-        return layout.seen(given, dims[0]) if dims else given
+        return layout.shard_view(given, dims[0]) if dims else given
     if dims != [1]:
         raise not_divisible(
             f"{name} is given a tensor of shape {tuple(given.shape)} that needs a gradient", FIX

@@ -70,11 +70,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            _summed_share(gradient, ctx.group, ctx.ranks),
-            None,
-            None,
-        )  # nobody else's: the column layers' products made it
+        # Summed in place: only this node references the gradient, a product of the column layers' backward.
+        return _summed_share(gradient, ctx.group, ctx.ranks), None, None
 
 
 class _Scattered(torch.autograd.Function):
@@ -210,7 +207,7 @@ class SequenceRowLinear(RowLinear):
         bias = self._parameters["bias"]
         part = F.linear(input, local(self.weight))
         share: Tensor = _Scattered.apply(part, self.border.group, self.border.ranks)  # type: ignore[no-untyped-call]
-        del part  # what is added below would be beside it
+        del part  # otherwise the sum below would be allocated while it is live
         return share if bias is None else share + bias
 
 

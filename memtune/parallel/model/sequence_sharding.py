@@ -20,7 +20,7 @@ from memtune.errors import ApplyError
 from memtune.parallel.model.tensor_parallel import Average
 from memtune.parallel.sharding import units_of
 from memtune.runtime import Context
-from memtune.workload import Pair, whole_in_blocks
+from memtune.workload import Pair, unsharded_in_blocks
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class SequenceLayout:
         """Number of ranks of the group."""
         return len(self.order)
 
-    def own(self, whole: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's positions, in memory of their own."""
         pieces = self._pieces(whole, dim)
         if len(pieces) > 1:
             return torch.cat([whole.narrow(dim, *piece) for piece in pieces], dim)
         return torch.narrow_copy(whole, dim, *pieces[0])
 
-    def seen(self, whole: Tensor, dim: int) -> Tensor:
-        """Return the same as `own` for a tensor that remains unsharded: a view if possible."""
+    def shard_view(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the same as `shard` for a tensor that remains unsharded: a view if possible."""
         pieces = self._pieces(whole, dim)
-        return whole.narrow(dim, *pieces[0]) if len(pieces) == 1 else self.own(whole, dim)
+        return whole.narrow(dim, *pieces[0]) if len(pieces) == 1 else self.shard(whole, dim)
 
-    def whole(self, share: Tensor) -> Tensor:
+    def gather(self, share: Tensor) -> Tensor:
         """Return all positions (dim 1) from each rank's share."""
         gathered = all_positions(share, self.group, self.ranks)
         unit, places, at = gathered.shape[1] // self.units, list[tuple[int, int, int]](), 0
@@ -87,11 +87,11 @@ class _Divided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: SequenceLayout) -> Tensor:
         ctx.layout = layout
-        return layout.own(x.detach())
+        return layout.shard(x.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout.whole(gradient), None
+        return ctx.layout.gather(gradient), None
 
 
 class _Joined(torch.autograd.Function):
@@ -100,11 +100,11 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, layout: SequenceLayout) -> Tensor:
         ctx.layout = layout
-        return layout.whole(share.detach())
+        return layout.gather(share.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout.own(gradient), None
+        return ctx.layout.shard(gradient), None
 
 
 def divided(x: Tensor, layout: SequenceLayout) -> Tensor:
@@ -126,7 +126,7 @@ class SharedDropout(nn.Dropout):
             return input
         with torch.no_grad():
             shape = (input.shape[0], input.shape[1] * self.layout.ranks, *input.shape[2:])
-            kept = self.layout.seen(F.dropout(input.new_ones(shape), self.p), 1) != 0
+            kept = self.layout.shard_view(F.dropout(input.new_ones(shape), self.p), 1) != 0
         return input * kept * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
@@ -147,8 +147,8 @@ def share_dropouts(model: nn.Module, blocks: Sequence[str], layout: SequenceLayo
 def summed_parameters(
     model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], fix: str = ""
 ) -> list[str]:
-    """Names of the trainable parameters of the blocks that are not cut: each rank has a part of their
-    gradients' sum.
+    """Return the names of the blocks' trainable parameters that are not sharded: each rank has a summand of
+    their gradients.
 
     Raises:
         ApplyError: The blocks are not one chain, or share a weight with the rest of the model.
@@ -161,7 +161,9 @@ def summed_parameters(
         (inside if name.startswith(prefixes) else outside).setdefault(id(parameter), name)
     for key in inside.keys() & outside.keys():
         raise not_divisible(f"{inside[key]} is {outside[key]} too, which sees all positions", fix)
-    return whole_in_blocks([name for name, p in model.named_parameters() if p.requires_grad], pairs, blocks)
+    return unsharded_in_blocks(
+        [name for name, p in model.named_parameters() if p.requires_grad], pairs, blocks
+    )
 
 
 def times(ranks: int) -> Callable[[Tensor], Tensor]:
@@ -198,7 +200,7 @@ def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> 
             context.undo.callback(parameter.register_hook(times(mesh.size())).remove)
     # Else what averages over all ranks averages over these as well.
     if context.placement.model_parallel_size > 1 or not context.placement.states_average_grads:
-        context.loop.sync = Average(context, mesh.get_group(), summed, beside=context.loop.sync).sync
+        context.loop.sync = Average(context, mesh.get_group(), summed, outer=context.loop.sync).sync
 
 
 class Scaled:

@@ -1,19 +1,19 @@
-"""Linear layers cut over a group of ranks: each holds its heads and features, and the parts of the output are
-added up.
+"""Tensor parallelism: linear layers sharded over a group of ranks by heads and features; partial outputs are
+summed.
 
 Four rules:
 
 1. A weight is a DTensor of the plain weight's shape whose part on this rank the layer computes with (torch's
    `ColwiseParallel` and `RowwiseParallel` divide alike); the code between the layers sees plain tensors with
    this rank's heads or features.
-2. Forward adds up the row layer's outputs, backward the gradients of the column layers' shared input: one
+2. Forward sums the row layer's outputs, backward the gradients of the column layers' shared input: one
    all-reduce each. A row's bias is added once, after the sum.
-3. All else is whole and equal on the ranks of a group, which therefore work on one micro-batch at a time:
-   `MicroBatchRotation` hands the micro-batches of all its ranks round, with one seed for each, so that what
-   is drawn outside of the pairs is equal too.
-4. Groups are consecutive ranks. What several groups hold is averaged between them when the last backward has
-   ended, or, where states are divided among the ranks that hold the same part
-   (`parallel.ranks.replica_groups`), as that does it.
+3. All other parameters are replicated in a group, whose ranks therefore work on one micro-batch at a time:
+   `MicroBatchRotation` broadcasts the micro-batches of all its ranks, each with one seed, so that random
+   draws outside of the pairs are equal too.
+4. Groups are consecutive ranks. Gradients are averaged between groups when the last backward has ended; if
+   states are sharded among the ranks that hold the same part (`parallel.ranks.replica_groups`), that
+   mechanism averages them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        whole = gradient.contiguous()  # nobody else's: the column layers' products made it
+        # Reduced in place: only this node references the gradient, a product of the column layers' backward.
+        whole = gradient.contiguous()
         torch.ops.memtune.all_reduce_(whole, ctx.group, ctx.ranks, "sum")
         return whole, None, None
 
@@ -291,7 +292,7 @@ def _require_heads(model: nn.Module, pair: Pair, degree: int) -> None:
 
 
 def uncuttable_error(
-    why: str, fix: str = "another degree or  cut: mlp, or parallel: {kind: none}"
+    why: str, fix: str = "another degree or  layers: mlp, or parallel: {kind: none}"
 ) -> ApplyError:
     """Return the error for layers that cannot be sharded, with the reason."""
     return ApplyError(f"these layers cannot be cut over ranks: {why}.", fix=fix, code="MT390")
@@ -312,10 +313,10 @@ class Average:
         context: Context,
         group: dist.ProcessGroup,
         parameters: Sequence[nn.Parameter],
-        beside: Callable[[bool], AbstractContextManager[Any]] | None = None,
+        outer: Callable[[bool], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._group, self._last, self._at_end = group, True, BackwardEnd(self._finish)
-        self._parameters, self._beside = parameters, beside or (lambda last: nullcontext())
+        self._parameters, self._exchange = parameters, outer or (lambda last: nullcontext())
         for parameter in self._parameters:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
 
@@ -324,7 +325,7 @@ class Average:
         """Return the context of a micro-batch."""
         self._last = last
         try:
-            with self._beside(last):
+            with self._exchange(last):
                 yield
         finally:
             self._last = True

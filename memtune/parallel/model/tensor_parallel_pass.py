@@ -84,7 +84,7 @@ def average(
     """
     end = np.flatnonzero(step.ops.phase == Phase.BACKWARD)
     if len(end):
-        # What runs once per step although it stands at the end of backward belongs to the boundary.
+        # With accumulation the average runs once per step, so its phase is the boundary, though in backward.
         phase = Phase.BACKWARD if accumulate == 1 else Phase.BOUNDARY
         _average_after(edit, step, int(end[-1]), phase, which, group, link)
 

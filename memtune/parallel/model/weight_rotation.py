@@ -66,7 +66,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.ring = ring
-        shards, rows, whole = RingRound(ring, weight.detach(), ahead=False), weight.shape[0], None
+        shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
         for turn in range(ring.ranks):
             shard, first = shards.next(), (ring.rank - turn) % ring.ranks * rows
             part = F.linear(x, shard, None if bias is None else bias[first : first + rows])
@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
         (x, weight), ring = ctx.saved_tensors, ctx.ring
         to_x, to_weight, to_bias, _ = ctx.needs_input_grad
         flat, rows, of_x, of_weight = _flat(gradient), weight.shape[0], None, None
-        shards = RingRound(ring, weight.detach(), ahead=True) if to_x else None
+        shards = RingRound(ring, weight.detach(), prefetch=True) if to_x else None
         sums = RingSums(ring)
         for turn in range(1, ring.ranks + 1):
             part = flat.narrow(1, (ring.rank - turn) % ring.ranks * rows, rows)
@@ -109,7 +109,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.ring, ctx.shape, ctx.dtype = ring, weight.shape, weight.dtype
         torch._assert_async(((index >= 0) & (index < weight.shape[0] * ring.ranks)).all())
-        shards, whole = RingRound(ring, weight.detach(), ahead=False), None
+        shards, whole = RingRound(ring, weight.detach(), prefetch=False), None
         for turn in range(ring.ranks):
             row, elsewhere = _rows(index, (ring.rank - turn) % ring.ranks, weight.shape[0])
             part = F.embedding(row, shards.next()).masked_fill_(elsewhere, 0)

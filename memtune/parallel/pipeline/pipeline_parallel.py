@@ -51,7 +51,7 @@ from memtune.parallel.ranks import (
     require_ranks,
 )
 from memtune.parallel.sharding import meshes
-from memtune.program import PipelineSchedule, StageAction, order
+from memtune.program import PipelineSchedule, StageAction, stage_actions
 from memtune.runtime import Context, LossFunction, RemoteParameters, local
 
 
@@ -141,7 +141,7 @@ class Pipeline:
         layout = self._layout
         if self._context.activations.slots is not None:
             raise ApplyError(
-                "offload.activations: {kind: pipelined} does not work beside sharding.states: {kind:"
+                "offload.activations: {kind: pipelined} does not work together with sharding.states: {kind:"
                 f" {kind}}} on stages.",
                 fix="sharding: {states: {kind: zero1}}",
                 code="MT315",
@@ -239,8 +239,8 @@ class Pipeline:
         stages, modules, first = list[Stage](), list[StageModule](), 0
         for index, blocks in enumerate(layout.stages):
             if index % layout.degree == rank:
-                lets_go = index + layout.degree >= n_stages
-                module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, lets_go)
+                frees_batch = index + layout.degree >= n_stages
+                module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, frees_batch)
                 device, group, slots = self._context.device, self._group, self._context.activations.slots
                 modules.append(module)
                 each = Stage(
@@ -263,7 +263,7 @@ class Pipeline:
     def _actions(self, count: int) -> list[StageAction]:
         """Return this rank's actions for `count` micro-batches."""
         layout = self._layout
-        return order(
+        return stage_actions(
             layout.schedule, self._group.rank(), layout.degree, len(layout.stages) // layout.degree, count
         )
 
@@ -313,7 +313,7 @@ class Pipeline:
 
     def _share_norms(self, held: RemoteParameters) -> None:
         trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]
-        mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.answers(name)]
+        mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.owns(name)]
         norms = torch.zeros(2, len(trained), device=self._context.device)
         if mine:
             found = torch._foreach_norm([local(_grad(trained[i][1])) for i in mine])

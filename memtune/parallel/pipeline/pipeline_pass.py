@@ -1,20 +1,20 @@
 """The pass of `parallel.pipeline.pipeline_parallel`: the step of each rank, with all micro-batches of a
-pipeline on their way through its stages.
+pipeline.
 
-It comes after all other passes: what they do to a block they do wherever the block is. Five rules:
+It runs after all other passes, whose changes to a block are independent of the block's stage. Five rules:
 
 1. A rank's step is its stages' ops, forwards and backwards in the order of the schedule
-   (`memtune.program.pipeline_order`), once per micro-batch, with storages of their own; weights, gradients'
-   sums and optimizer state are there once. What no weight goes into is computed in each stage.
-2. A stage receives what it is given before its forward, and the gradient of what it passed on before its
-   backward; it sends each as soon as it is there. How long it waits for its neighbours is no row here but
+   (`memtune.program.pipeline_order`), once per micro-batch with separate storages. Weights, sums of gradients
+   and optimizer state exist once. Values that depend on no weight are computed in each stage.
+2. A stage receives its input before its forward, and its output's gradient before its backward; it sends its
+   output and its input's gradient as soon as they are ready. Waiting for neighbours is no row of the step but
    `Program.idle`.
-3. What was passed on, and what was received, stays until its backward; what else torch's schedules hold on to
-   is in the `lists` of `_run`.
-4. All micro-batches are uploaded and sent round before the first forward, each is let go after its last
-   forward on the rank. Of many only some are written down, after which nothing new is held; what the others
-   keep to the end is (`PipelineSettings.waiting`).
-5. A weight of first and last stage has its sum on each of the two, added up at the end.
+3. Sent outputs and received inputs are held until their backward; other references of torch's schedules are
+   in the `lists` of `_run`.
+4. All micro-batches are uploaded and broadcast before the first forward; each is freed after its last forward
+   on the rank. Only the first micro-batches are unrolled, as many as change the live bytes; storages of the
+   others that live to the end of the step are added (`PipelineSettings.waiting`).
+5. A weight of both first and last stage has a sum of gradients on each of the two, added at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from memtune.activations.offload import SlotMoves, StageSpill
 from memtune.parallel.pipeline.stage_cuts_pattern import SHARED, Chain, batch_on_host, chain_of, uploads
-from memtune.parallel.pipeline.stage_view_pass import Divide, Own, Stage, own
+from memtune.parallel.pipeline.stage_view_pass import Divide, RankStep, Stage, rank_step
 from memtune.program import (
     APART,
     I32,
@@ -45,7 +45,7 @@ from memtune.program import (
     Tier,
     UnrolledRows,
     columns_of,
-    order,
+    stage_actions,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PipelineSettings:
 
     @property
     def stages_per_rank(self) -> int:
-        """V, the number of stages per rank."""
+        """Number of stages per rank (V in the papers)."""
         return len(self.starts) // self.ranks
 
 
@@ -95,12 +95,12 @@ def piped(program: Program, hardware: Hardware) -> tuple[PipelineSettings, int]:
     assert stages is not None
     link = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
     between = Resource.INTER_LINK if stages.ranks % node == 0 else Resource.INTRA_LINK
-    times = stages.times(count)
-    written, copies = count // times, program.ranks // stages.ranks
+    repeats = stages.repeats(count)
+    written, copies = count // repeats, program.ranks // stages.ranks
     waiting = count - written
     return PipelineSettings(
         stages.starts, stages.ranks, stages.schedule, written, copies, link, between, waiting, stages.in_slots
-    ), times
+    ), repeats
 
 
 def pipelined(
@@ -155,7 +155,7 @@ def _divided(
     given, returned = (parts.given(stage), parts.gradient[stage]) if stage else (-1, -1)
     passed, received = (parts.given(stage + 1), parts.gradient[stage + 1]) if stage < last else (-1, -1)
     here = Stage(stage, rows, made, parts.uploaded, given, passed, returned, received)
-    found: Own = own(step, here, parts.held_by(rank), divide, kept=kept)
+    found: RankStep = rank_step(step, here, parts.held_by(rank), divide, kept=kept)
     boundary = {how.starts[stage]: found.given}
     gradient = {stage: found.returned}
     if stage < last:
@@ -216,7 +216,7 @@ class Parts:
         return self.chain.boundary[self.how.starts[stage]]
 
     def owners(self) -> npt.NDArray[np.bool_]:
-        """(stages, parameters) True for parameters that the stage holds."""
+        """Return (stages, parameters) True for parameters that the stage holds."""
         columns, step = columns_of(self.step.parameters), self.step
         held = np.zeros((len(self.how.starts), len(columns)), bool)
         inside = columns.block >= 0
@@ -235,7 +235,7 @@ class Parts:
 
     @cached_property
     def kept(self) -> I32:
-        """Storages that the rows `once` make."""
+        """Return the storages that the rows `once` create."""
         made = np.flatnonzero(self.step.storages.producer >= 0)
         return made[np.isin(self.step.storages.producer[made], self.once)].astype(np.int32)
 
@@ -342,13 +342,13 @@ def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
     how = parts.how
     stages = [s for s in range(len(how.starts)) if s % how.ranks == rank]
     rows = UnrolledRows(parts.step, held)
-    rows.sums(parts.sums.part, parts.sums.total)
+    rows.declare_sums(parts.sums.part, parts.sums.total)
     upload(parts, rows)
     other_batches(parts, rows, (how.micro_batches + how.waiting) // how.ranks)
     for stage in stages:
         declare(parts, rows, stage)
     held_lists: Lists = {}
-    actions = order(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches)
+    actions = stage_actions(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches)
     moves = SlotMoves(parts.step, parts.stage, actions) if how.in_slots else None
     shelf = StageSpill(parts.step)
     for action in actions:
@@ -359,7 +359,7 @@ def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
         rows.hold(key, storage, rows.n_ops - 1)
     _keep_to_end(parts, rows, stages[0])
     if how.waiting:
-        rows.there(how.waiting * _kept_bytes(parts, stages), rows.n_ops - 1)
+        rows.add_batch(how.waiting * _kept_bytes(parts, stages), rows.n_ops - 1)
     _finish(parts, rows, stages, held)
     return rows.done()
 
@@ -371,7 +371,7 @@ def _keep_to_end(parts: Parts, rows: UnrolledRows, stage: int) -> None:
     first = np.flatnonzero((parts.stage == stage) & (parts.step.ops.phase > Phase.FORWARD))
     if len(first) and len(parts.once):
         weights = parts.kept[parts.step.storages.held_until[parts.kept] >= first[0]]
-        rows.hold_as((stage, 0), weights, (stage, parts.how.micro_batches - 1))
+        rows.hold_like((stage, 0), weights, (stage, parts.how.micro_batches - 1))
 
 
 def _kept_bytes(parts: Parts, stages: Sequence[int]) -> int:
@@ -391,7 +391,7 @@ def upload(parts: Parts, rows: UnrolledRows) -> None:
     rows.declare(_UPLOAD, parts.uploaded)
     for micro_batch in range(parts.how.micro_batches):
         key = _UPLOAD, micro_batch
-        rows.take(ops, key)
+        rows.append_ops(ops, key)
         for storage in parts.uploaded.tolist():
             rows.add(
                 _BROADCAST,
@@ -399,7 +399,7 @@ def upload(parts: Parts, rows: UnrolledRows) -> None:
                 resource=parts.how.link,
                 traffic_bytes=int(parts.step.storages.bytes[storage]),
                 group=parts.how.ranks,
-                uses=[(rows.of(key, storage), WRITES)],
+                uses=[(rows.number_of(key, storage), WRITES)],
             )
 
 
@@ -410,7 +410,7 @@ def other_batches(parts: Parts, rows: UnrolledRows, own: int) -> None:
     )
     n_bytes = int(parts.step.storages.bytes[batch].sum())
     if own > 1 and n_bytes:
-        rows.new((own - 1) * n_bytes, Tier.HOST, Kind.BATCH, forever=True)
+        rows.add_storage((own - 1) * n_bytes, Tier.HOST, Kind.BATCH, forever=True)
 
 
 def declare(parts: Parts, rows: UnrolledRows, stage: int) -> None:
@@ -420,7 +420,7 @@ def declare(parts: Parts, rows: UnrolledRows, stage: int) -> None:
     made[[each.added for each in parts.tied if each.added >= 0]] = False
     rows.declare(stage, np.flatnonzero(made).astype(np.int32))
     if len(parts.once):
-        rows.keep(stage, parts.kept)
+        rows.share_with_later(stage, parts.kept)
     for each in parts.tied:
         if parts.stage[each.adder] == stage and each.added >= 0:
             rows.alias(stage, each.added, each.other)
@@ -462,20 +462,20 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
         moves.ends(rows, action, ops, begins)
     if not backward:
         if passed is not None:
-            _message(parts, rows, _SEND, action, (rows.of(key, passed), READS))
+            _message(parts, rows, _SEND, action, (rows.number_of(key, passed), READS))
         return ops
     now = rows.n_ops - 1
     for storage in (given, passed, None if passed is None else parts.gradient[stage + 1]):
         if storage is not None:
             rows.hold(key, storage, now)
-    ahead = min(parts.how.micro_batches, last + 1 - stage)
+    in_flight = min(parts.how.micro_batches, last + 1 - stage)
     if (
         passed is not None
         and parts.how.schedule == "1f1b"
-        and ahead > 1
-        and action.micro_batch == parts.how.micro_batches - ahead
+        and in_flight > 1
+        and action.micro_batch == parts.how.micro_batches - in_flight
     ):
-        rows.hold((stage, ahead - 2), passed, now)  # the last send that was waited for by itself
+        rows.hold((stage, in_flight - 2), passed, now)  # the last send that was waited for by itself
     if passed is not None and parts.how.schedule == "interleaved_1f1b":
         lists[stage, f"passed {action.micro_batch}"] = key, passed
     if given is not None:
@@ -485,7 +485,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
             rows.hold(*before, now)
         name = "returned" if parts.how.schedule == "1f1b" else f"returned {action.micro_batch}"
         lists[stage, name] = key, gradient
-        _message(parts, rows, _SEND, action, (rows.of(key, gradient), READS))
+        _message(parts, rows, _SEND, action, (rows.number_of(key, gradient), READS))
     return ops
 
 
@@ -498,15 +498,15 @@ def _take(parts: Parts, rows: UnrolledRows, ops: I32, action: StageAction) -> No
         made = step.storages.producer[each.part]
         if parts.stage[made] == action.stage:
             before, ops = ops[ops <= made], ops[ops > made]
-            rows.take(before, key, backward=True)
-            uses = [(rows.of(key, each.part), READS), (rows.of(key, each.sum), WRITES)]
+            rows.append_ops(before, key, backward=True)
+            uses = [(rows.number_of(key, each.part), READS), (rows.number_of(key, each.sum), WRITES)]
             rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.storages.bytes[each.sum]), uses=uses)
-    rows.take(ops, key, backward=action.backward)
+    rows.append_ops(ops, key, backward=action.backward)
 
 
 def _receive(parts: Parts, rows: UnrolledRows, action: StageAction, storage: int, lists: Lists) -> None:
     key = action.stage, action.micro_batch
-    number = rows.received(key, storage)
+    number = rows.add_received(key, storage)
     at = _message(parts, rows, _RECEIVE, action, (number, WRITES))
     if parts.how.schedule != "1f1b":
         return
@@ -542,13 +542,16 @@ def _finish(parts: Parts, rows: UnrolledRows, stages: Sequence[int], held: npt.N
                 resource=resource,
                 traffic_bytes=n_bytes,
                 group=group,
-                uses=[(rows.once(gradient), WRITES)],
+                uses=[(rows.single_number(gradient), WRITES)],
             )
     total = int(parts.step.storages.bytes[gradients].sum()) if gradients else 0
     rows.add(
-        _NORMS, Phase.BOUNDARY, traffic_bytes=total, uses=[(rows.once(each), READS) for each in gradients]
+        _NORMS,
+        Phase.BOUNDARY,
+        traffic_bytes=total,
+        uses=[(rows.single_number(each), READS) for each in gradients],
     )
     rows.add(
         _REDUCE, Phase.BOUNDARY, resource=how.link, traffic_bytes=8 * len(columns), group=how.ranks, uses=[]
     )
-    rows.take_rest()
+    rows.append_remaining()

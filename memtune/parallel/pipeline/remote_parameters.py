@@ -33,7 +33,7 @@ class OtherStages:
     """The owner of each entry of the state dict, as rank of the group."""
     group: dist.ProcessGroup
 
-    def answers(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Return True if this rank owns `name`."""
         return self.owner[name] == self.group.rank()
 
@@ -41,27 +41,25 @@ class OtherStages:
         """Return the full shape of `name`."""
         return self.absent.get(name, here.shape)
 
-    def whole(self, name: str, here: Any) -> Any:
+    def full_value(self, name: str, here: Any) -> Any:
         """Return the value of `name` from its owner; collective, in the same order on all ranks of the
         group.
         """
         if not isinstance(here, Tensor):
             return here
-        value = here.detach() if self.answers(name) else here.new_empty(self.shape(name, here))
+        value = here.detach() if self.owns(name) else here.new_empty(self.shape(name, here))
         return self._sent(value.contiguous(), name)
 
-    def states(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state of `name` from its owner; collective."""
-        told: list[Any] = [
-            {what: _form(value) for what, value in state.items()} if self.answers(name) else None
-        ]
+        told: list[Any] = [{what: _form(value) for what, value in state.items()} if self.owns(name) else None]
         dist.broadcast_object_list(told, group=self.group, group_src=self.owner[name])
         found = {}
         for what, form in told[0].items():
             if not isinstance(form, _Form):
                 found[what] = form
                 continue
-            value = state[what].detach().contiguous() if self.answers(name) else form.empty()
+            value = state[what].detach().contiguous() if self.owns(name) else form.empty()
             found[what] = self._sent(value, name)
         return found
 

@@ -130,15 +130,16 @@ class Run:
     def _entered(self, first: int, last: int, given: Tensor | None, *, absent: bool) -> Iterator[None]:
         self._active, self._given, self._real = (first, last), given, []
         self._without_weights = absent
-        if self.ended is None:  # else what gathers them, as the model is called, looks at them before
-            self._take_away()
+        # With FSDP2 (`ended` is set) the weights must be in place when its pre-forward hooks gather them.
+        if self.ended is None:
+            self._hide_prologue_weights()
         try:
             yield
         finally:
-            self._here_again()
+            self._restore_prologue_weights()
             self._active = self._given = None
 
-    def _take_away(self) -> None:
+    def _hide_prologue_weights(self) -> None:
         """Replace weights used before the blocks by fake ones; parameters gathered in between
         (`sharded_stage`) are recorded, to be restored.
         """
@@ -148,7 +149,7 @@ class Run:
                 self._real.append((held, name, held[name]))
                 held[name] = fake
 
-    def _here_again(self) -> None:
+    def _restore_prologue_weights(self) -> None:
         """Restore each weight of this rank from the stage's first block on: the head may share one with an
         embedding.
         """
@@ -174,7 +175,7 @@ class Run:
     def require_step_before(self, model: nn.Module, args: Any) -> None:
         """Raise before a call of the whole model outside of a step reaches the missing weights."""
         self.require_step()
-        self._take_away()
+        self._hide_prologue_weights()
 
     def called(self, index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """Run, skip or end at block `index`, which the user's code calls."""
@@ -196,7 +197,7 @@ class Run:
         given, passed = self._given, _chain(index, args, kwargs)
         assert given is not None
         self._given = None
-        self._here_again()
+        self._restore_prologue_weights()
         if passed.shape != given.shape or passed.dtype != given.dtype:
             raise ApplyError(
                 f"block {index} is given {tuple(given.shape)} of {given.dtype}, where the first one is given "
@@ -275,10 +276,10 @@ class StageModule(nn.Module):
         frees_batch: No other stage of this rank needs a micro-batch after this one's forward.
     """
 
-    def __init__(self, run: Run, first: int, last: int, index: int, count: int, lets_go: bool) -> None:
+    def __init__(self, run: Run, first: int, last: int, index: int, count: int, frees_batch: bool) -> None:
         super().__init__()
         self._run, self._first, self._last = run, first, last
-        self._index, self._is_last, self._lets_go = index, index == count - 1, lets_go
+        self._index, self._is_last, self._lets_go = index, index == count - 1, frees_batch
         self._now: tuple[nn.Module, LossFunction, list[Any], list[int]] | None = None
 
     def begin(
@@ -364,7 +365,7 @@ class Stage(PipelineStage):
         with self._slot(fwd_chunk_id, backward=False):
             output = self.submod(given, fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = (output,), [] if given is None else [given]
-        self._let_go(self.args_recv_info, fwd_chunk_id)
+        self._free_buffer(self.args_recv_info, fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -374,7 +375,7 @@ class Stage(PipelineStage):
         with self._slot(bwd_chunk_id, backward=True):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_last:
-            self._let_go(self.grad_recv_info, bwd_chunk_id)
+            self._free_buffer(self.grad_recv_info, bwd_chunk_id)
 
     @contextmanager
     def _slot(self, chunk: int, *, backward: bool) -> Iterator[None]:
@@ -386,13 +387,13 @@ class Stage(PipelineStage):
         self._slots.ends()
 
     def _room(self, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
-        for index, (info,) in infos.items():  # the first time torch has made room for all of them
+        for index, (info,) in infos.items():  # at first torch has allocated the buffers of all micro-batches
             if info.buffer is not None and index not in self._posted:
                 info.buffer = None
         self._posted.add(chunk)
         infos[chunk][0].buffer = torch.empty(self._like.shape, dtype=self._like.dtype, device=self.device)
 
-    def _let_go(self, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
+    def _free_buffer(self, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
         if chunk in infos and infos[chunk] and not infos[chunk][0].is_root_arg:
             infos[chunk][0].buffer = None
             self._posted.discard(chunk)

@@ -194,7 +194,7 @@ def uploads(step: Step) -> I32:
     if _UPLOAD not in step.names:
         return np.empty(0, np.int32)
     made = (step.storages.producer >= 0) & (step.storages.tier == Tier.DEVICE)
-    by = step.storages.producer[made]  # saved activations come back in backward
+    by = step.storages.producer[made]  # uploads in backward are reloads of saved activations
     made[made] = (step.ops.name[by] == step.names.index(_UPLOAD)) & (step.ops.phase[by] == Phase.FORWARD)
     return np.flatnonzero(made).astype(np.int32)
 

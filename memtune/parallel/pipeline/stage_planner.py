@@ -15,7 +15,7 @@ Costs = npt.NDArray[np.float64]
 
 
 def balanced(seconds: Costs, n_bytes: Costs, cuts: Sequence[int], count: int) -> tuple[int, ...] | None:
-    """The first block of each of `count` stages, None where `cuts` are too few.
+    """Return the first block of each of `count` stages, None if there are too few `cuts`.
 
     Args:
         seconds: (b,) of each block; what runs before the first one is in its seconds, what runs after the
@@ -36,10 +36,10 @@ def balanced(seconds: Costs, n_bytes: Costs, cuts: Sequence[int], count: int) ->
 
 
 def _least_worst(costs: Costs, limited: Costs, count: int, limit: float) -> tuple[float, list[int]]:
-    """The least worst sum of `costs` over stages whose sums of `limited` stay within `limit`, and where they
-    begin.
+    """Return the smallest largest sum of `costs` over stages whose sums of `limited` stay within `limit`, and
+    the starts of the stages.
 
-    best[s, j]: of the first j pieces in s stages; n² · count sums.
+    best[s, j] is the value for the first j pieces in s stages; n² · count sums.
     """
     n = costs.shape[1]
     sums, bounds = (

@@ -22,7 +22,7 @@ import numpy as np
 from memtune.program import I32, READS, WRITES, Mask, Phase, Resource, Step, UnrolledRows, columns_of
 
 Divide = Callable[[Step], Step]
-"""The pass of a technique that divides or replicates states, on a rank's step of one micro-batch."""
+"""The pass of a technique that shards or replicates states, on a rank's step of one micro-batch."""
 MINE, MESSAGE, UPLOAD = 1, 2, 3
 """Marks in `ops.match` that tell rows of the stage from those that the pass adds: of a stage, a message, an
 upload.
@@ -31,7 +31,7 @@ _GATHER = "memtune.all_gather_into_.default"
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class RankStep:
     """A rank's own step, sharded, with that step's storage numbers."""
 
     step: Step
@@ -66,7 +66,7 @@ class Stage:
     received: int
 
 
-def own(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> Own:
+def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> RankStep:
     """Return the step of one rank with `stage` and the parameters `held`, after `divide`; with `kept` units
     are gathered once.
     """
@@ -84,35 +84,35 @@ def own(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> 
         once = np.flatnonzero((marks == 0) & (after.ops.phase == Phase.FORWARD)).astype(np.int32)
     given, passed, returned, received, *uploaded = after.returned.tolist()
     clean = replace(after, returned=np.empty(0, np.int32)).with_ops(match=np.zeros_like(marks))
-    return Own(clean, of, given, passed, returned, received, np.array(uploaded, np.int32), once)
+    return RankStep(clean, of, given, passed, returned, received, np.array(uploaded, np.int32), once)
 
 
 def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
-    """`stage` with one later micro-batch, and the numbers of what it is given, sends, returns, receives and
-    uploads.
+    """Extract `stage` for one later micro-batch; return it with the storages that it receives, sends, returns
+    and uploads.
     """
     rows, key = UnrolledRows(step, held), (stage.index, 1)
     uploads, forward, backward = stage.rows
     rows.declare("upload", stage.uploaded)
     rows.declare(stage.index, stage.made)
-    rows.take(uploads, ("upload", 1))
+    rows.append_ops(uploads, ("upload", 1))
     marks = [(UPLOAD, len(uploads)), (MESSAGE, _receive(rows, key, stage.given, Phase.FORWARD))]
-    rows.take(forward, key)
+    rows.append_ops(forward, key)
     marks += [(MINE, len(forward)), (MESSAGE, _receive(rows, key, stage.received, Phase.BACKWARD))]
-    rows.take(backward, key, backward=True)
+    rows.append_ops(backward, key, backward=True)
     marks.append((MINE, len(backward)))
     if stage.returned >= 0:
-        uses = [(rows.of(key, stage.returned), READS)]
+        uses = [(rows.number_of(key, stage.returned), READS)]
         rows.add("c10d.send.default", Phase.BACKWARD, resource=Resource.NOTHING, uses=uses)
         marks.append((MESSAGE, 1))
-    rows.take_rest()
+    rows.append_remaining()
     marks.append((MINE, rows.n_ops - sum(count for _, count in marks)))
     made = rows.done()
     ids = [
-        rows.of(key, each) if each >= 0 else -1
+        rows.number_of(key, each) if each >= 0 else -1
         for each in (stage.given, stage.passed, stage.returned, stage.received)
     ]
-    ids += [rows.of(("upload", 1), each) for each in stage.uploaded.tolist()]
+    ids += [rows.number_of(("upload", 1), each) for each in stage.uploaded.tolist()]
     kinds = np.repeat(*np.array(marks, np.int32).T).astype(np.int32)
     enter, leave = _entered(made, kinds)
     gradient = columns_of(made.parameters).gradient
@@ -127,7 +127,10 @@ def _receive(rows: UnrolledRows, key: tuple[int, int], storage: int, phase: Phas
     if storage < 0:
         return 0
     rows.add(
-        "c10d.recv_.default", phase, resource=Resource.NOTHING, uses=[(rows.received(key, storage), WRITES)]
+        "c10d.recv_.default",
+        phase,
+        resource=Resource.NOTHING,
+        uses=[(rows.add_received(key, storage), WRITES)],
     )
     return 1
 

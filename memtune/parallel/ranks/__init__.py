@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         inconsistent_indices,
         missing_here,
         missing_indices,
+        require_all_averaged,
     )
 else:
     __getattr__ = open_door(__name__)
@@ -69,6 +70,7 @@ __all__ = [
     "missing_indices",
     "one_part",
     "replica_groups",
+    "require_all_averaged",
     "require_groups",
     "require_plain",
     "require_ranks",

@@ -78,7 +78,7 @@ def _key() -> str:
 def _publish(message: str) -> None:
     try:
         dist.distributed_c10d._get_default_store().compare_set(_key(), "", message)
-    except (RuntimeError, ValueError):  # the store is gone with its rank: nobody is left to be told
+    except (RuntimeError, ValueError):  # the rank that hosted the store has ended, so no rank can read it
         return
 
 

@@ -78,7 +78,7 @@ class SeamAllReduce:
     def __call__(self, shard: Tensor) -> None:
         """Average `shard` in place."""
         torch.ops.memtune.all_reduce_(shard, self._group.group_name, self._group.size(), "avg")
-        if (
-            shard.is_cuda
-        ):  # it is another stream's: freed early, that stream would fill it anew under this one's feet
+        # The shard belongs to another stream, which would reuse its memory while the all-reduce still reads
+        # it.
+        if shard.is_cuda:
             shard.record_stream(torch.cuda.current_stream())

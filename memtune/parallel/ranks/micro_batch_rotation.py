@@ -40,7 +40,7 @@ class RotatedBatch:
     seed: int
     """Seed of the random numbers drawn while it runs."""
     batch: Any
-    """With tensors on the owner, with `_TensorMeta` in their place elsewhere."""
+    """With tensors on the owner, with `_TensorMeta` instead of tensors on other ranks."""
 
 
 class MicroBatchRotation:
@@ -62,13 +62,13 @@ class MicroBatchRotation:
         mine = list(batches)
         seeds = torch.randint(2**62, (len(mine),)).tolist()
         like = [map_tensors(batch, _TensorMeta) for batch in mine]
-        said: list[Any] = [None] * self._group.size()
+        descriptions: list[Any] = [None] * self._group.size()
         with tier(HOST):
-            dist.all_gather_object(said, (seeds, like), group=self._group)
-        counts = [len(theirs) for theirs, _ in said]
+            dist.all_gather_object(descriptions, (seeds, like), group=self._group)
+        counts = [len(theirs) for theirs, _ in descriptions]
         if len(set(counts)) > 1:
             raise ApplyError(
-                "ranks that share layers bring different numbers of micro-batches to one step.",
+                "ranks that share layers provide different numbers of micro-batches for one step.",
                 evidence=f"By rank: {', '.join(map(str, counts))}.",
                 fix="the same number on every rank",
                 code="MT391",
@@ -77,22 +77,22 @@ class MicroBatchRotation:
         return [
             RotatedBatch(owner, theirs[index], mine[index] if owner == here else batches_like[index])
             for index in range(len(mine))
-            for owner, (theirs, batches_like) in enumerate(said)
+            for owner, (theirs, batches_like) in enumerate(descriptions)
         ]
 
-    def upload(self, turn: RotatedBatch, device: torch.device) -> Any:
+    def upload(self, rotated: RotatedBatch, device: torch.device) -> Any:
         """Return the micro-batch on `device`, broadcast by its owner, and seed the generators with its seed;
         collective.
         """
-        torch.manual_seed(turn.seed)
-        if turn.owner == self._group.rank():
-            here = upload(turn.batch, device)
+        torch.manual_seed(rotated.seed)
+        if rotated.owner == self._group.rank():
+            here = upload(rotated.batch, device)
         else:
             empty = map_leaves(
-                turn.batch, lambda leaf: leaf.empty(device) if isinstance(leaf, _TensorMeta) else leaf
+                rotated.batch, lambda leaf: leaf.empty(device) if isinstance(leaf, _TensorMeta) else leaf
             )
             here = to_device(empty, device)
-        map_tensors(here, lambda tensor: self._send(tensor, turn.owner))
+        map_tensors(here, lambda tensor: self._send(tensor, rotated.owner))
         return here
 
     def _send(self, tensor: Tensor, owner: int) -> None:
@@ -107,7 +107,7 @@ class MicroBatchRotation:
         afterwards.
         """
         with ExitStack() as numbers:
-            with tier(HOST):  # the state of the generator is no tensor of the device's
+            with tier(HOST):  # the generator's state is a host tensor, which the device ledger must not count
                 numbers.enter_context(
                     torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
                 )

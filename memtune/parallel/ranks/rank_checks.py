@@ -106,14 +106,14 @@ def require_plain(model: nn.Module) -> None:
             )
 
 
-def require_whole_parameters(context: Context, what: str, *, ahead: bool = False) -> None:
+def require_whole_parameters(context: Context, what: str, *, hides_graph: bool = False) -> None:
     """Check, when states have been sharded, that all parameters are unsharded and on the device while the
     model runs.
 
     Args:
         context: Model and the techniques applied to it.
         what: The mechanism that needs them, for the message: `recompute: {kind: dtr}`.
-        ahead: `what` hides the model's graph until backward, so that DDP cannot search it for unused
+        hides_graph: `what` hides the model's graph until backward, so that DDP cannot search it for unused
             parameters.
 
     Raises:
@@ -123,35 +123,39 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
     require_whole_layers(context, what)
     if any(isinstance(module, FSDPModule) for module in context.model.modules()):
         raise ApplyError(
-            f"{what} does not work where parameters are divided over ranks.",
+            f"{what} does not work with parameters sharded over ranks.",
             evidence=(
-                "It runs ops of all blocks, and FSDP2 gathers a block's parameters for its own calls alone."
+                "It runs ops of all blocks at once, and FSDP2 unshards a block's parameters only for the"
+                " block's own calls."
             ),
             fix="recompute: {kind: planned}, or sharding: {states: {kind: zero1}}",
             code="MT315",
         )
     if context.placement.offload.follows_calls:
         raise ApplyError(
-            f"{what} does not work beside what this config has under offload.states.",
+            f"{what} does not work with this config's technique under offload.states.",
             evidence=(
-                "It runs ops of all blocks, and parameters or gradients of a block are moved with its own"
-                " calls alone."
+                "It runs ops of all blocks at once, and parameters or gradients of a block are loaded and"
+                " offloaded only at the block's own calls."
             ),
-            fix="memtune search  or  memtune trial --config  makes a plan for each block",
+            fix="memtune search  or  memtune trial --config  plans each block separately",
             code="MT315",
         )
     if any(region.move for region in context.activations.regions):
         raise ApplyError(
-            f"{what} does not work beside what this config has under offload.activations.",
-            evidence="It runs ops of all blocks, and what a block keeps is moved with its own calls alone.",
-            fix="memtune search  or  memtune trial --config  makes a plan for each block",
+            f"{what} does not work with this config's technique under offload.activations.",
+            evidence=(
+                "It runs ops of all blocks at once, and saved tensors of a block are offloaded only at the"
+                " block's own calls."
+            ),
+            fix="memtune search  or  memtune trial --config  plans each block separately",
             code="MT315",
         )
     runner = context.loop.runner
-    if ahead and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
+    if hides_graph and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
         raise ApplyError(
-            f"{what} does not work beside find_unused_parameters: true.",
-            evidence="DDP looks for them in the graph, which is there in backward alone.",
+            f"{what} does not work with find_unused_parameters: true.",
+            evidence="DDP searches the autograd graph after forward; here it exists only in backward.",
             fix="online: false, or find_unused_parameters: false",
             code="MT315",
         )
@@ -172,18 +176,18 @@ def require_whole_layers(context: Context, what: str) -> None:
         )
 
 
-def require_same_config(said: str, device: torch.device) -> None:
+def require_same_config(description: str, device: torch.device) -> None:
     """Compare config and model of all ranks, before any other collective.
 
     Args:
-        said: Lines that must be equal on all ranks: settings, hashes of plans, the model's
+        description: Lines that must be equal on all ranks: settings, hashes of plans, the model's
             fingerprint.
         device: Device of the model.
 
     Raises:
         ApplyError: The ranks differ; raised on all of them.
     """
-    everyone = gather_descriptions(said, device)
+    everyone = gather_descriptions(description, device)
     ranks = len(everyone)
     differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     if differing:
@@ -199,13 +203,13 @@ def require_same_config(said: str, device: torch.device) -> None:
         )
 
 
-def gather_descriptions(said: Any, device: torch.device) -> list[Any]:
+def gather_descriptions(description: Any, device: torch.device) -> list[Any]:
     """Return every rank's description (plain data), by rank; collective, called with the device of the rank's
     model.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        dist.all_gather_object(everyone, said)
+        dist.all_gather_object(everyone, description)
     return everyone
 
 

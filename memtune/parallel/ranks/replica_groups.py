@@ -182,16 +182,16 @@ def shard_like(mine: Tensor, like: DTensor) -> DTensor:
     )
 
 
-# Tensors that several dims of a mesh divide by rows, one inside the other, and the collectives that torch
-# makes of them.
 def allow_nested_collectives(mesh: DeviceMesh) -> None:
     """Silence torch's warning that collectives over several dims of `mesh` run dim by dim, which is
     intended.
     """
-    said: set[tuple[int, tuple[int, ...], str]] | None = getattr(
+    warned: set[tuple[int, tuple[int, ...], str]] | None = getattr(
         _redistribute, "_warned_flatten_issues", None
     )
-    if said is None:  # torch 2.11 has nothing to say
+    if warned is None:  # torch 2.11 does not warn
         return
     for count in range(2, mesh.ndim + 1):
-        said.update((hash(mesh), dims, "no_flattened_mesh") for dims in combinations(range(mesh.ndim), count))
+        warned.update(
+            (hash(mesh), dims, "no_flattened_mesh") for dims in combinations(range(mesh.ndim), count)
+        )

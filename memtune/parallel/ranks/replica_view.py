@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from memtune.hardware import Hardware
-from memtune.program import APART, Program, RankClass, Resource, remembered
+from memtune.program import APART, Program, RankClass, Resource, memoized
 
 
 def one_part(program: Program, parts: int) -> Program:
@@ -26,7 +26,7 @@ def one_part(program: Program, parts: int) -> Program:
     return _of_one_part(program, parts) if program.unrolled > 1 else _known(program, parts)
 
 
-@remembered
+@memoized
 def _known(program: Program, parts: int) -> Program:
     return _of_one_part(program, parts)
 

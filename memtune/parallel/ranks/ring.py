@@ -33,13 +33,13 @@ class Ring:
 
     @property
     def piece(self) -> Piece:
-        """This rank's shard of a weight."""
+        """Position of this rank's shard in a weight."""
         return Piece(0, self.ranks, self.rank)
 
     def send(self, shard: Tensor) -> Hop:
         """Start sending `shard` to the next rank and receiving the shard of the rank before."""
         arriving = torch.empty_like(shard)
-        return self._beside(
+        return self._exchange(
             shard, arriving, lambda: _OPS.send_next_into_(arriving, shard, self.group, self.ranks)
         )
 
@@ -49,13 +49,13 @@ class Ring:
 
         Either may be None, if there is no message in that direction.
         """
-        return self._beside(
+        return self._exchange(
             sent,
             arriving,
             lambda: _OPS.shift_into_(arriving, sent, self.group, distance % self.ranks, self.ranks),
         )
 
-    def _beside(self, sent: Tensor | None, arriving: Tensor | None, pass_on: Callable[[], None]) -> Hop:
+    def _exchange(self, sent: Tensor | None, arriving: Tensor | None, pass_on: Callable[[], None]) -> Hop:
         here = arriving if sent is None else sent
         if here is None:
             return Hop(None, None, None)
@@ -99,10 +99,10 @@ class RingRound:
             beginning with the own one.
     """
 
-    def __init__(self, ring: Ring, home: Tensor, *, ahead: bool) -> None:
+    def __init__(self, ring: Ring, home: Tensor, *, prefetch: bool) -> None:
         self._ring, self._home, self._hop = ring, home, None
         self._left = ring.ranks if ring.in_place else ring.ranks - 1
-        if ahead:
+        if prefetch:
             self.next()
 
     def next(self) -> Tensor:
@@ -125,9 +125,9 @@ class RingRound:
             return self._home
         if not self._ring.in_place:
             return hop.arrived()
-        self._home.data.copy_(
-            hop.arrived()
-        )  # unseen by autograd, which has saved it: it is home again when that is used
+        # `.data` does not change the version counter: autograd has saved the tensor, whose value is restored
+        # before backward uses it.
+        self._home.data.copy_(hop.arrived())
         return self._home
 
 

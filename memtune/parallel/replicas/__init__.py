@@ -9,9 +9,9 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.parallel.replicas.data_parallel import Replicas
     from memtune.parallel.replicas.ddp_pass import Replication, replicate
-    from memtune.parallel.replicas.grad_all_reduce import AllReduceGrads, require_all_averaged
+    from memtune.parallel.replicas.grad_all_reduce import AllReduceGrads
     from memtune.parallel.replicas.grad_buckets import Buckets
 else:
     __getattr__ = open_door(__name__)
 
-__all__ = ["AllReduceGrads", "Buckets", "Replicas", "Replication", "replicate", "require_all_averaged"]
+__all__ = ["AllReduceGrads", "Buckets", "Replicas", "Replication", "replicate"]

@@ -53,11 +53,11 @@ class Replicas:
                 bucket_cap_mb=bucket_cap_mb,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
-                init_sync=False,  # the weights are equal already, and the user's are not to be overwritten
+                init_sync=False,  # the weights are already compared, and the user's must not be overwritten
             )
-        # A lambda, because DDP reads a hook's annotations and takes none that are strings. DDP's C++ keeps it
-        # where Python's collector does not look: held by it, the model would never go. The wrapper holds what
-        # it calls.
+        # A lambda, because DDP checks a hook's annotations and rejects strings. A weak method, because DDP's
+        # C++ holds the hook where Python's garbage collector does not see it, and the model would never be
+        # freed; the wrapper's own dictionary keeps `self` alive.
         average = weakref.WeakMethod(self._average)
         self.wrapper.register_comm_hook(None, lambda state, bucket: average()(bucket))  # type: ignore[misc]
         vars(self.wrapper)["_memtune_replicas"] = self

@@ -34,7 +34,7 @@ from memtune.program import (
     Step,
     Tier,
     columns_of,
-    remembered,
+    memoized,
 )
 from memtune.workload import experts_in
 
@@ -56,8 +56,9 @@ class Replication:
     """True if buckets are filled when the last backward of a pipeline's step has ended, and not as gradients
     become ready.
     """
-    landed: bool = False
-    """True without buckets: each gradient is averaged as soon as it is ready, by the pass that offloads it.
+    unbucketed: bool = False
+    """True without buckets: each gradient is averaged as soon as it is ready, by the pass that offloads
+    it.
     """
 
 
@@ -71,20 +72,20 @@ class _Arrival:
     """Op after which it is ready."""
 
 
-@remembered
+@memoized
 def replicate(step: Step, how: Replication) -> Step:
     """Return `step` as one rank runs it under DDP; `step` itself if no parameter gets a gradient."""
-    if how.landed:
+    if how.unbucketed:
         edit = Edit(step)
         return edit.done() if _broadcast_buffers(edit, step, how) else step
     arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
     if not arrivals:
         return step
-    done = _replicated(step, how, arrivals, sums_stay=False)
+    done = _replicated(step, how, arrivals, hold_sums=False)
     if how.accumulate > 2:
         bucket_bytes = sum(int(step.storages.bytes[arrival.storage]) for arrival in arrivals)
         if _backward_peak(step) + bucket_bytes > _backward_peak(done):
-            return _replicated(step, how, arrivals, sums_stay=True)
+            return _replicated(step, how, arrivals, hold_sums=True)
     return done
 
 
@@ -92,7 +93,7 @@ def _backward_peak(step: Step) -> int:
     return int(step.live_bytes()[: np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1] + 1].max())
 
 
-def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_stay: bool) -> Step:
+def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, hold_sums: bool) -> Step:
     edit = Edit(step)
     _broadcast_buffers(edit, step, how)
     buckets = _buckets(step, arrivals, how.bucket_bytes)
@@ -102,21 +103,22 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_
     if how.find_unused:
         n_bytes[-1] += _unused_bytes(step, how)
     rows = _live_before(edit, n_bytes, Kind.GRADIENT)
-    if how.find_unused:  # which parameters took part: a count of this rank and one of all ranks
+    if how.find_unused:  # DDP's maps of used parameters: one of this rank, one of all ranks
         trainable = sum(p.trainable for p in step.parameters)
         _live_before(edit, np.full(2, 4 * trainable), Kind.COMMUNICATION)
-    # What runs once per step although it stands in the middle of backward belongs to the boundary.
+    # With accumulation the averages run once per step, so their phase is the boundary, though inside
+    # backward.
     phase = Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY
     bucket_of = {a.parameter: int(row) for bucket, row in zip(buckets, rows, strict=True) for a in bucket}
     _copy_in(edit, step, arrivals, bucket_of, phase)
     _average(edit, how, buckets, rows, n_bytes, phase)
-    if sums_stay:
+    if hold_sums:
         sums = np.asarray([a.storage for a in arrivals if step.storages.producer[a.storage] < 0], np.int32)
         edit.storages.held_until[sums] = arrivals[-1].at
     return _rebound(edit, step, how, arrivals, bucket_of)
 
 
-@remembered
+@memoized
 def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
     """Return the parameters whose gradients another component averages."""
     blocks = () if of_blocks else np.flatnonzero(columns_of(step.parameters).block >= 0).tolist()
@@ -124,7 +126,7 @@ def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
     return frozenset((*blocks, *experts))
 
 
-@remembered
+@memoized
 def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
     """Return gradients in the order in which they become ready; a sum over micro-batches is ready when this
     one's gradient has been added.

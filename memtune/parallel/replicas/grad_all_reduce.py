@@ -14,7 +14,7 @@ Three rules, which the pass `offload.optimizer.grad_offload_pass` follows:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
-from memtune.parallel.ranks import require_ranks
+from memtune.parallel.ranks import require_all_averaged, require_ranks
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.runtime import BackwardEnd, Context, weakly
 
 
 class AllReduceGrads:
-    """Averages the gradients of the model in `context` one by one, and says when each is there.
+    """Averages the gradients of the model in `context` one by one, and emits `grad_ready` for each.
 
     Args:
         context: Emits `grad_ready` there; gets a `sync` and a check.
@@ -51,7 +51,7 @@ class AllReduceGrads:
         self._buffers = BroadcastBuffers(context, group)
         for parameter in self._parameters:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._arrived)).remove)
-        self._grad_ready.emit_from(lambda: None)  # the hooks are there in any case
+        self._grad_ready.emit_from(lambda: None)  # the hooks above emit with or without subscribers
         context.loop.sync, context.placement.states_average_grads = self._sync, True
         context.checks["sharding.states"] = self._check
 
@@ -84,27 +84,6 @@ class AllReduceGrads:
                 "the model's parameters are no longer those whose gradients are averaged.", code="MT324"
             )
         return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
-
-
-def require_all_averaged(missing: Collection[nn.Parameter]) -> None:
-    """Raise if a gradient was not averaged: its rank would have averaged different parameters (rule 2).
-
-    Args:
-        missing: Parameters whose gradients were not averaged in this backward.
-
-    Raises:
-        ApplyError: There are some.
-    """
-    if missing:
-        raise ApplyError(
-            f"{len(missing)} parameters got no gradient in this backward.",
-            evidence=(
-                "Ranks average gradients one by one as they land, so every rank must have each of them, every"
-                " time."
-            ),
-            fix="sharding: {states: {kind: fsdp}}, or a model whose ranks use the same parameters",
-            code="MT346",
-        )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -9,7 +9,15 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.parallel.sharding import fsdp_sharding as fsdp_sharding
     from memtune.parallel.sharding import nested_sharding as nested_sharding
-    from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, cheapest, dominating, every, held
+    from memtune.parallel.sharding.factors import (
+        Bytes,
+        Factors,
+        Schedule,
+        cheapest,
+        dominating,
+        every,
+        held_bytes,
+    )
     from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
     from memtune.parallel.sharding.fsdp_sharding import grid, meshes, rebind, shard, units_of
     from memtune.parallel.sharding.nested_sharding import divide
@@ -32,7 +40,7 @@ __all__ = [
     "every",
     "fsdp_sharding",
     "grid",
-    "held",
+    "held_bytes",
     "meshes",
     "nested_sharding",
     "partition_states",

@@ -111,7 +111,7 @@ class Traffic:
         return self.intra_bytes + self.inter_bytes
 
 
-def held(factors: Factors, whole: Bytes) -> Bytes:
+def held_bytes(factors: Factors, whole: Bytes) -> Bytes:
     """Return the bytes that a rank holds throughout the step, without temporarily gathered ones."""
     return Bytes(
         whole.parameters / factors.parameters,
@@ -226,7 +226,7 @@ class Contexts:
     def _rings(self, micro_batches: int) -> list[Hop]:
         c, w, first = self.contexts, self.inner, self.context_first
         if self.helped is not None:
-            n_bytes = sum(map(self._turn, balance_rounds(c, self.helped)))
+            n_bytes = sum(map(self._round, balance_rounds(c, self.helped)))
             return [Hop("helpers", micro_batches * n_bytes, c, 1 if first else self.heads)]
         block = micro_batches * (4 * self.key + 2 * self.sums)
         return [
@@ -234,12 +234,12 @@ class Contexts:
             Hop("outer ring", block * (c // w - 1), c // w, w if first else w * self.heads),
         ]
 
-    def _turn(self, turn: BalanceRound) -> float:
+    def _round(self, round_: BalanceRound) -> float:
         """Return bytes of a round, forward and backward: keys and values for own queries, or a helper's
         inputs; outputs of helpers and to helped ranks.
         """
-        comes = 4 * self.key * turn.attends + (4 * self.query + self.lse) * turn.helps
-        return comes + (2 * self.query + self.lse) * turn.is_helped + 2 * self.key * turn.sends_keys
+        comes = 4 * self.key * round_.attends + (4 * self.query + self.lse) * round_.helps
+        return comes + (2 * self.query + self.lse) * round_.is_helped + 2 * self.key * round_.sends_keys
 
 
 def traffic(factors: Factors, whole: Bytes, schedule: Schedule) -> Traffic:
@@ -306,7 +306,7 @@ def dominating(
 @lru_cache(maxsize=4096)
 def _costs(factors: Factors, whole: Bytes, schedule: Schedule) -> tuple[float, float, float]:
     sent = traffic(factors, whole, schedule)
-    return held(factors, whole).total, sent.intra_bytes, sent.inter_bytes
+    return held_bytes(factors, whole).total, sent.intra_bytes, sent.inter_bytes
 
 
 def cheapest(
@@ -323,9 +323,11 @@ def cheapest(
     Ties are resolved by the bytes held, then by how little is sharded. A larger limit only adds alternatives,
     so it never raises the time.
     """
-    fitting = (each for each in among or every(schedule.ranks) if held(each, whole).total <= limit_bytes)
+    fitting = (
+        each for each in among or every(schedule.ranks) if held_bytes(each, whole).total <= limit_bytes
+    )
     return min(
         fitting,
-        key=lambda each: (seconds(each, whole, schedule, hardware), held(each, whole).total, each),
+        key=lambda each: (seconds(each, whole, schedule, hardware), held_bytes(each, whole).total, each),
         default=None,
     )

@@ -33,11 +33,11 @@ from memtune.program import (
     add_storages,
     column,
     columns_of,
-    divided,
+    pending_copy_sources,
     raw_gradients,
+    sharded_storages,
     shards_of,
     units_of,
-    waiting_sources,
 )
 
 
@@ -96,11 +96,17 @@ def _forward(
     place = np.arange(len(units))
     when = GatherTiming(np.maximum(place - (how.prefetch or 0), 0), place, units.first_forward)
     made = gather_units(
-        edit, whole, when, Phase.FORWARD, how.degree, ahead=how.ahead(Phase.FORWARD), stream=how.gather_stream
+        edit,
+        whole,
+        when,
+        Phase.FORWARD,
+        how.degree,
+        prefetch_distance=how.prefetch_distance(Phase.FORWARD),
+        stream=how.gather_stream,
     )
     unit, waiting = _waiting_sources(step, how.blocks_per_unit)
     edit.hold_through(waiting, _last_at(made, when)[unit])
-    # What stays gathered between forward and backward.
+    # Units in `kept` remain gathered between forward and backward, the others until their forward ends.
     edit.hold_through(made.whole, np.where(kept, units.last_backward, units.last_forward)[whole.part])
     edit.hold_through(made.buffer, np.append(made.copy[1:], step.forward_ends[-1:]))
     secondary = None
@@ -119,8 +125,9 @@ def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
     prefetching gather issued there.
     """
     last = made.copy.copy()
-    ahead = when.issued < when.used
-    last[when.issued[ahead]] = made.gather[ahead]  # of several gathers in one place the last one stays
+    prefetching = when.issued < when.used
+    # Of several gathers issued at one place, numpy's assignment keeps the last one, which is wanted.
+    last[when.issued[prefetching]] = made.gather[prefetching]
     return last
 
 
@@ -163,7 +170,7 @@ def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
     """Return units whose forward starts with a copy to the host, and the storages that the copy before it
     holds until then, pair by pair.
     """
-    return waiting_sources(step, units_of(step, blocks_per_unit).first_forward)
+    return pending_copy_sources(step, units_of(step, blocks_per_unit).first_forward)
 
 
 def _backward(
@@ -189,7 +196,13 @@ def _backward(
     whole = _whole(step, how, parameters)
     groups = np.where((order == 0) & units.has_root, how.degree, how.group_after_forward)
     made = gather_units(
-        edit, whole, when, Phase.BACKWARD, groups, ahead=how.ahead(Phase.BACKWARD), stream=how.gather_stream
+        edit,
+        whole,
+        when,
+        Phase.BACKWARD,
+        groups,
+        prefetch_distance=how.prefetch_distance(Phase.BACKWARD),
+        stream=how.gather_stream,
     )
     edit.hold_through(made.whole, units.last_backward[order][whole.part])
     uses.to(parameters.values, made.whole, forward=False)
@@ -211,7 +224,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
     edit.storages.held_until[raw] = int(end) if how.sums == "whole" and how.micro_batches > 2 else -1
     edit.storages.kind[raw] = Kind.TEMPORARY
-    rows, owner = divided(step)
+    rows, owner = sharded_storages(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
     edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
     edit.storages.bytes[raw] = step.storages.bytes[raw]
@@ -272,8 +285,6 @@ def _sums_by_unit(edit: Edit, gradient: I32, parameters: Ragged) -> I32:
     return joined
 
 
-# All-gathers of units of parameters in a step: how far ahead of their use they stand, and the buffers they
-# fill.
 @dataclass(frozen=True, eq=False)
 class GatheredUnit:
     """Results of all-gathers: (units,) buffers, gathers and copy-out ops, and the full parameters by unit."""
@@ -291,9 +302,9 @@ class GatherTiming:
     """
 
     issued: I64
-    """Place at which the gather is issued …"""
+    """Place at which the gather is issued."""
     used: I64
-    """… and at which the unit is copied out."""
+    """Place at which the unit is copied out."""
     op: I32
 
     def starts(self, count: I64) -> tuple[I64, I64]:
@@ -312,7 +323,14 @@ class GatherTiming:
 
 
 def gather_units(
-    edit: Edit, whole: Ragged, when: GatherTiming, phase: Phase, group: int | I64, *, ahead: int, stream: int
+    edit: Edit,
+    whole: Ragged,
+    when: GatherTiming,
+    phase: Phase,
+    group: int | I64,
+    *,
+    prefetch_distance: int,
+    stream: int,
 ) -> GatheredUnit:
     """Gather units from `group` ranks each and copy them out into full parameters.
 
@@ -323,7 +341,7 @@ def gather_units(
         when: Places of gathers and copy-outs.
         phase: Phase of all inserted ops.
         group: Ranks that hold a shard each.
-        ahead: Prefetch distance of a gather on the link's own stream (`Ops.prefetch`).
+        prefetch_distance: Prefetch distance of a gather on the link's own stream (`Ops.prefetch`).
         stream: Stream of the gathers.
     """
     sums, before, copied_before = whole.sums(), when.op[when.issued], when.op[when.used]
@@ -359,7 +377,7 @@ def gather_units(
         traffic_bytes=column(n_ops, np.int64, (gather, sums), (copy, 2 * sums)),
         group=column(n_ops, np.int32, (gather, group)),
         stream=column(n_ops, np.uint8, (gather, stream)),
-        prefetch=column(n_ops, np.uint8, (gather, ahead)),
+        prefetch=column(n_ops, np.uint8, (gather, prefetch_distance)),
     )
     # Storages of a unit: its buffer, the whole parameters.
     buffer = whole.starts + np.arange(len(make))
@@ -393,7 +411,8 @@ class Reductions:
     after: I32
     """(units,) last op of each unit's backward."""
     raw: I32
-    """(parameters,) the storage of this micro-batch's gradient, not of the sum over micro-batches; -1: none.
+    """(parameters,) the storage of this micro-batch's gradient, not of the sum over micro-batches; -1:
+    none.
     """
     sums: Ragged
     """Existing sums of earlier micro-batches: rows of the parameters, by unit."""
@@ -404,7 +423,7 @@ class Reductions:
 def _reductions(step: Step, blocks_per_unit: int, kept: Sums) -> Reductions:
     units, gradient = units_of(step, blocks_per_unit), columns_of(step.parameters).gradient
     raw = gradient if kept == "whole" else raw_gradients(step)
-    # What a hook makes of a gradient belongs to no block, and comes when autograd puts it in place.
+    # A gradient that a hook has replaced is made by an op of no block, after the unit's backward.
     made = np.where(raw >= 0, step.storages.producer[raw], -1)[units.parameters.values]
     after = units.last_backward.copy()
     np.maximum.at(after, units.parameters.part, made)
@@ -488,7 +507,7 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
         rows.add, columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mode=WRITES
     )
 
-    # The function that reduces still names the last gradient of its loop, and its buffers, when it has added
+    # FSDP2's reducing function still references the last gradient of its loop, and its buffers, when it adds
     # to the sums.
     edit.hold_through(
         np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([rows.last, rows.last])
@@ -652,7 +671,8 @@ class Sharding:
     reduce_itemsize: int | None = None
     """Bytes per gradient element in a message; None: as in the gradient."""
     replicas_across_nodes: bool = False
-    """True if the ranks that hold the same shard are on different nodes, each with a network card of its own.
+    """True if the ranks that hold the same shard are on different nodes, each with a network card of its
+    own.
     """
     stages_messages: bool = False
     """True if reductions first copy their whole message and compute waits for collectives, as with gloo on
@@ -669,12 +689,14 @@ class Sharding:
 
     @property
     def between_copies(self) -> Resource:
-        """The link between ranks that hold the same shard."""
+        """Link between ranks that hold the same shard."""
         return Resource.INTER_LINK if self.replicas_across_nodes else Resource.INTRA_LINK
 
     @property
     def average_phase(self) -> Phase:
-        """Ops that run once per step belong to the boundary, although they are issued inside backward."""
+        """Phase of the averages: ops that run once per step belong to the boundary, although they are issued
+        inside backward.
+        """
         return Phase.BOUNDARY if self.two_hop else self.reduce_phase
 
     @property
@@ -699,8 +721,8 @@ class Sharding:
         """Ranks over which a unit is sharded between its forward and its backward."""
         return self.degree if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
-    def ahead(self, phase: Phase) -> int:
-        """How far a gather runs ahead of compute on the link's own stream (`Ops.prefetch`)."""
+    def prefetch_distance(self, phase: Phase) -> int:
+        """Return how many units a gather on the link's own stream is issued early (`Ops.prefetch`)."""
         if self.stages_messages:
             return 0
         return 1 if phase == Phase.BACKWARD else 2 if self.prefetch else 3

@@ -164,7 +164,8 @@ class OncePerStep:
     def _reduced(self, unit: Unit) -> None:
         if not self._averages:
             return
-        self._at_end.expect()  # FSDP2 has queued its own before any unit is reduced
+        # Runs after FSDP2's callback for the end of backward, which was queued before any unit is reduced.
+        self._at_end.expect()
         self._average()  # rule 2
         self._waiting = unit
 
@@ -177,9 +178,9 @@ class OncePerStep:
         unit, self._waiting = self._waiting, ()
         for sums in _storages(unit):
             torch.ops.memtune.all_reduce_(sums, self._group.group_name, self._group.size(), "avg")
-            if (
-                sums.is_cuda
-            ):  # it is another stream's: freed early, that stream would fill it anew under this one's feet
+            # The sums belong to another stream, which would reuse their memory while the all-reduce reads
+            # them.
+            if sums.is_cuda:
                 sums.record_stream(torch.cuda.current_stream())
 
 
@@ -196,7 +197,6 @@ def _storages(unit: Unit) -> list[Tensor]:
     return list(found.values())
 
 
-# FSDP2 after a forward or a backward that raised, and was caught.
 def go_on_after_errors(context: Context) -> None:
     """Reset FSDP2's state in the model of `context` after an exception. Forward raises ApplyError where torch
     cannot recover.

@@ -154,11 +154,11 @@ def shard(
                 set_full_specs(module._get_fsdp_state()._fsdp_param_group, wholes, grid.both)
     if not isinstance(reshard_after_forward, bool):
         _reshard_to_groups(context, degree, reshard_after_forward)
-    if (
-        prefetch is not None or in_stages
-    ):  # FSDP2's own way is to go back through all forwards that have no backward yet
-        ahead = (prefetch, prefetch) if prefetch is not None else (0, 1)
-        _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], *ahead)
+    # In a stage FSDP2's default prefetch would follow all forwards whose backward is still to come, those of
+    # other micro-batches included.
+    if prefetch is not None or in_stages:
+        depths = (prefetch, prefetch) if prefetch is not None else (0, 1)
+        _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], *depths)
     for module in context.model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SeamAllGather())
@@ -229,8 +229,8 @@ def _reshard_to_groups(context: Context, degree: int, size: int) -> None:
         for each in group.fsdp_params:
             each.post_forward_mesh_info = smaller
             each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
-    # A forward that no backward follows leaves the copies in place of the shards: an optimizer's step would
-    # not reach them.
+    # After a forward without a backward the group copies would remain in use, and an optimizer's step updates
+    # the shards only.
     context.model.register_forward_hook(_drop_copies)
 
 
@@ -262,7 +262,7 @@ def _prefetch(model: Any, blocks: list[nn.Module], forward: int, depth: int) -> 
             if place or not root
             else units[max(len(units) - depth, 1) :]
         )
-        # An empty list would mean FSDP2's own way: a unit that is there already asks for nothing.
+        # An empty list means FSDP2's default; the unit itself is already gathered, so it prefetches nothing.
         unit.set_modules_to_backward_prefetch(before[::-1] or [unit])
 
 
@@ -277,9 +277,8 @@ def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None
     once = OncePerStep(copies.get_group())
     for module, unit in units_of(context.model):
         module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
-    if (
-        two_hop and context.loop.pipeline is not None
-    ):  # the last micro-batch of a stage is no moment of its own
+    # The stages of a rank end their last micro-batch at different times: average when the last backward ends.
+    if two_hop and context.loop.pipeline is not None:
         context.loop.pipeline.reduce = once.at_end(unit for _, unit in units_of(context.model))  # type: ignore[attr-defined]
     elif two_hop:
         context.loop.sync = once.sync
@@ -337,7 +336,7 @@ def _check(context: Context, degree: int) -> dict[str, Any]:
             f"{len(plain)} parameters are not sharded.", evidence=f"First: {plain[0]}.", code="MT322"
         )
     units = [name for name, module in context.model.named_modules() if isinstance(module, FSDPModule)]
-    # No view is made: on fake tensors each one takes the memory anew that a store has given back.
+    # `_local_tensor`, because a view of a fake tensor would count memory again that an offloader has freed.
     shards = sum(p._local_tensor.nbytes for p in parameters.values() if isinstance(p, DTensor))
     return {"degree": degree, "units": len(units), "shard_bytes": shards}
 
@@ -346,14 +345,13 @@ def _divisor(ranks: int, wanted: int) -> int:
     return min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - wanted))
 
 
-# FSDP2 on the stages of a pipeline, each stage's units over the ranks that hold a copy of it.
 def shard_stage(context: Context, sharers: dist.ProcessGroup, *, keeps: bool) -> None:
     """Adapt this rank's stage, whose units FSDP2 shards over `sharers`, to the pipeline's schedule.
 
     Args:
         context: Context of the stage; its pipeline is notified of the sharding.
         sharers: The ranks that shard the stage.
-        keeps: Units stay gathered after forward (rule 3).
+        keeps: Units stay gathered after forward; only the last backward of a step frees them.
     """
     pipeline: Any = context.loop.pipeline
     model: Any = context.model
@@ -364,14 +362,14 @@ def shard_stage(context: Context, sharers: dist.ProcessGroup, *, keeps: bool) ->
 
 
 def _end_forward(model: Any, output: Tensor) -> Tensor:
-    """Rule 1."""
+    """Run FSDP2's post-forward of the root, which the stage's early end of the user's forward skips."""
     state = model._get_fsdp_state()
     found: Tensor = state._post_forward(model, (), output)
     return found
 
 
 def _frees(model: Any, last: bool) -> None:
-    """Rule 3."""
+    """Let FSDP2 free the parameters after backward only in the `last` one of a step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(last, recurse=False)

@@ -42,7 +42,7 @@ _DIMS = (PARTS, "copies", "parameters", "gradients", "optimizer")
 
 @cache
 def _mesh(device_type: str, parts: int, ranks: int, factors: Factors, group: int) -> DeviceMesh:
-    """Dims of size 1 are omitted: every dim makes a communicator."""
+    """Return the device mesh; dims of size 1 are omitted, because every dim creates a communicator."""
     s, o = factors.summed_over, factors.optimizer
     p = factors.parameters
     sizes = {PARTS: parts, "copies": ranks // o, "parameters": p, "gradients": s // p, "optimizer": o // s}
@@ -225,10 +225,11 @@ class _Levels:
         self.rows[0].grad_ready = self._grad_ready
 
     def _unit_reduced(self, parts: list[Part], shard: Tensor) -> None:
-        self._at_end.settle()  # before anything is added to what a backward that raised has left
+        self._at_end.settle()  # first clean up after a backward that raised
         for part in parts:
             self.rows[0].set_aside(part)
-        self._at_end.expect()  # FSDP2 has queued its own before any unit is reduced
+        # Runs after FSDP2's callback for the end of backward, which was queued before any unit is reduced.
+        self._at_end.expect()
 
     def _give_up(self) -> None:
         """Clean up after a backward that raised: free its gradients; sums that passed all boundaries are
@@ -247,7 +248,8 @@ class _Levels:
             if not level.reduces:
                 break
             if depth:
-                for chain in self._parts:  # the sums are let go as they are packed
+                # Drop the second reference, so that packing frees each sum.
+                for chain in self._parts:
                     chain[0].parameter.grad = None
             level.cross()
             for chain in self._parts:
@@ -261,7 +263,7 @@ class _Levels:
             parameter, final = chain[0].parameter, chain[-1].shard
             if parameter.grad is None or final.grad is None:
                 parameter.grad = final.grad = None
-            elif parameter.grad is not final.grad:  # the user has put another one there
+            elif parameter.grad is not final.grad:  # the user has replaced it
                 final.grad = parameter.grad
 
     def _gather(self) -> None:

@@ -88,7 +88,7 @@ class Part:
             rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
         )
 
-    def own(self, message: Tensor) -> Tensor:
+    def own_rows(self, message: Tensor) -> Tensor:
         """Return this rank's rows in a message (or in its part of one) that holds one rank's rows of all
         inputs.
         """
@@ -197,7 +197,7 @@ class ShardedBuckets:
         """Reduce-scatter the next bucket; its gradients are freed once they are packed."""
         bucket = self._buckets[self._next]
         self._next += 1
-        self._land()
+        self._wait_reduction()
         message = bucket.size + len(bucket.parts)
         like = local(bucket.parts[0].parameter)
         given = like.new_empty(self._ranks * message)
@@ -218,7 +218,7 @@ class ShardedBuckets:
         used = []
         for index, part in enumerate(bucket.parts):
             self.set_aside(part)
-            gradient = part.parameter.grad  # earlier micro-batches may have left one that the last has not
+            gradient = part.parameter.grad  # may come from an earlier micro-batch only
             used.append(gradient is not None or part.sum is not None)
             if gradient is None:
                 gradient = torch.zeros_like(local(part.parameter))
@@ -237,12 +237,11 @@ class ShardedBuckets:
         earlier = [part for part in bucket.parts if part.sum is not None]
         if earlier:
             torch._foreach_add_(
-                [p.own(taken) for p in earlier], [local(p.sum) for p in earlier if p.sum is not None]
+                [p.own_rows(taken) for p in earlier], [local(p.sum) for p in earlier if p.sum is not None]
             )
         for part in earlier:
-            if (
-                self._link is not None and part.sum is not None
-            ):  # compute's memory: not to be filled while this reads it
+            # The sum's memory belongs to compute's stream, which must not reuse it while the link reads it.
+            if self._link is not None and part.sum is not None:
                 local(part.sum).record_stream(self._link)
             part.sum = part.shard.grad = None
         torch.ops.memtune.all_reduce_(taken, copies.group_name, copies.size(), "avg")
@@ -254,11 +253,12 @@ class ShardedBuckets:
         earlier = [part for part in bucket.parts if part.sum is not None]
         if earlier:
             torch._foreach_add_(
-                [local(part.sum) for part in earlier if part.sum is not None], [p.own(taken) for p in earlier]
+                [local(part.sum) for part in earlier if part.sum is not None],
+                [p.own_rows(taken) for p in earlier],
             )
         for index, part in enumerate(bucket.parts):
             part.parameter.grad = (
-                part.sum if part.sum is not None else part.sharded(part.own(taken), self._mesh)
+                part.sum if part.sum is not None else part.sharded(part.own_rows(taken), self._mesh)
             )
             part.sum = None
             if not used[index]:
@@ -267,12 +267,12 @@ class ShardedBuckets:
     def _tell(self, bucket: Bucket) -> None:
         if self.grad_ready is None:
             return
-        self._drop_what_nobody_used()
+        self._drop_unused()
         for part in bucket.parts:
             if part.parameter.grad is not None:
                 self.grad_ready.emit(part.parameter)
 
-    def _drop_what_nobody_used(self) -> None:
+    def _drop_unused(self) -> None:
         """Drop gradients of parameters that no rank used (rule 3)."""
         for part, flag in self._unsure:
             if isinstance(flag, FakeTensor) or not flag.item():
@@ -283,8 +283,8 @@ class ShardedBuckets:
         """Reduce all remaining buckets; called when backward ends."""
         while self._next < len(self._buckets):
             self._reduce()
-        self._land()
-        self._drop_what_nobody_used()
+        self._wait_reduction()
+        self._drop_unused()
         for part in self.parts:
             part.shard.grad = part.parameter.grad  # rule 5
         self._next = 0
@@ -300,18 +300,20 @@ class ShardedBuckets:
         """
         for part in self.parts:
             part.parameter.grad = None
-        coming: tuple[Bucket, Tensor, Any] | None = None
+        in_flight: tuple[Bucket, Tensor, Any] | None = None
         for bucket in reversed(self._buckets):
             messages = local(bucket.parts[0].parameter).new_empty(self._ranks, bucket.size)
             mine = messages[self._rank]
-            torch._foreach_copy_([p.own(mine) for p in bucket.parts], [local(p.shard) for p in bucket.parts])
+            torch._foreach_copy_(
+                [p.own_rows(mine) for p in bucket.parts], [local(p.shard) for p in bucket.parts]
+            )
             with self._on_link():
                 torch.ops.memtune.all_gather_into_(messages.view(-1), mine, self._group, self._ranks)
-            if coming is not None:
-                self._copy_out(*coming)
-            coming = bucket, messages, self._event()
-        if coming is not None:
-            self._copy_out(*coming)
+            if in_flight is not None:
+                self._copy_out(*in_flight)
+            in_flight = bucket, messages, self._event()
+        if in_flight is not None:
+            self._copy_out(*in_flight)
 
     def _copy_out(self, bucket: Bucket, messages: Tensor, event: Any) -> None:
         if event is not None:
@@ -334,7 +336,7 @@ class ShardedBuckets:
     def _event(self) -> Any:
         return None if self._link is None else self._link.record_event()
 
-    def _land(self) -> None:
+    def _wait_reduction(self) -> None:
         """Wait for the reduction in flight, and free its input (rule 4)."""
         if self._in_flight and self._in_flight[-1] is not None:
             self._in_flight[-1].wait()

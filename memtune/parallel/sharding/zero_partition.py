@@ -56,7 +56,7 @@ class Partition(ShardedBuckets):
         self, bucket: Bucket, part: Part
     ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
         def before(gradient: Tensor) -> None:
-            self._at_end.settle()  # before anything is added to what a backward that raised has left
+            self._at_end.settle()  # first clean up after a backward that raised
             self.set_aside(part)
 
         def after(parameter: Tensor) -> None:
@@ -80,7 +80,7 @@ class Partition(ShardedBuckets):
         """Clean up after a backward that raised: free its unreduced gradients; earlier sums are unchanged
         unless zeroed.
         """
-        self._land()
+        self._wait_reduction()
         self._unsure.clear()
         self._next = 0
         for bucket in self._buckets:

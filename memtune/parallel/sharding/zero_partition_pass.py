@@ -33,8 +33,8 @@ from memtune.program import (
     add_storages,
     column,
     columns_of,
-    divided,
     raw_gradients,
+    sharded_storages,
     shards_of,
 )
 
@@ -80,15 +80,15 @@ def partition_states(step: Step, how: Partitioning) -> Step:
     """Return `step` as one rank runs it; `step` itself if no parameter is trained."""
     if not len(_buckets(columns_of(step.parameters), how.bucket_bytes).count):
         return step
-    done = _partitioned(step, how, sums_stay=False)
+    done = _partitioned(step, how, hold_sums=False)
     if how.accumulate > 2 and how.once and not how.at_end and _middle_peak(step, how) > _backward_peak(done):
-        return _partitioned(step, how, sums_stay=True)
+        return _partitioned(step, how, hold_sums=True)
     return done
 
 
-def _partitioned(step: Step, how: Partitioning, *, sums_stay: bool) -> Step:
+def _partitioned(step: Step, how: Partitioning, *, hold_sums: bool) -> Step:
     edit = Edit(step)
-    taken = _reduce(edit, step, how, sums_stay=sums_stay)
+    taken = _reduce(edit, step, how, hold_sums=hold_sums)
     last = _gather(edit, step, how)
     if _optimizer_end(step, how) < step.ops.n:  # what earlier divisions gather comes last
         last = step.ops.n - 1
@@ -201,7 +201,7 @@ class _InsertionPoints:
         )
 
 
-def _reduce(edit: Edit, step: Step, how: Partitioning, *, sums_stay: bool) -> I32:
+def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I32:
     """Reduce-scatter every bucket; return the sharded gradients, one storage per bucket."""
     columns, arrivals = columns_of(step.parameters), _arrivals(step, how.every_micro_batch, how.at_end)
     buckets = _buckets(columns, how.bucket_bytes)
@@ -222,25 +222,25 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, sums_stay: bool) -> I3
         np.stack([rows[at.pack][there.part], whole]), axis=1
     )  # groups have put several into one storage
     edit.add_uses(packed[0], packed[1])
-    edit.storages.held_until[whole] = end if sums_stay else -1
+    edit.storages.held_until[whole] = end if hold_sums else -1
     edit.storages.grad_ready_after[whole] = -1
-    if not sums_stay or how.accumulate == 1:
+    if not hold_sums or how.accumulate == 1:
         edit.storages.kind[whole] = Kind.TEMPORARY
 
-    landed = np.append(after[1:], end).astype(np.int32)  # rule 4
+    reduced_at = np.append(after[1:], end).astype(np.int32)  # rule 4
     edit.hold_through(
-        np.concatenate([given, given]), np.concatenate([landed, rows[at.make + at.per_bucket - 1]])
+        np.concatenate([given, given]), np.concatenate([reduced_at, rows[at.make + at.per_bucket - 1]])
     )
     _extend_to_backward_end(
         edit, step, rows[at.make + at.per_bucket - 1][after == end], end, batches=how.after_schedule
     )
     _resize(edit, step, how)
     if len(at.add):
-        sums = _sums(edit, step, there, arrivals, n_bytes, stay=how.copies == 1)
+        sums = _sums(edit, step, there, arrivals, n_bytes, hold_sums=how.copies == 1)
         edit.add_uses(rows[at.add], taken if how.copies == 1 else sums)
         edit.add_uses(rows[at.add], sums if how.copies == 1 else taken, mode=WRITES)
         if how.copies == 1:
-            edit.hold_through(taken, landed)
+            edit.hold_through(taken, reduced_at)
             taken = sums
     edit.add_uses(rows[at.average], taken[: len(at.average)], mode=WRITES)
     _rebind(edit, step, there, taken, how)
@@ -261,7 +261,7 @@ def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batch
         (step.storages.held_until >= last) & (step.storages.held_until <= end) & (step.storages.producer >= 0)
     )
     mine &= (step.storages.kind == Kind.BATCH) | (not batches)
-    mine &= step.storages.kind != Kind.COMMUNICATION  # FSDP2 lets go of gathered parameters by itself
+    mine &= step.storages.kind != Kind.COMMUNICATION  # FSDP2 frees gathered parameters itself
     storages = np.flatnonzero(mine & (step.ops.phase[step.storages.producer] == Phase.FORWARD)).astype(
         np.int32
     )
@@ -291,7 +291,7 @@ def _reduction_ops(
     rows = edit.add_ops(
         column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
         after=np.repeat(after, at.per_bucket),
-        # What runs once per step belongs to the boundary.
+        # With accumulation the reductions run once per step, so their phase is the boundary.
         phase=column(
             n_ops,
             np.uint8,
@@ -367,7 +367,7 @@ def _optimizer_rows(step: Step) -> tuple[I32, I32]:
     that parameter.
     """
     columns = columns_of(step.parameters)
-    rows, owner = divided(step)
+    rows, owner = sharded_storages(step)
     producer = step.storages.producer[rows]
     mine = columns.trainable[owner] & (rows != columns.storage[owner]) & (rows != columns.gradient[owner])
     state = (producer < 0) & (step.storages.kind[rows] == Kind.OPTIMIZER)
@@ -377,7 +377,9 @@ def _optimizer_rows(step: Step) -> tuple[I32, I32]:
     return rows[mine], owner[mine]
 
 
-def _sums(edit: Edit, step: Step, there: Ragged, arrivals: _Arrivals, n_bytes: I64, *, stay: bool) -> I32:
+def _sums(
+    edit: Edit, step: Step, there: Ragged, arrivals: _Arrivals, n_bytes: I64, *, hold_sums: bool
+) -> I32:
     """Replace the sums of earlier micro-batches by one storage per bucket; return them."""
     if arrivals.adds.any():
         edit.drop_ops(arrivals.adds)
@@ -386,7 +388,7 @@ def _sums(edit: Edit, step: Step, there: Ragged, arrivals: _Arrivals, n_bytes: I
         edit.storages.held_until[gradient] = -1
     before = np.full(len(n_bytes), -1, np.int32)
     return edit.add_storages(
-        n_bytes, producer=before, kind=Kind.GRADIENT, held_until=before if stay else None
+        n_bytes, producer=before, kind=Kind.GRADIENT, held_until=before if hold_sums else None
     )
 
 

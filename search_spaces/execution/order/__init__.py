@@ -1,1 +1,1 @@
-"""In which order ops run."""
+"""The order in which ops run."""

@@ -1,4 +1,4 @@
-"""Ops run as the user's code says, micro-batch after micro-batch."""
+"""Run ops in the order of the user's code, micro-batch after micro-batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memtune.technique import Exactness, Target, Technique
 
 
 class ProgramOrder(Technique):
-    """Nothing is reordered."""
+    """Runs ops in the order of the user's code."""
 
     kind: Literal["program"] = "program"
     slot: ClassVar[str] = "execution.order"
@@ -17,5 +17,5 @@ class ProgramOrder(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism."""
+        """Return nothing: no mechanism is used."""
         return {}

@@ -1,5 +1,5 @@
-"""Ops run in an order under which fewer bytes are live at once: any op of compiled graphs, the updates of
-eager programs.
+"""Run ops in an order with fewer live bytes: all ops of compiled graphs, the optimizer's updates in eager
+programs.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _PLAIN = "execution: {order: {kind: program}}"
 
 
 class Roam(Technique):
-    """Trades planning time, once per graph, for a lower peak inside compiled graphs; in eager code launches
-    for gradients.
+    """Lowers the peak by reordering ops: inside compiled graphs for planning time, once per graph; in eager
+    code for one optimizer launch per gradient.
 
-    Compiled (`aot_eager`): forward and backward graphs are ordered apart, as the paper's independent segments
-    are: program order with ops moved up that let go of more than they make, and windows around the peak
-    ordered exactly. A graph keeps program order where none is better. Random ops and whatever has effects
-    keep their order among themselves, writes theirs with all that touches the same memory. The program is
-    recorded from the graphs so ordered.
+    Compiled (`aot_eager`): forward and backward graphs are ordered separately, as the paper's independent
+    segments are. Ops that free more than they allocate move up, and windows around the peak are ordered
+    exactly. A graph keeps program order if no better one is found. Random ops and ops with side effects keep
+    their order among themselves; writes keep theirs with all ops that touch the same memory. The program is
+    recorded from the reordered graphs.
 
     Eager code runs in program order, but the optimizer's updates may run early: each parameter is updated in
-    the backward of the last micro-batch as soon as its gradient is complete, which is then let go. Foreach
-    kernels run once per parameter. `Tuned.step` says which micro-batch is the last one, `with
-    tuned.micro_batch(last=...)` does in a loop of one's own; where neither is used nothing is updated early,
-    no memory is saved, and one message says so. Clipping by norm is refused.
+    the backward of the last micro-batch as soon as its gradient is complete, and the gradient is then freed.
+    Foreach kernels run once per parameter. `Tuned.step` knows the last micro-batch; a custom loop marks it by
+    `with tuned.micro_batch(last=...)`. Without either, nothing is updated early, no memory is saved, and one
+    message reports it. Clipping by norm is refused.
 
     Same ops on the same values, same bits. Its layout half is `allocator: {kind: planned_layout}`.
 
     Distinguishing test: graphs of up to twelve ops reach the peak of the best of all orders; in eager code no
-    two gradients of updated parameters are there at once that need not be.
+    two gradients of updated parameters are live at once unless the step requires it.
     """
 
     kind: Literal["roam"] = "roam"
@@ -47,21 +47,19 @@ class Roam(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Compiled graphs of fused kernels."""
+        """Refuse compiled graphs of fused kernels."""
         if facts.compiled and facts.compile_backend == "inductor":
             return Reason("inductor orders its kernels itself", "execution: {compile_backend: aot_eager}")
         return None
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs graphs that run op by op, in the order in which they are; or one rank's optimizer that
-        updates one by one.
+        """Refuse graphs that do not run op by op; in eager code several ranks, and optimizers that cannot
+        update one parameter at a time.
         """
         if target.compiled:
             return self.refuses(Facts.of(program, target))
         if program.ranks > 1 or target.ranks > 1:
-            return Reason(
-                "updates at the gradient are for one rank: gradients of several are summed first", _PLAIN
-            )
+            return Reason("updates at the gradient need one rank: several ranks sum gradients first", _PLAIN)
         if (why := not_at_gradients(program.step)) != "":
             return Reason(why, _PLAIN)
         if target.optimizer is not None and target.optimizer.not_one_by_one:
@@ -73,17 +71,19 @@ class Roam(Technique):
         return conflict(self, target, "recompute", "offload.states")
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Eager: updates into backward. Compiled: nothing, the graphs were recorded in their order."""
+        """Return the program with updates moved into backward if eager; compiled graphs were recorded in
+        their order.
+        """
         if target.compiled:
             return program
         return program.with_step(updates_at_gradients(program.step, program.accumulate))
 
     def partitioning(self) -> dict[str, Any]:
-        """Both graphs that the partitioner makes are ordered."""
+        """Return the option that orders both graphs of the partitioner."""
         return {LOW_PEAK: True}
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Have graphs ordered when they are made, or parameters updated when their gradients land."""
+        """Order graphs when they are compiled, or update parameters when their gradients are ready."""
         compiled = context.loop.compiled
         if compiled is None:
             context.checks[self.slot] = FusedBackward(context).check
@@ -92,7 +92,7 @@ class Roam(Technique):
         context.checks[self.slot] = compiled.check_orders
 
     def record(self, target: Target) -> dict[str, Any]:
-        """What is done to graphs when they are made, or when updates run."""
+        """Return the option of the graphs, or the time at which updates run."""
         if target.compiled:
             return {"compile.partitioning": self.partitioning()}
         return {"optimizer.updates": "at gradient"}

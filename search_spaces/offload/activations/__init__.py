@@ -1,1 +1,1 @@
-"""Where saved activations wait for backward: device bytes for traffic on the link."""
+"""Techniques that offload saved activations: device bytes for traffic on the host link."""

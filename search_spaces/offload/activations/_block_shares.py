@@ -1,4 +1,4 @@
-"""How much of each block moves, so that all of them together give a ratio of their bytes, to the byte."""
+"""Shares of each block's bytes to offload, so that all blocks together give a ratio to the byte."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 
 Runs = tuple[tuple[tuple[Annotated[float, Field(ge=0, le=1)], Annotated[int, Field(ge=1)]], ...], ...]
-"""By stage (one where there is no pipeline) the shares of its blocks, each with how many blocks in a row have
-it: plain data.
+"""Shares of the blocks by stage (one stage without a pipeline), each with its number of consecutive blocks.
 """
 
 
-def leading(ratio: float, sizes: Sequence[int]) -> list[int]:
-    """Bytes of each block: all of the first ones, part of the one at the boundary, none of the last, needed
-    first in backward.
+def leading_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
+    """Return the bytes to offload of each block: all of the first blocks, part of the one at the boundary.
+
+    The last blocks are resident, because backward needs them first.
 
     Args:
-        ratio: Of the bytes of all blocks together.
-        sizes: Bytes that each block may give away.
+        ratio: Share of the bytes of all blocks together.
+        sizes: Bytes of each block that can be offloaded.
     """
     left, found = round(ratio * sum(sizes)), list[int]()
     for size in sizes:
@@ -33,25 +33,25 @@ def leading(ratio: float, sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def spread(ratio: float, sizes: Sequence[int]) -> list[int]:
-    """As much as `leading` moves, in equal shares of all blocks but the last, so that each block's copies
-    have a block's time.
+def spread_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
+    """Return as many bytes as `leading`, in equal shares of all blocks but the last.
 
-    What is over where that is not enough is the last block's: it has nothing behind it to copy beside.
+    With equal shares the copies of a block have the time of the next block. The last block offloads only the
+    rest that the others cannot hold, since no block after it overlaps with its copies.
     """
     total, before = round(ratio * sum(sizes)), sum(sizes[:-1])
     if total >= before:
         return [*sizes[:-1], total - before]
     found = [total * size // before for size in sizes[:-1]]
-    over = total - sum(found)  # less than a byte of each block
+    over = total - sum(found)  # lost by rounding down, less than one byte per block
     for n, size in enumerate(sizes[:-1]):
         if over and found[n] < size:
             found[n], over = found[n] + 1, over - 1
     return [*found, 0]
 
 
-def by_count(ratio: float, n_blocks: int) -> list[float]:
-    """Share of each of `n_blocks` blocks under `leading`, where all are as large."""
+def shares_by_count(ratio: float, n_blocks: int) -> list[float]:
+    """Return the share of each of `n_blocks` blocks under `leading`, if all have the same size."""
     return [min(max(ratio * n_blocks - i, 0.0), 1.0) for i in range(n_blocks)]
 
 
@@ -61,13 +61,13 @@ def shares_of(
     groups: Sequence[Sequence[int]],
     part: Callable[[int, Sequence[int]], list[int]],
 ) -> list[float]:
-    """Share of each block's bytes that moves.
+    """Return the share of each block's bytes to offload.
 
     Args:
-        program: With recomputation where there is any.
-        min_bytes: Smaller tensors stay.
+        program: The program, with recomputation if the config has any.
+        min_bytes: Smaller tensors are resident.
         groups: Blocks that give a ratio together, in their order.
-        part: From the number of a group and the bytes of its blocks to how many each gives.
+        part: Maps the number of a group and the bytes of its blocks to the bytes that each block offloads.
     """
     sizes = claimable_bytes(program.step, min_bytes, program.stages)
     shares = [0.0] * len(sizes)
@@ -78,7 +78,7 @@ def shares_of(
 
 
 def to_runs(program: Program, shares: Sequence[float]) -> Runs:
-    """`shares` of all blocks, as a plan has them."""
+    """Return the `shares` of all blocks in the form that a plan stores."""
     stages, n_blocks = program.stages, len(shares)
     of = (
         [range(n_blocks)]
@@ -91,20 +91,20 @@ def to_runs(program: Program, shares: Sequence[float]) -> Runs:
     )
 
 
-def of_all(runs: Runs) -> list[float]:
-    """The shares of all blocks, from what `to_runs` made of them."""
+def all_shares(runs: Runs) -> list[float]:
+    """Return the shares of all blocks, the inverse of `to_runs`."""
     return [share for stage in runs for share, count in stage for _ in range(count)]
 
 
-def of_runs(runs: Runs, stages: Sequence[int]) -> list[float]:
-    """The shares that a plan has for some blocks.
+def shares_of_blocks(runs: Runs, stages: Sequence[int]) -> list[float]:
+    """Return the shares that a plan has for the given blocks.
 
     Args:
-        runs: As `to_runs` makes them.
-        stages: Of each block, in order; all zero where there is no pipeline.
+        runs: Shares as returned by `to_runs`.
+        stages: Stage of each block, in order; all zero without a pipeline.
 
     Raises:
-        ValueError: The plan has other blocks; the message says what it has.
+        ValueError: The plan is for other blocks; the message has their numbers.
     """
     counts = [sum(count for _, count in each) for each in runs]
     if max(stages, default=-1) >= len(runs) or any(counts[stage] != stages.count(stage) for stage in stages):
@@ -113,10 +113,10 @@ def of_runs(runs: Runs, stages: Sequence[int]) -> list[float]:
     return [of[stage][list(stages[:n]).count(stage)] for n, stage in enumerate(stages)]
 
 
-def of_another(kind: str, evidence: str) -> ApplyError:
-    """Return the error of a plan that is for another model."""
+def wrong_model_error(kind: str, evidence: str) -> ApplyError:
+    """Return the error for a plan that was made for another model."""
     return ApplyError(
-        f"offload.activations: {{kind: {kind}}} needs a plan of how much of each block moves.",
+        f"offload.activations: {{kind: {kind}}} needs a plan with the share of each block to offload.",
         evidence=evidence,
         fix="memtune search  writes it with the config",
         code="MT316",

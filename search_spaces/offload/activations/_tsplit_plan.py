@@ -1,5 +1,5 @@
-"""Plans of TSPLIT for one program and budget: the planner's choice, what it becomes in the program, and
-whether that fits.
+"""TSPLIT's plans for a program and budget: the planner's choice, its effect on the Step, and its true
+peak.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from memtune.activations.offload import OffloadClaim, PlanResult, Problem, move_activations, solve
 from memtune.activations.tiling import PositionWise, position_wise, split_regions
 from memtune.errors import ApplyError
-from memtune.program import I64, INPUTS, OpAddress, Program, RankClass, Step, remembered
+from memtune.program import I64, INPUTS, OpAddress, Program, RankClass, Step, memoized
 from memtune.search_spaces._plan_fields import Bytes, CallSetField, Index, require_entries
 from memtune.search_spaces.offload.activations._tsplit_options import (
     Decisions,
-    Split,
+    TiledModule,
     calls_in_parts,
     decisions,
 )
-from memtune.search_spaces.recompute._block_planner import after_later, live_bytes, windows
+from memtune.search_spaces.recompute._block_planner import apply_later_passes, live_bytes, windows
 from memtune.technique import Plan, Technique
 
 if TYPE_CHECKING:
     from memtune.hardware import Hardware
 
 _TRIES = 6
-"""Plans that are rewritten in search of one whose true peak is within the budget."""
+"""Number of plans that are rewritten to find one whose true peak is within the budget."""
 _SURE = 1.02
-"""By so much the planner's prices may be above what the passes say."""
+"""Factor by which the planner's prices may exceed the peak of the passes."""
 
 
-class Told(BaseModel):
-    """What a plan comes to, for `explain`."""
+class TsplitOutcome(BaseModel):
+    """Predicted bytes and time of a plan, for `explain`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -44,61 +44,61 @@ class Told(BaseModel):
     """Peak of the whole program after every later pass."""
     plain_bytes: Bytes
     """The same without this technique."""
-    moved_bytes: Bytes
+    offloaded_bytes: Bytes
     """Bytes that are offloaded in a micro-batch."""
     added_s: float
     """Seconds that a micro-batch takes longer."""
 
 
 class TsplitPlan(Plan):
-    """Which calls' saved tensors are offloaded, and which modules run in parts."""
+    """Calls whose saved tensors are offloaded, and modules that run in parts."""
 
-    moved: tuple[CallSetField, ...]
+    offloaded: tuple[CallSetField, ...]
     """The different sets of calls whose saved outputs are offloaded."""
     blocks: tuple[Index, ...]
-    """(blocks,) entry of `moved` that each block has."""
+    """(blocks,) entry of `moved` for each block."""
     split: dict[str, Annotated[int, Field(ge=2, le=16)]]
     """Module → number of parts."""
-    ahead: Annotated[int, Field(ge=0, le=16)]
+    prefetch: Annotated[int, Field(ge=0, le=16)]
     """Tensors that are prefetched."""
-    told: Told | None = None
-    """What that comes to; none where nothing was planned."""
+    predicted: TsplitOutcome | None = None
+    """Predicted bytes and time; none if nothing was planned."""
 
     @model_validator(mode="after")
     def _has_entries(self) -> Self:
-        require_entries("moved", self.moved, self.blocks)
+        require_entries("offloaded", self.offloaded, self.blocks)
         return self
 
 
 @dataclass(frozen=True)
-class How:
-    """What the planner may do."""
+class TsplitLimits:
+    """The planner's freedom: numbers of parts, smallest copy, and prefetch."""
 
     parts: tuple[int, ...]
     min_bytes: int
-    ahead: int
+    prefetch: int
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
-    """A plan, and what the program needs under it."""
+class TsplitSolution:
+    """A plan, and the peak of the program under it."""
 
     plan: TsplitPlan
     peak_bytes: int
-    """Of the whole program after every later pass."""
+    """Peak of the whole program after every later pass."""
     plain_bytes: int
     budget_bytes: int
     is_floor: bool = False
-    """Nothing was planned: any plan's peak is at least that."""
+    """Nothing was planned: the peak is a lower bound for every plan."""
 
     @property
     def is_within(self) -> bool:
-        """Whether the budget is met."""
+        """Return whether the peak is within the budget."""
         return self.peak_bytes <= self.budget_bytes
 
 
 @lru_cache(maxsize=64)
-def solved(
+def solve_tsplit(
     step: Step,
     later: tuple[Technique, ...],
     hardware: Hardware,
@@ -107,28 +107,31 @@ def solved(
     accumulate: int,
     budget_bytes: int | None,
     share: float | None,
-    how: How,
-) -> Solved:
-    """The plan for a budget in bytes, or for a share of the way from the smallest peak to the plain one;
-    `fits` and `plan` ask.
+    limits: TsplitLimits,
+) -> TsplitSolution:
+    """Return the plan for a budget in bytes, or for a share of the way from the smallest peak to the plain
+    one.
 
-    The planner prices moments, the passes have the last word: where the rewritten program, after every later
-    pass, is above the budget, the planner is given as much less. What nothing meets with tensors that come
-    back ahead, it tries without.
+    The planner prices single moments; the passes decide. If the rewritten program exceeds the budget after
+    every later pass, the planner gets a budget smaller by the excess. If no plan with prefetch fits, plans
+    without prefetch are tried. The result is cached, since both `fits` and `plan` ask for it.
     """
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    run = _Run(step, later, hardware, program, how)
+    run = _Run(step, later, hardware, program, limits)
     plain = run.plain_bytes
     if budget_bytes is None:
-        least = min((each.solved(0) for each in run.and_without_ahead()), key=lambda each: each.peak_bytes)
+        least = min(
+            (each.solve_tsplit(0) for each in run.with_and_without_prefetch()),
+            key=lambda each: each.peak_bytes,
+        )
         budget_bytes = least.peak_bytes + round((plain - least.peak_bytes) * (share or 0.0))
         if not share:
             return replace(least, budget_bytes=budget_bytes)
     if plain <= budget_bytes:
         return run.nothing(plain, budget_bytes)
     best = None
-    for each in run.and_without_ahead():
-        found = replace(_in_budget(each, budget_bytes), budget_bytes=budget_bytes)
+    for each in run.with_and_without_prefetch():
+        found = replace(_solve_within(each, budget_bytes), budget_bytes=budget_bytes)
         if best is None or found.peak_bytes < best.peak_bytes:
             best = found
         if best.is_within:
@@ -137,17 +140,19 @@ def solved(
     return best
 
 
-def _in_budget(run: _Run, budget_bytes: int) -> Solved:
-    """The plan whose true peak is within the budget, or the smallest one."""
-    if run.floor_bytes > budget_bytes * _SURE:  # the planner would try everything to find out
+def _solve_within(run: _Run, budget_bytes: int) -> TsplitSolution:
+    """Return the first plan whose true peak is within the budget, or the one of smallest peak."""
+    if run.floor_bytes > budget_bytes * _SURE:  # the planner would try every action before it gives up
         return replace(run.nothing(run.floor_bytes, budget_bytes), is_floor=True)
     aim, before = budget_bytes, run.plain_bytes
     for _ in range(_TRIES):
-        found = run.solved(aim)
-        if found.peak_bytes <= budget_bytes or found.peak_bytes == before:  # nothing is left to do
+        found = run.solve_tsplit(aim)
+        if (
+            found.peak_bytes <= budget_bytes or found.peak_bytes == before
+        ):  # no further action lowers the peak
             return found
         aim, before = aim - (found.peak_bytes - budget_bytes), found.peak_bytes
-    return run.solved(0)
+    return run.solve_tsplit(0)
 
 
 class _Run:
@@ -159,23 +164,35 @@ class _Run:
         later: tuple[Technique, ...],
         hardware: Hardware,
         program: Program,
-        how: How,
+        limits: TsplitLimits,
     ) -> None:
-        self.step, self.hardware, self._later, self._program, self._how = step, hardware, later, program, how
+        self.step, self.hardware, self._later, self._program, self._limits = (
+            step,
+            hardware,
+            later,
+            program,
+            limits,
+        )
         self._after_plain = self._after(step)
         self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
 
-    def and_without_ahead(self) -> Iterator[_Run]:
-        """This one, then one whose tensors come back when they are asked for."""
+    def with_and_without_prefetch(self) -> Iterator[_Run]:
+        """Yield this run, then one whose tensors are reloaded at their first use."""
         yield self
-        if self._how.ahead:
-            yield _Run(self.step, self._later, self.hardware, self._program, replace(self._how, ahead=0))
+        if self._limits.prefetch:
+            limits = replace(self._limits, prefetch=0)
+            yield _Run(self.step, self._later, self.hardware, self._program, limits)
 
     @cached_property
     def _decisions(self) -> Decisions:
-        how = self._how
+        limits = self._limits
         return decisions(
-            self.step, self.hardware, self._program.ranks, how.min_bytes, how.parts, ahead=how.ahead > 0
+            self.step,
+            self.hardware,
+            self._program.ranks,
+            limits.min_bytes,
+            limits.parts,
+            prefetch=limits.prefetch > 0,
         )
 
     @cached_property
@@ -184,37 +201,39 @@ class _Run:
 
     @property
     def floor_bytes(self) -> int:
-        """No plan has a smaller peak, as the planner sees it."""
+        """Return a lower bound of every plan's peak, by the planner's prices."""
         return self._problem.floor_bytes
 
-    def nothing(self, peak_bytes: int, budget_bytes: int) -> Solved:
-        """No action at all, under a peak that is not its own where there is no use in planning."""
+    def nothing(self, peak_bytes: int, budget_bytes: int) -> TsplitSolution:
+        """Return the plan without actions; `peak_bytes` may be that of the planner instead of its own."""
         plan = Decided([frozenset()] * len(self.step.blocks), {}, 0).to_plan()
-        return Solved(plan, peak_bytes, self.plain_bytes, budget_bytes)
+        return TsplitSolution(plan, peak_bytes, self.plain_bytes, budget_bytes)
 
     def peak_bytes(self, step: Step) -> int:
-        """Of `step` after every later pass."""
+        """Return the peak of `step` after every later pass."""
         return int(live_bytes(self._after(step), self.hardware).max(initial=0))
 
-    def solved(self, aim_bytes: int) -> Solved:
-        """What the planner finds for a budget, and its true peak."""
+    def solve_tsplit(self, aim_bytes: int) -> TsplitSolution:
+        """Return the planner's plan for a budget, with its true peak."""
         found = solve(self._problem, aim_bytes)
-        chosen = Decided(*_chosen(self.step, self._decisions, found), self._how.ahead)
-        new = rewritten(self.step, chosen, self._how.min_bytes)
+        chosen = Decided(*_chosen(self.step, self._decisions, found), self._limits.prefetch)
+        new = rewrite_step(self.step, chosen, self._limits.min_bytes)
         peak = self.peak_bytes(new)
-        told = Told(
+        outcome = TsplitOutcome(
             peak_bytes=peak,
             plain_bytes=self.plain_bytes,
-            moved_bytes=_moved_bytes(new),
+            offloaded_bytes=_moved_bytes(new),
             added_s=round(found.added_s, 9),
         )
-        return Solved(chosen.to_plan(told), peak, self.plain_bytes, aim_bytes)
+        return TsplitSolution(chosen.to_plan(outcome), peak, self.plain_bytes, aim_bytes)
 
     def _after(self, step: Step) -> Step:
-        return after_later(self._program.with_step(step), self._later, self.hardware).step
+        return apply_later_passes(self._program.with_step(step), self._later, self.hardware).step
 
     def _timeline(self) -> I64:
-        """(n,) live bytes, in every window between blocks as much more as later passes make its most."""
+        """Return (n,) live bytes, raised in each window between blocks by the growth of its peak under later
+        passes.
+        """
         live, after = live_bytes(self.step, self.hardware), self._after_plain
         if after is self.step:
             return live
@@ -231,11 +250,11 @@ def _moved_bytes(step: Step) -> int:
 
 
 def _chosen(
-    step: Step, made: Decisions, found: PlanResult
+    step: Step, options: Decisions, found: PlanResult
 ) -> tuple[list[frozenset[OpAddress]], dict[str, int]]:
-    """Calls that move, by block, and modules that are split, from the planner's choice."""
-    taken = [(each, number) for each, number in zip(made.of, found.choice, strict=True) if number]
-    split = [(each.region, each.parts[number - 1]) for each, number in taken if isinstance(each, Split)]
+    """Return the calls to offload, by block, and the modules to tile, from the planner's choice."""
+    taken = [(each, number) for each, number in zip(options.of, found.choice, strict=True) if number]
+    split = [(each.region, each.parts[number - 1]) for each, number in taken if isinstance(each, TiledModule)]
     calls: list[frozenset[OpAddress]] = []
     for block in range(len(step.blocks)):
         mine = {
@@ -243,7 +262,7 @@ def _chosen(
             for region, parts in split
             if step.ops.block[region.forward[0]] == block
         }
-        ops = {each.op for each, _ in taken if not isinstance(each, Split) and each.block == block}
+        ops = {each.op for each, _ in taken if not isinstance(each, TiledModule) and each.block == block}
         for region, _ in mine.values():
             ops |= set(region.forward) & _saving(step, region)
         address = calls_in_parts(step, block, mine) if ops else {}
@@ -252,65 +271,70 @@ def _chosen(
 
 
 def _saving(step: Step, region: PositionWise) -> set[int]:
-    """Ops whose outputs the module saves."""
+    """Return the ops whose outputs the module saves."""
     return set(step.storages.producer[step.saves.storage[list(region.saves)]].tolist())
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a plan says."""
+    """The decisions of a plan, block by block."""
 
-    moved: list[frozenset[OpAddress]]
-    """Calls whose saved outputs move, by block."""
+    offloaded: list[frozenset[OpAddress]]
+    """Calls whose saved outputs are offloaded, by block."""
     split: dict[str, int]
-    """Module → into how many parts."""
-    ahead: int
-    """Tensors that come back before they are asked for."""
+    """Module → number of parts."""
+    prefetch: int
+    """Number of prefetched tensors."""
 
-    def to_plan(self, told: Told | None = None) -> TsplitPlan:
-        """Return the plan that says this; blocks that are alike share an entry."""
-        different = tuple(dict.fromkeys(self.moved))
-        blocks = tuple(different.index(each) for each in self.moved)
-        return TsplitPlan(moved=different, blocks=blocks, split=self.split, ahead=self.ahead, told=told)
+    def to_plan(self, outcome: TsplitOutcome | None = None) -> TsplitPlan:
+        """Return the decisions as a plan, in which equal blocks share an entry."""
+        different = tuple(dict.fromkeys(self.offloaded))
+        blocks = tuple(different.index(each) for each in self.offloaded)
+        return TsplitPlan(
+            offloaded=different, blocks=blocks, split=self.split, prefetch=self.prefetch, predicted=outcome
+        )
 
     @classmethod
     def of(cls, plan: TsplitPlan, blocks: int) -> Decided:
-        """Return what `plan` says of a model of `blocks` blocks.
+        """Return the decisions of `plan` for a model of `blocks` blocks.
 
         Raises:
             ApplyError: The plan is for another number of blocks.
         """
         if len(plan.blocks) != blocks:
-            raise _of_another(f"The config's is for {len(plan.blocks)} blocks, the model has {blocks}.")
-        return cls([plan.moved[i] for i in plan.blocks], plan.split, plan.ahead)
+            raise _wrong_model_error(
+                f"The config's is for {len(plan.blocks)} blocks, the model has {blocks}."
+            )
+        return cls([plan.offloaded[i] for i in plan.blocks], plan.split, plan.prefetch)
 
 
-def rewritten(step: Step, decided: Decided, min_bytes: int) -> Step:
-    """`step` with modules in parts, copies out after each save, and copies back."""
+def rewrite_step(step: Step, decided: Decided, min_bytes: int) -> Step:
+    """Return `step` with modules in parts, D2H copies after each save, and H2D copies."""
     return _moved(
-        _in_parts(step, tuple(sorted(decided.split.items()))), tuple(decided.moved), min_bytes, decided.ahead
+        _in_parts(step, tuple(sorted(decided.split.items()))),
+        tuple(decided.offloaded),
+        min_bytes,
+        decided.prefetch,
     )
 
 
-@remembered
+@memoized
 def _in_parts(step: Step, split: tuple[tuple[str, int], ...]) -> Step:
     parts = dict(split)
     regions = [each for each in position_wise(step) if each.module in parts]
     return split_regions(step, regions, [parts[each.module] for each in regions]) if regions else step
 
 
-@remembered
-def _moved(step: Step, moved: tuple[frozenset[OpAddress], ...], min_bytes: int, ahead: int) -> Step:
-    """Many budgets have one plan, and what was planned with is made again when it is chosen: the same step,
-    not an equal one.
-    """
-    claims = [OffloadClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(moved) if calls]
-    return move_activations(step, claims, ahead=ahead)
+@memoized
+def _moved(step: Step, offloaded: tuple[frozenset[OpAddress], ...], min_bytes: int, prefetch: int) -> Step:
+    """Return `step` with the copies; cached, so that equal plans of many budgets give the same object."""
+    claims = [OffloadClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(offloaded) if calls]
+    return move_activations(step, claims, prefetch=prefetch)
 
 
-def _of_another(evidence: str) -> ApplyError:
+def _wrong_model_error(evidence: str) -> ApplyError:
     return ApplyError(
-        "offload.activations: {kind: tsplit} needs a plan of which tensors move.",
+        "offload.activations: {kind: tsplit} needs a plan with the tensors to offload.",
         evidence=evidence,
         fix="memtune search  writes it with the config; or choose copy_out",
         code="MT316",

@@ -1,5 +1,5 @@
-"""Move saved activations of the blocks to host memory or SSD in forward and back in backward, earliest blocks
-first.
+"""Offload saved activations of the blocks to host memory or SSD in forward and reload them in backward,
+earliest blocks first.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.activations._block_shares import (
     Runs,
-    by_count,
-    leading,
-    of_all,
-    of_another,
-    of_runs,
+    all_shares,
+    leading_bytes,
+    shares_by_count,
     shares_of,
+    shares_of_blocks,
     to_runs,
+    wrong_model_error,
 )
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 
-_AHEAD = {"cpu": 6, "ssd": 3}
-"""From the host: a 7B GPT that moves everything waits for what comes back for 20 % of a step (A100,
-simulated) with 0 ahead, 10 % with 1, 0.2 % with 2; under selective recompute 12 %, 11 %, 7 %, and 0.4 % with
-6, at 4 % more peak. More gain nothing.
+_PREFETCHED = {"cpu": 6, "ssd": 3}
+"""Tensors prefetched by default. From the host, a 7B GPT that offloads everything waits for reloads during 20
+% of a step (A100, simulated) with 0, 10 % with 1 and 0.2 % with 2; under selective recompute 12 %, 11 %, 7 %,
+and 0.4 % with 6, at 4 % more peak. More tensors gain nothing.
 """
 
 
 class CopyOutPlan(Plan):
-    """The share of each block that is offloaded, where blocks differ in size; empty where they do not."""
+    """Shares of the blocks to offload if blocks differ in size; empty if they do not."""
 
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the bytes of all blocks; the plan holds for this value of the knob alone."""
@@ -50,18 +50,19 @@ class CopyOutPlan(Plan):
 
 
 class CopyOut(Technique):
-    """Trades two copies over the host link, or on to SSD, for the device bytes of what the blocks save.
+    """Trades two copies over the host link, or to SSD and back, for the device bytes of the blocks' saved
+    tensors.
 
-    The first blocks are moved whole, the block at the boundary in part, until `ratio` of the bytes has left,
-    to the byte: the last blocks are the first that backward asks for, so they stay. Where blocks are not all
-    as large, a plan has their shares. What left last comes back `ahead` of its use. Composes with every
-    recompute: then the blocks' inputs and kept outputs move. On SSD (`--offload-dir`) a few tensors at a time
-    pass through host memory, every block of them carries a checksum, and drives wear: the bytes written in a
-    step are shown.
+    The first blocks are offloaded entirely and the block at the boundary in part, until `ratio` of the bytes
+    is offloaded, to the byte. The last blocks are resident, since backward needs them first. If blocks differ
+    in size, a plan has their shares. Reloads are prefetched, last offloaded first. It combines with every
+    recompute technique: then the blocks' inputs and kept outputs are offloaded. With SSD (`--offload-dir`) a
+    few tensors at a time pass through host memory, every block of data on the drive has a checksum, and the
+    bytes written in a step are reported because drives wear.
 
-    Distinguishing test: exactly the claimed share of the saved bytes crosses the link, once down and once up,
-    and is waited for where nothing comes ahead; for SSD it is written once and read once, and host memory
-    never holds more than a few tensors.
+    Distinguishing test: exactly the claimed share of the saved bytes crosses the link, once D2H and once H2D,
+    and compute waits for it without prefetch; on SSD it is written once and read once, and host memory never
+    holds more than a few tensors.
     """
 
     kind: Literal["copy_out"] = "copy_out"
@@ -76,24 +77,24 @@ class CopyOut(Technique):
     effects: ClassVar[Effects] = Effects(activations="uniform")
 
     ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the blocks' claimable bytes that moves; larger frees more and copies more."""
+    """Share of the blocks' claimable bytes to offload; larger frees more and copies more."""
     min_bytes: Annotated[int, Field(ge=0)] = 65536
-    """Smaller tensors stay: a copy has a fixed cost."""
+    """Smaller tensors are resident: a copy has a fixed cost."""
     target: Literal["cpu", "ssd"] = "cpu"
     """`ssd` needs an offload directory; it frees host memory and costs time and wear."""
-    ahead: Annotated[int, Field(ge=0, le=64)] | None = None
-    """Tensors that come before backward asks for them, beside compute. Left out: 3 from SSD, where each takes
-    its bytes of host memory, 6 from the host, where each takes its bytes of the device; on stages of a
-    pipeline none from the host.
+    prefetch: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Tensors prefetched before backward needs them, overlapped with compute. Default: 3 from SSD, where each
+    takes its bytes of host memory; 6 from the host, where each takes its bytes of the device; 0 from the host
+    on stages of a pipeline.
     """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks, in eager mode, and something in them that is large enough."""
+        """Require blocks, eager mode or compiled blocks, and a saved tensor that is large enough."""
         if self.target == "ssd" and (reason := no_directory(target)) is not None:
             return reason
         if not program.step.blocks:
             return Reason(
-                "the model has no blocks whose activations could move", "def blocks(model) in model.py"
+                "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
             )
         if target.compiled == "model":
             return Reason("one graph holds all blocks", "execution: {compile: blocks}")
@@ -103,82 +104,90 @@ class CopyOut(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> CopyOutPlan:
-        """The share of each block; nothing to decide where they are as large as each other."""
+        """Return the share of each block; an empty plan if all blocks have the same size."""
         groups, sizes = _groups(program), claimable_bytes(program.step, self.min_bytes, program.stages)
-        each = shares_of(program, self.min_bytes, groups, lambda _, mine: leading(self.ratio, mine))
-        counted = self._counted(program)
+        each = shares_of(program, self.min_bytes, groups, lambda _, mine: leading_bytes(self.ratio, mine))
+        counted = self._equal_shares(program)
         if [round(share * size) for share, size in zip(counted, sizes, strict=True)] == [
             round(share * size) for share, size in zip(each, sizes, strict=True)
         ]:
             return CopyOutPlan()
         return CopyOutPlan(ratio=self.ratio, shares=to_runs(program, each))
 
-    def _counted(self, program: Program) -> list[float]:
-        """Shares of blocks that are as large as each other."""
+    def _equal_shares(self, program: Program) -> list[float]:
+        """Return the shares of the blocks as if they had the same size."""
         found = [0.0] * len(program.step.blocks)
         for blocks in _groups(program):
-            for block, share in zip(blocks, by_count(self.ratio, len(blocks)), strict=True):
+            for block, share in zip(blocks, shares_by_count(self.ratio, len(blocks)), strict=True):
                 found[block] = share
         return found
 
     def rewrite(self, program: Program, plan: CopyOutPlan, target: Target) -> Program:
-        """Copies out after each save, copies back before each first use or ahead of that."""
+        """Add D2H copies after each save and H2D copies before each first use, or prefetched."""
         runs = self._runs(plan)
-        shares = self._counted(program) if runs is None else of_all(runs)
+        shares = self._equal_shares(program) if runs is None else all_shares(runs)
         claims = [OffloadClaim(i, share, self.min_bytes) for i, share in enumerate(shares) if share > 0]
-        ahead = self._ahead(on_stages=program.stages is not None)
-        how = {"ssd_ahead": ahead} if self.target == "ssd" else {"ahead": ahead}
+        ahead = self._prefetched(on_stages=program.stages is not None)
+        how = {"ssd_prefetch": ahead} if self.target == "ssd" else {"prefetch": ahead}
         return program.with_step(move_activations(program.step, claims, stages=program.stages, **how))
 
     def apply(self, context: Context, plan: CopyOutPlan) -> None:
-        """Claim the blocks' shares in the activation table; for SSD the offload directory must be usable.
+        """Claim the blocks' shares in the activation table; for SSD check the offload directory.
 
         Raises:
             ApplyError: The plan was made for another model.
         """
         table, ssd = context.activations, self.target == "ssd"
         regions = table.regions
-        ahead = self._ahead(on_stages=context.loop.pipeline is not None)
+        ahead = self._prefetched(on_stages=context.loop.pipeline is not None)
         if ssd:
             offload_dir.checked()
-            table.shelf = SSDSpill(ahead)
-            context.checks["offload.activations"] = lambda: {"ssd_written_bytes": table.shelf.written_bytes}
+            table.ssd_spill = SSDSpill(ahead)
+            context.checks["offload.activations"] = lambda: {
+                "ssd_written_bytes": table.ssd_spill.written_bytes
+            }
         else:
-            table.ahead = Prefetcher(ahead)
-        shares = by_count(self.ratio, len(regions))
+            table.prefetcher = Prefetcher(ahead)
+        shares = shares_by_count(self.ratio, len(regions))
         if (runs := self._runs(plan)) is not None:
             try:
-                shares = of_runs(runs, table.stages or [0] * len(regions))
+                shares = shares_of_blocks(runs, table.stages or [0] * len(regions))
             except ValueError as error:
-                raise of_another("copy_out", f"It has {error}.") from error
+                raise wrong_model_error("copy_out", f"It has {error}.") from error
         for region, share in zip(regions, shares, strict=True):
             if share > 0:
                 table.claim_move(region.index, share, self.min_bytes, ssd=ssd)
 
     def _runs(self, plan: CopyOutPlan) -> Runs | None:
-        """Return the planned shares; None after the ratio was changed by hand, which is for blocks that are
-        alike.
+        """Return the planned shares; None if the ratio was edited after planning, which then means equal
+        blocks.
         """
         return plan.shares if plan.ratio == self.ratio else None
 
-    def _ahead(self, *, on_stages: bool) -> int:
-        """On stages of a pipeline what left last is of a micro-batch whose backward comes late."""
+    def _prefetched(self, *, on_stages: bool) -> int:
+        """Return the number of prefetched tensors."""
+        # On stages of a pipeline the last offloaded tensors belong to a micro-batch whose backward comes much
+        # later.
         if self.target == "cpu" and on_stages:
             return 0
-        return self.ahead if self.ahead is not None else _AHEAD[self.target]
+        return self.prefetch if self.prefetch is not None else _PREFETCHED[self.target]
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Where the activations go, and how many."""
-        how = {"ahead": self._ahead(on_stages=False), "ratio": self.ratio, "min_bytes": self.min_bytes}
+        """Return the tier of the activations, and the share that is offloaded."""
+        how = {
+            "prefetch": self._prefetched(on_stages=False),
+            "ratio": self.ratio,
+            "min_bytes": self.min_bytes,
+        }
         return {"activations.move": {"tier": "host" if self.target == "cpu" else "ssd", **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """All, a half and a quarter; SSD where a directory was given."""
+        """Return all, a half and a quarter; SSD if a directory was given."""
         return {"ratio": (1.0, 0.5, 0.25), "target": ("cpu", "ssd")}
 
 
 def _groups(program: Program) -> list[list[int]]:
-    """The blocks that each rank has, in their order."""
+    """Return the blocks of each rank, in their order."""
     stages, n_blocks = program.stages, len(program.step.blocks)
     if stages is None:
         return [list(range(n_blocks))]

@@ -1,4 +1,4 @@
-"""Saved activations wait for backward where they were computed."""
+"""The null technique: saved activations are resident until backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memtune.technique import Exactness, Target, Technique
 
 
 class OnDevice(Technique):
-    """No saved tensor leaves device memory."""
+    """Keeps every saved tensor in device memory."""
 
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "offload.activations"
@@ -17,5 +17,5 @@ class OnDevice(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism is used."""
+        """Return no settings: no mechanism is used."""
         return {}

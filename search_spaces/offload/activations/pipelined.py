@@ -1,4 +1,4 @@
-"""Saved activations to the host while other micro-batches pass through a pipeline's stage, as few as fit
+"""Offload saved activations while a pipeline's stage works on other micro-batches, as few as a budget needs
 (Yuan).
 """
 
@@ -12,42 +12,48 @@ from memtune.activations.offload import Prefetcher, Slots
 from memtune.effects import Effects
 from memtune.program import Program
 from memtune.runtime import Context
+from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import Bytes
-from memtune.search_spaces._support import active
-from memtune.search_spaces.offload.activations._block_shares import Runs, of_all, of_another, of_runs, to_runs
+from memtune.search_spaces.offload.activations._block_shares import (
+    Runs,
+    all_shares,
+    shares_of_blocks,
+    to_runs,
+    wrong_model_error,
+)
 from memtune.search_spaces.offload.activations._pipeline_ratio import (
     GRAIN,
     Ratios,
-    by_stage,
     bytes_by_stage,
-    moved,
-    of_a_block,
+    most_tensors_of_a_block,
+    offloaded,
+    ratios_by_stage,
     shares,
-    smallest,
-    waiting,
+    solve_ratios,
+    stages_with_slots,
 )
 from memtune.search_spaces.recompute._block_planner import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
-_MOST_AHEAD = 4096
+_MOST_PREFETCHED = 4096
 
 
-class Told(BaseModel):
-    """What the plan comes to, for `explain`."""
+class PipelinedOutcome(BaseModel):
+    """Predicted bytes of a plan, for `explain`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     peak_bytes: Bytes | None = None
-    """Peak of the fullest rank; none where the ratio is given."""
+    """Peak of the fullest rank; none if the ratio is given."""
     plain_bytes: Bytes | None = None
     """The same without this technique."""
-    moved_bytes: tuple[Bytes, ...]
+    offloaded_bytes: tuple[Bytes, ...]
     """(stages,) bytes that are offloaded for each micro-batch."""
 
 
 class PipelinedPlan(Plan):
-    """How much of each block is offloaded, and what is reloaded ahead of its use."""
+    """Share of each block to offload, and number of prefetched tensors."""
 
     ratios: tuple[Annotated[float, Field(ge=0, le=1)], ...]
     """(stages,) share of each stage's bytes."""
@@ -55,31 +61,31 @@ class PipelinedPlan(Plan):
     """Shares of the blocks' bytes, by stage, as pairs of a share and the number of blocks in a row that have
     it.
     """
-    ahead: Annotated[int, Field(ge=0, le=_MOST_AHEAD)]
+    prefetch: Annotated[int, Field(ge=0, le=_MOST_PREFETCHED)]
     """Tensors that are prefetched."""
-    told: Told
-    """What that comes to."""
+    predicted: PipelinedOutcome
+    """Predicted bytes of the plan."""
 
 
 class Pipelined(Technique):
-    """Trades copies over the host link, made while a stage works on other micro-batches, for what waits there
-    for its backward.
+    """Trades copies over the host link, overlapped with other micro-batches of a pipeline's stage, for saved
+    activations.
 
     Under 1F1B stage i of p holds up to p - i micro-batches, each for p - i - 1 forwards and as many backwards
-    of others. What a stage saves for a micro-batch leaves during its forward and the slot after it, and comes
-    back in the slot before its backward, so a direction of the link has the time of a forward and a backward
-    for a ratio r of A bytes: nothing is waited for while r·A ≤ B·(t_F + t_B). The device holds (1 - r)·(p -
-    i)·A + 2·r·A, and stages in which fewer than two slots lie in between (the last two under 1F1B) keep
-    everything.
+    of others. Tensors that a stage saves for a micro-batch are offloaded during its forward and the slot
+    after it, and reloaded in the slot before its backward. So a direction of the link has the time of a
+    forward and a backward for a ratio r of A bytes, and no copy is exposed while r·A ≤ B·(t_F + t_B). The
+    device holds (1 - r)·(p - i)·A + 2·r·A. Stages with fewer than two slots in between (the last two under
+    1F1B) keep everything resident.
 
-    r is decided by rank, earlier stages hold more: the smallest in eighths under which the rank stays within
-    the budget. Where there is no pipeline the slots are layers: an equal share of all blocks but the last
-    goes while the next block runs, and comes back while the block after it runs backward; r is given, or the
-    smallest within `budget_bytes` after every later pass.
+    r is solved by rank, since earlier stages hold more: the smallest in eighths under which the rank stays
+    within the budget. Without a pipeline the slots are layers: an equal share of all blocks but the last is
+    offloaded while the next block runs, and reloaded while the block after it runs backward; r is given, or
+    the smallest within `budget_bytes` after every later pass.
 
-    Distinguishing test (`test_copies_keep_to_the_slots_of_the_schedule`): every tensor has arrived a slot
-    after its forward's and comes back in the slot before its backward, each stage sends m·r·A, and the peak
-    is the formula's; without slots it is not.
+    Distinguishing test (`test_copies_keep_to_the_slots_of_the_schedule`): every tensor is on the host a slot
+    after its forward and reloaded in the slot before its backward, each stage sends m·r·A, and the peak is
+    the formula's; without slots it is not.
     """
 
     kind: Literal["pipelined"] = "pipelined"
@@ -92,37 +98,35 @@ class Pipelined(Technique):
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(
-        activations="stage", eager_only="which tensors come back together is seen in the eager step"
+        activations="stage", eager_only="tensors to prefetch together are counted in the eager step"
     )
 
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The same on every stage that can use it; left out: the smallest that fits, by rank. Larger frees more
-    and copies more.
+    """Ratio of every stage that has slots for it; larger frees more and copies more. Default: the smallest
+    that fits, by rank.
     """
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Peak to stay within where no ratio is given; left out: in a pipeline all the memory that the target
-    gives.
-    """
+    """Peak to stay within if no ratio is given. Default: in a pipeline all memory of the target."""
     min_bytes: Annotated[int, Field(ge=0)] = 1 << 20
-    """Smaller tensors stay: a copy has a fixed cost."""
+    """Smaller tensors are resident: a copy has a fixed cost."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a budget that the step exceeds and some ratio meets, and, in a pipeline, stages where
-        micro-batches wait.
+        """Require a budget that the step exceeds and some ratio meets; in a pipeline also stages with
+        slots.
         """
         if not program.step.blocks:
             return Reason(
-                "the model has no blocks whose activations could move", "def blocks(model) in model.py"
+                "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
             )
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
         stages, budget = program.stages, self._budget(program, target)
         if self.ratio is None and budget is None:
             return Reason(
-                "there is no budget to plan for: without a pipeline it is planned for one of its own",
+                "there is no budget to plan for: without a pipeline the target's is not used",
                 "offload.activations: {kind: pipelined, budget_bytes: 20000000000}, or ratio: 0.5, or tsplit",
             )
-        if stages is not None and not any(waiting(stages, program.accumulate)):
+        if stages is not None and not any(stages_with_slots(stages, program.accumulate)):
             return Reason(
                 f"no micro-batch waits for two slots on any of {len(stages.starts)} stages under"
                 f" {stages.schedule}",
@@ -144,7 +148,7 @@ class Pipelined(Technique):
             return Reason(
                 f"no ratio stays within {format_bytes(budget_bytes)}: the most gives"
                 f" {format_bytes(max(found.peak_bytes))}",
-                "a smaller micro-batch, recompute, or sharding or offload of what is not an activation",
+                "a smaller micro-batch, recompute, or sharding or offload of states",
             )
         return None
 
@@ -152,46 +156,50 @@ class Pipelined(Technique):
         run = program.ranks, program.micro_batch, program.accumulate
         later = later_techniques(target, self.slot)
         budget = self._budget(program, target) or 0
-        how = self.min_bytes, self._ahead(program, target)
-        return smallest(program.step, program.stages, run, how, budget, later, target.hardware)
+        how = self.min_bytes, self._prefetched(program, target)
+        return solve_ratios(program.step, program.stages, run, how, budget, later, target.hardware)
 
     def _budget(self, program: Program, target: Target) -> int | None:
-        """The target's counts on the stages of a pipeline alone: elsewhere `tsplit` and `copy_out` are what
-        searches look at.
-        """
+        """Return the budget to plan for."""
+        # Without a pipeline the target's budget is not used: searches then propose `tsplit` and `copy_out`.
         return self.budget_bytes or (target.budget_bytes if program.stages is not None else None)
 
-    def _ahead(self, program: Program, target: Target) -> int:
-        """Blocks that run again ask for what they kept in an order of their own, so nothing comes ahead of
-        that.
-        """
+    def _prefetched(self, program: Program, target: Target) -> int:
+        """Return the number of prefetched tensors."""
+        # A recomputed block reads its saved tensors in an order of its own, which the order of saves does not
+        # predict.
         again = active(target, "recompute") is not None
-        return 0 if again or program.stages is not None else of_a_block(program.step, self.min_bytes)
+        return (
+            0
+            if again or program.stages is not None
+            else most_tensors_of_a_block(program.step, self.min_bytes)
+        )
 
     def plan(self, program: Program, target: Target) -> PipelinedPlan:
-        """How much of each block moves, and what that leaves on the device."""
+        """Return the share of each block to offload, and the peaks."""
         ranks = program.stages.ranks if program.stages else 1
-        told: dict[str, Any] = {}
+        peaks: dict[str, Any] = {}
         if self.ratio is not None:
-            ratios = by_stage(program, [self.ratio] * ranks)
+            ratios = ratios_by_stage(program, [self.ratio] * ranks)
         else:
             found = self._smallest(program, target)
-            ratios = by_stage(program, [each / GRAIN for each in found.eighths])
-            told = {"peak_bytes": max(found.peak_bytes), "plain_bytes": max(found.plain_bytes)}
+            ratios = ratios_by_stage(program, [each / GRAIN for each in found.eighths])
+            peaks = {"peak_bytes": max(found.peak_bytes), "plain_bytes": max(found.plain_bytes)}
         each = shares(program, ratios, self.min_bytes)
         moved_bytes = tuple(bytes_by_stage(program, each, self.min_bytes))
         return PipelinedPlan(
             ratios=tuple(ratios),
             shares=to_runs(program, each),
-            ahead=self._ahead(program, target),
-            told=Told(**told, moved_bytes=moved_bytes),
+            prefetch=self._prefetched(program, target),
+            predicted=PipelinedOutcome(**peaks, offloaded_bytes=moved_bytes),
         )
 
     def rewrite(self, program: Program, plan: PipelinedPlan, target: Target) -> Program:
-        """Copies out after each save and back before the backward of a block or stage; a pipeline's pass puts
-        them into slots.
+        """Add D2H copies after each save and H2D copies before the backward of a block or stage.
+
+        The pass of a pipeline moves them into slots.
         """
-        return moved(program, of_all(plan.shares), self.min_bytes, plan.ahead)
+        return offloaded(program, all_shares(plan.shares), self.min_bytes, plan.prefetch)
 
     def apply(self, context: Context, plan: PipelinedPlan) -> None:
         """Claim the blocks' shares in the activation table, which follows the slots from here on.
@@ -201,13 +209,13 @@ class Pipelined(Technique):
         """
         table = context.activations
         try:
-            each = of_runs(plan.shares, table.stages or [0] * len(table.regions))
+            each = shares_of_blocks(plan.shares, table.stages or [0] * len(table.regions))
         except ValueError as error:
-            raise of_another("pipelined", f"It has {error}.") from error
+            raise wrong_model_error("pipelined", f"It has {error}.") from error
         if (context.loop.pipeline is None) != (len(plan.shares) == 1):
-            raise of_another("pipelined", f"The config's is for {len(plan.shares)} stages.")
+            raise wrong_model_error("pipelined", f"The config's is for {len(plan.shares)} stages.")
         if context.loop.pipeline is None:
-            table.ahead = Prefetcher(plan.ahead)
+            table.prefetcher = Prefetcher(plan.prefetch)
         else:
             table.slots = slots = Slots()
             context.checks[self.slot] = lambda: {"moments": len(slots.trace)}
@@ -216,18 +224,18 @@ class Pipelined(Technique):
                 table.claim_move(region.index, share, self.min_bytes)
 
     def explain(self, plan: PipelinedPlan) -> tuple[str, ...]:
-        """The ratio of each rank, and what moves."""
+        """Return the ratio of each stage, and the offloaded bytes."""
         ratios = ", ".join(f"{each:g}" for each in plan.ratios)
-        sent = ", ".join(format_bytes(each) for each in plan.told.moved_bytes)
-        return (f"ratio {ratios} by stage; {sent} leave for each micro-batch, and come back",)
+        sent = ", ".join(format_bytes(each) for each in plan.predicted.offloaded_bytes)
+        return (f"ratio {ratios} by stage; {sent} are offloaded and reloaded for each micro-batch",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """What decides how much moves, and by what slots."""
+        """Return the ratio or budget, and the slots."""
         how = self.ratio if self.ratio is not None else {"budget": self.budget_bytes or target.budget_bytes}
         return {
             "activations.move": {"tier": "host", "in_slots": True, "ratio": how, "min_bytes": self.min_bytes}
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """The smallest ratio that fits."""
+        """Return the smallest ratio that fits."""
         return {"ratio": (None,)}

@@ -1,4 +1,4 @@
-"""Move saved tensors to the host one by one or part by part, as few as a byte budget asks for (TSPLIT)."""
+"""Offload saved tensors one by one or part by part, as few as a byte budget needs (TSPLIT)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from memtune.effects import DISPATCH_MODE, Effects
 from memtune.errors import ApplyError
 from memtune.program import Program, Step, split_calls
 from memtune.runtime import Context
-from memtune.search_spaces._support import active
+from memtune.search_spaces import active
 from memtune.search_spaces.offload.activations._tsplit_plan import (
     Decided,
-    How,
-    Solved,
+    TsplitLimits,
     TsplitPlan,
-    rewritten,
-    solved,
+    TsplitSolution,
+    rewrite_step,
+    solve_tsplit,
 )
 from memtune.search_spaces.recompute._block_planner import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
@@ -29,30 +29,30 @@ from memtune.units import format_bytes, format_seconds
 _WHOLE_BATCH = ("batch_norm", "instance_norm", "group_norm")
 
 _MOST = 1200
-"""Saved tensors of which a plan is made: the greedy planner's time grows with their square, under hundreds of
+"""Most saved tensors for a plan: the greedy planner's time grows with their square, for hundreds of
 candidates.
 """
 
 
 class TSplit(Technique):
-    """Trades as few copies over the host link as a budget asks for: at the peak the tensor with the least
-    time per byte goes.
+    """Trades copies over the host link, as few as a budget needs, for the device bytes of saved tensors.
 
-    Every saved tensor of the blocks has its own action: it stays, it moves to the host, or its module is
-    *split*: an MLP (products with weights, norms and element-wise ops between them) runs over p parts of the
-    tokens, each of which saves micro-tensors of its own. They leave while the next part computes, so the
-    whole is never on the device, and nothing runs twice. A greedy planner walks the recorded memory timeline:
-    at the current peak it takes the action with the least added time per byte freed, updates the timeline,
-    and goes on until the peak is below the budget. A transfer costs what compute does not hide, one at a time
-    on the link. Recomputation, TSPLIT's third action, is the recompute slot's; a block that runs again is not
-    split, but what it keeps may move. What mixes tokens or samples (attention, BatchNorm) is never split.
+    Every saved tensor of the blocks has its own action: it is resident, it is offloaded, or its module is
+    *split*. An MLP (products with weights, norms and element-wise ops between them) runs over p parts of the
+    tokens, each of which saves micro-tensors of its own. These are offloaded while the next part computes, so
+    the full tensor is never on the device and nothing is recomputed. A greedy planner walks the recorded
+    memory timeline: at the current peak it takes the action with the least added time per byte freed, updates
+    the timeline, and continues until the peak is below the budget. A copy costs the time that compute does
+    not hide, with one copy at a time on the link. Recomputation, TSPLIT's third action, is the recompute
+    slot's; a recomputed block is not split, but its kept tensors may be offloaded. Modules that mix tokens or
+    samples (attention, BatchNorm) are never split.
 
-    Reordered where a module is split: a weight's gradient is the sum of p parts, each rounded once. Where
-    tensors only move (`parts: 1`), bitwise.
+    Reordered if a module is split: a weight's gradient is the sum of p parts, each rounded once. If tensors
+    are only offloaded (`parts: 1`), bitwise.
 
-    Distinguishing test (`test_each_tensor_has_its_own_action` and `test_large_tensors_leave_in_parts`): at
-    one budget fewer bytes cross the link than with one action for all tensors, and with whole tensors only
-    the smallest budget cannot be met.
+    Distinguishing test (`test_each_tensor_has_its_own_action` and
+    `test_large_tensors_are_offloaded_in_parts`): at one budget fewer bytes cross the link than with one
+    action for all tensors, and with undivided tensors only the smallest budget cannot be met.
     """
 
     kind: Literal["tsplit"] = "tsplit"
@@ -67,52 +67,54 @@ class TSplit(Technique):
     effects: ClassVar[Effects] = Effects(activations="tensor", eager_only=DISPATCH_MODE)
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Peak to stay within; less moves more. Left out: all the memory that the target gives."""
+    """Peak to stay within; a smaller one offloads more. Default: all memory of the target."""
     share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """In place of bytes: 0 is the smallest peak that the planner reaches, 1 the peak without any action."""
-    spare: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Part of a budget in bytes that stays free for what no recording shows, such as a kernel's scratch; more
-    is safer.
+    """Budget as a share instead of bytes: 0 is the smallest peak that the planner reaches, 1 the peak without
+    any action.
+    """
+    headroom: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Part of a budget in bytes reserved for memory that no recording shows, such as a kernel's workspace;
+    more is safer.
     """
     parts: Literal[1, 2, 4, 8, 16] = 8
-    """Most parts that a module is split into; powers of two up to it are tried. 1 splits nothing, so
-    gradients stay bitwise.
+    """Most parts of a module; powers of two up to it are tried. With 1 nothing is split, so gradients are
+    bitwise.
     """
     min_bytes: Annotated[int, Field(ge=1)] = 65536
-    """Smaller tensors, and parts of tensors, stay: a copy has a fixed cost."""
-    ahead: Annotated[int, Field(ge=0, le=16)] = 1
-    """Tensors that come back before backward asks for them, beside compute; each takes its bytes. 0 waits for
-    each.
+    """Smaller tensors, and parts of tensors, are resident: a copy has a fixed cost."""
+    prefetch: Annotated[int, Field(ge=0, le=16)] = 1
+    """Tensors prefetched before backward needs them, overlapped with compute; each takes its bytes. 0 waits
+    for each.
     """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a budget that the step exceeds and that some plan meets, and blocks whose tensors have
+        """Require a budget that the step exceeds and some plan meets, and blocks whose tensors have
         addresses.
         """
-        if (reason := self._cannot(program.step, target)) is not None:
+        if (reason := self._cannot_plan(program.step, target)) is not None:
             return reason
-        found = self._solved(program, target)
-        if found.plain_bytes <= found.budget_bytes:
+        solution = self._solution(program, target)
+        if solution.plain_bytes <= solution.budget_bytes:
             return Reason("everything fits into the budget as it is", "offload.activations: {kind: none}")
-        if not found.is_within:
-            least = "any needs at least" if found.is_floor else "the smallest that was found needs"
+        if not solution.is_within:
+            least = "any needs at least" if solution.is_floor else "the smallest that was found needs"
             return Reason(
-                f"no plan stays within {format_bytes(found.budget_bytes)}: {least}"
-                f" {format_bytes(found.peak_bytes)}{self._not_split(program.step)}",
-                "a smaller micro-batch, recompute, or sharding or offload of what is not an activation",
+                f"no plan stays within {format_bytes(solution.budget_bytes)}: {least}"
+                f" {format_bytes(solution.peak_bytes)}{self._no_tiling_text(program.step)}",
+                "a smaller micro-batch, recompute, or sharding or offload of states",
             )
         return None
 
-    def _cannot(self, step: Step, target: Target) -> Reason | None:
-        """What needs no look at the tensors."""
+    def _cannot_plan(self, step: Step, target: Target) -> Reason | None:
+        """Return why no plan can be made, from the config and the step's sizes alone."""
         if not step.blocks:
             return Reason(
-                "the model has no blocks whose activations could move", "def blocks(model) in model.py"
+                "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
             )
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
         if self.budget_bytes is not None and self.share is not None:
-            return Reason("budget_bytes and share both say what the budget is", "give one of them")
+            return Reason("budget_bytes and share both set the budget", "give one of them")
         if self._budget(target) is None and self.share is None:
             return Reason(
                 "there is no budget to plan for",
@@ -120,7 +122,7 @@ class TSplit(Technique):
             )
         if (count := int(np.count_nonzero(step.saves.block >= 0))) > _MOST:
             return Reason(
-                f"blocks save {count} tensors, and a plan that looks at each is made for up to {_MOST}",
+                f"blocks save {count} tensors, and a plan for each tensor is made for up to {_MOST}",
                 "offload.activations: {kind: copy_out}",
             )
         if split_calls(step) is not step:
@@ -130,58 +132,58 @@ class TSplit(Technique):
             )
         return None
 
-    def _not_split(self, step: Step) -> str:
-        """Why nothing was split, where it was asked for: which op of the blocks mixes what parts would
-        separate.
+    def _no_tiling_text(self, step: Step) -> str:
+        """Return why no module could be split although the config allows it, with an op that mixes the
+        parts.
         """
         if self.parts == 1 or position_wise(step):
             return ""
         inside = np.unique(step.ops.name[step.ops.block >= 0]).tolist()
         mixing = sorted(step.names[i] for i in inside if any(each in step.names[i] for each in _WHOLE_BATCH))
         why = (
-            f"{mixing[0]} looks at the whole batch"
+            f"{mixing[0]} reads the whole batch"
             if mixing
-            else "no module of the blocks treats every token alike"
+            else "no module of the blocks computes each token alone"
         )
         return f"; nothing can be split: {why}"
 
     def plan(self, program: Program, target: Target) -> TsplitPlan:
-        """Which modules are split, and which calls' tensors move."""
+        """Return the modules to split and the calls whose tensors are offloaded."""
         if self.share is None and self._budget(target) is None:
             raise ApplyError(
                 "offload.activations: {kind: tsplit} has no budget to plan for.",
                 fix="give budget_bytes or share",
                 code="MT316",
             )
-        return self._solved(program, target).plan
+        return self._solution(program, target).plan
 
     def rewrite(self, program: Program, plan: TsplitPlan, target: Target) -> Program:
-        """Modules in parts; copies out after each save, copies back before each first use."""
+        """Split modules, and add D2H copies after each save and H2D copies before each first use."""
         decided = Decided.of(plan, len(program.step.blocks))
-        return program.with_step(rewritten(program.step, decided, self.min_bytes))
+        return program.with_step(rewrite_step(program.step, decided, self.min_bytes))
 
     def apply(self, context: Context, plan: TsplitPlan) -> None:
         """Split the modules, and claim the calls in the activation table."""
         table = context.activations
         decided = Decided.of(plan, len(table.regions))
-        table.ahead = Prefetcher(decided.ahead)
+        table.prefetcher = Prefetcher(decided.prefetch)
         if decided.split:
             install_tiled_modules(context, decided.split, check="offload.activations", again=False)
-        for region, calls in zip(table.regions, decided.moved, strict=True):
+        for region, calls in zip(table.regions, decided.offloaded, strict=True):
             if calls:
                 table.claim_move(region.index, 1.0, self.min_bytes, calls)
 
     def explain(self, plan: TsplitPlan) -> tuple[str, ...]:
-        """The peak, what moves and what that costs."""
-        told, split = plan.told, plan.split
-        if told is None:
+        """Return the peak, the offloaded bytes and their cost."""
+        outcome, split = plan.predicted, plan.split
+        if outcome is None:
             return ()
         peak, plain, moved = (
-            format_bytes(each) for each in (told.peak_bytes, told.plain_bytes, told.moved_bytes)
+            format_bytes(each) for each in (outcome.peak_bytes, outcome.plain_bytes, outcome.offloaded_bytes)
         )
         line = (
-            f"peak {peak} (without: {plain}); {moved} of tensors move, {format_seconds(told.added_s)} more a"
-            " micro-batch"
+            f"peak {peak} (without: {plain}); {moved} of tensors are offloaded,"
+            f" {format_seconds(outcome.added_s)} more per micro-batch"
         )
         parts = sorted(set(split.values()))
         return (
@@ -189,40 +191,42 @@ class TSplit(Technique):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """The budget that decides all else."""
+        """Return the budget, which decides all else."""
         budget = f"share {self.share}" if self.share is not None else self._budget(target)
-        how = {
+        limits = {
             "planned": budget,
             "parts": self.parts,
             "min_bytes": self.min_bytes,
-            "ahead": self.ahead,
+            "prefetch": self.prefetch,
             "tier": "host",
         }
-        return {"activations.move": how}
+        return {"activations.move": limits}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """With and without splits."""
+        """Return plans with and without splits."""
         return {"parts": (8, 1)}
 
     def exactly(self) -> Exactness:
-        """Bitwise where nothing is split."""
+        """Return bitwise if nothing is split."""
         return Exactness.BITWISE if self.parts == 1 else Exactness.REORDERED
 
     def _budget(self, target: Target) -> int | None:
         n_bytes = self.budget_bytes or target.budget_bytes
-        return None if n_bytes is None else int(n_bytes * (1 - self.spare))
+        return None if n_bytes is None else int(n_bytes * (1 - self.headroom))
 
-    def _solved(self, program: Program, target: Target) -> Solved:
-        how = self._how(again=active(target, "recompute") is not None)
+    def _solution(self, program: Program, target: Target) -> TsplitSolution:
+        limits = self._limits(again=active(target, "recompute") is not None)
         run = (program.ranks, program.micro_batch, program.accumulate)
         later = later_techniques(target, "offload.activations")
         budget = None if self.share is not None else self._budget(target)
-        return solved(program.step, later, target.hardware, *run, budget, self.share, how)
+        return solve_tsplit(program.step, later, target.hardware, *run, budget, self.share, limits)
 
-    def _how(self, *, again: bool) -> How:
-        """Blocks that run again are not split, and ask for what they kept in an order of their own, so
-        nothing comes ahead.
-        """
+    def _limits(self, *, again: bool) -> TsplitLimits:
+        """Return the planner's freedom."""
+        # A recomputed block is not split, and reads its kept tensors in an order of its own, which the order
+        # of saves does not predict.
         if again:
-            return How((), self.min_bytes, 0)
-        return How(tuple(each for each in (2, 4, 8, 16) if each <= self.parts), self.min_bytes, self.ahead)
+            return TsplitLimits((), self.min_bytes, 0)
+        return TsplitLimits(
+            tuple(each for each in (2, 4, 8, 16) if each <= self.parts), self.min_bytes, self.prefetch
+        )

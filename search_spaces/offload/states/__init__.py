@@ -1,3 +1,1 @@
-"""Where parameters, gradients and optimizer state live and where they are updated: device bytes for link and
-host time.
-"""
+"""Techniques that offload parameters, gradients and optimizer state: device bytes for link and host time."""

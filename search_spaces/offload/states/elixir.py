@@ -1,6 +1,4 @@
-"""A cache of equal chunks on the device, its chunk size and their number searched before training (Elixir,
-Huang et al. 2022).
-"""
+"""A cache of equal chunks on the device, with chunk size and number searched before training (Elixir)."""
 
 from __future__ import annotations
 
@@ -19,40 +17,40 @@ from memtune.search_spaces.offload.states._common import (
     EAGER_ONLY,
     ChunksPlan,
     apply_chunks,
-    are_rows,
-    beside,
-    can_stay,
+    are_sharded,
+    can_split_optimizer,
     cannot_chunk,
     chunk_plan_from,
     chunk_plan_of,
     in_chunks,
-    split,
+    non_chunk_bytes,
+    split_cache,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class Elixir(Technique):
-    """Trades the bytes that a search over chunk sizes cannot save on the link for the bytes of all blocks'
-    weights but a cache's.
+    """Trades copies that a search over chunk sizes cannot avoid for the bytes of all blocks' weights except a
+    cache's.
 
-    The blocks' parameters lie in chunks on the host; the device holds a cache of as many as fit beside the
-    fullest moment of the step, one number for all of it. Before training each chunk size is tried: the
-    recorded order of uses is replayed through a cache that lets go of what was used longest ago, and the size
-    that moves the fewest bytes is taken, with the smallest cache that moves no more. Chunks of the next block
-    come in while one computes, which takes room in the cache. Gradients leave as they land, so clipping by
-    norm is refused; the user's own optimizer works on the host's chunks after backward: the bits of a host
-    optimizer with weights in place. Activations are known from the step, so the paper's factors for what is
-    not (1.2 and 0.95) are left out.
+    The blocks' parameters lie in chunks on the host; the device holds a cache of as many as fit at the peak
+    of the rest of the step, one number for the whole step. Before training each chunk size is tried: the
+    recorded order of uses is replayed through a cache that evicts the least recently used chunk, and the size
+    that copies the fewest bytes is taken, with the smallest cache that copies no more. Chunks of the next
+    block are prefetched while one computes, which takes room in the cache. Gradients are offloaded when they
+    are ready, so clipping by norm is refused; the user's own optimizer updates the host's chunks after
+    backward, with the bits of a host optimizer. Activations are known from the step, so the paper's factors
+    for unknown ones (1.2 and 0.95) are not needed.
 
-    The device is split between the cache and chunks that stay, those used first, with their optimizer state,
-    to be updated there by the user's own optimizer: these send no gradient down and bring no weight up. The
-    split is the one with which links and updates take the least time together, by this hardware's rates: a
-    fast link and a fast host get a larger cache, slow ones more chunks that stay. The paper searches for the
-    size first, here all is searched for at once.
+    The device is divided between the cache and resident chunks, those used first, with their optimizer state;
+    the user's own optimizer updates them on the device, so neither their gradients nor their weights cross
+    the link. The split is the one with the least time of links and updates by this hardware's rates: a fast
+    link and a fast host get a larger cache, slow ones more resident chunks. The paper searches for the size
+    first; here size and split are searched together.
 
-    Distinguishing test: chunk size, number of chunks and what stays are those of the least time, or with
-    nothing that stays of the fewest bytes moved, over all sizes and numbers (brute force), the number is one
-    for all moments, chunks come in ahead of their use, and of those that stay nothing crosses the link.
+    Distinguishing test: chunk size, number of chunks and resident chunks have the least time, or without
+    resident chunks the fewest bytes copied, over all sizes and numbers (brute force); the number is one for
+    all moments, chunks are prefetched, and resident chunks never cross the link.
     """
 
     kind: Literal["elixir"] = "elixir"
@@ -65,73 +63,75 @@ class Elixir(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of a chunk; none given: the size that moves the fewest bytes."""
-    ahead: Annotated[int, Field(ge=0, le=3)] = 1
-    """Blocks that chunks come in ahead of their use; 0: when they are used."""
+    """Bytes of a chunk. Default: the size that copies the fewest bytes."""
+    prefetch: Annotated[int, Field(ge=0, le=3)] = 1
+    """Blocks by which chunks are prefetched; 0: loaded at their use."""
     device_updates: bool = True
-    """Chunks stay on the device with their optimizer state where that takes less time than a larger cache."""
+    """Chunks are resident with their optimizer state if that takes less time than a larger cache."""
 
     @property
     def effects(self) -> Effects:
-        """Chunks that may stay on the device keep their optimizer state there."""
+        """Return the effects; chunks that may be resident keep their optimizer state on the device."""
         share = 0.0 if self.device_updates else 1.0
         return Effects(
             averages="blocks", calls="block_hooks", moves="chunk", eager_only=EAGER_ONLY, host_share=share
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing; several ranks: replicas, or `fsdp`."""
+        """Require blocks that run one after the other and share no parameter; on several ranks replicas, or
+        `fsdp`.
+        """
         return cannot_chunk(self, program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:
-        """The size of a chunk, how many the cache holds, and what stays."""
+        """Return the chunk size, the number of cached chunks, and the resident parameters."""
         budget_bytes, found = target.budget_bytes, None
-        if self.device_updates and budget_bytes is not None and can_stay(target):
-            found = split(program, target.hardware, budget_bytes, self.chunk_bytes, self.ahead)
-        return chunk_plan_of(found or _solved(program, budget_bytes, self.chunk_bytes, self.ahead))
+        if self.device_updates and budget_bytes is not None and can_split_optimizer(target):
+            found = split_cache(program, target.hardware, budget_bytes, self.chunk_bytes, self.prefetch)
+        return chunk_plan_of(found or _solved(program, budget_bytes, self.chunk_bytes, self.prefetch))
 
     def rewrite(self, program: Program, plan: ChunksPlan, target: Target) -> Program:
-        """Chunks that come and go through a cache, the optimizer on the host but for what stays."""
+        """Load chunks through a cache, and run the optimizer on the host except for resident chunks."""
         return in_chunks(
             program,
-            chunk_plan_from(*sizes_in_blocks(program.step), plan, are_rows(program)),
+            chunk_plan_from(*sizes_in_blocks(program.step), plan, are_sharded(program)),
             "lru",
-            self.ahead,
+            self.prefetch,
         )
 
     def apply(self, context: Context, plan: ChunksPlan) -> None:
-        """Blocks' weights into chunks on the host, hooks that bring them in."""
-        apply_chunks(context, self.kind, plan, "lru", self.ahead)
+        """Move blocks' weights into chunks on the host and add hooks that load them."""
+        apply_chunks(context, self.kind, plan, "lru", self.prefetch)
 
     def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
-        """The size of a chunk, how many are on the device, and what stays."""
+        """Return the chunk size, the number on the device, and the resident parameters."""
         return plan.explain()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of parameters and optimizer, what moves, when, and what goes first."""
+        """Return the tiers of parameters and optimizer, the unit, the eviction rule and prefetch."""
         how: dict[str, Any] = {
             "unit": "chunk",
             "chunk_bytes": self.chunk_bytes or "searched for",
             "evict": "lru",
         }
-        how |= {"ahead": self.ahead, "device_updates": self.device_updates}
+        how |= {"prefetch": self.prefetch, "device_updates": self.device_updates}
         return {
             "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Ahead of use or not: what comes in ahead hides its copy and takes room."""
-        return {"ahead": (1, 0)}
+        """Return with and without prefetch, which hides copies and takes room."""
+        return {"prefetch": (1, 0)}
 
 
 @functools.lru_cache(maxsize=64)
-def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None, ahead: int) -> ChunkPlan:
+def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None, prefetch: int) -> ChunkPlan:
     sizes = sizes_in_blocks(program.step)
-    capacity = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
+    capacity = None if budget_bytes is None else max(budget_bytes - max(non_chunk_bytes(program)), 0)
     if chunk_bytes is None:
-        return fewest_bytes_moved(*sizes, capacity, ahead, are_rows(program))
-    chunks = pack(*sizes, chunk_bytes, are_rows(program))
-    least = as_few_as_used(chunks, ahead)
+        return fewest_bytes_moved(*sizes, capacity, prefetch, are_sharded(program))
+    chunks = pack(*sizes, chunk_bytes, are_sharded(program))
+    least = as_few_as_used(chunks, prefetch)
     return ChunkPlan(
         chunks,
         least

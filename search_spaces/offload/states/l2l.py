@@ -1,6 +1,4 @@
-"""One layer at a time on the device, each updated on the host as soon as its gradient is whole (L2L,
-Pudipeddi et al. 2020).
-"""
+"""One layer at a time on the device, each updated on the host when its gradient is complete (L2L)."""
 
 from __future__ import annotations
 
@@ -17,34 +15,34 @@ from memtune.search_spaces.offload.states._common import (
     apply_layers,
     apply_packs,
     cannot_run_on_ranks,
+    cannot_run_packs,
     in_layers,
     in_packs,
-    not_in_packs,
     window_of,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class L2L(Technique):
-    """Trades one copy of the blocks' weights up per pass for all but one block's weights, gradients and state
-    on the device.
+    """Trades one H2D copy of the blocks' weights per pass for the bytes of all but one block's weights,
+    gradients and state.
 
-    A block's weights come in when it is called and when its backward begins, and go before the next one's
-    come in. Its gradients leave as they land; once they are whole, one native pass updates the block, beside
-    the device's work on the block before it. What is in no block (embeddings, head) stays on the device and
-    is updated on the host at the end of the step. Device memory for the blocks' states does not grow with
-    depth.
+    A block's weights are loaded when it is called and when its backward begins, and freed before the next
+    block's are loaded. Its gradients are offloaded when they are ready; once they are complete, one native
+    pass updates the block, overlapped with backward of the block before it. Parameters in no block
+    (embeddings, head) are resident and updated on the host at the end of the step. Device memory for the
+    blocks' states does not grow with depth.
 
-    `micro_batches: together` is the paper's order: each layer runs all micro-batches before the next one
-    begins, forward and back, so its weights come in once a pass and its gradients leave once, whatever the
-    number of micro-batches. Backward runs a layer forward again from what it started from, which waits on the
-    device, or with `stash: host` on the host, where device memory does not grow with depth at all. That needs
-    a chain of blocks without random numbers, and `Tuned.step`, which has all micro-batches. `one_by_one`
-    needs neither; each micro-batch brings the weights up again.
+    `order: layer_major` is the paper's order: each layer runs all micro-batches before the next one begins,
+    forward and backward, so its weights are loaded once a pass and its gradients offloaded once, for any
+    number of micro-batches. Backward runs a layer's forward again from its input, which is kept on the
+    device, or with `stash: host` on the host, so that device memory does not grow with depth at all. This
+    needs a chain of blocks without random numbers, and `Tuned.step`, which has all micro-batches.
+    `micro_batch_major` needs neither, but loads the weights for each micro-batch.
 
     Distinguishing test: at every op at most one block's weights are on the device, and each block is updated
-    before the backward of the block before it begins to compute; together, bytes of weights and gradients on
-    the link do not grow with the number of micro-batches.
+    before the backward of the block before it begins to compute; layer-major, bytes of weights and gradients
+    on the link do not grow with the number of micro-batches.
     """
 
     kind: Literal["l2l"] = "l2l"
@@ -55,30 +53,29 @@ class L2L(Technique):
     )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    micro_batches: Literal["one_by_one", "together"] = "one_by_one"
-    """`together`: each layer runs all of a step's before the next one; for chains of blocks, and `Tuned.step`
-    alone.
+    order: Literal["micro_batch_major", "layer_major"] = "micro_batch_major"
+    """`layer_major`: each layer runs all micro-batches of a step before the next layer; for chains of blocks,
+    and `Tuned.step` alone.
     """
     stash: Literal["device", "host"] = "device"
-    """Where what layers start from waits for backward, of all micro-batches that run together."""
+    """Tier of the layers' inputs until backward, with `order: layer_major`."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if self.stash == "host" and not self._together:
+        if self.stash == "host" and not self._is_layer_major:
             raise ValueError(
-                "nothing waits for micro-batches that run one by one: set micro_batches: together, or leave"
-                " out stash"
+                "layer inputs are stashed with order: layer_major only: set it, or leave out stash"
             )
         return self
 
     @property
-    def _together(self) -> bool:
-        return self.micro_batches == "together"
+    def _is_layer_major(self) -> bool:
+        return self.order == "layer_major"
 
     @property
     def effects(self) -> Effects:
-        """Together in packs of one block; one by one in a window of one."""
-        if self._together:
+        """Packs of one block if layer-major, else a window of one."""
+        if self._is_layer_major:
             return Effects(
                 averages="all",
                 calls="block_hooks",
@@ -92,38 +89,39 @@ class L2L(Technique):
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, in float32; several ranks: replicas,
-        or `fsdp`.
+        """Require blocks that run one after the other and share no parameter, in float32; on several ranks
+        replicas, or `fsdp`.
 
-        Together: a chain without random numbers and statistics, ranks that do not divide or replicate.
+        Layer-major: a chain without random numbers and statistics, and ranks that neither shard nor
+        replicate.
         """
         return (
-            not_in_packs(self, program, target, alone=False)
-            if self._together
+            cannot_run_packs(self, program, target, alone=False)
+            if self._is_layer_major
             else cannot_run_on_ranks(self, program, target)
         )
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Every block in a window of one, or a pack of its own."""
-        if self._together:
+        """Load every block in a window of one, or in a pack of its own."""
+        if self._is_layer_major:
             return in_packs(program, _of_one_block(len(program.step.blocks)), self.stash)
         return in_layers(program, window_of(program, 1))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Blocks' weights to the host, hooks that bring them in; together, `Tuned.step` runs layer by
-        layer.
+        """Move blocks' weights to the host and add hooks that load them; layer-major, `Tuned.step` runs layer
+        by layer.
         """
-        if self._together:
+        if self._is_layer_major:
             apply_packs(context, _of_one_block(len(context.blocks)), self.stash, self.kind)
         else:
             apply_layers(context, self.kind, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of parameters and optimizer, and when each block is updated; together, as packs of one block
-        have it.
+        """Return the tiers of parameters and optimizer, and the trigger; layer-major, in the form of packs of
+        one block.
         """
         how: dict[str, Any] = {"parameters": "host", "optimizer": "host", "trigger": "in_backward"}
-        if not self._together:
+        if not self._is_layer_major:
             return {"states.offload": {**how, "slots": 1}}
         packs = {
             "packing": "balanced",
@@ -133,7 +131,9 @@ class L2L(Technique):
             "boundaries": self.stash,
             "prefetch": False,
         }
-        return {"states.offload": {**how, "packs": packs | ({"across": "data"} if target.ranks > 1 else {})}}
+        return {
+            "states.offload": {**how, "packs": packs | ({"parallelism": "data"} if target.ranks > 1 else {})}
+        }
 
 
 def _single_blocks(plan: Plan, blocks: int) -> tuple[Span, ...]:

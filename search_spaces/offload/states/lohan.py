@@ -1,4 +1,4 @@
-"""Optimizer state on SSD, every parameter updated inside backward (LoHan, Liao et al. 2024)."""
+"""Optimizer state on SSD, with every parameter updated inside backward (LoHan)."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from pydantic import Field
 from memtune.effects import GRADIENTS_AT_END, Effects
 from memtune.offload.optimizer import GradientOffload
 from memtune.offload.ssd_states import (
-    SsdBesideBackward,
-    not_beside_backward,
-    optimizer_on_ssd_beside_backward,
+    SsdOverlappedOptimizer,
+    not_overlappable,
+    optimizer_on_ssd_overlapped,
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import no_native_update, not_as_they_land, replicas_of
+from memtune.search_spaces.offload.states._common import (
+    cannot_offload_on_grad_ready,
+    no_native_update,
+    replicas_of,
+)
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
 
 
 class Lohan(Technique):
-    """Trades a read and a write of all optimizer state per step for its bytes on device and host, and hides
-    them in backward.
+    """Trades a read and a write of all optimizer state per step for its bytes on device and host, overlapped
+    with backward.
 
-    Master weights and moments lie on SSD, each parameter's in one piece. Gradients go down in buckets as they
-    land; while backward goes on, their pieces are read, updated on the host, and written ("active gradient
-    offloading"): read, update and write are three stages with a bucket in each. Nothing is late: weights are
-    those of an update at the end of the step, to the bit. What `zero_infinity` does after backward is over
-    when backward is. With accumulation the host adds up and the last micro-batch updates. Clipping by norm
-    between backward and step is noticed and refused: gradients have been used by then. The paper's other
-    half, how many activation bytes to swap rather than recompute, and which of them go on to SSD, is
-    `recompute: {kind: lohan}`.
+    Master weights and moments lie on SSD, one piece per parameter. Gradients are offloaded in buckets when
+    they are ready; during backward their pieces are read, updated on the host, and written ("active gradient
+    offloading"): read, update and write are three stages with a bucket in each. Nothing is stale: weights are
+    those of an update at the end of the step, to the bit. The work that `zero_infinity` does after backward
+    is finished with backward. With accumulation the host sums gradients and the last micro-batch updates.
+    Clipping by norm between backward and step is detected and refused, since gradients are consumed by then.
+    The paper's other half, the choice of activation bytes to swap or recompute and of those to write to SSD,
+    is `recompute: {kind: lohan}`.
 
     Distinguishing test: the read, the update and the write of all buckets but the last come before the last
     op of backward; 12 bytes per parameter are read and 12 written in a step, and host memory holds three
@@ -53,43 +57,47 @@ class Lohan(Technique):
     masters for bfloat16 parameters, on SSD as well.
     """
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
-    """Gradients that go down together, and whose state is read meanwhile. A larger one waits less often, a
-    smaller one holds less on device and host, and leaves less to do when backward has ended.
+    """Gradients that are offloaded together, and whose state is read meanwhile. A larger bucket waits less
+    often; a smaller one holds less on device and host, and leaves less work after backward.
     """
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then
+    """After a crash training resumes from the user's own checkpoint, or from the last complete step: then
     each piece has two slots on SSD, which takes twice the space for the same bytes written, and every step
     ends with a flush of the drive.
     """
 
     @property
     def effects(self) -> Effects:
-        """Gradients leave when they are ready."""
+        """Return the effects: gradients are offloaded when they are ready."""
         return Effects(
             calls="grad_hooks", eager_only=GRADIENTS_AT_END, keeps_steps=self.resume == "last_step"
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a drive, gradients that land one by one, reduced on several ranks, and a type that the native
-        update knows.
+        """Require a drive, gradients that are ready one by one, reduced on several ranks, and a type of the
+        native update.
         """
-        if (reason := not_as_they_land(self, program, target) or no_directory(target)) is not None:
+        if (
+            reason := cannot_offload_on_grad_ready(self, program, target) or no_directory(target)
+        ) is not None:
             return reason
         step = program.step
         if (
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to move")
+            return Reason("the optimizer has no state to offload")
         if (reason := no_native_update(step, self.update, target)) is not None:
             return reason
-        why_not = not_beside_backward(step, _reducing_ranks(program, target))
+        why_not = not_overlappable(step, _reducing_ranks(program, target))
         return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """State and masters to SSD; copies down, reads, updates, copies up and writes inside backward."""
+        """Move state and masters to SSD; put D2H copies, reads, updates, H2D copies and writes inside
+        backward.
+        """
         return program.with_step(
-            optimizer_on_ssd_beside_backward(
+            optimizer_on_ssd_overlapped(
                 program.step,
                 self._bucket_bytes,
                 _reducing_ranks(program, target),
@@ -99,9 +107,11 @@ class Lohan(Technique):
         )
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Rebind the optimizer to tensors on SSD, hooks that send gradients down."""
+        """Rebind the optimizer to tensors on SSD and add hooks that offload gradients."""
         offload_dir.checked()
-        optimizer = SsdBesideBackward(context, master=self.update == "master", keep=self.effects.keeps_steps)
+        optimizer = SsdOverlappedOptimizer(
+            context, master=self.update == "master", keep=self.effects.keeps_steps
+        )
         context.checks["offload.states"] = GradientOffload(
             context, optimizer, self._bucket_bytes, "per_gradient"
         ).check
@@ -111,7 +121,7 @@ class Lohan(Technique):
         return int(self.bucket_mib * MIB)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of the state, when gradients go down and when the update runs."""
+        """Return the tier of the state, and the triggers of gradient offload and update."""
         how: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
         how |= {"resume": self.resume} if self.effects.keeps_steps else {}
         return {
@@ -124,16 +134,18 @@ class Lohan(Technique):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """One way for each type of parameter."""
+        """Return one update for each type of parameter."""
         return {"update": ("native", "master")}
 
     def exactly(self) -> Exactness:
-        """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's
+        """Return lossy with masters: it trains as bfloat16 with float32 masters, not as the user's
         optimizer.
         """
         return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED
 
 
 def _reducing_ranks(program: Program, target: Target) -> int:
-    """Ranks among which a gradient is reduced in groups; replicas average each by itself."""
+    """Return the ranks among which gradients are reduced in groups; replicas average each gradient by
+    itself.
+    """
     return program.ranks if replicas_of(program, target) == 1 else 1

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state live in device memory and are updated there."""
+"""The null technique: parameters, gradients and optimizer state are resident and updated on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memtune.technique import Exactness, Target, Technique
 
 
 class OnDevice(Technique):
-    """The optimizer as the user wrote it."""
+    """Runs the optimizer as the user wrote it."""
 
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "offload.states"
@@ -17,5 +17,5 @@ class OnDevice(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism is used."""
+        """Return no settings: no mechanism is used."""
         return {}

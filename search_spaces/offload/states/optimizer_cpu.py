@@ -1,6 +1,4 @@
-"""Optimizer on the host: master weights, moments and the update in host memory (ZeRO-Offload, Ren et al.
-2021).
-"""
+"""Optimizer on the host: master weights, moments and the update in host memory (ZeRO-Offload)."""
 
 from __future__ import annotations
 
@@ -20,26 +18,26 @@ from memtune.offload.optimizer import (
 from memtune.program import Kind, Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common import (
-    apply_as_they_land,
+    apply_on_grad_ready,
+    cannot_offload_on_grad_ready,
     native_of,
     no_native_update,
-    not_as_they_land,
     replicas_of,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class OptimizerCpu(Technique):
-    """Trades one copy of the gradients down and of the weights up per step for all optimizer state on the
-    device.
+    """Trades one D2H copy of the gradients and one H2D copy of the weights per step for all optimizer state
+    on the device.
 
-    The update runs on the host, after the last gradient has arrived: the user's own optimizer, or one native
+    The update runs on the host after the last gradient has arrived: the user's own optimizer, or one native
     pass over each parameter. Bitwise on one kind of device; from GPU to host the same formula is evaluated by
-    other kernels. With float32 masters for bfloat16 parameters, or with narrow moments, results are others
-    than the user's own optimizer would give.
+    other kernels. Float32 masters for bfloat16 parameters, or narrow moments, give other results than the
+    user's own optimizer.
 
-    Distinguishing test: no byte of optimizer state is on the device; gradients cross the link once down,
-    weights once up.
+    Distinguishing test: no byte of optimizer state is on the device; gradients cross the link once D2H,
+    weights once H2D.
     """
 
     kind: Literal["optimizer_cpu"] = "optimizer_cpu"
@@ -50,62 +48,68 @@ class OptimizerCpu(Technique):
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
-    update: Literal["own", "native", "master"] = "own"
+    update: Literal["user", "native", "master"] = "user"
     """`native` moves fewer bytes than torch's own loop and has the bits of torch's fused AdamW, for float32
-    parameters. `master` keeps float32 masters for bfloat16 parameters: the gradient goes down and the weight
-    comes up in bfloat16, the update is in float32.
+    parameters. `master` keeps float32 masters for bfloat16 parameters: gradients and weights cross the link
+    in bfloat16, the update is in float32.
     """
     moments: Moments = "float32"
-    """Of a native update: narrow moments (`bfloat16`, `int8` in blocks of 256, both rounded stochastically)
-    save host bytes and cost precision; on few cores they also cost time, which is predicted from the bytes
-    alone.
+    """Type of a native update's moments: narrow ones (`bfloat16`, `int8` in blocks of 256, both rounded
+    stochastically) save host bytes and cost precision; on few cores they also cost time, which the prediction
+    does not include.
     """
 
     trigger: Trigger = "end_of_step"
-    """When a native update runs: after the last gradient has come down; or beside backward, each parameter as
-    its gradient lands (`per_gradient`) or each block when all of its gradients have (`per_layer`). The
-    weights are the same to the bit, and go up in the step. In `end_of_step` gradients wait on the device, so
-    clipping by norm works, and so does leaving a step out; else clipping is refused, and what has been
-    updated stays so.
+    """Time of a native update: after the last gradient has arrived, or overlapped with backward, for each
+    parameter when its gradient is ready (`per_gradient`) or for each block when all of its gradients are
+    (`per_layer`). The weights are the same to the bit, and are copied H2D in the step. With `end_of_step`
+    gradients are on the device until the step, so clipping by norm and skipping a step work; else clipping is
+    refused, and finished updates cannot be undone.
     """
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if self.update == "own" and self.trigger != "end_of_step":
+        if self.update == "user" and self.trigger != "end_of_step":
             raise ValueError(
-                "the optimizer's own update is one step over all parameters: set update, or trigger:"
-                " end_of_step"
+                "the user's own update is one step over all parameters: set update, or trigger: end_of_step"
             )
-        if self.update == "own" and self.moments != "float32":
+        if self.update == "user" and self.moments != "float32":
             raise ValueError(
-                "the optimizer's own update keeps its moments as they are: set update, or moments: float32"
+                "the user's own update keeps its moments as they are: set update, or moments: float32"
             )
         return self
 
     @property
     def effects(self) -> Effects:
-        """Gradients leave when they are ready, but with the trigger `end_of_step`."""
+        """Return the effects: gradients are offloaded when they are ready, except with the trigger
+        `end_of_step`.
+        """
         if self.trigger == "end_of_step":
             return Effects(host_share=1.0)
         return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, host_share=1.0)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs an optimizer whose state is worth moving; updates beside backward need one rank and plain
-        autograd.
+        """Require an optimizer with something to update; for updates during backward gradients that are ready
+        one by one.
         """
         step = program.step
         state_bytes = int(step.storages.bytes[step.storages.kind == Kind.OPTIMIZER].sum())
         if state_bytes == 0 and not any(p.gradient >= 0 for p in step.parameters):
             return Reason("the optimizer has nothing to update")
-        if self.update == "own":
+        if self.update == "user":
             return None
-        if self.trigger != "end_of_step" and (reason := not_as_they_land(self, program, target)) is not None:
+        if (
+            self.trigger != "end_of_step"
+            and (reason := cannot_offload_on_grad_ready(self, program, target)) is not None
+        ):
             return reason
         return no_native_update(step, self.update, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """State to the host tier, update to host threads, copies around it."""
-        if self.update == "own":
+        """Move the state to the host tier and the update to host threads, and add copies before and after
+        it.
+        """
+        if self.update == "user":
             return program.with_step(optimizer_on_host(program.step))
         native = native_of(self.moments)
         if self.trigger == "end_of_step":
@@ -118,22 +122,23 @@ class OptimizerCpu(Technique):
         if self.trigger == "end_of_step":
             context.checks["offload.states"] = HostOptimizer(context, self.update, self.moments).check
         else:
-            apply_as_they_land(context, self.update, self.moments, 0, self.trigger)
+            apply_on_grad_ready(context, self.update, self.moments, 0, self.trigger)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of the state, and when the update runs."""
-        how = {} if self.update == "own" else {"update": self.update, "moments": self.moments}
+        """Return the tier of the state, and the trigger of the update."""
+        how = {} if self.update == "user" else {"update": self.update, "moments": self.moments}
         return {"states.offload": {"optimizer": "host", "trigger": self.trigger, **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Narrow moments are never proposed."""
-        return {"update": ("own", "native", "master")}
+        """Return the updates; narrow moments are never proposed."""
+        return {"update": ("user", "native", "master")}
 
     def exactly(self) -> Exactness:
-        """Lossy with masters or narrow moments; a native update rounds roots as torch's fused kernel does,
-        not its loops.
+        """Return lossy with masters or narrow moments, reordered for a native update.
+
+        A native update rounds square roots as torch's fused kernel does, not its loops.
         """
-        if self.update == "own":
+        if self.update == "user":
             return self.exactness
         return (
             Exactness.LOSSY if self.update == "master" or self.moments != "float32" else Exactness.REORDERED

@@ -1,6 +1,4 @@
-"""Replicas that share one link to the host take turns on it (Tensor Movement Orchestration, Lin et al.
-2023).
-"""
+"""Coordinated copies of replicas that share one link to the host (Tensor Movement Orchestration)."""
 
 from __future__ import annotations
 
@@ -21,50 +19,51 @@ from memtune.offload.parameters import (
     streamed_parameters,
     swapped_blocks,
 )
-from memtune.program import Kind, Program, RankClass, Step, window
+from memtune.program import Kind, Program, RankClass, Step, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import EAGER_ONLY
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import MIB
 
-_APART = 8
-"""Ranks up to which each is a class of its own in the program; beyond, all are priced as if they swapped at
-the same time.
+_MOST_RANK_CLASSES = 8
+"""Ranks up to which each is a rank class of its own; beyond, all are priced as if they copied at the same
+time.
 """
 
 
 class OrchestratedPlan(Plan):
-    """Who shares a link, and what is swapped; what a plan leaves out, the knobs say."""
+    """Ranks that share a link, and blocks that are offloaded; the knobs give missing values."""
 
     group: Annotated[int, Field(ge=2)] | None = None
     """Ranks behind one link."""
     stride: Annotated[int, Field(ge=1)] | None = None
-    """One block in so many is swapped."""
+    """One block in `stride` is offloaded."""
 
 
 class TensorMovement(Technique):
-    """Trades the order of copies, and nothing else, for the time that ranks behind one PCIe root lose to each
-    other.
+    """Trades the order of copies, and nothing else, for the time that ranks under one PCIe root complex lose
+    to each other.
 
-    Data-parallel replicas swap the same layers at the same time, and each copy takes as long as all of them
-    together. Here the weights of one block in `stride` lie on the host and come in for its forward and its
-    backward, `window` - 1 blocks ahead; the optimizer is on the host as well. `disjoint`: ranks behind one
-    link swap different blocks (rank r those with r modulo the stride), so that their copies interleave.
-    `token`: all swap the same blocks, but each piece of a copy needs the link's token, a ticket in shared
-    memory; who dies gives it back. `none` does neither, to compare with. Off where each device has a link of
-    its own, unless `group` is given.
+    Data-parallel replicas load the same layers at the same time, and each copy takes as long as all of them
+    together. Here the weights of one block in `stride` are offloaded to the host and loaded for its forward
+    and its backward, prefetched by `window` - 1 blocks; the optimizer is on the host as well. `disjoint`:
+    ranks of one link offload different blocks (rank r those with r modulo the stride), so that their copies
+    interleave. `token`: all offload the same blocks, but each piece of a copy needs the link's token, a
+    ticket in shared memory, which a dead process returns. `none` does neither, for comparison. Off if each
+    device has its own link, unless `group` is given.
 
-    Bitwise against the same replicas with the optimizer on the host: weights only lie elsewhere.
+    Bitwise against the same replicas with the optimizer on the host: only the place of weights differs.
 
-    Distinguishing test: `test_ranks_of_a_link_bring_in_other_blocks_in_every_moment` and, for the token,
-    `test_one_copy_at_a_time_and_in_turn`: with mode `none`, all bring in the same blocks at the same time.
+    Distinguishing test: `test_ranks_of_a_link_load_different_blocks_in_every_moment` and, for the token,
+    `test_token_is_exclusive_and_first_come_first_served`: with mode `none`, all load the same blocks at the
+    same time.
     """
 
     kind: Literal["orchestrated"] = "orchestrated"
     slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (OrchestratedPlan,)
-    title: ClassVar[str] = "Weights of some layers on the host, ranks of one link in turn"
+    title: ClassVar[str] = "Weights of some layers on the host, copies of one link coordinated"
     source: ClassVar[str] = (
         "Lin et al. 2023, Tensor Movement Orchestration in Multi-GPU Training Systems, HPCA 23, disjoint"
         " selection and command orchestration"
@@ -77,33 +76,35 @@ class TensorMovement(Technique):
     mode: Literal["disjoint", "token", "none"] = "disjoint"
     """Different blocks on each rank; the same ones, one copy at a time; or the same ones at once."""
     group: Annotated[int, Field(ge=2, le=64)] | None = None
-    """Ranks behind one link; left out: as the hardware says."""
+    """Ranks of one link. Default: from the hardware."""
     stride: Annotated[int, Field(ge=1)] | None = None
-    """One block in so many is swapped; less frees more. Left out: the group's size, so that each block is
-    swapped somewhere.
+    """One block in `stride` is offloaded; less frees more. Default: the group's size, so that each block is
+    offloaded on one rank of the link.
     """
     window: Annotated[int, Field(ge=1)] = 2
-    """Blocks from the one that computes to the one that comes in; 1 waits for each copy."""
+    """Blocks from the one that computes to the one that is loaded; 1 waits for each copy."""
     slot_mib: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Of a copy, for which the token is held at most; small pieces are fairer and cost more turns."""
+    """Most bytes of a copy during one hold of the token; small pieces are fairer and cost more requests."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs replicas behind one link, and blocks that run one after the other."""
+        """Require replicas behind one link, and blocks that run one after the other."""
         if target.compiled:
             return Reason(EAGER_ONLY, "execution.compile: false")
         if target.ranks < 2:
             return Reason("one rank has the link to itself", "offload: {states: {kind: stronghold}}")
         if self._group(target) < 2:
-            return Reason("each device has a link to the host of its own", "group: 2, if that is not so")
+            return Reason(
+                "each device has its own link to the host", "group: 2, if the hardware says otherwise"
+            )
         if (reason := conflict(self, target, "sharding.states")) is not None:
             return reason
         return self._blocks_fit(program.step, target)
 
     def _blocks_fit(self, step: Step, target: Target) -> Reason | None:
-        if (reason := not_in_layers(step, landing=False)) != "":
+        if (reason := not_in_layers(step, when_ready=False)) != "":
             return Reason(reason, "offload: {states: {kind: optimizer_cpu}}")
         if not (step.storages.kind == Kind.OPTIMIZER).any():
-            return Reason("the optimizer has no state to move")
+            return Reason("the optimizer has no state to offload")
         blocks, stride = len(step.blocks), self._stride(self._group(target))
         if stride > blocks or self.window > blocks:
             return Reason(f"the model has {blocks} blocks only", "a smaller stride and window")
@@ -115,44 +116,45 @@ class TensorMovement(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> OrchestratedPlan:
-        """How many ranks share a link, and which blocks are swapped."""
+        """Return the number of ranks that share a link, and the stride."""
         group = self._group(target)
         return OrchestratedPlan(group=group, stride=self._stride(group))
 
     def rewrite(self, program: Program, plan: OrchestratedPlan, target: Target) -> Program:
-        """Weights of each rank's blocks come and go, the optimizer on the host; ranks that differ are classes
-        of their own.
+        """Load and free the weights of each rank's blocks, with the optimizer on the host; differing ranks
+        get rank classes.
         """
         group, stride = plan.group, plan.stride
         assert group is not None, "`plan` decides both"
         assert stride is not None
         node, ranks = target.hardware.local_ranks(target.ranks), program.ranks
         if self.mode == "none":
-            return program.with_step(self._swapped(program.step, stride, 0))
-        if ranks > _APART:
-            note = "ranks behind one link are priced as if they swapped at the same time"
-            return program.with_step(self._swapped(program.step, stride, 0), notes=(*program.notes, note))
+            return program.with_step(self._swap_blocks(program.step, stride, 0))
+        if ranks > _MOST_RANK_CLASSES:
+            note = "ranks behind one link are priced as if they copied at the same time"
+            return program.with_step(self._swap_blocks(program.step, stride, 0), notes=(*program.notes, note))
         places = [place_of(rank, node, group) if self.mode == "disjoint" else 0 for rank in range(ranks)]
-        plain = _meeting(program.step)
-        steps = {place: self._swapped(plain, stride, place) for place in sorted(set(places))}
+        plain = _with_matched_collectives(program.step)
+        steps = {place: self._swap_blocks(plain, stride, place) for place in sorted(set(places))}
         classes = tuple(RankClass(1, steps[place]) for place in places)
-        return replace(program, rank_classes=classes, copies_in_turn=self.mode == "token")
+        return replace(program, rank_classes=classes, serial_copies=self.mode == "token")
 
-    def _swapped(self, step: Step, stride: int, place: int) -> Step:
+    def _swap_blocks(self, step: Step, stride: int, place: int) -> Step:
         blocks = swapped_blocks(len(step.blocks), stride, place)
         streamed = streamed_parameters(step, blocks)
         return optimizer_on_host(
-            stream_weights(step, window(len(step.blocks), self.window), blocks), stay_down=streamed
+            stream_weights(step, window_residency(len(step.blocks), self.window), blocks),
+            with_offloader=streamed,
         )
 
     def apply(self, context: Context, plan: OrchestratedPlan) -> None:
-        """Blocks' weights to the host, hooks that bring them in, the token shared."""
+        """Move blocks' weights to the host, add hooks that load them, and share the token."""
         group = plan.group or self.group
         stride, blocks = plan.stride or self.stride or group, len(context.blocks)
         if group is None or stride is None or stride > blocks:
             raise ApplyError(
-                f"orchestrated has no way to divide {blocks} blocks among the ranks of a link.",
-                evidence=f"The plan says a group of {group} and a stride of {stride}.",
+                f"orchestrated cannot divide {blocks} blocks among the ranks of a link.",
+                evidence=f"The plan has a group of {group} and a stride of {stride}.",
                 fix="offload: {states: {kind: orchestrated, group: 2}}, or plan it again",
                 code="MT364",
             )
@@ -167,18 +169,18 @@ class TensorMovement(Technique):
         context.checks["offload.states"] = moved.check
 
     def explain(self, plan: OrchestratedPlan) -> tuple[str, ...]:
-        """Who shares a link."""
+        """Return the ranks that share a link."""
         if plan.group is None or plan.stride is None:
             return ()
         how = {
-            "disjoint": "each swaps other blocks",
+            "disjoint": "each offloads other blocks",
             "token": "one copy at a time",
             "none": "not coordinated",
         }[self.mode]
-        return (f"{plan.group} ranks share a link, {how}; one block in {plan.stride} is swapped",)
+        return (f"{plan.group} ranks share a link, {how}; one block in {plan.stride} is offloaded",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Where weights and optimizer are, and how the link is shared."""
+        """Return the tiers of weights and optimizer, and the coordination of the link."""
         group = self._group(target)
         how = {"orchestrated": self.mode, "group": group, "stride": self._stride(group), "slots": self.window}
         slot = {"slot_mib": self.slot_mib} if self.mode == "token" else {}
@@ -193,7 +195,7 @@ class TensorMovement(Technique):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Both ways to share a link."""
+        """Return both ways to share a link."""
         return {"mode": ("disjoint", "token")}
 
     def _group(self, target: Target) -> int:
@@ -204,7 +206,9 @@ class TensorMovement(Technique):
         return group if self.stride is None else self.stride
 
 
-def _meeting(step: Step) -> Step:
-    """`step` with its collectives numbered, so that ranks whose steps differ wait for each other in them."""
+def _with_matched_collectives(step: Step) -> Step:
+    """Return `step` with its collectives numbered, so that ranks whose steps differ wait for each other in
+    them.
+    """
     talk = step.ops.group > 1
     return step.with_ops(match=np.where(talk, np.cumsum(talk), step.ops.match).astype(np.int32))

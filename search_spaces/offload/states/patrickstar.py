@@ -1,6 +1,4 @@
-"""Chunks that come and go by next use, in as much memory as each moment leaves them (PatrickStar, Fang et al.
-2021).
-"""
+"""Chunks evicted by next use, in the memory that each moment of a step leaves (PatrickStar)."""
 
 from __future__ import annotations
 
@@ -21,44 +19,44 @@ from memtune.search_spaces.offload.states._common import (
     EAGER_ONLY,
     ChunksPlan,
     apply_chunks,
-    are_rows,
-    beside,
-    can_stay,
+    are_sharded,
+    can_split_optimizer,
     cannot_chunk,
     chunk_plan_from,
     chunk_plan_of,
     in_chunks,
-    with_margin,
+    non_chunk_bytes,
+    with_resident_chunks,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class PatrickStar(Technique):
-    """Trades copies of chunks up the link for the bytes of all blocks' weights that the budget does not hold
-    at the moment.
+    """Trades H2D copies of chunks for the bytes of all blocks' weights that the budget cannot hold at the
+    moment.
 
-    The blocks' parameters lie in chunks of one size, in the order in which they are used; the size that
-    wastes least is searched for. What else is on the device in each moment of the step (activations, what is
-    in no block) is known from the recorded step, where PatrickStar traces a warm-up iteration; the rest of
-    the budget holds chunks. A chunk comes in when it is used, and the one whose next use is furthest goes:
-    the fewest moves that are possible. In a pass there and back the room at the turn says how many. Without a
-    budget only what is used is there. Gradients leave as they land, so clipping by norm is refused, and the
-    user's own optimizer works on the host's chunks after backward: the bits of a host optimizer with weights
-    in place. What is in no block, as embeddings, stays on the device.
+    The blocks' parameters lie in chunks of one size, in the order of their use; the size that wastes least is
+    searched. The other bytes on the device in each moment of the step (activations, parameters in no block)
+    are known from the recorded step, where PatrickStar traces a warm-up iteration; the rest of the budget
+    holds chunks. A chunk is loaded at its use, and the one with the furthest next use is evicted, which gives
+    the fewest copies. In a pass forward and back, the room between forward and backward decides their number.
+    Without a budget only chunks in use are on the device. Gradients are offloaded when they are ready, so
+    clipping by norm is refused, and the user's own optimizer updates the host's chunks after backward, with
+    the bits of a host optimizer. Parameters in no block, such as embeddings, are resident.
 
-    What the budget leaves beside all chunks of weights, the margin, holds optimizer state: of as many chunks
-    as it has room for, those used first, weights and gradients stay on the device too, and the user's own
-    optimizer updates them there.
+    If the budget exceeds all chunks of weights, the rest, the margin, holds optimizer state: weights and
+    gradients of as many chunks as fit, those used first, are resident too, and the user's own optimizer
+    updates them on the device.
 
-    A gradient takes the place of its weight in the chunk when it lands, since the host has the values, and
-    leaves from there: nothing that autograd made waits for the link. Where the fullest moment gets no more
-    room so, it is spared the copy. That is the paper's reuse of a chunk. What it saves there, 2 bytes per
-    parameter, is a second set of chunks, which is not needed here: gradients leave as they land.
+    A ready gradient overwrites its weight in the chunk, since the host has the values, and is offloaded from
+    there, so no gradient memory waits for the link. This is the paper's reuse of a chunk; it is used only if
+    it leaves more room at the peak. The paper saves 2 bytes per parameter by it, a second set of chunks,
+    which is not needed here.
 
-    Distinguishing test: the chunks there in a moment are as many as the budget then leaves room for, not one
-    number for the whole step, no rule of eviction moves less (brute force), no chunk size wastes less (brute
-    force), and of the chunks that are updated on the device, as many as stay within the budget (brute force),
-    nothing crosses the link; gradients leave from the chunks of their weights.
+    Distinguishing test: the number of chunks on the device in a moment is as large as the budget then allows,
+    not one number for the step; no eviction rule copies less and no chunk size wastes less (brute force);
+    chunks updated on the device are as many as fit the budget (brute force) and never cross the link;
+    gradients are offloaded from the chunks of their weights.
     """
 
     kind: Literal["patrickstar"] = "patrickstar"
@@ -72,51 +70,55 @@ class PatrickStar(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of a chunk; none given: the size that wastes least."""
-    gradients: Literal["in_place", "apart"] = "in_place"
-    """`in_place`: each takes the place of its weight in the chunk, and leaves from there, where that leaves
-    more room in the fullest moment; not under `fsdp`, nor where the recorded step reads a weight after its
-    gradient has landed. `apart`: it leaves from where autograd made it.
+    """Bytes of a chunk. Default: the size that wastes least."""
+    gradients: Literal["in_place", "separate"] = "in_place"
+    """`in_place`: a gradient overwrites its weight in the chunk and is offloaded from there, if that leaves
+    more room at the peak; not under `fsdp`, nor if the recorded step reads a weight after its gradient is
+    ready. `separate`: it is offloaded from the tensor that autograd made.
     """
     device_updates: bool = True
-    """Chunks whose optimizer state has room on the device stay and are updated there."""
+    """Chunks whose optimizer state fits on the device are resident and updated there."""
 
     @property
     def effects(self) -> Effects:
-        """Chunks that may stay on the device keep their optimizer state there."""
+        """Return the effects; chunks that may be resident keep their optimizer state on the device."""
         share = 0.0 if self.device_updates else 1.0
         return Effects(
             averages="blocks", calls="block_hooks", moves="chunk", eager_only=EAGER_ONLY, host_share=share
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing; several ranks: replicas, or `fsdp`."""
+        """Require blocks that run one after the other and share no parameter; on several ranks replicas, or
+        `fsdp`.
+        """
         return cannot_chunk(self, program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:
-        """The size of a chunk, how many are there in each moment, and what is updated on the device."""
+        """Return the chunk size, the number on the device in each moment, and the resident parameters."""
         in_place = self.gradients == "in_place" and _leaves_more_room(program)
         found = _solved(program, target.budget_bytes, self.chunk_bytes, in_place)
-        if self.device_updates and target.budget_bytes is not None and can_stay(target):
-            found = with_margin(program, found, target.budget_bytes)
+        if self.device_updates and target.budget_bytes is not None and can_split_optimizer(target):
+            found = with_resident_chunks(program, found, target.budget_bytes)
         return chunk_plan_of(found)
 
     def rewrite(self, program: Program, plan: ChunksPlan, target: Target) -> Program:
-        """Chunks that come and go, evicted by next use, the optimizer on the host but for what stays."""
+        """Load chunks and evict them by next use, with the optimizer on the host except for resident
+        chunks.
+        """
         return in_chunks(
-            program, chunk_plan_from(*sizes_in_blocks(program.step), plan, are_rows(program)), "belady"
+            program, chunk_plan_from(*sizes_in_blocks(program.step), plan, are_sharded(program)), "belady"
         )
 
     def apply(self, context: Context, plan: ChunksPlan) -> None:
-        """Blocks' weights into chunks on the host, hooks that bring them in."""
+        """Move blocks' weights into chunks on the host and add hooks that load them."""
         apply_chunks(context, self.kind, plan, "belady")
 
     def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
-        """The size of a chunk, how many are on the device, and what stays."""
+        """Return the chunk size, the number on the device, and the resident parameters."""
         return plan.explain()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of parameters and optimizer, what moves, and what goes first."""
+        """Return the tiers of parameters and optimizer, the unit and the eviction rule."""
         how: dict[str, Any] = {
             "unit": "chunk",
             "chunk_bytes": self.chunk_bytes or "least waste",
@@ -129,10 +131,12 @@ class PatrickStar(Technique):
 
 
 def _leaves_more_room(program: Program) -> bool:
-    """Whether gradients can be in place, and the fullest moment, whose room says what moves, then has more: a
-    copy each.
+    """Return whether gradients in place are possible and lower the peak outside of chunks, which decides the
+    copies.
     """
-    return weights_are_free(program.step) and max(beside(program, in_place=True)) < max(beside(program))
+    return weights_are_free(program.step) and max(non_chunk_bytes(program, in_place=True)) < max(
+        non_chunk_bytes(program)
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,9 +145,9 @@ def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None,
     room = (
         None
         if budget_bytes is None
-        else tuple(max(budget_bytes - other, 0) for other in beside(program, in_place))
+        else tuple(max(budget_bytes - other, 0) for other in non_chunk_bytes(program, in_place))
     )
     if chunk_bytes is None:
-        return replace(least_waste(*sizes, room, are_rows(program)), in_place=in_place)
-    chunks = pack(*sizes, chunk_bytes, are_rows(program))
+        return replace(least_waste(*sizes, room, are_sharded(program)), in_place=in_place)
+    chunks = pack(*sizes, chunk_bytes, are_sharded(program))
     return ChunkPlan(chunks, (room and slots_in(chunks, room)) or as_few_as_used(chunks), in_place=in_place)

@@ -1,6 +1,4 @@
-"""One updater process per storage domain owns its part of the optimizer's state on SSD (Smart-Infinity, Jang
-et al. 2024).
-"""
+"""Optimizer state on SSD with an updater process per storage domain (Smart-Infinity)."""
 
 from __future__ import annotations
 
@@ -9,29 +7,29 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.effects import Effects
-from memtune.offload.near_storage import How, Updaters, optimizer_with_updaters
+from memtune.offload.near_storage import Updaters, UpdatersSpec, optimizer_on_updaters
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import no_native_update, not_rows
+from memtune.search_spaces.offload.states._common import no_native_update, not_contiguous
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
 
 
 class SmartInfinity(Technique):
-    """Trades gradients out and weights in, shared with a process per drive, for all optimizer state that the
-    trainer would move.
+    """Trades gradient and weight transfers to a process per drive for all traffic of optimizer state in the
+    trainer.
 
-    The paper's drives compute; here an updater process stands for one, on the cores of its drive's memory
-    node, so what it shows is emulated: state still crosses that drive's link, but nothing of it the
-    trainer's. Parameters, flattened, are divided evenly over the domains, each of which reads, updates and
-    writes its part sub-group by sub-group. In float32, 4 bytes per parameter go to the updaters in a step and
-    4 come back, where `zero_infinity` moves 12 and 12 besides. An updater that dies ends training with its
-    name. Each of several ranks has updaters of its own, for what it holds: under `zero1` and `fsdp` its part.
+    The paper's drives compute; here an updater process replaces one, on the cores of its drive's memory node,
+    so results are emulated: state still crosses that drive's link, but not the trainer's. Flattened
+    parameters are divided evenly over the domains, each of which reads, updates and writes its part sub-group
+    by sub-group. In float32, 4 bytes per parameter go to the updaters in a step and 4 return, while
+    `zero_infinity` reads and writes 12 each. If an updater dies, training ends with an error that names it.
+    Each of several ranks has its own updaters, for its own parameters: under `zero1` and `fsdp` its shard.
 
     Distinguishing test: bytes between trainer and updaters are gradients plus weights; every updater is a
-    process with a file of its own and an equal part of the state; weights are handed over, then written,
-    before moments are.
+    process with its own file and an equal part of the state; weights are sent, then written, before moments
+    are.
     """
 
     kind: Literal["smart_infinity"] = "smart_infinity"
@@ -48,32 +46,34 @@ class SmartInfinity(Technique):
     masters for bfloat16 parameters, on SSD as well.
     """
     domains: Annotated[int, Field(ge=1, le=64)] = 2
-    """Updaters. Where the offload directory is a list (`/drive1:/drive2`) they go round it; else all have a
-    folder of their own in the one directory.
+    """Number of updaters. With a list of offload directories (`/drive1:/drive2`) they are assigned
+    round-robin; else all have a folder of their own in the one directory.
     """
     sub_group_mib: Annotated[float, Field(gt=0, le=65536)] = 64.0
-    """Float32 weights that are read, updated and written at once; with AdamW three times this is a buffer."""
+    """Float32 weights that are read, updated and written at once; with AdamW a buffer has three times this
+    size.
+    """
     buffers: Annotated[int, Field(ge=2, le=64)] = 3
-    """Of each updater, in host memory: while one is updated the others are read and written."""
-    share: Annotated[float, Field(gt=0, le=0.25)] | None = None
-    """Of the gradients, the largest, that are sent with their places (the paper: 0.01); the others are added
-    to the next step's. Lossy, with evidence for fine-tuning only, and the device keeps one number per
+    """Buffers of each updater in host memory: while one is updated the others are read and written."""
+    topk_ratio: Annotated[float, Field(gt=0, le=0.25)] | None = None
+    """Share of the gradients, the largest, that are sent with their indices (the paper: 0.01); the others are
+    added to the next step's. Lossy, with evidence for fine-tuning only, and the device keeps one number per
     parameter for it. Default: all are sent.
     """
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then
+    """After a crash training resumes from the user's own checkpoint, or from the last complete step: then
     each sub-group has two slots on SSD, which takes twice the space for the same bytes written, and every
-    step waits for all writes and a flush of each drive. Not with `share`, whose unsent gradients are nowhere
+    step waits for all writes and a flush of each drive. Not with `topk_ratio`, whose unsent gradients are not
     on SSD.
     """
 
     @property
     def effects(self) -> Effects:
-        """Steps are kept with `resume: last_step`."""
+        """Return the effects: complete steps are kept with `resume: last_step`."""
         return Effects(keeps_steps=self.resume == "last_step")
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a drive, and something to update in a type that the native update knows."""
+        """Require a drive, and parameters to update in a type of the native update."""
         if (reason := no_directory(target) or self.refuses(Facts.of(program, target))) is not None:
             return reason
         step = program.step
@@ -81,31 +81,31 @@ class SmartInfinity(Technique):
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to move")
-        if program.ranks == 1 and target.ranks == 1 and (reason := not_rows(step)) is not None:
+            return Reason("the optimizer has no state to offload")
+        if program.ranks == 1 and target.ranks == 1 and (reason := not_contiguous(step)) is not None:
             return reason
         return no_native_update(step, self.update, target)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """`resume` with gradients that are not all sent."""
-        if self.effects.keeps_steps and self.share:
+        """Refuse `resume: last_step` with a share of the gradients."""
+        if self.effects.keeps_steps and self.topk_ratio:
             return Reason(
-                "with a share of the gradients, those that wait are on the device alone", "resume: checkpoint"
+                "with a share of the gradients, the unsent ones are on the device only", "resume: checkpoint"
             )
         return None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """State to SSD; reads, updates and writes of updaters in place of the optimizer's ops, gradients and
-        weights between.
+        """Move state to SSD; replace the optimizer's ops with transfers, and the updaters' reads, updates and
+        writes.
         """
-        how = How(
+        how = UpdatersSpec(
             self.domains,
             self._sub_group_numel,
             self.buffers,
-            self.share,
+            self.topk_ratio,
             2 if self.effects.keeps_steps else 1,
         )
-        return program.with_step(optimizer_with_updaters(program.step, how))
+        return program.with_step(optimizer_on_updaters(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Start the updaters and rebind the optimizer to them."""
@@ -117,7 +117,7 @@ class SmartInfinity(Technique):
             master=self.update == "master",
             sub_group_numel=self._sub_group_numel,
             buffers=self.buffers,
-            share=self.share,
+            share=self.topk_ratio,
             keep=self.effects.keeps_steps,
         )
         context.checks["offload.states"] = moved.check
@@ -127,7 +127,7 @@ class SmartInfinity(Technique):
         return max(int(self.sub_group_mib * MIB) // 4, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Where the state is, in how many parts, and how it is updated."""
+        """Return the place, the parts and the update of the state."""
         how = {
             "optimizer": "updaters",
             "trigger": "end_of_step",
@@ -136,12 +136,21 @@ class SmartInfinity(Technique):
         }
         kept = {"resume": self.resume} if self.effects.keeps_steps else {}
         size = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
-        return {"states.offload": {**how, **size, **({"share": self.share} if self.share else {}), **kept}}
+        return {
+            "states.offload": {
+                **how,
+                **size,
+                **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {}),
+                **kept,
+            }
+        }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """One way for each type of parameter; leaving gradients for later is never proposed."""
+        """Return one update for each type of parameter; sending a share of the gradients is never
+        proposed.
+        """
         return {"update": ("native", "master")}
 
     def exactly(self) -> Exactness:
-        """Lossy with masters, and where only some gradients are sent."""
-        return Exactness.LOSSY if self.update == "master" or self.share else Exactness.REORDERED
+        """Return lossy with masters, and with a share of the gradients."""
+        return Exactness.LOSSY if self.update == "master" or self.topk_ratio else Exactness.REORDERED

@@ -1,6 +1,4 @@
-"""A working window of layers on the device, as wide as transfers need to stay hidden (STRONGHOLD, Sun et al.
-2022).
-"""
+"""A working window of layers on the device, as wide as needed to overlap copies (STRONGHOLD)."""
 
 from __future__ import annotations
 
@@ -31,31 +29,31 @@ from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class StrongholdPlan(Plan):
-    """The window, and the blocks that are updated late; what a plan leaves out, the knobs say."""
+    """The window, and the blocks of deferred updates; the knobs give missing values."""
 
     slots: Annotated[int, Field(ge=1)] | None = None
-    """Blocks on the device at once, the one that comes in counted."""
-    late: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Blocks whose updates go on beside the next step's forward, ascending."""
+    """Blocks on the device at once, including the one being loaded."""
+    deferred: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Blocks whose updates overlap with the next step's forward, ascending."""
 
 
 class Stronghold(Technique):
-    """Trades the blocks' weights over the link per pass for the bytes of all blocks but a window's.
+    """Trades copies of the blocks' weights in each pass for the bytes of all blocks except a window's.
 
-    A window of consecutive blocks slides over the model and back: while one computes, the one that enters the
-    window comes in on a stream of its own, and the one that has left it is gone. The planner solves for the
-    smallest window under which no block is waited for, from modelled compute times and the link's rate, and
-    makes it smaller where the budget does not hold it. Gradients leave as they land, a block's at once, and
-    each block is updated on the host beside the rest of backward. Updates that the host does not come to
-    there go on beside the next step's forward: a block's is over before its weights come in. The planner
-    chooses which ones. Memory for the window is taken and given back with each block (the paper reserves
-    buffers), and one stream computes. `optimizer.state`, state dicts and copies of the optimizer wait for
-    late updates; values read through `optimizer.param_groups`, or kept from an earlier read, may be of the
-    step before.
+    A window of consecutive blocks slides over the model and back: while one computes, the next one of the
+    window is loaded on a stream of its own, and the one behind the window is freed. The planner solves for
+    the smallest window that hides all loads, from modelled compute times and the link's rate, and shrinks it
+    to fit the budget. Gradients are offloaded when they are ready, and each block is updated on the host,
+    overlapped with the rest of backward. Updates that the host cannot finish there are deferred: they overlap
+    with the next step's forward, and each ends before its block's weights are loaded. The planner chooses
+    these blocks. Memory of the window is allocated and freed with each block (the paper reserves buffers),
+    and one stream computes. `optimizer.state`, state dicts and copies of the optimizer wait for deferred
+    updates; values read through `optimizer.param_groups`, or references from an earlier read, may be one step
+    stale.
 
-    Distinguishing test: a block's weights come in while others compute, the window's width is the smallest
-    that the inequality allows (brute force), and blocks of the window at the turn do not come in again for
-    backward; updates of late blocks are under way when the step returns.
+    Distinguishing test: a block's weights are loaded while others compute, the window's width is the smallest
+    that the inequality allows (brute force), blocks of the window between forward and backward are not loaded
+    again for backward, and deferred updates are in progress when the step returns.
     """
 
     kind: Literal["stronghold"] = "stronghold"
@@ -71,27 +69,28 @@ class Stronghold(Technique):
     )
 
     window: Annotated[int, Field(ge=1)] | None = None
-    """Blocks on the device at once, the one that comes in counted; none given: solved for."""
-    trigger: Literal["beside_backward", "end_of_step"] = "beside_backward"
-    """When the host updates; at the end its cores are left to data loading and to issuing kernels until then.
+    """Blocks on the device at once, including the one being loaded. Default: solved."""
+    trigger: Literal["in_backward", "end_of_step"] = "in_backward"
+    """Time of the host's updates; with `end_of_step` its cores are free for data loading and kernel launches
+    until then.
     """
-    late: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Blocks whose updates go on beside the next step's forward; none given: solved for; []: all end within
+    deferred: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Blocks whose updates overlap with the next step's forward. Default: solved; []: all updates end within
     the step.
     """
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if self.late and self.trigger == "end_of_step":
+        if self.deferred and self.trigger == "end_of_step":
             raise ValueError(
-                "updates at the end of the step are none beside the next one's forward: leave out trigger, or"
-                " late"
+                "updates at the end of the step cannot overlap with the next one's forward:"
+                " leave out trigger, or deferred"
             )
         return self
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, in float32; several ranks: replicas,
-        or `fsdp`.
+        """Require blocks that run one after the other and share no parameter, in float32; on several ranks
+        replicas, or `fsdp`.
         """
         if (reason := cannot_run_on_ranks(self, program, target)) is not None:
             return reason
@@ -100,69 +99,71 @@ class Stronghold(Technique):
                 f"the model has {len(program.step.blocks)} blocks only",
                 "a smaller window, or none to have it solved",
             )
-        return no_such_block(self.late, program)
+        return no_such_block(self.deferred, program)
 
     def plan(self, program: Program, target: Target) -> StrongholdPlan:
-        """The width of the window, and the blocks that are updated late."""
-        if self.late is not None or self.trigger == "end_of_step":
-            late = frozenset(self.late or ())
+        """Return the width of the window, and the blocks of deferred updates."""
+        if self.deferred is not None or self.trigger == "end_of_step":
+            deferred = frozenset(self.deferred or ())
         else:
-            late = _late(program, target.hardware)
-        beside = self._beside(late)
+            deferred = _deferred(program, target.hardware)
+        overlap = self._overlap(deferred)
         slots = (
             self.window
             if self.window is not None
-            else _solved(program, target.hardware, target.budget_bytes, beside)
+            else _solved(program, target.hardware, target.budget_bytes, overlap)
         )
-        return StrongholdPlan(slots=slots, late=tuple(sorted(late)))
+        return StrongholdPlan(slots=slots, deferred=tuple(sorted(deferred)))
 
     def rewrite(self, program: Program, plan: StrongholdPlan, target: Target) -> Program:
-        """Every block in a window as wide as planned."""
+        """Load every block in a window of the planned width."""
         assert plan.slots is not None, "`plan` decides the window"
-        return in_layers(program, window_of(program, plan.slots), self._beside(plan.late or ()))
+        return in_layers(program, window_of(program, plan.slots), self._overlap(plan.deferred or ()))
 
-    def _beside(self, late: Iterable[int]) -> Overlap:
-        return Overlap(frozenset(late), self.trigger == "end_of_step")
+    def _overlap(self, deferred: Iterable[int]) -> Overlap:
+        return Overlap(frozenset(deferred), self.trigger == "end_of_step")
 
     def apply(self, context: Context, plan: StrongholdPlan) -> None:
-        """Blocks' weights to the host, hooks that bring them in ahead of their use."""
+        """Move blocks' weights to the host and add hooks that prefetch them."""
         slots = plan.slots or self.window
         if slots is None or slots > len(context.blocks):
             raise ApplyError(
                 f"stronghold has no window for {len(context.blocks)} blocks.",
-                evidence=f"The plan says {slots}.",
+                evidence=f"The plan has {slots}.",
                 fix=(
                     f"offload: {{states: {{kind: stronghold, window: {min(2, len(context.blocks))}}}}}, or"
                     " plan it again"
                 ),
                 code="MT364",
             )
-        late = plan.late if plan.late is not None else self.late or ()
-        if max(late, default=0) >= len(context.blocks):
+        deferred = plan.deferred if plan.deferred is not None else self.deferred or ()
+        if max(deferred, default=0) >= len(context.blocks):
             raise ApplyError(
-                "stronghold cannot leave updates of blocks that are not there; the model has"
+                "stronghold cannot defer updates of blocks that the model does not have; it has"
                 f" {len(context.blocks)}.",
-                evidence=f"The plan says {late}.",
-                fix="offload: {states: {kind: stronghold, late: []}}, or plan it again",
+                evidence=f"The plan has {deferred}.",
+                fix="offload: {states: {kind: stronghold, deferred: []}}, or plan it again",
                 code="MT364",
             )
-        apply_layers(context, self.kind, slots, self._beside(late))
+        apply_layers(context, self.kind, slots, self._overlap(deferred))
 
     def explain(self, plan: StrongholdPlan) -> tuple[str, ...]:
-        """The width of the window, and how many blocks are updated late."""
-        rest = f", {len(plan.late)} of them updated beside the next step's forward" if plan.late else ""
+        """Return the width of the window, and the number of blocks with deferred updates."""
+        rest = f", {len(plan.deferred)} of them with deferred updates" if plan.deferred else ""
         return (f"{plan.slots} blocks on the device at once{rest}",) if plan.slots else ()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of parameters and optimizer, when each block is updated, and the window."""
+        """Return the tiers of parameters and optimizer, the trigger, and the window."""
         slots = self.window if self.window is not None else "solved"
         how = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
-        return {"states.offload": {**how, "late": "solved" if self.late is None else list(self.late)}}
+        return {
+            "states.offload": {**how, "deferred": "solved" if self.deferred is None else list(self.deferred)}
+        }
 
 
 @functools.lru_cache(maxsize=64)
-def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, beside: Overlap) -> int:
-    """The smallest window that waits for nothing, or the largest below it that the budget holds."""
+def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, overlap: Overlap) -> int:
+    """Return the smallest window that hides all loads, or the largest below it that the budget holds."""
     step = program.step
     if not_in_layers(step):
         return 1
@@ -172,15 +173,15 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, besi
         gathered=gathers_of(step) is not None,
     )
     while budget_bytes is not None and slots > 1:
-        if in_layers(program, window_of(program, slots), beside).step.peak_bytes() <= budget_bytes:
+        if in_layers(program, window_of(program, slots), overlap).step.peak_bytes() <= budget_bytes:
             break
         slots -= 1
     return slots
 
 
 @functools.lru_cache(maxsize=64)
-def _late(program: Program, hardware: Hardware) -> frozenset[int]:
-    """The blocks whose updates the host does not come to in backward."""
+def _deferred(program: Program, hardware: Hardware) -> frozenset[int]:
+    """Return the blocks whose updates the host cannot finish in backward."""
     step = program.step
     if not_in_layers(step):
         return frozenset()
@@ -195,6 +196,7 @@ def _late(program: Program, hardware: Hardware) -> frozenset[int]:
         native_update_bytes(step) * local / hardware.host_adam_bytes_per_s,
     )
     trained, inside = columns.gradient >= 0, columns.block >= 0
+    # Host threads and memory are shared by the ranks of the host, so an update takes `local` times as long.
     update = np.bincount(columns.block[trained & inside], update_s[trained & inside], blocks)
     outside = trained & ~inside
     links = 1 / hardware.host_to_device_bytes_per_s + 1 / hardware.device_to_host_bytes_per_s
@@ -213,7 +215,7 @@ def _late(program: Program, hardware: Hardware) -> frozenset[int]:
 
 
 def _load_s(step: Step, hardware: Hardware) -> list[float]:
-    """Seconds that each block's weights take to come in."""
+    """Return the seconds to load each block's weights."""
     columns = columns_of(step.parameters)
     inside = columns.block >= 0
     n_bytes = np.bincount(columns.block[inside], (columns.numel * columns.itemsize)[inside], len(step.blocks))

@@ -1,6 +1,4 @@
-"""Any state on any tier: optimizer state on SSD, or on the host; parameters, gradients too (ZeRO-Infinity,
-2021).
-"""
+"""Any state on any tier: optimizer state on SSD or host; parameters and gradients too (ZeRO-Infinity)."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from memtune.offload.core import gathers_of, is_gathered
 from memtune.offload.optimizer import HostOptimizer, Native, optimizer_on_host
 from memtune.offload.parameters import stream_parameters
 from memtune.offload.ssd_states import (
-    Away,
     HostPieces,
-    KeptParameters,
+    OffloadedParameters,
     SsdOptimizer,
+    TieredOffloader,
     gradients_on_ssd,
     optimizer_in_host_pieces,
     optimizer_on_ssd,
@@ -33,7 +31,7 @@ from memtune.offload.tiles import (
     tileable_rows,
     weights_before_biases,
 )
-from memtune.program import Kind, Program, window
+from memtune.program import Kind, Program, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import (
@@ -49,7 +47,7 @@ from memtune.workload import is_in_expert
 
 
 class ZeroInfinityPlan(Plan):
-    """The weights that come in tiles."""
+    """Names of the weights that are loaded in tiles."""
 
     tiled: tuple[str, ...] | None = None
     """Names of the weights; none with `tiles: 1`."""
@@ -58,28 +56,27 @@ class ZeroInfinityPlan(Plan):
 class ZeroInfinity(Technique):
     """Trades a read and a write of all optimizer state per step for its bytes on device and host.
 
-    Master weights and moments lie on SSD, each parameter's in one piece. While one native pass updates a
-    parameter, the pieces of the next ones are read and those of the last ones written, so host memory holds a
-    few pieces whatever the model's size. 24 bytes per parameter cross the drive in a step with AdamW; drives
-    wear, so what is written is shown. With `optimizer: host` they are in host memory and are updated there,
-    in place.
+    Master weights and moments lie on SSD, one piece per parameter. While one native pass updates a parameter,
+    the pieces of the next ones are read and those of the last ones written, so host memory holds a few pieces
+    for any size of model. With AdamW 24 bytes per parameter cross the drive in a step; drives wear, so the
+    bytes written are reported. With `optimizer: host` they are in host memory and updated there, in place.
 
-    With `parameters: ssd` (or `host`) the blocks' weights come and go: while one block computes, the next
-    comes up from the host and the one after that is read from SSD. Each is read for forward and for backward
-    (the last ones of forward stay), and written once a step. Their gradients go down as they land and wait on
-    the host, so clipping by norm is noticed and refused. With `gradients: ssd` they wait there: each is
-    written once per micro-batch, and read once more in the step, and before every further micro-batch is
-    added. On several ranks each has all of that on a host and drive of its own beside `ddp`, and its rows of
-    it beside `fsdp`, which gathers a block's from them. With `tiles` a large layer's weight is never whole
-    there. Optimizer, parameters and gradients are each on a tier of its own. Refused: gradients away from
-    parameters on the device, and optimizer state on the device, since what comes and goes is updated on the
-    host.
+    With `parameters: ssd` (or `host`) the blocks' weights are offloaded: while one block computes, the next
+    is loaded from the host and the one after that read from SSD. Each is read for forward and for backward
+    (the last ones of forward are resident), and written once a step. Their gradients are offloaded when they
+    are ready and kept on the host, so clipping by norm is detected and refused. With `gradients: ssd` they
+    are written to SSD once per micro-batch, and read once more in the step and before every further
+    micro-batch is added. On several ranks each has all of that on its own host and drive with `ddp`, or its
+    rows of it with `fsdp`, which gathers a block from them. With `tiles` a large layer's weight is never
+    completely on the device. Optimizer, parameters and gradients each have a tier of their own. Refused:
+    offloaded gradients of resident parameters, and optimizer state on the device for offloaded parameters,
+    since these are updated on the host.
 
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third
-    parameter begins before the first is updated, and host memory holds no more pieces than are on their way;
-    a block is read from SSD while the one two before it computes; of a weight in tiles, and of its gradient,
-    two tiles at most are on the device. With the optimizer on the host no byte of it crosses the drive, and
-    what does is each block's weight and gradient, where those are there.
+    parameter begins before the first is updated, and host memory holds no more pieces than are in flight; a
+    block is read from SSD while the one two before it computes; of a tiled weight and of its gradient, at
+    most two tiles are on the device. With the optimizer on the host only each block's weight and gradient
+    cross the drive, if they are on SSD.
     """
 
     kind: Literal["zero_infinity"] = "zero_infinity"
@@ -96,42 +93,42 @@ class ZeroInfinity(Technique):
     masters for bfloat16 parameters, on SSD as well.
     """
     optimizer: Literal["ssd", "host", "device"] = "ssd"
-    """Where master weights and moments are."""
-    ahead: Annotated[int, Field(ge=0, le=64)] = 3
-    """Pieces that are read ahead; each takes the bytes of a parameter's state on the host. With `optimizer:
-    host`: gradients, where those are on SSD.
+    """Tier of master weights and moments."""
+    optimizer_prefetch: Annotated[int, Field(ge=0, le=64)] = 3
+    """Pieces prefetched from SSD; each takes the bytes of a parameter's state on the host. With `optimizer:
+    host`: gradients, if they are on SSD.
     """
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then
+    """After a crash training resumes from the user's own checkpoint, or from the last complete step: then
     each piece has two slots on SSD, which takes twice the space for the same bytes written, and every step
     ends with a flush of the drive.
     """
 
     parameters: Literal["device", "host", "ssd"] = "device"
-    """Where the weights of blocks are while they are not used; those of no block stay on the device."""
+    """Tier of the blocks' weights while they are not used; parameters in no block are resident."""
     gradients: Literal["host", "ssd"] | None = None
-    """Where gradients of blocks whose parameters come and go wait for the step; none given: on the host.
-    Those of parameters that stay are on the device.
+    """Tier of the gradients of offloaded parameters until the step. Default: host. Gradients of resident
+    parameters are on the device.
     """
     on_device: Annotated[int, Field(ge=1, le=64)] = 2
-    """Blocks on the device at once where parameters come and go: with 2 the next one comes up while the
+    """Blocks on the device at once if parameters are offloaded: with 2 the next one is loaded while the
     current one computes.
     """
-    read_ahead: Annotated[int, Field(ge=0, le=64)] = 1
-    """Moments by which a block is read from SSD before it comes up; each takes the bytes of a block's weights
-    on the host.
+    parameter_prefetch: Annotated[int, Field(ge=0, le=64)] = 1
+    """Moments by which a block is read from SSD before its load; each takes the bytes of a block's weights on
+    the host.
     """
 
     tiles: Annotated[int, Field(ge=1, le=64)] = 1
-    """Parts in which the weights of large linear layers come, where parameters come and go: at most two of
-    them, and of their gradients, are on the device at once (section 5.1.3), also beside `fsdp`, where a part
-    is gathered from all ranks. 1 brings weights whole, with their block.
+    """Parts in which the weights of large linear layers are loaded, if parameters are offloaded: at most two
+    tiles, and two of their gradients, are on the device at once (section 5.1.3). With `fsdp` a tile is
+    gathered from all ranks. 1 loads weights completely, with their block.
     """
 
     @property
     def effects(self) -> Effects:
-        """Blocks are hooked, and their gradients averaged when they are ready, where their parameters come
-        and go.
+        """Return the effects; blocks are hooked, and their gradients averaged when ready, if their parameters
+        are offloaded.
         """
         share, keeps_steps = 1.0 if self.optimizer == "host" else 0.0, self.resume == "last_step"
         if self.parameters == "device":
@@ -146,8 +143,8 @@ class ZeroInfinity(Technique):
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a directory on a drive, and a type that the native update knows; parameters that come and go
-        as `l2l` does.
+        """Require a directory on a drive, and a type of the native update; for offloaded parameters the rules
+        of `l2l`.
         """
         if self._uses_ssd and (reason := no_directory(target)) is not None:
             return reason
@@ -158,7 +155,7 @@ class ZeroInfinity(Technique):
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to move")
+            return Reason("the optimizer has no state to offload")
         if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
             return reason
         return cannot_run_on_ranks(self, program, target, natively=False) or self._no_tiles(program, target)
@@ -181,7 +178,7 @@ class ZeroInfinity(Technique):
         return found if ranks == 1 else tuple(p for p in found if not is_in_expert(step.parameters[p].name))
 
     def plan(self, program: Program, target: Target) -> ZeroInfinityPlan:
-        """Which weights come in tiles."""
+        """Return the weights that are loaded in tiles."""
         if self.tiles == 1:
             return ZeroInfinityPlan()
         step = program.step
@@ -192,38 +189,38 @@ class ZeroInfinity(Technique):
         return "ssd" in (self.optimizer, self.parameters, self.gradients)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Tiers that do not go together."""
+        """Refuse combinations of tiers."""
         if self.optimizer == "device":
             if self.parameters == "device":
                 return Reason(
-                    "nothing is moved where weights, gradients and optimizer state are on the device",
+                    "nothing is offloaded if weights, gradients and optimizer state are on the device",
                     "optimizer: ssd",
                 )
             return Reason(
-                "weights that come and go are updated on the host, not on the device",
+                "offloaded weights are updated on the host, not on the device",
                 "optimizer: host or ssd",
             )
         if self.optimizer == "host" and self.effects.keeps_steps:
             return Reason(
-                "the last step is kept on SSD, where the state must be",
+                "the last step is kept on SSD, so the state must be there",
                 "optimizer: ssd, or resume: checkpoint",
             )
         if self.tiles > 1 and self.parameters == "device":
-            return Reason("weights in tiles come and go", "parameters: host or ssd")
+            return Reason("weights in tiles are offloaded", "parameters: host or ssd")
         if self.gradients is None or self.parameters != "device":
             return None
         return Reason(
-            "gradients of parameters that stay on the device stay there until the step",
+            "gradients of resident parameters are on the device until the step",
             "parameters: host or ssd",
         )
 
     def rewrite(self, program: Program, plan: ZeroInfinityPlan, target: Target) -> Program:
-        """State and masters to SSD, or to the host; reads, updates and writes in place of the optimizer's
-        ops.
+        """Move state and masters to SSD or host; replace the optimizer's ops with reads, updates and
+        writes.
         """
-        step, away = program.step, None
+        step, offloaded = program.step, None
         if self.parameters != "device":
-            read_ahead = self.read_ahead if self.parameters == "ssd" else None
+            read_ahead = self.parameter_prefetch if self.parameters == "ssd" else None
             residency = window_of(program, min(self.on_device, len(step.blocks)))
             tiled, is_divided = (
                 self._tileable(program) if self.tiles > 1 else (),
@@ -234,25 +231,25 @@ class ZeroInfinity(Technique):
                 step, residency, early=False, read_ahead=read_ahead, ranks=replicas(program)
             )
             if self.gradients == "ssd":
-                step, _ = gradients_on_ssd(step, Away.of(step))
+                step, _ = gradients_on_ssd(step, OffloadedParameters.of(step))
             if tiled:
                 step = (tile_rows if is_divided else tile_weights)(step, tiled, self.tiles, program.ranks)
-            away = Away.of(step)
+            offloaded = OffloadedParameters.of(step)
         if self.optimizer == "ssd":
             return program.with_step(
-                optimizer_on_ssd(step, self.ahead, 2 if self.effects.keeps_steps else 1, away)
+                optimizer_on_ssd(
+                    step, self.optimizer_prefetch, 2 if self.effects.keeps_steps else 1, offloaded
+                )
             )
         on_host = (
             optimizer_on_host(step, Native())
-            if away is None
-            else optimizer_in_host_pieces(step, self.ahead, away)
+            if offloaded is None
+            else optimizer_in_host_pieces(step, self.optimizer_prefetch, offloaded)
         )
         return program.with_step(on_host)
 
     def apply(self, context: Context, plan: ZeroInfinityPlan) -> None:
-        """Rebind the optimizer to tensors on SSD or on the host, then have the blocks' parameters come and
-        go.
-        """
+        """Rebind the optimizer to tensors on SSD or host, then offload the blocks' parameters."""
         tiled = self._tiled(context, plan)
         if self._uses_ssd:
             offload_dir.checked()
@@ -264,8 +261,8 @@ class ZeroInfinity(Technique):
         if self.parameters != "device":
             where = self.parameters, self.gradients or "host"
             blocks, gathered = len(context.blocks), is_gathered(context.model)
-            residency = window(blocks, min(self.on_device, blocks), gathered=gathered)
-            kept = KeptParameters(context, residency, moved, self.read_ahead, *where, tiled)
+            residency = window_residency(blocks, min(self.on_device, blocks), gathered=gathered)
+            kept = TieredOffloader(context, residency, moved, self.parameter_prefetch, *where, tiled)
             install(
                 context,
                 tiled,
@@ -278,8 +275,10 @@ class ZeroInfinity(Technique):
     def _moved(self, context: Context) -> SsdOptimizer:
         is_master = self.update == "master"
         if self.optimizer == "host":
-            return HostPieces(context, master=is_master, ahead=self.ahead)
-        return SsdOptimizer(context, master=is_master, ahead=self.ahead, keep=self.effects.keeps_steps)
+            return HostPieces(context, master=is_master, read_ahead=self.optimizer_prefetch)
+        return SsdOptimizer(
+            context, master=is_master, read_ahead=self.optimizer_prefetch, keep=self.effects.keeps_steps
+        )
 
     def _tiled(self, context: Context, plan: ZeroInfinityPlan) -> dict[nn.Parameter, nn.Linear]:
         if self.tiles == 1:
@@ -287,47 +286,51 @@ class ZeroInfinity(Technique):
         names = plan.tiled
         if names is None:
             raise ApplyError(
-                "zero_infinity with tiles needs a plan of which weights come in them.",
+                "zero_infinity with tiles needs a plan with the tiled weights.",
                 fix="memtune search  writes it with the config; or tiles: 1",
                 code="MT316",
             )
         experts = [name for name in names if is_in_expert(name)] if context.placement.world_size > 1 else []
         if experts:
             raise ApplyError(
-                f"{experts[0]} cannot come in tiles: ranks may use other experts than others, and would wait"
-                " for each other.",
+                f"{experts[0]} cannot be loaded in tiles: ranks that use different experts would wait for"
+                " each other.",
                 fix="tiles: 1, or a plan made for several ranks",
                 code="MT364",
             )
         return linear_layers(context, names)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of the state, and how it is updated; `optimizer_cpu` where that is all."""
+        """Return the tiers and the update; equal to `optimizer_cpu` if only the optimizer is on the host."""
         how: dict[str, Any] = {"optimizer": self.optimizer, "trigger": "end_of_step", "update": self.update}
-        how |= {"ahead": self.ahead} if "ssd" in (self.optimizer, self.gradients) else {}
+        how |= (
+            {"optimizer_prefetch": self.optimizer_prefetch}
+            if "ssd" in (self.optimizer, self.gradients)
+            else {}
+        )
         if self.parameters == "device":
             how |= {"moments": "float32"} if self.optimizer == "host" else {}
         else:
-            ahead = {"read_ahead": self.read_ahead} if self.parameters == "ssd" else {}
-            how |= {"parameters": self.parameters, "on_device": self.on_device, **ahead}
+            prefetch = {"parameter_prefetch": self.parameter_prefetch} if self.parameters == "ssd" else {}
+            how |= {"parameters": self.parameters, "on_device": self.on_device, **prefetch}
             how |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
             how |= {"tiles": self.tiles} if self.tiles > 1 else {}
         return {"states.offload": {**how, **({"resume": self.resume} if self.effects.keeps_steps else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """One way to update for each type of parameter; tiers of optimizer and parameters; tiles."""
+        """Return one update for each type of parameter, tiers of optimizer and parameters, and tiles."""
         tiers = {"optimizer": ("ssd", "host"), "parameters": ("device", "host", "ssd")}
         return {"update": ("native", "master"), **tiers, "tiles": (1, 4)}
 
     def is_tried(self) -> bool:
-        """Not what `optimizer_cpu` does, and tiles with the optimizer on SSD alone.
+        """Return False for the same work as `optimizer_cpu`, and for tiles except with the optimizer on SSD.
 
-        The device's bytes are the same wherever the state is, and programs in tiles take long to make.
+        The device's bytes are the same for any tier of the state, and programs with tiles take long to make.
         """
         return self.optimizer != "host" or (self.parameters != "device" and self.tiles == 1)
 
     def exactly(self) -> Exactness:
-        """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's
+        """Return lossy with masters: it trains as bfloat16 with float32 masters, not as the user's
         optimizer.
         """
         return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED

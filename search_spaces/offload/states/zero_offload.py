@@ -1,5 +1,5 @@
-"""Gradients to the host in buckets during backward, optimizer state and update there (ZeRO-Offload, Ren et
-al. 2021).
+"""Offload gradients in buckets during backward, with optimizer state and update on the host
+(ZeRO-Offload).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from memtune.program import Kind, Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import (
-    Found,
-    apply_as_they_land,
+    RatioSolution,
+    apply_on_grad_ready,
+    cannot_offload_on_grad_ready,
     native_of,
     no_native_update,
-    not_as_they_land,
     replicas_of,
     smallest_ratio,
 )
@@ -34,31 +34,31 @@ from memtune.units import MIB, format_bytes
 
 
 class ZeroOffloadPlan(Plan):
-    """The part of the optimizer's state that is on the host, where the config gives none."""
+    """Part of the optimizer's state on the host, if the config gives none."""
 
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Part of the bytes; none where the knob says it."""
-    staying: Annotated[int, Field(ge=0)] | None = None
-    """Parameters whose state stays on the device, those used first."""
+    """Part of the bytes; none if the knob has it."""
+    resident_parameters: Annotated[int, Field(ge=0)] | None = None
+    """Parameters whose state is resident, those used first."""
     trained: Annotated[int, Field(ge=0)] | None = None
     """Parameters that are trained."""
 
 
 class ZeroOffload(Technique):
-    """Trades a copy of the gradients down during backward, and of the weights up in the step, for theirs and
-    the state's bytes.
+    """Trades a D2H copy of the gradients during backward and an H2D copy of the weights in the step for their
+    bytes and the state's.
 
-    The device keeps weights, activations and two buckets of gradients. 4 bytes per parameter cross the link
-    in a step in bfloat16 (`master`), 8 in float32; with accumulation the gradients do so in each micro-batch.
-    The host adds micro-batches up and updates when the last gradient is there. On several ranks each sends
-    the rows that it has of reduced gradients, beside `fsdp`, `zero3`, `zero1` or `zero2` (the paper's), and
-    its host updates these alone. With `delayed` it updates beside the next step instead: weights are one step
-    old, which is declared lossy and off by default. Clipping by norm between backward and step is refused:
-    the gradients have left.
+    The device keeps weights, activations and two buckets of gradients. In bfloat16 (`master`) 4 bytes per
+    parameter cross the link in a step, in float32 8; with accumulation the gradients do so in each
+    micro-batch. The host sums micro-batches and updates when the last gradient has arrived. On several ranks
+    each sends its rows of reduced gradients, with `fsdp`, `zero3`, `zero1` or `zero2` (the paper's), and its
+    host updates these alone. With `delayed` the update overlaps with the next step: weights have a staleness
+    of one step, which is declared lossy and off by default. Clipping by norm between backward and step is
+    refused, since the gradients are offloaded.
 
     Distinguishing test: the copies of all buckets but the last begin before backward has ended, each holding
     `bucket_mib`, and the device holds at most two; delayed, a step's update comes before the forward of the
-    next one and weights are one step old.
+    next one and weights are one step stale.
     """
 
     kind: Literal["zero_offload"] = "zero_offload"
@@ -76,22 +76,20 @@ class ZeroOffload(Technique):
     masters for bfloat16 parameters, as the paper does for float16.
     """
     moments: Moments = "float32"
-    """How the host stores moments; narrow ones are lossy."""
+    """Type in which the host stores moments; narrow ones are lossy."""
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
-    """Gradients that go down together; the device holds two such buckets at most. A larger one waits less
-    often, a smaller one holds less and begins earlier.
+    """Gradients that are offloaded together; the device holds at most two such buckets. A larger bucket waits
+    less often, a smaller one holds less and begins earlier.
     """
     ratio: Annotated[float, Field(ge=0, le=1)] | None = 1.0
-    """Part of the bytes whose optimizer state is on the host (ZeRO-Offload++'s Twin-Flow). The parameters
-    that come first keep theirs on the device, where the user's own optimizer updates them: their gradients
-    land last and are waited for most. None: the smallest part under which the step stays within the budget.
+    """Part of the bytes whose optimizer state is on the host (ZeRO-Offload++'s Twin-Flow). Parameters used
+    first keep theirs on the device, where the user's own optimizer updates them: their gradients are ready
+    last and are waited for most. None: the smallest part under which the step stays within the budget.
     """
     delayed: bool = False
-    """Each update runs beside the next step (section 5.2, one-step delayed parameter update)."""
+    """Each update overlaps with the next step (section 5.2, one-step delayed parameter update)."""
     delay_after: Annotated[int, Field(ge=0)] = 40
-    """Steps that are not delayed, at the beginning of a run: the paper switches over when training has
-    settled.
-    """
+    """Steps without delay at the beginning of a run: the paper delays once training has settled."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -101,22 +99,22 @@ class ZeroOffload(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Nothing of the state is known to be on the host before a ratio is solved for."""
+        """Return the effects; before a ratio is solved, no part of the state is known to be on the host."""
         return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, host_share=self.ratio or 0.0)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs gradients that land one by one, reduced on several ranks, and a type that the native update
-        knows.
+        """Require gradients that are ready one by one, reduced on several ranks, and a type of the native
+        update.
         """
         step = program.step
         if (
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to move")
+            return Reason("the optimizer has no state to offload")
         if self.ratio != 1.0 and (why_not := self._cannot_part(step, target)):
             return Reason(why_not, "ratio: 1.0")
-        reason = not_as_they_land(self, program, target, self.ratio or 1.0) or self.refuses(
+        reason = cannot_offload_on_grad_ready(self, program, target, self.ratio or 1.0) or self.refuses(
             Facts.of(program, target)
         )
         reason = reason or no_native_update(step, self.update, target)
@@ -127,7 +125,7 @@ class ZeroOffload(Technique):
         return cannot_part(step) or ("" if target.optimizer is None else target.optimizer.not_one_by_one)
 
     def _not_solved(self, program: Program, target: Target) -> Reason | None:
-        """Why there is no smallest part, or another setting says the same."""
+        """Return why there is no smallest part, or a simpler setting with the same effect."""
         if target.budget_bytes is None:
             return Reason("there is no budget to solve the ratio for", "--max-memory 20GiB, or ratio: 0.5")
         if (reason := conflict(self, target, "recompute", "offload.activations")) is not None:
@@ -138,35 +136,35 @@ class ZeroOffload(Technique):
         if found.least_bytes > target.budget_bytes:
             least = format_bytes(found.least_bytes)
             return Reason(
-                f"nothing of the state has room on the device: without it the step needs {least}",
+                f"no optimizer state fits on the device: without any the step needs {least}",
                 "ratio: 1.0",
             )
-        if not found.staying:
-            return Reason("no parameter's state has room on the device", "ratio: 1.0")
-        return not_as_they_land(self, program, target, found.ratio)
+        if not found.resident:
+            return Reason("no parameter's optimizer state fits on the device", "ratio: 1.0")
+        return cannot_offload_on_grad_ready(self, program, target, found.ratio)
 
-    def _solved(self, program: Program, budget_bytes: int, replicas: int) -> Found:
+    def _solved(self, program: Program, budget_bytes: int, replicas: int) -> RatioSolution:
         return smallest_ratio(program, native_of(self.moments), self._early(replicas), budget_bytes)
 
     def _early(self, replicas: int) -> OffloadTiming:
-        return OffloadTiming(self._bucket_bytes, late=self.delayed, replicas=replicas)
+        return OffloadTiming(self._bucket_bytes, delayed=self.delayed, replicas=replicas)
 
     def plan(self, program: Program, target: Target) -> ZeroOffloadPlan:
-        """The ratio, where none is given."""
+        """Return the ratio, if the config gives none."""
         if self.ratio is not None or target.budget_bytes is None:
             return ZeroOffloadPlan()
         found = self._solved(program, target.budget_bytes, replicas_of(program, target))
-        return ZeroOffloadPlan(ratio=found.ratio, staying=found.staying, trained=found.trained)
+        return ZeroOffloadPlan(ratio=found.ratio, resident_parameters=found.resident, trained=found.trained)
 
     def explain(self, plan: ZeroOffloadPlan) -> tuple[str, ...]:
-        """How much stays on the device."""
+        """Return the part of the state on the host."""
         if plan.ratio is None:
             return ()
-        stay = f"that of {plan.staying} of {plan.trained} parameters stays on the device"
-        return (f"{plan.ratio:.0%} of the state on the host; {stay}",)
+        resident = f"that of {plan.resident_parameters} of {plan.trained} parameters is on the device"
+        return (f"{plan.ratio:.0%} of the state on the host; {resident}",)
 
     def _ratio(self, plan: ZeroOffloadPlan) -> float:
-        """What is given, or planned.
+        """Return the ratio of the config or the plan.
 
         Raises:
             ApplyError: The config gives no ratio and has no plan.
@@ -182,20 +180,20 @@ class ZeroOffload(Technique):
         return ratio
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """`delayed` where ranks update rows of whole weights, which a state dict would have to gather before
-        it is made.
+        """Refuse `delayed` if ranks update rows of replicated weights: a state dict would first have to
+        gather them.
         """
         states = facts.chosen.get("sharding.states") if self.delayed and facts.ranks > 1 else None
         if states is None or states.effects.shards not in ("optimizer", "gradients"):
             return None
         return Reason(
-            f"delayed weights would be late in other ranks' whole ones under {states.kind}",
+            f"under {states.kind} other ranks' copies of delayed weights would be stale",
             "sharding.states: fsdp",
         )
 
     def rewrite(self, program: Program, plan: ZeroOffloadPlan, target: Target) -> Program:
-        """Copies down in backward, state and update to the host, weights up in the step; where delayed, a
-        later step.
+        """Add D2H copies in backward, move state and update to the host, and add H2D copies in this step or
+        the next.
         """
         early, ratio = self._early(replicas_of(program, target)), self._ratio(plan)
         if ratio < 1.0:
@@ -207,9 +205,9 @@ class ZeroOffload(Technique):
         )
 
     def apply(self, context: Context, plan: ZeroOffloadPlan) -> None:
-        """Rebind the optimizer to host copies of its parameters, hooks that send gradients down."""
+        """Rebind the optimizer to host copies of its parameters and add hooks that offload gradients."""
         late_after, ratio = self.delay_after if self.delayed else None, self._ratio(plan)
-        apply_as_they_land(
+        apply_on_grad_ready(
             context, self.update, self.moments, self._bucket_bytes, "end_of_step", late_after, ratio
         )
 
@@ -218,7 +216,7 @@ class ZeroOffload(Technique):
         return int(self.bucket_mib * MIB)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of the state, when gradients go down and when the update runs."""
+        """Return the tier of the state, and the triggers of gradient offload and update."""
         trigger = "one_step_late" if self.delayed else "end_of_step"
         how = {"update": self.update, "moments": self.moments, "bucket_bytes": self._bucket_bytes}
         late: dict[str, Any] = {"late_after": self.delay_after} if self.delayed else {}
@@ -234,12 +232,13 @@ class ZeroOffload(Technique):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """One way for each type of parameter, all or the smallest part of it; what is lossy beyond masters is
-        never proposed.
+        """Return one update for each type of parameter, with all or the smallest part of the state offloaded.
+
+        Delay and narrow moments, which are lossy, are never proposed.
         """
         return {"update": ("native", "master"), "ratio": (1.0, None)}
 
     def exactly(self) -> Exactness:
-        """Lossy with masters, narrow moments or delay."""
+        """Return lossy with masters, narrow moments or delay."""
         narrow = self.update == "master" or self.moments != "float32"
         return Exactness.LOSSY if narrow or self.delayed else Exactness.REORDERED

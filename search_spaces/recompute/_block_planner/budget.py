@@ -1,9 +1,9 @@
-"""The fastest plan whose program, after every later pass, stays within an exact byte budget.
+"""Find the fastest plan whose program, after every later pass, stays within an exact byte budget.
 
-The planner prices moments; the passes have the last word. Passes that come later (sharding, a host optimizer)
-change what is there besides activations, so the planner is told the moments of the plain program after them,
-and the plan that it finds is rewritten and run through them. Where its peak is not what was priced, the next
-plan is looked up by as much more or less.
+The planner prices plans by the windows that blocks cut a step into. Passes that come later (sharding, a host
+optimizer) change the memory besides activations, so prices start from the plain program after those passes.
+The plan found is then rewritten and run through the later passes. If its true peak differs from its price,
+the next plan is looked up with the budget corrected by the difference.
 """
 
 from __future__ import annotations
@@ -18,70 +18,69 @@ import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.offload.layer_major import Span
-from memtune.program import I32, I64, Program, RankClass, Step, remembered
-from memtune.search_spaces import PASS_ORDER
-from memtune.search_spaces._pass_pipeline import Watched, judged, made, parts_seen, run
-from memtune.search_spaces._support import is_null
+from memtune.program import I32, I64, Program, RankClass, Step, memoized
+from memtune.search_spaces import PASS_ORDER, is_null
+from memtune.search_spaces._pass_pipeline import TrackedSlots, check_fit, run_pass, run_passes, visible_parts
 from memtune.search_spaces.recompute._block_planner.frontier import solve
 from memtune.search_spaces.recompute._block_planner.measured_options import (
     Levels,
+    apply_options,
     levels,
     live_bytes,
     moments,
-    rewritten,
 )
 from memtune.search_spaces.recompute._block_planner.pack_frontier import AnyFrontier, PackFrontier
 from memtune.technique import PassStage, Plan, Target, Technique
 
 _TRIES = 8
-"""Plans that are rewritten in search of the best one."""
-_FILLS = 4 * _TRIES
-"""Likewise, where prices are wrong."""
-_PRICED_WELL = 0.02
-"""Part of a price by which the true peak may be more."""
+"""Plans rewritten in search of the best one."""
+_REFINE_TRIES = 4 * _TRIES
+"""Plans rewritten in `_Search.refined`, where prices are inaccurate."""
+_PRICE_TOLERANCE = 0.02
+"""Largest excess of the true peak over its price, as a fraction of the price."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the peak must stay within: bytes, or a share of the way from the smallest possible peak to the
+    """Largest peak allowed: bytes, or a fraction of the way from the smallest possible peak to the
     plain one.
     """
 
     n_bytes: int | None = None
     share: float | None = None
     host: bool = True
-    """Tensors may go to host memory."""
+    """Tensors may be offloaded to host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """One plan and its place among all others."""
+    """The plan found for a budget, with the limits of the budget's range."""
 
     levels: Levels
     choice: I32
-    """Option of each block in the order in which they run."""
+    """(blocks,) option of each block, in the order in which blocks run."""
     peak_bytes: int
-    """Of the whole program after every later pass."""
+    """Peak of the whole program after every later pass."""
     seconds: float
-    """On top of the plain step."""
+    """Seconds added to the plain step."""
     budget_bytes: int
     smallest_bytes: int
-    """The least peak that any plan gives; budgets below it cannot be met."""
+    """Smallest peak of any plan; a budget below it cannot be met."""
     plain_bytes: int
-    """The peak if everything is kept."""
+    """Peak without recompute and offload."""
 
     @property
     def is_within(self) -> bool:
-        """Whether the budget is met."""
+        """True if the budget is met."""
         return self.peak_bytes <= self.budget_bytes
 
 
-def within(program: Program, budget: Budget, target: Target) -> Solution:
-    """The fastest plan for `program` within `budget`, or the smallest one if none is.
+def solve_budget(program: Program, budget: Budget, target: Target) -> Solution:
+    """Return the fastest plan for `program` within `budget`, or the plan with the smallest peak if none is.
 
-    Solved once for a program, budget and set of later techniques; later calls look it up.
+    Cached by program, budget and later techniques.
     """
-    return _within(
+    return _solve_budget(
         program.step,
         budget,
         later_techniques(target),
@@ -89,55 +88,56 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
         program.ranks,
         program.micro_batch,
         program.accumulate,
-        told_later(target),
+        later_pass_inputs(target),
     )
 
 
-def packs_of(target: Target) -> Technique | None:
-    """What runs blocks pack by pack, if anything does."""
+def layer_major_technique(target: Target) -> Technique | None:
+    """Return the chosen technique that runs blocks pack by pack (layer-major), or None."""
     offload = target.chosen.get("offload.states")
     return offload if offload is not None and offload.effects.layer_major else None
 
 
-def packs_in(technique: Technique, plan: Plan, blocks: int) -> tuple[Span, ...]:
-    """The packs in which `technique` runs so many blocks backward; none where it is not layer-major."""
+def pack_spans(technique: Technique, plan: Plan, blocks: int) -> tuple[Span, ...]:
+    """Return the packs in which `technique` runs `blocks` blocks backward; empty if it is not layer-major."""
     packs = technique.effects.packs
     return () if packs is None else packs(plan, blocks)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What later techniques look at besides each other."""
+class PassInputs:
+    """Inputs of the later passes other than the techniques themselves."""
 
     budget_bytes: int | None = None
-    """What packs are made for; no other pass is for a budget."""
+    """Memory budget of the target; only passes that build packs read it."""
     recompute: Technique | None = None
-    """Where activations move: who decides what runs again, since that is no block's business then to bring
-    back ahead.
+    """The recompute technique, if a later pass offloads activations: that pass must not prefetch what runs
+    again.
     """
 
 
-NOTHING_TOLD = Told()
+NO_PASS_INPUTS = PassInputs()
 
 
-def told_later(target: Target) -> Told:
-    """What the techniques after recompute are told of `target`: as little as can be, so that plans are
-    shared.
+def later_pass_inputs(target: Target) -> PassInputs:
+    """Return what the techniques after recompute read of `target`: only what they need, so that targets share
+    cached plans.
     """
-    budget = None if packs_of(target) is None else target.budget_bytes
+    budget = None if layer_major_technique(target) is None else target.budget_bytes
     moves = any(each.slot == "offload.activations" for each in later_techniques(target))
     recompute = target.chosen.get("recompute") if moves else None
-    return Told(budget, recompute)
+    return PassInputs(budget, recompute)
 
 
 def plain_bytes(
-    program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = NOTHING_TOLD
+    program: Program,
+    later: tuple[Technique, ...],
+    hardware: Hardware,
+    pass_inputs: PassInputs = NO_PASS_INPUTS,
 ) -> int:
-    """The peak of `program`, in which everything is kept, after every pass of `later`; it needs no plan to be
-    looked for.
-    """
+    """Return the peak of `program` without recompute after every pass of `later`; no plan is solved."""
     return _plain_bytes(
-        program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate, told
+        program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate, pass_inputs
     )
 
 
@@ -149,43 +149,50 @@ def _plain_bytes(
     ranks: int,
     micro_batch: int,
     accumulate: int,
-    told: Told = NOTHING_TOLD,
+    pass_inputs: PassInputs = NO_PASS_INPUTS,
 ) -> int:
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return int(live_bytes(after_later(program, later, hardware, told).step, hardware).max(initial=0))
+    return int(
+        live_bytes(apply_later_passes(program, later, hardware, pass_inputs).step, hardware).max(initial=0)
+    )
 
 
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
-    """What `target` has chosen of techniques whose passes come after the slot `after` and change something.
+    """Return the chosen techniques whose passes come after the slot `after` and change the step.
 
-    Where ranks hold parts of a model, the technique that made the parts comes first: its pass has been, and
-    the others see by it which ranks hold the same part.
+    If ranks hold parts of a model, the technique that made the parts comes first: its pass has already run,
+    but later passes ask it which ranks hold the same part.
     """
     chosen = target.chosen
-    later = tuple(chosen[slot] for slot in _later_slots(after) if slot in chosen and _acts(chosen[slot]))
+    later = tuple(
+        chosen[slot] for slot in _later_slots(after) if slot in chosen and _changes_step(chosen[slot])
+    )
     parallel = chosen.get("sharding.parallel")
     return later if parallel is None or parallel.ranks_of_a_copy(target.ranks) == 1 else (parallel, *later)
 
 
-def after_later(
-    program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = NOTHING_TOLD
+def apply_later_passes(
+    program: Program,
+    later: tuple[Technique, ...],
+    hardware: Hardware,
+    pass_inputs: PassInputs = NO_PASS_INPUTS,
 ) -> Program:
-    """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their
-    first passes.
+    """Return `program` after every pass of `later` that fits it; lists with a common prefix share its cached
+    results.
 
-    Passes on the whole step are left out: sums inside a group are made in place once a step, a pipeline has
-    `steps_of_stages`.
+    Passes on the whole step are skipped: gradient sums inside a group are formed in place once per step, and
+    a pipeline has `steps_of_stages`.
     """
     chosen = {each.slot: each for each in later} | (
-        {} if told.recompute is None else {"recompute": told.recompute}
+        {} if pass_inputs.recompute is None else {"recompute": pass_inputs.recompute}
     )
 
-    def passed(reached: _Reached, technique: Technique, _: PassStage) -> _Reached:
-        after = _after(reached.program, technique, chosen, hardware, told.budget_bytes)
-        return replace(reached, refused=True) if after is None else _Reached(after)
+    def passed(reached: _PassResult, technique: Technique, _: PassStage) -> _PassResult:
+        after = _after(reached.program, technique, chosen, hardware, pass_inputs.budget_bytes)
+        return replace(reached, refused=True) if after is None else _PassResult(after)
 
-    done = run(
-        _Reached(_one_object(*_fields(program))),
+    done = run_passes(
+        _PassResult(_interned_program(*_fields(program))),
         [each for each in later if each.slot != "sharding.parallel"],
         passed=passed,
         refused=lambda each: each.refused,
@@ -198,21 +205,22 @@ def _fields(program: Program) -> tuple[Any, ...]:
     return tuple(getattr(program, each.name) for each in fields(Program))
 
 
-@remembered
-def _one_object(*of: Any) -> Program:
-    """The same program for equal fields: programs are known by identity, and each plan is put into a
-    new one.
+@memoized
+def _interned_program(*of: Any) -> Program:
+    """Return the same Program object for equal fields.
+
+    Caches compare programs by identity, and each plan is put into a new Program.
     """
     return Program(*of)
 
 
 @dataclass(frozen=True, eq=False)
-class _Reached:
-    """How far passes have come."""
+class _PassResult:
+    """The program after the passes run so far."""
 
     program: Program
     refused: bool = False
-    """The next one does not fit: it refuses the candidate, whatever is planned here."""
+    """The next pass does not fit: it refuses the candidate whatever is planned here."""
 
 
 def _after(
@@ -222,43 +230,48 @@ def _after(
     hardware: Hardware,
     budget_bytes: int | None,
 ) -> Program | None:
-    """What the pass of `technique` makes of `program` beside others; None where it does not fit."""
-    known = _ways(program, technique, hardware, budget_bytes)
-    for seen, there in known:
+    """Return `program` after the pass of `technique` next to the `chosen` techniques; None if it does not
+    fit.
+    """
+    known = _known_results(program, technique, hardware, budget_bytes)
+    for seen, result in known:
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
-            return there
-    watched, after = Watched(chosen), None
+            return result
+    watched, after = TrackedSlots(chosen), None
     target, parts = (
         Target(hardware, program.ranks, budget_bytes, watched),
-        parts_seen(technique, chosen, program.ranks),
+        visible_parts(technique, chosen, program.ranks),
     )
-    if judged(program, technique, target, parts) is None:
-        after = made(program, technique, target, parts)[0]
+    if check_fit(program, technique, target, parts) is None:
+        after = run_pass(program, technique, target, parts)[0]
     known.append((watched.seen, after))
-    _ways.holds(after, program, technique, hardware, budget_bytes)
+    # The list grew after the memo stored it: add the rows of `after` to the memo's count.
+    _known_results.holds(after, program, technique, hardware, budget_bytes)
     return after
 
 
-@remembered
-def _ways(
+@memoized
+def _known_results(
     program: Program, technique: Technique, hardware: Hardware, budget_bytes: int | None
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
-    """What `_after` has found so far, with what the technique looked at of the others."""
+    """Return the mutable cache of `_after`: for each result, the other techniques that were read to compute
+    it.
+    """
     return []
 
 
 def _later_slots(after: str) -> tuple[str, ...]:
-    """Slots whose passes come after the slot `after` and change a program's bytes."""
+    """Return the slots whose passes come after the slot `after` and change a program's bytes."""
     later = PASS_ORDER[PASS_ORDER.index(after) + 1 :]
     return tuple(slot for slot in later if slot != "allocator")
 
 
-def _acts(technique: Technique) -> bool:
+def _changes_step(technique: Technique) -> bool:
     return not is_null(technique)
 
 
 @lru_cache(maxsize=64)
-def _within(
+def _solve_budget(
     step: Step,
     budget: Budget,
     later: tuple[Technique, ...],
@@ -266,12 +279,13 @@ def _within(
     ranks: int,
     micro_batch: int,
     accumulate: int,
-    told: Told = NOTHING_TOLD,
+    pass_inputs: PassInputs = NO_PASS_INPUTS,
 ) -> Solution:
-    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, told)
+    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, pass_inputs)
     smallest, plain = search.smallest_bytes, search.plain_bytes
     budget_bytes = budget.n_bytes
     if budget_bytes is None:
+        # `share` interpolates between the smallest peak of any plan and the plain one.
         budget_bytes = smallest + round((plain - smallest) * (budget.share or 0.0))
     row = search.best_row(budget_bytes)
     peak, seconds, choice = (
@@ -279,28 +293,35 @@ def _within(
         float(search.frontier.seconds[row]),
         search.frontier.choice(row),
     )
-    beyond = peak > budget_bytes and not search.is_priced_well
-    other = search.faster_other(math.inf if beyond else seconds, budget_bytes)
+    beyond = peak > budget_bytes and not search.is_price_accurate
+    other = search.faster_technique_plan(math.inf if beyond else seconds, budget_bytes)
     if other is None and beyond:
-        other = search.smallest_other
+        other = search.smallest_technique_plan
     if other is not None and beyond:
-        other = search.filled_up(other, budget_bytes)
+        other = search.refined(other, budget_bytes)
     if other is not None:
         peak, seconds, choice = other
     return Solution(search.levels, choice, peak, seconds, budget_bytes, smallest, plain)
 
 
 class _Search:
-    """Plans of one program by row of its frontier, with their true peaks as far as they were asked for."""
+    """Plans of one program, by row of its frontier; true peaks are computed on demand."""
 
     def __init__(
-        self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware, told: Told
+        self,
+        found: Levels,
+        later: tuple[Technique, ...],
+        program: Program,
+        hardware: Hardware,
+        pass_inputs: PassInputs,
     ) -> None:
         self.levels, self._later, self._program, self._hardware = found, later, program, hardware
-        self._told = told
+        self._pass_inputs = pass_inputs
         after = self._after(found.step)
         self.plain_bytes = int(live_bytes(after.step, hardware).max(initial=0))
         spans = self._packs()
+        # Packs share no budget, so they have a frontier of their own; blocks that overlap in time have one
+        # level for all.
         if spans and not found.uniform:
             self.frontier: AnyFrontier = PackFrontier(found, after, spans, hardware)
         else:
@@ -309,27 +330,32 @@ class _Search:
         self._other_peaks: dict[bytes, int] = {}
 
     def _packs(self) -> tuple[tuple[int, int], ...]:
-        """Blocks that run together, of the plain program; none where no packs fit."""
+        """Return the first and last block of each pack of the plain program; empty if no pack
+        technique fits.
+        """
         packs, program = next((each for each in self._later if each.effects.layer_major), None), self._program
         target = Target(
-            self._hardware, program.ranks, self._told.budget_bytes, {each.slot: each for each in self._later}
+            self._hardware,
+            program.ranks,
+            self._pass_inputs.budget_bytes,
+            {each.slot: each for each in self._later},
         )
         if packs is None or packs.fits(program, target) is not None:
             return ()
-        return packs_in(packs, packs.plan(program, target), len(program.step.blocks))
+        return pack_spans(packs, packs.plan(program, target), len(program.step.blocks))
 
     def peak_of(self, row: int) -> int:
-        """Peak of plan `row` after every pass."""
+        """Return the peak of plan `row` after every pass."""
         if row not in self._peaks:
             self._peaks[row] = self._peak(self.frontier.choice(row))
         return self._peaks[row]
 
-    def faster_other(self, seconds: float, budget_bytes: int) -> tuple[int, float, I32] | None:
-        """Peak, seconds and plan of the fastest other technique within the budget that takes less than
+    def faster_technique_plan(self, seconds: float, budget_bytes: int) -> tuple[int, float, I32] | None:
+        """Return peak, seconds and plan of the fastest other technique within the budget that takes less than
         `seconds`, if any.
 
-        The frontier has all their decisions, but where it is priced too high or thinned one of them may still
-        be ahead.
+        The frontier contains every decision of these techniques, but one of them may still be faster where
+        the frontier overestimates its peak or is thinned out.
         """
         for takes, i in sorted((self._other_seconds(i), i) for i in range(len(self.levels.others))):
             if takes >= seconds * (1 - 1e-9):
@@ -342,24 +368,24 @@ class _Search:
         return float(self.levels.seconds[np.arange(len(self.levels.order)), self.levels.others[i]].sum())
 
     def _other_peak(self, i: int) -> int:
-        key = self.levels.others[i].tobytes()  # several techniques may decide the same
+        key = self.levels.others[i].tobytes()  # several techniques may make the same decisions
         if key not in self._other_peaks:
             self._other_peaks[key] = self._peak(self.levels.others[i])
         return self._other_peaks[key]
 
     @cached_property
-    def is_priced_well(self) -> bool:
-        """Whether the plan priced lowest has its price, so no plan is smaller.
+    def is_price_accurate(self) -> bool:
+        """True if the plan with the lowest price has that peak, so that no plan is smaller.
 
-        Where a backward runs inside of forward (gradients of gradients), blocks hold what no window of theirs
-        shows.
+        If a backward runs inside of forward (gradients of gradients), blocks hold bytes that none of their
+        windows shows.
         """
-        return self.peak_of(0) <= int(self.frontier.peak_bytes[0]) * (1 + _PRICED_WELL)
+        return self.peak_of(0) <= int(self.frontier.peak_bytes[0]) * (1 + _PRICE_TOLERANCE)
 
     @cached_property
-    def smallest_other(self) -> tuple[int, float, I32] | None:
-        """Peak, seconds and plan of the smallest other technique, if that is smaller than what is priced
-        lowest.
+    def smallest_technique_plan(self) -> tuple[int, float, I32] | None:
+        """Return peak, seconds and plan of the smallest other technique, if it is smaller than the
+        lowest-priced plan.
         """
         peak, i = min(((self._other_peak(i), i) for i in range(len(self.levels.others))), default=(0, -1))
         return (
@@ -368,16 +394,17 @@ class _Search:
             else None
         )
 
-    def filled_up(self, plan: tuple[int, float, I32], budget_bytes: int) -> tuple[int, float, I32]:
-        """`plan` with block after block, from the last, at the fastest level that keeps its true peak within
+    def refined(self, plan: tuple[int, float, I32], budget_bytes: int) -> tuple[int, float, I32]:
+        """Return `plan` with blocks, from the last, set to the fastest level that keeps the true peak within
         the budget.
 
-        Where prices are wrong no row of the frontier says what lies between two techniques; so many plans are
-        tried.
+        Where prices are inaccurate, no row of the frontier shows the plans between two techniques, so they
+        are tried.
         """
         peak, _, choice = plan
-        tries, seconds = _FILLS, self.levels.seconds
+        tries, seconds = _REFINE_TRIES, self.levels.seconds
         for block in reversed(range(len(choice))):
+            # `order` sorts this block's options by time; bisect for the fastest one that still fits.
             order = np.argsort(seconds[block], kind="stable")
             low, high = 0, int(np.flatnonzero(order == choice[block])[0])
             while low < high and tries > 0:
@@ -392,12 +419,14 @@ class _Search:
 
     @cached_property
     def smallest_bytes(self) -> int:
-        """The least peak that a plan is known to give."""
-        other = None if self.is_priced_well else self.smallest_other
+        """Smallest peak that a known plan reaches."""
+        other = None if self.is_price_accurate else self.smallest_technique_plan
         return self.peak_of(0) if other is None else other[0]
 
     def best_row(self, budget_bytes: int) -> int:
-        """The fastest plan within the budget, by true peaks; the smallest one if none is."""
+        """Return the row of the fastest plan within the budget by true peaks, else that of the
+        smallest plan.
+        """
         return best_row(self.frontier, self.peak_of, budget_bytes)
 
     def _peak(self, choice: I32) -> int:
@@ -405,30 +434,38 @@ class _Search:
         return int(live_bytes(self._after(step).step, self._hardware).max(initial=0))
 
     def _after(self, step: Step) -> Program:
-        """The program with `step` after every later pass that fits it."""
-        return after_later(self._program.with_step(step), self._later, self._hardware, self._told)
+        """Return the program with `step` after every later pass that fits it."""
+        return apply_later_passes(
+            self._program.with_step(step), self._later, self._hardware, self._pass_inputs
+        )
 
 
-class Rows(Protocol):
-    """Plans worth having: peaks ascending, seconds descending."""
+class PlanTable(Protocol):
+    """Undominated plans: peaks ascending, seconds descending."""
 
     @property
     def peak_bytes(self) -> I64:
-        """(plans,) as priced."""
+        """(plans,) peaks as priced."""
 
     def __len__(self) -> int:
-        """Number of plans."""
+        """Return the number of plans."""
 
     def at(self, budget_bytes: int) -> int:
-        """Row of the fastest plan that is priced within the budget, -1 if there is none."""
+        """Return the row of the fastest plan priced within the budget, -1 if there is none."""
 
 
-def best_row(frontier: Rows, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
-    """Row of the fastest plan found within the budget, by true peaks as `peak_of` gives them; the smallest
-    one if none is.
+def best_row(
+    frontier: PlanTable, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES
+) -> int:
+    """Return the row of the fastest plan found within the budget by the true peaks of `peak_of`, else the
+    smallest plan's row.
     """
+    # Bisection over rows, guided by prices: the next row is the one priced within the budget after
+    # subtracting the error of the last price.
     low, high, best = 0, len(frontier) - 1, 0
-    row = max(frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
+    row = max(
+        frontier.at(budget_bytes + (budget_bytes >> 10)), 0
+    )  # 0.1 % more: prices may be slightly too high
     for _ in range(tries):
         more = peak_of(row) - int(frontier.peak_bytes[row])
         if peak_of(row) <= budget_bytes:
@@ -436,22 +473,24 @@ def best_row(frontier: Rows, peak_of: Callable[[int], int], budget_bytes: int, t
         else:
             high = row - 1
         row = min(frontier.at(budget_bytes - more), high)
-        if row < low:  # nothing better is priced within the budget
+        if row < low:  # no better plan is priced within the budget
             break
     return best
 
 
-@remembered
+@memoized
 def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
-    """The step under one option for each block: the same few are asked for under every set of later
-    techniques.
+    """Return the step under one option for each block, cached: every set of later techniques asks for the
+    same few plans.
     """
-    return rewritten(found.step, found.chosen(np.asarray(choice, np.int32)))
+    return apply_options(found.step, found.chosen(np.asarray(choice, np.int32)))
 
 
-def _mover(later: tuple[Technique, ...]) -> Technique | None:
-    """What of `later` moves the same part of each block whatever the budget; what plans for one shows in the
-    true peaks alone.
+def _fixed_ratio_offload(later: tuple[Technique, ...]) -> Technique | None:
+    """Return the technique of `later` that offloads a fixed fraction of each block's activations, whatever
+    the budget.
+
+    A technique that plans for a budget itself is not priced here; its effect appears in the true peaks alone.
     """
     found = next((each for each in later if each.slot == "offload.activations"), None)
     return found if getattr(found, "ratio", None) is not None else None
@@ -466,7 +505,13 @@ def _search(
     ranks: int,
     micro_batch: int,
     accumulate: int,
-    told: Told = NOTHING_TOLD,
+    pass_inputs: PassInputs = NO_PASS_INPUTS,
 ) -> _Search:
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return _Search(levels(step, hardware, ranks, host, _mover(later)), later, program, hardware, told)
+    return _Search(
+        levels(step, hardware, ranks, host, _fixed_ratio_offload(later)),
+        later,
+        program,
+        hardware,
+        pass_inputs,
+    )

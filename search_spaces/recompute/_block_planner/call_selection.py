@@ -1,6 +1,4 @@
-"""From what shall be computed again to the calls that a block keeps and those that it leaves out of its
-second run.
-"""
+"""Translate the ops that shall be recomputed into the calls that a block keeps or skips in its second run."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from memtune.technique import Plan
 
 
 class CallsPlan(Plan):
-    """The calls of each block that do not run again."""
+    """Calls of each block that do not run again."""
 
     calls: tuple[CallsField, ...]
     """The different sets of calls."""
     blocks: tuple[Index, ...]
-    """(blocks,) entry of `calls` that each block has."""
+    """(blocks,) entry of `calls` of each block."""
 
     @model_validator(mode="after")
     def _has_entries(self) -> Self:
@@ -43,34 +41,35 @@ class Block:
     """Rows in the step, ascending."""
     name: dict[int, str]
     reads: dict[int, list[int]]
-    """Op → storages; what it writes in place is among them, what it takes the shape of alone is not."""
+    """Op → storages that it reads or writes in place; storages whose shape alone it needs are not included.
+    """
     makes: dict[int, list[int]]
     producer: dict[int, int]
-    """Storage → op; storages from outside the block are not in it."""
+    """Storage → op that makes it; storages made outside the block are not included."""
     readers: dict[int, list[int]]
-    """Storage → ops of the whole forward."""
+    """Storage → ops of the whole forward that read it."""
     writers: dict[int, list[int]]
     """Storage → ops of the block that write into it after its producer."""
     saved: frozenset[int]
     """Storages made in the block that its forward saved for backward."""
     spoiled: frozenset[int]
-    """Ops whose outputs something writes into later, so that they cannot be kept."""
+    """Ops whose outputs are written into later and so cannot be kept."""
 
 
 _BATCHED = ("aten.bmm.default", "aten.baddbmm.default")
-_PRODUCTS = MATMULS - {*_BATCHED}  # of two activations: attention that is not fused
+_PRODUCTS = MATMULS - {*_BATCHED}  # batched products multiply two activations: unfused attention
 
 Again = Callable[[Block], set[int]]
-"""Which ops of a block a technique wants to run again."""
+"""Function that selects the ops of a block that a technique runs again."""
 
 
 def plan_calls(step: Step, again: Again) -> CallsPlan:
-    """The plan of a technique that runs the ops `again` a second time and, of all others, keeps what autograd
+    """Return the plan of a technique that runs the ops `again` a second time and keeps all else that autograd
     saved.
 
-    Equal blocks share an entry of `calls`; `blocks` says which entry each block has.
+    Equal blocks share an entry of `calls`.
     """
-    split = split_calls(step)  # a block that is called several times does the same each time
+    split = split_calls(step)  # the same calls run again in each call of a block
     address = {op: call for op, _, call in calls_of(split, _forward_rows(split))}
     entries: list[OpAddresses] = []
     which: dict[int, int] = {}
@@ -79,8 +78,8 @@ def plan_calls(step: Step, again: Again) -> CallsPlan:
     ):
         if index in which or not seen:
             continue
-        kept, left_out = _split(block, again(block))
-        calls = OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, left_out)))
+        kept, skipped = _split(block, again(block))
+        calls = OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, skipped)))
         if calls not in entries:
             entries.append(calls)
         which[index] = entries.index(calls)
@@ -90,50 +89,50 @@ def plan_calls(step: Step, again: Again) -> CallsPlan:
 
 
 def calls_for(step: Step, block: Block, again: set[int]) -> OpAddresses:
-    """What `block` of `step` keeps and leaves out of a second run of the ops `again`; equal for equal
-    blocks.
+    """Return the calls that `block` of `step` keeps and skips when it runs `again` a second time; equal for
+    equal blocks.
     """
     address = {op: call for op, _, call in calls_of(step, np.asarray(block.ops, np.int32))}
-    kept, left_out = _split(block, again)
-    return OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, left_out)))
+    kept, skipped = _split(block, again)
+    return OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, skipped)))
 
 
-def calls_in(plan: CallsPlan, blocks: int) -> list[OpAddresses]:
+def calls_by_block(plan: CallsPlan, blocks: int) -> list[OpAddresses]:
     """Return the calls of each of `blocks` blocks.
 
     Raises:
         ApplyError: The plan is for another number of blocks.
     """
     if len(plan.blocks) != blocks:
-        raise no_plan(f"the config's is for {len(plan.blocks)} blocks, the model has {blocks}")
+        raise missing_plan(f"the config's is for {len(plan.blocks)} blocks, the model has {blocks}")
     return [plan.calls[i] for i in plan.blocks]
 
 
-def no_plan(
+def missing_plan(
     evidence: str,
     fix: str = "memtune search  writes it with the config; or choose recompute: {kind: selective}",
 ) -> ApplyError:
-    """The error that a config's plan of what blocks keep cannot be used."""
+    """Return the error for a config without a usable plan of the tensors that blocks keep."""
     return ApplyError(
-        "this recompute technique needs a plan of what each block keeps.",
+        "this recompute technique needs a plan of the tensors that each block keeps.",
         evidence=f"{evidence[0].upper()}{evidence[1:]}.",
         fix=fix,
         code="MT316",
     )
 
 
-def frees_something(step: Step, again: Again) -> bool:
-    """Whether some block would run something again that autograd saved."""
+def frees_saved_tensors(step: Step, again: Again) -> bool:
+    """Return True if some block would recompute a tensor that autograd saved."""
     return any(
         block.saved & {s for op in again(block) for s in block.makes[op]} for block in block_graphs(step)
     )
 
 
 def core_attention(block: Block) -> set[int]:
-    """Ops of attention that is not fused: from the product of queries and keys to the one with the values,
-    which is not in it.
+    """Return the ops of unfused attention from the product of queries and keys up to, not including, the
+    product with values.
 
-    That is: a softmax, what leads to it from a batched product, and what leads from it to another one.
+    That is a softmax, the ops that lead to it from a batched product, and those from it to another one.
     """
     core: set[int] = set()
     for softmax in (op for op in block.ops if "softmax" in block.name[op]):
@@ -150,7 +149,7 @@ def core_attention(block: Block) -> set[int]:
 
 
 def inputs_of_products(block: Block) -> set[int]:
-    """Ops of which nothing is read but by matrix products with weights, or by such ops: norms and activation
+    """Return ops whose outputs only matrix products with weights read, or such ops: norms and activation
     functions.
     """
     found: set[int] = set()
@@ -164,8 +163,8 @@ def inputs_of_products(block: Block) -> set[int]:
 
 
 def _reached(block: Block, starts: set[int], onward: Callable[[Block, int], set[int]]) -> set[int]:
-    """Ops reached from `starts` up to the batched products at which that ends; other products and attention
-    are no way.
+    """Return ops reached from `starts` up to and including batched products; other products and attention end
+    the walk.
     """
     found: set[int] = set()
     waiting = {each for start in starts for each in onward(block, start)}
@@ -215,7 +214,7 @@ def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
             else:
                 waiting.add(other)
         if not waiting:
-            waiting = {each for each in _between(block, run, kept) if not _can_be_left_out(block, each)}
+            waiting = {each for each in _between(block, run, kept) if not _can_be_skipped(block, each)}
     only_saved = {
         op for op in kept if not block.saved.issuperset(block.makes[op]) and not run & _readers(block, op)
     }
@@ -223,19 +222,19 @@ def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
 
 
 def _between(block: Block, run: set[int], kept: set[int]) -> set[int]:
-    """Ops before the last one that runs again which are neither kept nor needed."""
+    """Return ops before the last one that runs again which are neither kept nor needed."""
     last = max(run, default=-1)
     return {op for op in block.ops if op < last} - run - kept
 
 
-def _can_be_left_out(block: Block, op: int) -> bool:
-    writes_elsewhere = not block.makes[op] and any(s not in block.producer for s in block.reads[op])
-    return op not in block.spoiled and not writes_elsewhere
+def _can_be_skipped(block: Block, op: int) -> bool:
+    writes_outside = not block.makes[op] and any(s not in block.producer for s in block.reads[op])
+    return op not in block.spoiled and not writes_outside
 
 
 @lru_cache(maxsize=2)
 def block_graphs(step: Step) -> tuple[Block, ...]:
-    """The blocks of `step` that ran, as graphs."""
+    """Return the blocks of `step` that ran, as graphs."""
     rows = _forward_rows(step)
     reads: dict[int, list[int]] = {op: [] for op in rows.tolist()}
     alone = [number for number, name in enumerate(step.names) if name in SHAPE_ALONE]

@@ -1,4 +1,4 @@
-"""Reasons why blocks cannot be run a second time."""
+"""Conditions under which blocks can run a second time."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from memtune.program import Kind, Phase, Step
 from memtune.technique import CompileScope, Facts, Reason
 
 NO_BLOCKS = Reason(
-    "the model has no blocks to recompute", "say which they are: def blocks(model) in model.py", "MT303"
+    "the model has no blocks to recompute", "list them in def blocks(model) in model.py", "MT303"
 )
 
 
-def why_not(step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | None = None) -> Reason | None:
-    """None if every block of `step` can be recomputed, and recomputing them gives up something.
+def cannot_recompute(
+    step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | None = None
+) -> Reason | None:
+    """Return why the blocks of `step` cannot be recomputed, or why that would free nothing; None if they can.
 
     Args:
         step: The step without recompute.
-        compiled: What of the model runs compiled.
-        keeps: Ops whose outputs stay although their block runs again; None: no op's.
+        compiled: The part of the model that is compiled.
+        keeps: Ops whose outputs are kept although their block runs again; None: no op's.
     """
     if not step.blocks:
         return NO_BLOCKS
     if compiled:
+        # Compiled code bypasses the dispatch mode that identifies ops in the second run.
         return Reason("it sees which op runs through a dispatch mode", "execution.compile: false")
-    talks = _exchange(step)
+    talks = _first_collective(step)
     if talks:
         return Reason(
             f"{talks} runs inside the blocks: a second run would exchange data between ranks again",
             "recompute: {kind: none}",
         )
-    changed = _changed_inputs(step)
+    changed = _first_block_writing_inputs(step)
     if changed:
         return Reason(f"{changed} changes its input in place", "write x = x + y instead of x += y there")
     if not _frees_something(step, keeps):
@@ -44,13 +47,13 @@ def why_not(step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | N
 
 
 def no_blocks(facts: Facts) -> Reason | None:
-    """Why a model without blocks is refused: recompute would do nothing without a word."""
+    """Return the reason to refuse a model without blocks, where recompute would silently do nothing."""
     return None if facts.blocks else NO_BLOCKS
 
 
-def in_one_graph(compiled: CompileScope) -> Reason | None:
-    """None if blocks are called from code that is not compiled, so that what wraps them acts; else why
-    not.
+def holds_blocks_in_one_graph(compiled: CompileScope) -> Reason | None:
+    """Return a reason if compiled code calls the blocks, so that wrapping a block has no effect;
+    else None.
     """
     return (
         Reason("one graph holds all blocks", "execution: {compile: blocks}") if compiled == "model" else None
@@ -58,8 +61,8 @@ def in_one_graph(compiled: CompileScope) -> Reason | None:
 
 
 def no_attention(step: Step) -> Reason | None:
-    """None if a fused attention kernel runs inside some block of `step`; else why keeping its output is no
-    use.
+    """Return why keeping attention's output frees nothing; None if a fused attention kernel runs inside some
+    block.
     """
     inside = [
         step.names[name]
@@ -70,13 +73,13 @@ def no_attention(step: Step) -> Reason | None:
     if any("softmax" in name for name in inside):
         fix = "call F.scaled_dot_product_attention, or choose recompute: {kind: selective}"
         return Reason(
-            "attention is not fused in the blocks: its backward needs all that its forward makes", fix
+            "attention is not fused in the blocks: its backward needs every intermediate of its forward", fix
         )
     return Reason("no attention runs inside the blocks", "recompute: {kind: full}")
 
 
 def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:
-    """Whether some block saves what an op of its own made, other than an op of `keeps`."""
+    """Return True if some block saves the output of one of its own ops, other than the ops of `keeps`."""
     made_by = step.storages.producer[step.saves.storage]
     inside = made_by[(made_by >= 0) & (step.saves.block >= 0) & (step.ops.block[made_by] == step.saves.block)]
     if keeps is None:
@@ -84,9 +87,10 @@ def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:
     return any(not keeps(step.names[name]) for name in np.unique(step.ops.name[inside]).tolist())
 
 
-def _exchange(step: Step) -> str:
-    """Name of the first collective that a block's own forward runs, '' for none; the seam's are made for
-    being run again.
+def _first_collective(step: Step) -> str:
+    """Return the name of the first collective that a block's own forward runs, "" if there is none.
+
+    Collectives of `memtune.*` are built to run again and do not count.
     """
     theirs = np.array([not name.startswith("memtune.") for name in step.names], bool)
     mine = (
@@ -98,9 +102,10 @@ def _exchange(step: Step) -> str:
     return step.names[step.ops.name[int(mine.argmax())]] if mine.any() else ""
 
 
-def _changed_inputs(step: Step) -> str:
-    """Name of the first block that writes into what it was called with, '' for none; buffers are put back and
-    do not count.
+def _first_block_writing_inputs(step: Step) -> str:
+    """Return the name of the first block that writes into its inputs, "" if there is none.
+
+    Buffers are restored after the second run and do not count.
     """
     writes = (
         (step.uses.mode == 1)
@@ -117,7 +122,8 @@ def _changed_inputs(step: Step) -> str:
     return ""
 
 
-# Which ops do the expensive work of a forward: matrix products, convolutions and attention.
+# Ops that do the expensive work of a forward, besides attention: matrix products, convolutions, recurrent
+# layers.
 MATMULS = frozenset(
     f"aten.{name}"
     for name in (
@@ -146,13 +152,13 @@ _ATTENTION = (
 
 
 def is_matmul_or_attention(op: Any) -> bool:
-    """Whether `op` (an op, or its name) is a matrix product, a convolution, a recurrent layer or an attention
-    forward.
+    """Return True for a matrix product, a convolution, a recurrent layer or an attention forward (an op or
+    its name).
     """
     return str(op) in MATMULS or is_attention(op)
 
 
 def is_attention(op: Any) -> bool:
-    """Whether `op` (an op, or its name) is the forward of a fused attention kernel."""
+    """Return True for the forward of a fused attention kernel (an op or its name)."""
     name = str(op)
     return name.startswith(_ATTENTION) and "backward" not in name

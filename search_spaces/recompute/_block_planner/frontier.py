@@ -1,17 +1,17 @@
-"""Which option each block takes: all plans that no other beats in both peak and time, found at once for every
-budget.
+"""Choose an option for each block: all plans that no other beats in both peak and time, for every budget at
+once.
 
-Pure functions over frozen arrays. A block's options differ in what it holds between its forward and its
-backward, in what it needs while it runs, and in seconds. Blocks run forward in order and backward in reverse,
-so what block i holds counts at every moment from its own forward to its own backward, and the *need* of
-blocks i, i + 1, … on top of what the blocks before them hold is
+Pure functions over frozen arrays. A block's options differ in the bytes that it holds between its forward and
+its backward, in the bytes that it needs while it runs, and in seconds. Blocks run forward in order and
+backward in reverse, so what block i holds counts at every moment from its own forward to its own backward.
+The *need* of blocks i, i + 1, … on top of what the blocks before them hold is
 
-    need(i) = max(held(i, option) + need(i + 1), own(i, option)),    need(after the last) = what the step has
-    there.
+    need(i) = max(held(i, option) + need(i + 1), own(i, option)),
+    need(after the last) = live bytes between the last forward and the first backward.
 
-Hence a plan for the blocks from i on is fully described by two numbers, its need and its seconds, and walking
-from the last block to the first with the undominated pairs solves every budget at once. It is exact as long
-as no more than `width` pairs are undominated; beyond that `_spread` says which are kept.
+Hence a plan for the blocks from i on is fully described by two numbers, its need and its seconds. Dynamic
+programming over the undominated pairs, from the last block to the first, solves every budget at once. It is
+exact as long as no more than `width` pairs are undominated; beyond that, `_spread` thins them out.
 """
 
 from __future__ import annotations
@@ -27,32 +27,35 @@ from memtune.program import F64, I32, I64
 
 WIDTH = 512
 _REMEMBERED = 2048
-"""Layers, of at most 15 kB each."""
+"""Cached layers, of at most 15 kB each."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What the options of all blocks need and take; (blocks, options) each, blocks in forward order.
+    """Bytes and seconds of the options of all blocks, (blocks, options) each, blocks in forward order.
 
     A block with fewer options than others repeats its last one.
     """
 
     held_bytes: I64
-    """Held from the block's forward to its backward."""
+    """Bytes held from the block's forward to its backward."""
     own_bytes: I64
-    """Most bytes while the block itself runs, forward or backward, without what the blocks before it hold."""
+    """Largest live bytes while the block itself runs, forward or backward, without what the blocks before it
+    hold.
+    """
     seconds: F64
-    """What the option costs beyond keeping everything."""
+    """Seconds that the option costs compared with keeping everything."""
     class_of: I32
-    """(blocks,) equal blocks have equal numbers."""
+    """(blocks,) class of each block; blocks of one class are equal."""
     after_bytes: int
-    """Most bytes between the last block's forward and its backward, without what the blocks hold."""
+    """Largest live bytes between the last block's forward and its backward, without what the blocks hold."""
     rest_bytes: int
-    """Most bytes at any other moment: before the first block's forward, after its backward, in the optimizer.
+    """Largest live bytes at any other moment: before the first forward, after the last backward, in the
+    optimizer.
     """
 
     def cost(self, choice: I32) -> tuple[int, float]:
-        """Peak bytes and seconds of one option per block, moment by moment."""
+        """Return peak bytes and seconds for one option per block."""
         rows = np.arange(len(choice))
         held = self.held_bytes[rows, choice]
         before = np.cumsum(held) - held
@@ -63,30 +66,30 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """The undominated plans of the blocks from one on: need ascending, seconds descending."""
+    """Undominated plans of the blocks from one on: need ascending, seconds descending."""
 
     need: I64
     seconds: F64
     changes: I32
-    """How often the option changes between neighbours of one class; the least among equal plans."""
+    """Number of changes of option between neighbours of one class; the least among equal plans."""
     option: I32
-    """Option of the first block …"""
+    """Option of the first block."""
     rest: I32
-    """… and the plan of the blocks after it."""
+    """Row of the plan of the blocks after it, in the next layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Every plan worth having: peaks ascending, seconds descending."""
+    """All undominated plans: peaks ascending, seconds descending."""
 
     problem: Problem
     layers: tuple[_Layer, ...]
-    """By first block."""
+    """One layer per block, by first block."""
 
     @cached_property
     def _rows(self) -> npt.NDArray[np.intp]:
         peaks = np.maximum(self.layers[0].need, self.problem.rest_bytes)
-        last = np.append(np.diff(peaks) > 0, True)  # of equal peaks the last is the fastest
+        last = np.append(np.diff(peaks) > 0, True)  # of plans with equal peaks the last is the fastest
         return np.flatnonzero(last)
 
     @cached_property
@@ -100,38 +103,38 @@ class Frontier:
         return self.layers[0].seconds[self._rows]
 
     def __len__(self) -> int:
-        """Number of plans."""
+        """Return the number of plans."""
         return len(self._rows)
 
     def at(self, budget_bytes: int) -> int:
-        """Row of the fastest plan within the budget, -1 if there is none.
+        """Return the row of the fastest plan within the budget, -1 if there is none.
 
-        Rows are looked up, not solved for, so a larger budget never gives a slower plan nor a smaller one a
+        Rows are looked up, not solved for, so a larger budget never gives a slower plan, nor a smaller one a
         larger plan.
         """
         return int(np.searchsorted(self.peak_bytes, budget_bytes, side="right")) - 1
 
     def choice(self, row: int) -> I32:
-        """(blocks,) option of each block in plan `row`; among equal blocks later ones keep more, if that
-        needs no more.
+        """Return the (blocks,) option of each block in plan `row`; among equal blocks later ones hold more if
+        the peak allows.
         """
         at, found = int(self._rows[row]), []
         for layer in self.layers:
             found.append(int(layer.option[at]))
             at = int(layer.rest[at])
         choice = np.asarray(found, np.int32)
-        tidy = _in_runs(self.problem, choice)
+        tidy = _group_equal_options(self.problem, choice)
         return tidy if self.problem.cost(tidy)[0] <= self.peak_bytes[row] else choice
 
 
 def solve(problem: Problem, width: int = WIDTH) -> Frontier:
-    """The frontier of `problem`."""
+    """Return the frontier of `problem`, keeping at most `width` plans per layer."""
     layer, layers = _after_the_last(problem.after_bytes), list[_Layer]()
     for block in range(len(problem.class_of) - 1, -1, -1):
         same_class = (
             block + 1 < len(problem.class_of) and problem.class_of[block] == problem.class_of[block + 1]
         )
-        rows = _Rows(
+        rows = _BlockColumns(
             *(each[block].tobytes() for each in (problem.held_bytes, problem.own_bytes, problem.seconds))
         )
         layer = _step_back(rows, layer, bool(same_class), width)
@@ -141,22 +144,22 @@ def solve(problem: Problem, width: int = WIDTH) -> Frontier:
 
 @lru_cache(maxsize=64)
 def _after_the_last(after_bytes: int) -> _Layer:
-    """The same object for equal ones."""
+    """Return the layer after the last block; cached, so that equal layers are one object in the cache of
+    `_step_back`.
+    """
     none = np.zeros(1, np.int32)
     return _Layer(np.asarray([after_bytes], np.int64), np.zeros(1), none, none - 1, none)
 
 
-class _Rows(NamedTuple):
-    """One block's rows of a problem, (options,) each, as bytes: what a layer is known by beside the one after
-    it.
-    """
+class _BlockColumns(NamedTuple):
+    """One block's columns of a problem, (options,) each, as bytes: a hashable cache key of a layer."""
 
     held: bytes
     own: bytes
     seconds: bytes
 
     def columns(self) -> tuple[I64, I64, F64]:
-        """As numbers."""
+        """Return the columns as arrays."""
         return (
             np.frombuffer(self.held, np.int64),
             np.frombuffer(self.own, np.int64),
@@ -165,9 +168,11 @@ class _Rows(NamedTuple):
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _step_back(rows: _Rows, after: _Layer, same_class: bool, width: int) -> _Layer:
-    """The plans that begin one block earlier. Problems that end alike share their last layers."""
-    options = _different(rows)
+def _step_back(rows: _BlockColumns, after: _Layer, same_class: bool, width: int) -> _Layer:
+    """Return the plans that begin one block earlier. Problems with equal last blocks share their
+    last layers.
+    """
+    options = _undominated_options(rows)
     held, own, takes = (each[options, None] for each in rows.columns())
     need = np.maximum(held + after.need, own).ravel()
     seconds = (takes + after.seconds).ravel()
@@ -182,17 +187,15 @@ def _step_back(rows: _Rows, after: _Layer, same_class: bool, width: int) -> _Lay
 
 
 def _undominated(need: I64, seconds: F64, changes: I32) -> npt.NDArray[np.intp]:
-    """Rows that no other beats, by need; of those that are equal in both the first one of the fewest
-    changes.
-    """
+    """Return the undominated rows, by need; of rows equal in both, the first one with the fewest changes."""
     order = np.argsort(need, kind="stable")
     least, mine = need[order], seconds[order]
-    is_last = np.ones(len(order), bool)  # of those that need the same
+    is_last = np.ones(len(order), bool)  # in each run of rows with equal need
     np.not_equal(least[1:], least[:-1], out=is_last[:-1])
     last = np.flatnonzero(is_last)
     fastest = np.minimum.accumulate(mine)[last]
-    # Sums of the same seconds in another order differ in their last bits, which is no reason to be on the
-    # frontier.
+    # Sums of the same seconds in another order differ in their last bits: a relative tolerance keeps such
+    # duplicates off the frontier.
     better = np.ones(len(last), bool)
     np.less(fastest[1:], fastest[:-1] * (1 - 1e-12) - 1e-15, out=better[1:])
     found = np.flatnonzero(mine == np.repeat(np.where(better, fastest, np.nan), np.diff(last, prepend=-1)))
@@ -206,10 +209,10 @@ def _undominated(need: I64, seconds: F64, changes: I32) -> npt.NDArray[np.intp]:
 
 
 def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
-    """At most `width` rows: the ends, and of each equal interval of need the fastest and the one nearest to
-    the lower hull.
+    """Return at most `width` rows: the ends, and from each equal interval of need the fastest row and the one
+    closest to the lower convex hull.
 
-    The second one is what many blocks together need: a mix of a few such plans comes closest to any budget.
+    Many blocks need the rows near the hull: a mix of a few such plans comes closest to any budget.
     """
     count = max(width // 2 - 1, 1)
     interval = ((need - need[0]) * count) // (need[-1] - need[0] + 1)
@@ -227,24 +230,26 @@ def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
     kept[0] = True
     kept[last] = True
     lowest = np.flatnonzero(above == np.repeat(np.minimum.reduceat(above, first), each))
-    kept[lowest[np.searchsorted(lowest, first)]] = True  # of equal ones the first
+    kept[lowest[np.searchsorted(lowest, first)]] = True  # the first of equal rows
     return np.flatnonzero(kept)
 
 
 @lru_cache(maxsize=64)
-def _different(rows: _Rows) -> I32:
-    """Options of a block that no other one beats in all three columns; of equal ones the first."""
+def _undominated_options(rows: _BlockColumns) -> I32:
+    """Return the options of a block that no other one beats in all three columns; of equal ones the first."""
     no_worse = np.logical_and.reduce(
         [each[None] <= each[:, None] for each in rows.columns()]
-    )  # [i, j]: j than i
-    before = np.tri(len(no_worse), k=-1, dtype=bool)  # j before i
+    )  # [i, j]: j is no worse than i in any column
+    before = np.tri(
+        len(no_worse), k=-1, dtype=bool
+    )  # [i, j]: j comes before i, so of equal options the first is kept
     beaten = (no_worse & (before | ~no_worse.T)).any(axis=1)
     return np.flatnonzero(~beaten).astype(np.int32)
 
 
-def _in_runs(problem: Problem, choice: I32) -> I32:
-    """`choice` with the options of equal blocks in runs: those that hold more go to the blocks that are freed
-    first.
+def _group_equal_options(problem: Problem, choice: I32) -> I32:
+    """Return `choice` with equal blocks' options sorted: options that hold more go to the blocks that are
+    freed first.
     """
     tidy = choice.copy()
     for each in np.unique(problem.class_of):

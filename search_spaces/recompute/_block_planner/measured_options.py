@@ -1,8 +1,8 @@
-"""What the blocks of a program may do, measured on the program itself by the passes that will do it.
+"""The options of the blocks of a program, measured on the program by the passes that will apply them.
 
-Blocks that are equal share their options. A *level* is one option for every block; its step is rewritten
-once, and what each block holds, needs and costs is read off its live bytes moment by moment, so that plans
-are priced by what the passes predict.
+Equal blocks share their options. A *level* is one option for every block. The step is rewritten once per
+level, and the bytes that each block holds and needs, and its seconds, are read from the live bytes of the
+result, so plans are priced by what the passes predict.
 """
 
 from __future__ import annotations
@@ -46,71 +46,71 @@ from memtune.search_spaces.recompute._block_planner.fits import is_attention, is
 from memtune.search_spaces.recompute._block_planner.frontier import Problem
 from memtune.search_spaces.recompute._block_planner.tensor_options import (
     Action,
+    BlockOp,
     Combination,
-    Made,
     combinations,
-    keeping,
+    keep_only,
 )
 from memtune.technique import Target, Technique
 
 LIMIT = 26
-"""Options of a block."""
+"""Largest number of options of a block."""
 _OTHERS = 5
-"""Techniques whose decision for a block is an option: attention_output, selective, balanced, core attention,
-and full.
+"""Number of techniques whose decision is among a block's options: attention_output, selective, balanced, core
+attention and full.
 """
 MIN_MOVED_BYTES = 65536
-"""Smaller tensors stay: a copy has a fixed cost."""
+"""Smaller tensors are not offloaded: a copy has a fixed cost."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a block does between its forward and its backward."""
+    """Calls that a block recomputes and offloads between its forward and its backward."""
 
     calls: OpAddresses | None
-    """What its second run keeps and leaves out; None: it does not run again."""
+    """Calls that its second run keeps and skips; None: the block does not run again."""
     moved: frozenset[OpAddress] = frozenset()
-    """Calls whose outputs go to the host."""
+    """Calls whose outputs are offloaded to the host."""
     again: tuple[tuple[str, int], ...] = field(default=(), compare=False)
-    """Names and counts of the ops that run a second time, for people."""
+    """Names and counts of the ops that run a second time, for display."""
 
 
 PLAIN = Option(None)
 FULL = Option(OpAddresses())
-"""All of the block runs again: never the fastest for what it holds, but what `full` does is there to be
-chosen.
+"""The whole block runs again. Never the fastest option for the bytes it holds, but it lets a plan do what
+`full` does.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Most live bytes of a step in the windows that its blocks cut it into."""
+    """Largest live bytes of a step in each window that its blocks cut it into."""
 
     forward: I64
     """(blocks,) up to the end of each block's forward."""
     after: int
-    """From there to the backward of the last block."""
+    """Between the last block's forward and its backward."""
     backward: I64
-    """(blocks,) up to the end of each block's backward, which come in reverse order."""
+    """(blocks,) up to the end of each block's backward, which run in reverse order."""
     rest: int
 
     @property
     def peak_bytes(self) -> int:
-        """Of the whole step."""
+        """Largest live bytes of the whole step."""
         return max(int(self.forward.max(initial=0)), self.after, int(self.backward.max(initial=0)), self.rest)
 
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """Options of every block of one step and what they need and cost, (blocks, options) each."""
+    """Options of every block of one step with their bytes and seconds, (blocks, options) each."""
 
     step: Step
     order: I32
-    """(blocks,) rows of `step.blocks` in the order in which they run; the rows of all that follows."""
+    """(blocks,) rows of `step.blocks` in the order in which they run; it orders all other arrays."""
     options: tuple[tuple[Option, ...], ...]
-    """By class of equal blocks, the first of each keeps everything."""
+    """By class of equal blocks; the first option of each keeps everything."""
     class_of: I32
-    """(blocks,)"""
+    """(blocks,) class of each block."""
     plain: Moments
     held_bytes: I64
     forward_bytes: I64
@@ -118,16 +118,15 @@ class Levels:
     after_bytes: int
     seconds: F64
     uniform: tuple[tuple[int, float], ...] = ()
-    """Peak and seconds of each level, where blocks cannot be told apart in time and so all take the same
-    level.
+    """Peak and seconds of each level, if blocks overlap in time and must all take the same level; else empty.
     """
     others: tuple[I32, ...] = ()
-    """Plans that other techniques would make: each of their decisions for all blocks, and full recompute of
-    one block in n.
+    """Plans of other techniques: each of their decisions for all blocks, and full recompute of one block in
+    n.
     """
 
     def problem(self, now: Moments | None = None) -> Problem:
-        """For the planner; `now` are the moments of the plain step as later passes leave it."""
+        """Return the planner's problem; `now` are the windows of the plain step after the later passes."""
         now = now or self.plain
         if self.uniform:
             peaks, seconds = (np.asarray(column) for column in zip(*self.uniform, strict=True))
@@ -148,7 +147,7 @@ class Levels:
         )
 
     def chosen(self, choice: I32) -> list[Option]:
-        """The option of each of `step.blocks`, from a solution of `problem`."""
+        """Return the option of each of `step.blocks` for a solution of `problem`."""
         if self.uniform:
             choice = np.repeat(choice, len(self.class_of))
         by_class = [self.options[each] for each in self.class_of.tolist()]
@@ -158,40 +157,43 @@ class Levels:
         return [found[place] for place in np.argsort(self.order).tolist()]
 
 
-def rewritten(step: Step, chosen: list[Option]) -> Step:
-    """`step` with its blocks recomputed and their tensors moved as chosen."""
+def apply_options(step: Step, chosen: list[Option]) -> Step:
+    """Return `step` with its blocks recomputed and their tensors offloaded as chosen."""
     again = [i for i, option in enumerate(chosen) if option.calls is not None]
     new = (
         recompute_blocks(step, again, [option.calls or OpAddresses() for option in chosen]) if again else step
     )
-    return move_activations(new, move_claims(chosen))
+    return move_activations(new, offload_claims(chosen))
 
 
-def move_claims(chosen: list[Option], on_ssd: frozenset[int] = frozenset()) -> list[OffloadClaim]:
-    """What the blocks give to the host; that of blocks `on_ssd` goes on from there."""
+def offload_claims(chosen: list[Option], on_ssd: frozenset[int] = frozenset()) -> list[OffloadClaim]:
+    """Return the blocks' offload claims; tensors of blocks `on_ssd` go on from host to SSD."""
     return [
-        OffloadClaim(i, 1.0, only=option.moved, stays_on_host=i not in on_ssd)
+        OffloadClaim(i, 1.0, only=option.moved, keep_on_host=i not in on_ssd)
         for i, option in enumerate(chosen)
         if option.moved
     ]
 
 
 @lru_cache(maxsize=8)
-def levels(step: Step, hardware: Hardware, ranks: int, host: bool, mover: Technique | None = None) -> Levels:
-    """The options of every block of `step`, measured; with `host` tensors may go to host memory.
+def levels(
+    step: Step, hardware: Hardware, ranks: int, host: bool, offload: Technique | None = None
+) -> Levels:
+    """Return the measured options of every block of `step`; with `host`, tensors may be offloaded to the
+    host.
 
-    With a `mover`, a technique that moves as much of each block whatever the budget, they are measured on
-    what it leaves of them.
+    `offload` is a technique that offloads a fixed fraction of each block: options are measured on what it
+    leaves.
     """
     split = split_calls(step)
     links = (
         hardware if host and split is step else None
-    )  # calls of a block that runs several times have no addresses yet
+    )  # calls of a block that runs several times have no addresses, so nothing is offloaded
     seconds = op_seconds(step, hardware, ranks)
     calls = zip(block_graphs(split), step.calls.block.tolist(), step.calls.grad_enabled.tolist(), strict=True)
     blocks = {
         block: graph for graph, block, seen in reversed(list(calls)) if seen
-    }  # one under no_grad has nothing to decide
+    }  # a call under no_grad saves nothing: no decision
     order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
     options: list[tuple[Option, ...]] = []
     others: list[tuple[int, ...]] = []
@@ -199,9 +201,9 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool, mover: Techni
     class_of = []
     for block in order.tolist():
         graph = blocks.get(block)
-        ops = () if graph is None else made_in(split, graph, seconds, links)
+        ops = () if graph is None else block_ops(split, graph, seconds, links)
         key = tuple(
-            (op.name, op.reads, op.bytes, op.saved, op.keepable, op.given, round(op.seconds, 12))
+            (op.name, op.reads, op.bytes, op.saved, op.keepable, op.is_input, round(op.seconds, 12))
             for op in ops
         )
         if key not in known:
@@ -210,42 +212,42 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool, mover: Techni
             options.append(mine)
             others.append(theirs)
         class_of.append(known[key])
-    found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks, mover)
+    found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks, offload)
     if split is not step or not _in_order(step, order):
         return found
     return replace(found, uniform=(), others=_other_plans(order, np.asarray(others, np.int32)[class_of]))
 
 
 def _other_plans(order: I32, others: I32) -> tuple[I32, ...]:
-    """From which option each of the others is, (blocks, others), to plans of all blocks."""
+    """Return plans of all blocks from the (blocks, others) options that other techniques would choose."""
     one_in = [np.where(order % n == 0, others[:, -1], 0).astype(np.int32) for n in (2, 3, 4)]
     return (*others.T, *one_in)
 
 
 def _options(
-    step: Step, block: Block | None, ops: tuple[Made, ...]
+    step: Step, block: Block | None, ops: tuple[BlockOp, ...]
 ) -> tuple[tuple[Option, ...], tuple[int, ...]]:
-    """The options of a block, and by other technique which of them is what that technique does to it."""
+    """Return the options of a block, and for each other technique the option that it would choose."""
     if block is None:
         return (PLAIN,), (0,) * _OTHERS
     known = [
         frozenset(i for i, op in enumerate(ops) if keeps(op.name))
         for keeps in (is_attention, is_matmul_or_attention)
     ]
-    others = [option_of(step, block, keeping(ops, each)) for each in known]
+    others = [to_option(step, block, keep_only(ops, each)) for each in known]
     for again in (inputs_of_products(block), core_attention(block)):
         frees = block.saved & {s for op in again for s in block.makes[op]}
-        others.append(Option(calls_for(step, block, again), again=_counted(block, again)) if frees else PLAIN)
+        others.append(
+            Option(calls_for(step, block, again), again=_op_counts(block, again)) if frees else PLAIN
+        )
     others.append(FULL if block.saved else PLAIN)
-    priced = [option_of(step, block, each) for each in combinations(ops, LIMIT - _OTHERS - 1, known)]
+    priced = [to_option(step, block, each) for each in combinations(ops, LIMIT - _OTHERS - 1, known)]
     found = tuple(dict.fromkeys([PLAIN, *priced, *others]))
     return found, tuple(found.index(each) for each in others)
 
 
-def option_of(step: Step, block: Block, combination: Combination) -> Option:
-    """What `combination` says of `block`. Op 0 of a combination is what the block is called with; the others
-    are the block's.
-    """
+def to_option(step: Step, block: Block, combination: Combination) -> Option:
+    """Return `combination` as an option of `block`. Op 0 of a combination represents the block's inputs."""
     again = {block.ops[i - 1] for i in combination.again}
     ops = np.asarray(block.ops, np.int32)
     address = (
@@ -254,15 +256,17 @@ def option_of(step: Step, block: Block, combination: Combination) -> Option:
         else {}
     )
     moved = frozenset(address[block.ops[i - 1]] if i else INPUTS for i in combination.moved)
-    return Option(calls_for(step, block, again) if again else None, moved, _counted(block, again))
+    return Option(calls_for(step, block, again) if again else None, moved, _op_counts(block, again))
 
 
-def _counted(block: Block, again: set[int]) -> tuple[tuple[str, int], ...]:
+def _op_counts(block: Block, again: set[int]) -> tuple[tuple[str, int], ...]:
     return tuple(Counter(block.name[op] for op in sorted(again)).items())
 
 
-def made_in(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tuple[Made, ...]:
-    """What `block` is called with and its forward, as the planner sees it; without `links` nothing moves."""
+def block_ops(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tuple[BlockOp, ...]:
+    """Return `block`'s inputs and forward ops as the planner sees them; without `links` nothing is
+    offloaded.
+    """
     place = {op: i for i, op in enumerate(block.ops, start=1)}
     bytes_of = _bytes_of(step)
     entered = {
@@ -273,7 +277,9 @@ def made_in(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tupl
     entered = {s for s in entered if s not in block.producer and step.storages.producer[s] >= 0}
     needed = bool(entered.intersection(step.saves.storage[step.saves.block == block.index].tolist()))
     n_bytes = sum(map(bytes_of.__getitem__, entered))
-    found = [Made("inputs", 0.0, (), n_bytes, needed, bool(entered), _away_s(n_bytes, links), given=True)]
+    found = [
+        BlockOp("inputs", 0.0, (), n_bytes, needed, bool(entered), _offload_s(n_bytes, links), is_input=True)
+    ]
     for op in block.ops:
         saved = [s for s in block.makes[op] if s in block.saved]
         dear = is_matmul_or_attention(block.name[op])
@@ -281,10 +287,16 @@ def made_in(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tupl
         reads |= {0} if entered.intersection(block.reads[op]) else set()
         n_bytes = sum(map(bytes_of.__getitem__, saved or block.makes[op])) if saved or dear else 0
         keepable = bool(saved or dear) and op not in block.spoiled
-        away_s = _away_s(n_bytes, links)
+        offload_s = _offload_s(n_bytes, links)
         found.append(
-            Made(
-                block.name[op], float(op_s[op]), tuple(sorted(reads)), n_bytes, bool(saved), keepable, away_s
+            BlockOp(
+                block.name[op],
+                float(op_s[op]),
+                tuple(sorted(reads)),
+                n_bytes,
+                bool(saved),
+                keepable,
+                offload_s,
             )
         )
     return tuple(found)
@@ -296,9 +308,10 @@ def _bytes_of(step: Step) -> list[int]:
     return found
 
 
-def _away_s(n_bytes: int, links: Hardware | None) -> dict[Action, float]:
-    """The copy back is waited for; the one out runs beside the rest of the forward, and `_measured` sees
-    where it does not.
+def _offload_s(n_bytes: int, links: Hardware | None) -> dict[Action, float]:
+    """Return the seconds that offloading adds: those of the reload, which backward waits for.
+
+    The D2H copy overlaps the rest of forward; `_measured` sees where it does not.
     """
     if links is None or n_bytes < MIN_MOVED_BYTES:
         return {}
@@ -312,17 +325,23 @@ def _measured(
     class_of: I32,
     hardware: Hardware,
     ranks: int,
-    mover: Technique | None,
+    offload: Technique | None,
 ) -> Levels:
     n_levels = max(map(len, options), default=1)
     shape = len(order), n_levels
     held, forward, backward = (np.zeros(shape, np.int64) for _ in range(3))
     seconds, after, uniform = np.zeros(shape), [], []
-    plain, first = moments(_moved(step, mover, hardware), order, hardware), forward_and_backward(step)
+    plain, first = (
+        moments(_with_offload(step, offload, hardware), order, hardware),
+        forward_and_backward(step),
+    )
     rest = int(live_bytes(step, hardware)[first.ops.n :].max(initial=0))
     found = Levels(step, order, options, class_of, plain, held, forward, backward, 0, seconds, ((0, 0.0),))
     for level in range(n_levels):
-        new = _moved(rewritten(first, found.chosen(np.asarray([level], np.int32))), mover, hardware)
+        new = _with_offload(
+            apply_options(first, found.chosen(np.asarray([level], np.int32))), offload, hardware
+        )
+        # Level 0 holds the absolute seconds until the end of the loop; the others are differences from it.
         seconds[:, level] = _seconds(new, op_seconds(new, hardware, ranks))[order] - seconds[:, 0] * (
             level > 0
         )
@@ -332,27 +351,27 @@ def _measured(
         before = np.cumsum(held[:, level]) - held[:, level]
         forward[:, level], backward[:, level] = now.forward - before, now.backward - before
         after.append(now.after - int(held[:, level].sum()))
-    seconds[:, 0] = 0.0  # what the model's own checkpoints run again, it does in any case
+    seconds[:, 0] = 0.0  # the user's own checkpoints run in any case
     return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform))
 
 
-def _moved(step: Step, mover: Technique | None, hardware: Hardware) -> Step:
-    """`step` as `mover` leaves it."""
-    if mover is None:
+def _with_offload(step: Step, offload: Technique | None, hardware: Hardware) -> Step:
+    """Return `step` after the pass of `offload`."""
+    if offload is None:
         return step
-    program, target = Program((RankClass(1, step),), 1), Target(hardware, chosen={mover.slot: mover})
-    return mover.rewrite(program, mover.plan(program, target), target).step
+    program, target = Program((RankClass(1, step),), 1), Target(hardware, chosen={offload.slot: offload})
+    return offload.rewrite(program, offload.plan(program, target), target).step
 
 
 def op_seconds(step: Step, hardware: Hardware, ranks: int) -> F64:
-    """(n,) seconds of each op; one that is shorter than it takes to issue it costs the host as much."""
+    """Return the (n,) seconds of each op; an op shorter than its launch costs the host the launch time."""
     costs = op_costs(step, hardware, ranks=ranks)
     found: F64 = np.maximum(costs.op_s, costs.issue_s)
     return found
 
 
 def _seconds(step: Step, op_s: F64) -> F64:
-    """(blocks,) what each block runs again and waits for: copies back, and copies out as far as they outlast
+    """Return the (blocks,) seconds that each block recomputes and waits: H2D copies, and D2H copies beyond
     its forward.
     """
     inside = step.ops.block >= 0
@@ -373,7 +392,7 @@ def _seconds(step: Step, op_s: F64) -> F64:
 
 
 def live_bytes(step: Step, hardware: Hardware) -> I64:
-    """(n,) device bytes as the allocator counts them."""
+    """Return the (n,) live device bytes as the allocator counts them."""
     rounding = hardware.allocation_rounding_bytes
     mine = np.flatnonzero(step.storages.tier == Tier.DEVICE)
     n_bytes = -(-step.storages.bytes[mine] // rounding) * rounding
@@ -385,7 +404,9 @@ def live_bytes(step: Step, hardware: Hardware) -> I64:
 
 @lru_cache(maxsize=2)
 def _ends(step: Step) -> tuple[I32, I32]:
-    """(blocks,) last forward op of each block, and last op of its backward, -1 where there is none."""
+    """Return the (blocks,) last forward op of each block and the last op of its backward, -1 where there is
+    none.
+    """
     n_blocks = len(step.blocks)
     forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
     rows = np.flatnonzero((step.ops.block >= 0) & (step.ops.phase == Phase.FORWARD))
@@ -403,13 +424,15 @@ def _in_order(step: Step, order: I32) -> bool:
 
 
 def moments(step: Step, order: I32, hardware: Hardware) -> Moments:
-    """Most live bytes in each window of `step`, whose blocks run in `order`."""
+    """Return the largest live bytes in each window of `step`, whose blocks run in `order`."""
     most, n_blocks = np.maximum.reduceat(live_bytes(step, hardware), windows(step, order)), len(order)
     return Moments(most[:n_blocks], int(most[n_blocks]), most[n_blocks + 1 : -1][::-1], int(most[-1]))
 
 
 def windows(step: Step, order: I32) -> I32:
-    """(2 · blocks + 2,) first op of each window that the blocks cut `step` into; they run in `order`."""
+    """Return the (2 · blocks + 2,) first op of each window that the blocks, run in `order`, cut
+    `step` into.
+    """
     forward, backward = (ends[order] for ends in _ends(step))
     begins = np.flatnonzero((step.ops.phase == Phase.BACKWARD) | (step.ops.phase == Phase.RECOMPUTE))
     inside = begins[step.ops.block[begins] >= 0]
@@ -423,10 +446,10 @@ def windows(step: Step, order: I32) -> I32:
 
 
 def held_bytes(step: Step, order: I32, hardware: Hardware) -> I64:
-    """(blocks,) bytes that autograd alone holds from each block's forward to its backward.
+    """Return the (blocks,) bytes that only autograd holds from each block's forward to its backward.
 
-    What several blocks saved counts for the last of them: whether the one before, which made it, keeps or
-    recomputes its own output, the one that was called with it holds it all the same.
+    A tensor that several blocks saved counts for the last of them: the block that received it as input holds
+    it, whether or not the block that made it keeps or recomputes it.
     """
     rounding = hardware.allocation_rounding_bytes
     forward, _ = _ends(step)

@@ -1,9 +1,9 @@
-"""Plans for blocks that run pack by pack over all micro-batches, priced on the step that packs make of the
-plain one.
+"""Plans for blocks that run pack by pack over all micro-batches (layer-major), priced on the plain step as
+packs rewrite it.
 
-A pack's blocks hold what they saved while that pack runs backward, of one micro-batch and for no other pack.
-So packs do not share the budget: each takes its fastest plan within all of it, and the fastest plan of a
-model is the fastest one of each pack.
+A pack's blocks hold what they saved only while that pack runs backward, for one micro-batch. Packs therefore
+do not share the budget: each takes its fastest plan within all of it, and the fastest plan of a model
+consists of the fastest one of each pack.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _AGAIN = (Phase.RECOMPUTE, Phase.BACKWARD)
 
 
 class PackFrontier:
-    """Every plan worth having: peaks ascending, seconds descending; as `_frontier.Frontier`, each pack by
-    itself.
+    """Undominated plans, peaks ascending, seconds descending; the interface of `frontier.Frontier`, each pack
+    solved by itself.
 
     Args:
-        found: What blocks may do.
-        program: The plain program as packs leave it.
+        found: Options of the blocks.
+        program: The plain program as packs rewrite it.
         spans: First block of each pack that runs backward, and the one after its last; in the order of
             `found.order`.
-        hardware: For what the allocator counts.
+        hardware: Gives the allocator's rounding.
     """
 
     def __init__(self, found: Levels, program: Program, spans: Spans, hardware: Hardware) -> None:
         parts = [_measured(each.step, spans, hardware) for each in program.rank_classes]
-        now = _Now(*(np.maximum.reduce(column) for column in zip(*parts, strict=True)))
+        now = _PackPeaks(*(np.maximum.reduce(column) for column in zip(*parts, strict=True)))
         self._packs = [
             solve(_problem(found, span, now, int(now.between[at]))) for at, span in enumerate(spans)
         ]
@@ -62,15 +62,15 @@ class PackFrontier:
         return found
 
     def __len__(self) -> int:
-        """Number of plans."""
+        """Return the number of plans."""
         return len(self.peak_bytes)
 
     def at(self, budget_bytes: int) -> int:
-        """Row of the fastest plan within the budget, -1 if there is none."""
+        """Return the row of the fastest plan within the budget, -1 if there is none."""
         return int(np.searchsorted(self.peak_bytes, budget_bytes, side="right")) - 1
 
     def choice(self, row: int) -> I32:
-        """(blocks,) option of each block in plan `row`."""
+        """Return the (blocks,) option of each block in plan `row`."""
         budget = int(self.peak_bytes[row])
         found: I32 = np.concatenate([each.choice(each.at(budget)) for each in self._packs])
         return found
@@ -79,23 +79,24 @@ class PackFrontier:
 AnyFrontier = Frontier | PackFrontier
 
 
-class _Now(NamedTuple):
-    """Most live bytes of the plain step under packs."""
+class _PackPeaks(NamedTuple):
+    """Largest live bytes of the plain step under packs."""
 
     forward: I64
-    """(blocks,) in forward, where backward of the same pack follows."""
+    """(blocks,) in forward, for forwards that the same pack's backward follows."""
     backward: I64
-    """(blocks,)"""
+    """(blocks,) in backward."""
     between: I64
-    """(packs,) while such a pack is there and none of its blocks runs."""
+    """(packs,) while a pack is in backward and none of its blocks runs."""
     rest_bytes: I64
     """() at any other moment."""
 
 
-def _measured(step: Step, spans: Spans, hardware: Hardware) -> _Now:
+def _measured(step: Step, spans: Spans, hardware: Hardware) -> _PackPeaks:
     live, n_blocks = live_bytes(step, hardware), spans[-1][1]
-    block, turn = step.ops.block, spans[-1][0]
-    again = np.isin(step.ops.phase, _AGAIN) | ((block >= turn) & (step.ops.phase == Phase.FORWARD))
+    # The last pack runs backward right after its forward, so that its forward counts as well.
+    block, last_pack = step.ops.block, spans[-1][0]
+    again = np.isin(step.ops.phase, _AGAIN) | ((block >= last_pack) & (step.ops.phase == Phase.FORWARD))
     mine = (block >= 0) & again
     back = step.ops.phase == Phase.BACKWARD
     forward, backward = (_most(live, block, mine & rows, n_blocks) for rows in (~back, back))
@@ -107,7 +108,7 @@ def _measured(step: Step, spans: Spans, hardware: Hardware) -> _Now:
             outside = np.flatnonzero(~mine[rows[0] : rows[-1]]) + rows[0]
             between[pack] = live[outside].max(initial=0)
             inside[outside] = True
-    return _Now(forward, backward, between, np.asarray(live[~inside].max(initial=0)))
+    return _PackPeaks(forward, backward, between, np.asarray(live[~inside].max(initial=0)))
 
 
 def _most(live: I64, block: I32, rows: npt.NDArray[np.bool_], n_blocks: int) -> I64:
@@ -116,16 +117,16 @@ def _most(live: I64, block: I32, rows: npt.NDArray[np.bool_], n_blocks: int) -> 
     return found
 
 
-def _problem(found: Levels, span: tuple[int, int], now: _Now, between_bytes: int) -> Problem:
-    """What the options of a pack's blocks need: what they need in the plain step, and what packs add
-    to that.
+def _problem(found: Levels, span: tuple[int, int], now: _PackPeaks, between_bytes: int) -> Problem:
+    """Return the problem of one pack: the options' needs in the plain step, corrected by the live bytes under
+    packs.
     """
     mine, pack = slice(*span), found.order[slice(*span)]
     held = found.held_bytes[mine]
     before = np.cumsum(held[:, 0]) - held[:, 0]
     forward, backward = (
-        own[mine] - own[mine, :1] + (there[pack] - before)[:, None]
-        for own, there in ((found.forward_bytes, now.forward), (found.backward_bytes, now.backward))
+        own[mine] - own[mine, :1] + (live[pack] - before)[:, None]
+        for own, live in ((found.forward_bytes, now.forward), (found.backward_bytes, now.backward))
     )
     between = between_bytes - int(held[:, 0].sum())
     return Problem(held, np.maximum(forward, backward), found.seconds[mine], found.class_of[mine], between, 0)

@@ -1,10 +1,11 @@
-"""How many bytes of activations to swap rather than recompute (LoHan, traffic-aware activation swapping).
+"""Decide how many bytes of activations to swap rather than recompute (LoHan, traffic-aware activation
+swapping).
 
-What may be swapped comes in *parts*: of a block's undominated combinations of kept and recomputed tensors
-those on the lower convex hull, each next one with more bytes and fewer seconds of recomputation; the part
-between two neighbours has a benefit, seconds saved per byte. Parts of all blocks are taken by benefit. So the
-seconds of recomputation are convex in the bytes swapped, and so is the step, a sum of maxima of such
-functions: its minimum is found by bisection.
+Swapping is decided in *parts*. Of a block's undominated combinations of kept and recomputed tensors, those on
+the lower convex hull are taken, each with more bytes and fewer seconds of recomputation than the one before.
+The part between two neighbours has a benefit: seconds saved per byte. Parts of all blocks are taken in order
+of benefit, so the seconds of recomputation are convex in the bytes swapped. So is the step time, a sum of
+maxima of such functions, and bisection finds its minimum.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ import numpy as np
 
 from memtune.hardware import Hardware, op_costs
 from memtune.program import Phase, Program, Resource
-from memtune.search_spaces.recompute._block_planner.tensor_options import Action, Combination, Made
+from memtune.search_spaces.recompute._block_planner.tensor_options import Action, BlockOp, Combination
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is swapped next of one block."""
+    """The next bytes of one block to swap."""
 
     block: int
     n_bytes: int
     saved_s: float
-    """Of recomputation."""
+    """Seconds of recomputation saved."""
 
     @property
     def benefit(self) -> float:
-        """Seconds per byte."""
+        """Seconds saved per byte."""
         return self.saved_s / self.n_bytes
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds for which each resource works in a micro-batch, whatever is swapped; none for recomputation."""
+    """Seconds that each resource works in a micro-batch whatever is swapped, without recomputation."""
 
     forward: Mapping[Resource, float]
     backward: Mapping[Resource, float]
     boundary: Mapping[Resource, float]
-    """In the last micro-batch's backward on top."""
+    """Additional seconds in the last micro-batch's backward."""
     micro_batches: int
 
 
-def busy_in(program: Program, hardware: Hardware) -> Busy:
-    """What `program` asks of each resource, as all later passes leave it."""
+def busy_seconds(program: Program, hardware: Hardware) -> Busy:
+    """Return the seconds that `program`, after all later passes, asks of each resource."""
     step = program.step
     op_s = op_costs(step, hardware, ranks=program.ranks).op_s
 
@@ -63,20 +64,21 @@ def step_s(
     busy: Busy,
     hardware: Hardware,
     swapped_bytes: int,
-    again_s: float,
+    recompute_s: float,
     spilled_bytes: int = 0,
     *,
     waits: bool = False,
 ) -> float:
-    """Seconds of a step's forwards and backwards, T(A): each is as long as its busiest resource works.
+    """Return the seconds of a step's forwards and backwards, T(A): each lasts as long as its busiest resource
+    works.
 
     Args:
-        busy: By everything else.
-        hardware: Its links carry what is swapped.
-        swapped_bytes: Of a micro-batch, to the host in forward and back in backward.
-        again_s: Of recomputation in a micro-batch.
-        spilled_bytes: Of what is swapped, on to SSD in forward and from there in backward.
-        waits: Compute waits for every copy over the link; else they run beside it.
+        busy: Seconds of everything else.
+        hardware: Its links carry the swapped tensors.
+        swapped_bytes: Bytes per micro-batch, copied to the host in forward and back in backward.
+        recompute_s: Seconds of recomputation in a micro-batch.
+        spilled_bytes: The part of `swapped_bytes` that is written to SSD in forward and read in backward.
+        waits: Compute waits for every copy over the link; otherwise copies overlap it.
     """
     out = {
         Resource.DEVICE_TO_HOST: swapped_bytes / hardware.device_to_host_bytes_per_s,
@@ -84,7 +86,7 @@ def step_s(
     }
     back = {
         Resource.HOST_TO_DEVICE: swapped_bytes / hardware.host_to_device_bytes_per_s,
-        Resource.COMPUTE: again_s,
+        Resource.COMPUTE: recompute_s,
         Resource.SSD_READ: spilled_bytes / hardware.ssd_read_bytes_per_s,
     }
     if waits:
@@ -96,11 +98,11 @@ def step_s(
     return busy.micro_batches * forward + (busy.micro_batches - 1) * backward + last
 
 
-def hull(ops: tuple[Made, ...], found: Sequence[Combination], min_bytes: int) -> list[Combination]:
-    """Of a block's combinations those on the lower convex hull of bytes swapped and seconds, fewest bytes
+def hull(ops: tuple[BlockOp, ...], found: Sequence[Combination], min_bytes: int) -> list[Combination]:
+    """Return a block's combinations on the lower convex hull of bytes swapped and seconds, fewest bytes
     first.
 
-    Each swaps what it keeps, but for tensors smaller than `min_bytes`.
+    Each swaps the tensors that it keeps, except those smaller than `min_bytes`.
     """
     points = sorted(
         (_swapped(ops, each, min_bytes) for each in found),
@@ -116,11 +118,11 @@ def hull(ops: tuple[Made, ...], found: Sequence[Combination], min_bytes: int) ->
     return kept
 
 
-def _slope(ops: tuple[Made, ...], one: Combination, other: Combination) -> float:
+def _slope(ops: tuple[BlockOp, ...], one: Combination, other: Combination) -> float:
     return (other.seconds - one.seconds) / (bytes_of(ops, other) - bytes_of(ops, one))
 
 
-def _swapped(ops: tuple[Made, ...], combination: Combination, min_bytes: int) -> Combination:
+def _swapped(ops: tuple[BlockOp, ...], combination: Combination, min_bytes: int) -> Combination:
     def action(i: int, now: Action | None) -> Action | None:
         return Action.HOST if now is Action.KEEP and ops[i].bytes >= min_bytes else now
 
@@ -131,25 +133,25 @@ def _swapped(ops: tuple[Made, ...], combination: Combination, min_bytes: int) ->
     )
 
 
-def bytes_of(ops: tuple[Made, ...], combination: Combination) -> int:
-    """What a combination swaps."""
+def bytes_of(ops: tuple[BlockOp, ...], combination: Combination) -> int:
+    """Return the bytes that a combination swaps."""
     return sum(ops[i].bytes for i in combination.moved)
 
 
-def parts_of(block: int, ops: tuple[Made, ...], points: Sequence[Combination]) -> list[Part]:
-    """The parts between neighbours of a block's hull, in order of benefit."""
+def parts_of(block: int, ops: tuple[BlockOp, ...], points: Sequence[Combination]) -> list[Part]:
+    """Return the parts between neighbours of a block's hull, in order of benefit."""
     return [
         Part(block, bytes_of(ops, b) - bytes_of(ops, a), a.seconds - b.seconds) for a, b in pairwise(points)
     ]
 
 
 def spilled_blocks(swapped_bytes: Mapping[int, int], host_bytes: int) -> list[int]:
-    """The blocks whose tensors go on to SSD so that the others' have room: the first ones, whose backward is
-    last.
+    """Return the blocks whose tensors go on to SSD so that the others fit on the host: the first ones, whose
+    backward is last.
 
     Args:
         swapped_bytes: By block.
-        host_bytes: Most that may lie on the host.
+        host_bytes: Most bytes that may be on the host.
     """
     found, left = list[int](), sum(swapped_bytes.values())
     for block in sorted(swapped_bytes):
@@ -161,8 +163,8 @@ def spilled_blocks(swapped_bytes: Mapping[int, int], host_bytes: int) -> list[in
     return found
 
 
-def least(cost: Callable[[int], float], last: int) -> int:
-    """The smallest of the numbers 0 to `last` at which `cost`, which is convex, is least."""
+def argmin_convex(cost: Callable[[int], float], last: int) -> int:
+    """Return the smallest number from 0 to `last` that minimizes the convex function `cost`."""
     low, high = 0, last
     while low < high:
         middle = (low + high) // 2
@@ -173,10 +175,10 @@ def least(cost: Callable[[int], float], last: int) -> int:
     return low
 
 
-def alone_s(ranked: Sequence[Part], hardware: Hardware) -> list[float]:
-    """By how many of `ranked` are swapped, seconds of copies that have nothing to run beside.
+def exposed_s(ranked: Sequence[Part], hardware: Hardware) -> list[float]:
+    """Return, by the number of `ranked` parts swapped, the seconds of copies that no compute can overlap.
 
-    Those are the copies of one block, out after the last forward and back before the first backward.
+    These are the copies of one block: out after the last forward, in before the first backward.
     """
     by_block, most, found = Counter[int](), 0, [0.0]
     for part in ranked:
@@ -188,12 +190,12 @@ def alone_s(ranked: Sequence[Part], hardware: Hardware) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The parts that are swapped, and what was weighed."""
+    """The parts that are swapped, and the step times that were compared."""
 
     parts: tuple[Part, ...]
-    """All of them, by benefit; equal ones in the order of their blocks."""
+    """All parts, by benefit; equal ones in the order of their blocks."""
     count: int
-    """How many of them are swapped."""
+    """Number of parts that are swapped."""
     costs_s: Callable[[int], float]
     """T by number of parts."""
 
@@ -209,19 +211,18 @@ class Choice:
         spill: bool = False,
         waits: bool = False,
     ) -> Choice:
-        """The number of parts with which a step takes the least seconds, and of several such numbers the
-        smallest.
+        """Return the smallest number of parts with which a step takes the least time.
 
-        Copies that have nothing to run beside (`alone_s`) are added to T; they only grow, so no more than T
-        alone asks for.
+        Copies that nothing can overlap (`exposed_s`) are added to T. They only grow, so the number is at most
+        the one that minimizes T alone.
 
         Args:
-            parts: Of all blocks.
-            busy: By everything else.
+            parts: Parts of all blocks.
+            busy: Seconds of everything else.
             hardware: Its links.
-            fixed_bytes: Swapped in any case.
-            host_bytes: Most that may lie on the host.
-            spill: What is more than that goes on to SSD, else it is not swapped.
+            fixed_bytes: Bytes that are swapped in any case.
+            host_bytes: Most bytes that may be on the host.
+            spill: Bytes beyond `host_bytes` go on to SSD; otherwise they are not swapped.
             waits: Compute waits for every copy.
         """
         ranked = sorted(parts, key=lambda each: -each.benefit)
@@ -240,12 +241,12 @@ class Choice:
             if host_bytes is None or spill
             else int(np.searchsorted(swapped, host_bytes, side="right")) - 1
         )
-        count = least(cost, max(room, 0))
+        count = argmin_convex(cost, max(room, 0))
         if not waits:
-            alone = alone_s(ranked[:count], hardware)
+            alone = exposed_s(ranked[:count], hardware)
             count = min(range(count + 1), key=lambda each: cost(each) + alone[each])
         return cls(tuple(ranked), count, cost)
 
     def taken(self) -> Counter[int]:
-        """By block, how many of its parts are swapped."""
+        """Return, by block, the number of its parts that are swapped."""
         return Counter(each.block for each in self.parts[: self.count])

@@ -1,10 +1,9 @@
-"""What a block may do with each tensor that its backward needs: all combinations of actions that no other
-beats.
+"""Undominated combinations of actions on the tensors that a block's backward needs.
 
-One decision per tensor. To keep it costs its bytes. To move it costs seconds and no bytes. To run it again
-costs the seconds of its op and of all ops before it up to what is kept, moved or given to the block; such
-chains are shared. With the decisions as bits, combinations are priced together: one column each, walking the
-ops from the last to the first.
+There is one decision per tensor. Keeping it costs its bytes. Offloading it costs seconds and no bytes.
+Recomputing it costs the seconds of its op and of all ops before it, up to tensors that are kept, offloaded or
+inputs; such chains are shared. With decisions as bits, combinations are priced together, one column each,
+walking the ops from the last to the first.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import numpy.typing as npt
 from memtune.program import F64, I64
 
 BITS = 12
-"""Tensors of a block up to which every combination is priced."""
+"""Largest number of tensors for which every combination is priced."""
 _WIDTH = 32
-"""Combinations that are changed further where there are more tensors, and how often."""
+"""Combinations that are varied further in each round, if there are more tensors."""
 _ROUNDS = 3
 
 Mask = npt.NDArray[np.bool_]
 
 
 class Action(StrEnum):
-    """What happens to a tensor between forward and backward."""
+    """State of a tensor between forward and backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -37,42 +36,42 @@ class Action(StrEnum):
     SPLIT = "split"
 
 
-Away = list[Action | None]
-"""By op, how it leaves the device; None: it does not."""
+OffloadActions = list[Action | None]
+"""Action by op that frees its outputs; None: they are kept."""
 
-AWAY = (Action.HOST, Action.SSD, Action.SPLIT)
-"""Actions that free a tensor's bytes without running anything again; what has no mechanism is priced
-infinite.
+OFFLOAD_ACTIONS = (Action.HOST, Action.SSD, Action.SPLIT)
+"""Actions that free a tensor's bytes without running anything again; those without a mechanism cost infinite
+time.
 """
 
 
 @dataclass(frozen=True)
-class Made:
-    """What one op of a block's forward makes, and what it takes to have it in backward."""
+class BlockOp:
+    """One op of a block's forward, with the costs of having its outputs in backward."""
 
     name: str
     seconds: float
-    """To run the op."""
+    """Seconds to run the op."""
     reads: tuple[int, ...] = ()
-    """Ops of the block, by number, whose outputs it needs; all smaller than its own."""
+    """Ops of the block, by number, whose outputs it needs; all smaller than its own number."""
     bytes: int = 0
-    """That would be held if its outputs were kept."""
+    """Bytes that keeping its outputs would hold."""
     saved: bool = False
     """Backward needs an output."""
     keepable: bool = False
-    """It may be kept: nothing writes into it later, and it is saved or dear to make."""
-    away_s: Mapping[Action, float] = field(default_factory=dict)
-    """Seconds on top of the step if it is moved or split; what is missing is infinite."""
-    given: bool = False
-    """Nothing makes it: the block is called with it, so it can be kept or moved but not run again."""
+    """The outputs may be kept: no op writes into them later, and they are saved or expensive to recompute."""
+    offload_s: Mapping[Action, float] = field(default_factory=dict)
+    """Seconds that each offload action adds to the step; a missing action costs infinite time."""
+    is_input: bool = False
+    """A pseudo-op for the block's inputs: they can be kept or offloaded but not recomputed."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One decision for every op of a block, what is held then and what it costs."""
+    """One decision for every op of a block, with its bytes and seconds."""
 
     actions: tuple[Action | None, ...]
-    """By op; None for what is neither needed nor run again."""
+    """Action by op; None for outputs that are neither needed nor recomputed."""
     held_bytes: int
     seconds: float
 
@@ -83,33 +82,33 @@ class Combination:
 
     @property
     def moved(self) -> frozenset[int]:
-        """Ops whose outputs go to the host."""
+        """Ops whose outputs are offloaded to the host."""
         return frozenset(i for i, action in enumerate(self.actions) if action is Action.HOST)
 
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    need: Mask  # (ops, combinations) backward or something that runs again needs the op's outputs
-    stays: Mask  # (ops, combinations) it is kept, or moved where that is asked
+    need: Mask  # (ops, combinations) True where backward or a recomputed op needs the op's outputs
+    retained: Mask  # (ops, combinations) True where the outputs are kept or offloaded
     held_bytes: I64
     seconds: F64
 
 
 def combinations(
-    ops: tuple[Made, ...], limit: int, known: Sequence[frozenset[int]] = ()
+    ops: tuple[BlockOp, ...], limit: int, known: Sequence[frozenset[int]] = ()
 ) -> list[Combination]:
-    """At most `limit` undominated combinations, bytes descending.
+    """Return at most `limit` undominated combinations, bytes descending.
 
-    All combinations are priced where there are at most `BITS` tensors to decide on. Where there are more,
-    those of alike tensors (same op, same size) together come first, with those that keep just the ops of each
-    of `known`, and every change of one or two tensors is tried on what is undominated.
+    With at most `BITS` tensors to decide on, all combinations are priced. With more, the search starts from
+    decisions for groups of alike tensors (same op, same size) and from the sets in `known` of ops to keep,
+    and tries every change of one or two tensors on the undominated ones.
     """
-    free = _free(ops)
-    few = _keeping(free, known)
-    stay: Away = [None] * len(ops)
-    away, found = _cheapest_away(ops), []
-    for moving in (stay, away) if any(away) else (stay,):
-        priced = _found(ops, free, np.concatenate([_start(ops, free), few], axis=1), moving)
+    undecided = _undecided(ops)
+    few = _keeping(undecided, known)
+    stay: OffloadActions = [None] * len(ops)
+    offload, found = _cheapest_offload(ops), []
+    for moving in (stay, offload) if any(offload) else (stay,):
+        priced = _explored(ops, undecided, np.concatenate([_start(ops, undecided), few], axis=1), moving)
         found += [_combination(ops, priced, int(row), moving) for row in _best(priced, limit)]
     held, seconds = (
         np.asarray([each.held_bytes for each in found]),
@@ -120,47 +119,61 @@ def combinations(
     return sorted(chosen, key=lambda each: (-each.held_bytes, each.seconds))
 
 
-def keeping(ops: tuple[Made, ...], kept: frozenset[int]) -> Combination:
-    """The combination that keeps `kept`, as far as they may be kept, and runs all else again that backward
+def keep_only(ops: tuple[BlockOp, ...], kept: frozenset[int]) -> Combination:
+    """Return the combination that keeps `kept`, as far as possible, and recomputes all else that backward
     needs.
     """
-    free = _free(ops)
-    stay: Away = [None] * len(ops)
-    return _combination(ops, price(ops, free, _keeping(free, [kept]), stay), 0, stay)
+    undecided = _undecided(ops)
+    stay: OffloadActions = [None] * len(ops)
+    return _combination(ops, price(ops, undecided, _keeping(undecided, [kept]), stay), 0, stay)
 
 
-def _free(ops: tuple[Made, ...]) -> list[int]:
-    return [i for i, op in enumerate(ops) if op.keepable and op.bytes and not op.given]
+def _undecided(ops: tuple[BlockOp, ...]) -> list[int]:
+    return [i for i, op in enumerate(ops) if op.keepable and op.bytes and not op.is_input]
 
 
-def _keeping(free: list[int], known: Sequence[frozenset[int]]) -> Mask:
-    return np.asarray([[i in kept for i in free] for kept in known], bool).reshape(len(known), len(free)).T
+def _keeping(undecided: list[int], known: Sequence[frozenset[int]]) -> Mask:
+    return (
+        np.asarray([[i in kept for i in undecided] for kept in known], bool)
+        .reshape(len(known), len(undecided))
+        .T
+    )
 
 
-def _start(ops: tuple[Made, ...], free: list[int]) -> Mask:
-    """(free, combinations) all of them, or all of groups of alike ones, the largest groups each by itself."""
-    keys: dict[object, int] = {}
-    for i in sorted(free, key=lambda i: -ops[i].bytes):
-        keys.setdefault(i if len(free) <= BITS else (ops[i].name, ops[i].bytes), len(keys))
-    bit = [min(keys[i if len(free) <= BITS else (ops[i].name, ops[i].bytes)], BITS - 1) for i in free]
-    bits = np.arange(1 << min(len(keys), BITS), dtype=np.int32)
-    return np.stack([(bits >> each) & 1 for each in bit]).astype(bool) if free else np.zeros((0, 1), bool)
-
-
-def _found(ops: tuple[Made, ...], free: list[int], start: Mask, away: Away) -> _Priced:
-    """The undominated ones of `start` and of all that one or two changes at a time lead to, `_ROUNDS`
-    times.
+def _start(ops: tuple[BlockOp, ...], undecided: list[int]) -> Mask:
+    """Return the (undecided, combinations) masks to start from: every combination, or those of groups of
+    alike tensors, with the largest groups separate.
     """
-    priced = price(ops, free, start, away)
-    if len(free) <= BITS:
+    keys: dict[object, int] = {}
+    for i in sorted(undecided, key=lambda i: -ops[i].bytes):
+        keys.setdefault(i if len(undecided) <= BITS else (ops[i].name, ops[i].bytes), len(keys))
+    bit = [
+        min(keys[i if len(undecided) <= BITS else (ops[i].name, ops[i].bytes)], BITS - 1) for i in undecided
+    ]
+    bits = np.arange(1 << min(len(keys), BITS), dtype=np.int32)
+    return (
+        np.stack([(bits >> each) & 1 for each in bit]).astype(bool) if undecided else np.zeros((0, 1), bool)
+    )
+
+
+def _explored(
+    ops: tuple[BlockOp, ...], undecided: list[int], start: Mask, offload: OffloadActions
+) -> _Priced:
+    """Return the undominated of `start` and of all combinations reached by one or two changes at a time,
+    `_ROUNDS` times.
+    """
+    priced = price(ops, undecided, start, offload)
+    if len(undecided) <= BITS:
         return priced
-    one = np.eye(len(free), dtype=bool)
-    changes = np.concatenate([one, *(one[:, i : i + 1] ^ one[:, i + 1 :] for i in range(len(free)))], axis=1)
+    one = np.eye(len(undecided), dtype=bool)
+    changes = np.concatenate(
+        [one, *(one[:, i : i + 1] ^ one[:, i + 1 :] for i in range(len(undecided)))], axis=1
+    )
     for _ in range(_ROUNDS):
         best = _best(priced, _WIDTH)
-        now = priced.stays[free][:, best]
-        tried = (now[:, :, None] ^ changes[:, None, :]).reshape(len(free), -1)
-        priced = price(ops, free, np.concatenate([now, tried], axis=1), away)
+        now = priced.retained[undecided][:, best]
+        tried = (now[:, :, None] ^ changes[:, None, :]).reshape(len(undecided), -1)
+        priced = price(ops, undecided, np.concatenate([now, tried], axis=1), offload)
     return priced
 
 
@@ -169,43 +182,44 @@ def _best(priced: _Priced, limit: int) -> npt.NDArray[np.intp]:
     return rows[_thinned(priced.held_bytes[rows], priced.seconds[rows], limit)]
 
 
-def price(ops: tuple[Made, ...], free: list[int], stays: Mask, away: Away) -> _Priced:
-    """Bytes and seconds of many combinations.
+def price(ops: tuple[BlockOp, ...], undecided: list[int], retained: Mask, offload: OffloadActions) -> _Priced:
+    """Return bytes and seconds of many combinations.
 
     Args:
         ops: The block's forward.
-        free: Ops that are decided; all others run again where they are needed.
-        stays: (free, combinations) True where an op's outputs stay.
-        away: By op, how what stays leaves the device; None keeps it.
+        undecided: Ops to decide on; all others run again where they are needed.
+        retained: (undecided, combinations) True where an op's outputs are kept or offloaded.
+        offload: By op, the offload action of retained outputs; None keeps them on the device.
     """
-    place = {op: row for row, op in enumerate(free)}
-    count = stays.shape[1]
+    place = {op: row for row, op in enumerate(undecided)}
+    count = retained.shape[1]
     need = np.zeros((len(ops), count), bool)
     stay = np.zeros((len(ops), count), bool)
     held, seconds = np.zeros(count, np.int64), np.zeros(count)
+    # From the last op to the first, so that all readers of an op have set its `need` before it is priced.
     for i in range(len(ops) - 1, -1, -1):
         op, needed = ops[i], need[i]
-        if op.given:
+        if op.is_input:
             stay[i] = True
         elif i in place:
-            stay[i] = stays[place[i]]
+            stay[i] = retained[place[i]]
         if op.saved:
             needed |= True
         run = needed & ~stay[i]
         for source in op.reads:
             need[source] |= run
         seconds += op.seconds * run
-        action = away[i]
+        action = offload[i]
         if action is None:
             held += op.bytes * (needed & stay[i])
         else:
-            seconds += op.away_s[action] * (needed & stay[i])
+            seconds += op.offload_s[action] * (needed & stay[i])
     return _Priced(need, stay, held, seconds)
 
 
-def _cheapest_away(ops: tuple[Made, ...]) -> Away:
-    def cheapest(op: Made) -> Action | None:
-        known = {action: op.away_s.get(action, np.inf) for action in AWAY}
+def _cheapest_offload(ops: tuple[BlockOp, ...]) -> OffloadActions:
+    def cheapest(op: BlockOp) -> Action | None:
+        known = {action: op.offload_s.get(action, np.inf) for action in OFFLOAD_ACTIONS}
         best = min(known, key=lambda action: known[action])
         return best if op.keepable and np.isfinite(known[best]) else None
 
@@ -213,7 +227,7 @@ def _cheapest_away(ops: tuple[Made, ...]) -> Away:
 
 
 def _undominated(held: I64, seconds: F64) -> npt.NDArray[np.intp]:
-    """Rows that no other row beats in both, bytes descending."""
+    """Return the rows that no other row beats in both, bytes descending."""
     order = np.lexsort((seconds, held))
     best = np.minimum.accumulate(seconds[order])
     better = np.append(True, best[1:] < best[:-1] * (1 - 1e-12))
@@ -222,8 +236,8 @@ def _undominated(held: I64, seconds: F64) -> npt.NDArray[np.intp]:
 
 
 def _thinned(held: I64, seconds: F64, limit: int) -> npt.NDArray[np.intp]:
-    """At most `limit` rows: the ends, and again and again the row that lies deepest below the line between
-    its neighbours.
+    """Return at most `limit` rows: the ends, then repeatedly the row farthest below the line between its
+    neighbours.
     """
     if len(held) <= limit:
         return np.arange(len(held))
@@ -233,18 +247,18 @@ def _thinned(held: I64, seconds: F64, limit: int) -> npt.NDArray[np.intp]:
     while len(chosen) < limit:
         at = np.sort(chosen)
         gain = np.interp(-x, -x[at], y[at]) - y
-        # Past the convex hull, what leaves the widest gap in bytes comes next.
+        # Once the convex hull is complete, take the row in the widest gap in bytes.
         nearest = np.abs(x[:, None] - x[at]).min(1)
         nearest[at], gain[at] = -1.0, -1.0
         chosen.append(int(gain.argmax()) if gain.max() > 1e-3 else int(nearest.argmax()))
     return np.sort(np.asarray(chosen))
 
 
-def _combination(ops: tuple[Made, ...], priced: _Priced, row: int, away: Away) -> Combination:
+def _combination(ops: tuple[BlockOp, ...], priced: _Priced, row: int, offload: OffloadActions) -> Combination:
     def action(i: int) -> Action | None:
         if not priced.need[i, row]:
             return None
-        return (away[i] or Action.KEEP) if priced.stays[i, row] else Action.RECOMPUTE
+        return (offload[i] or Action.KEEP) if priced.retained[i, row] else Action.RECOMPUTE
 
     return Combination(
         tuple(map(action, range(len(ops)))), int(priced.held_bytes[row]), float(priced.seconds[row])

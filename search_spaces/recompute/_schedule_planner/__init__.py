@@ -1,4 +1,4 @@
-"""Plans schedules of single ops for a model or its blocks (`checkmate`, `planned`, `dtr`)."""
+"""Plan schedules of single ops for a model or its blocks (`checkmate`, `planned`, `dtr`)."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.search_spaces.recompute._schedule_planner.attention_boundaries import (
-        INSTEAD,
+        ALTERNATIVE,
         BlockBoundaries,
         Boundaries,
-        boundaries_in_blocks,
-        boundaries_of,
+        block_boundary_schedules,
+        boundary_schedule,
     )
-    from memtune.search_spaces.recompute._schedule_planner.block_options import Exact
+    from memtune.search_spaces.recompute._schedule_planner.block_options import ExactSource
     from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
         BlockSchedules,
         BlockSchedulesPlan,
         BudgetBlocksPlan,
-        cannot_run_blocks,
-        explained_blocks,
-        found_by_blocks,
+        apply_block_schedules,
+        block_plan_fields,
+        cannot_schedule_blocks,
+        explain_block_schedules,
         install_blocks,
-        plan_by_blocks,
-        rewritten_by_blocks,
-        under_blocks,
-        which_by_block,
+        rewrite_by_block_schedules,
+        solve_block_schedules,
+        to_block_plan,
     )
     from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import (
         CheckmateSchedule,
         schedule_for,
     )
-    from memtune.search_spaces.recompute._schedule_planner.frozen_policy import NOT_THE_POLICYS, DynamicPolicy
+    from memtune.search_spaces.recompute._schedule_planner.frozen_policy import BUDGET_KNOBS, DynamicPolicy
     from memtune.search_spaces.recompute._schedule_planner.placement import (
         SCHEDULED,
-        Place,
+        Placement,
         SchedulePlan,
-        cannot_freeze,
-        comes_and_goes,
-        not_asked_for,
-        place_of,
+        cannot_schedule_model,
+        needs_block_schedules,
+        needs_own_budget,
+        placement_of,
     )
     from memtune.search_spaces.recompute._schedule_planner.schedule_search import (
         NOT_FASTER,
         BudgetSchedulePlan,
         FastestSchedule,
-        enough_bytes,
-        explained_schedule,
-        fastest_by_blocks,
+        explain_schedule,
+        fastest_block_schedules,
         fastest_schedule,
         install_schedule,
-        plan_of,
-        rewritten_by,
+        rewrite_by_schedule,
+        sufficient_bytes,
+        to_schedule_plan,
     )
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
-    "INSTEAD",
+    "ALTERNATIVE",
+    "BUDGET_KNOBS",
     "NOT_FASTER",
-    "NOT_THE_POLICYS",
     "SCHEDULED",
     "BlockBoundaries",
     "BlockSchedules",
@@ -70,30 +70,30 @@ __all__ = [
     "BudgetSchedulePlan",
     "CheckmateSchedule",
     "DynamicPolicy",
-    "Exact",
+    "ExactSource",
     "FastestSchedule",
-    "Place",
+    "Placement",
     "SchedulePlan",
-    "boundaries_in_blocks",
-    "boundaries_of",
-    "cannot_freeze",
-    "cannot_run_blocks",
-    "comes_and_goes",
-    "enough_bytes",
-    "explained_blocks",
-    "explained_schedule",
-    "fastest_by_blocks",
+    "apply_block_schedules",
+    "block_boundary_schedules",
+    "block_plan_fields",
+    "boundary_schedule",
+    "cannot_schedule_blocks",
+    "cannot_schedule_model",
+    "explain_block_schedules",
+    "explain_schedule",
+    "fastest_block_schedules",
     "fastest_schedule",
-    "found_by_blocks",
     "install_blocks",
     "install_schedule",
-    "not_asked_for",
-    "place_of",
-    "plan_by_blocks",
-    "plan_of",
-    "rewritten_by",
-    "rewritten_by_blocks",
+    "needs_block_schedules",
+    "needs_own_budget",
+    "placement_of",
+    "rewrite_by_block_schedules",
+    "rewrite_by_schedule",
     "schedule_for",
-    "under_blocks",
-    "which_by_block",
+    "solve_block_schedules",
+    "sufficient_bytes",
+    "to_block_plan",
+    "to_schedule_plan",
 ]

@@ -1,24 +1,21 @@
-"""DistFlashAttn's regions, from one attention to the next, as a frozen schedule: attention's outputs stay,
-the rest runs again.
+"""DistFlashAttn's regions, each from one attention to the next, as a schedule: attention's outputs are kept,
+the rest is recomputed.
 
-Rule 1. Region r is what forward runs in the blocks between its r-th attention and the one after; region 0
-leads to the first one.
-        Attention, and what no block runs, runs once; so do ops that must not run twice and what is held
-        anyway.
-Rule 2. A region runs again when backward first reads a value of it, from attention's output and the residual
-stream entering it. Rule 3. Of the residual stream, what enters every k-th region is kept. When backward comes
-to the k regions behind it, what enters
-        each of them is rebuilt first: their output projections and MLPs run, attention does not, and nothing
-        else is held.
+1. Region r is what forward runs in the blocks between its r-th attention and the one after; region 0 ends at
+  the first attention. Attention and all ops outside the blocks run once; so do ops that must not run twice
+  and ops whose outputs are held anyway.
+2. A region runs again when backward first reads one of its values, from attention's output and the residual
+  stream that enters the region.
+3. The residual stream is kept where it enters every k-th region. When backward reaches the k regions behind
+  it, the residual stream entering each of them is recomputed first: their output projections and MLPs run,
+  attention does not, and nothing else is held.
+4. If parameters are available for a block's own calls only, each block has a schedule of its own by the same
+  rules. Its edges cut the region that crosses them, and the residual stream entering a block is kept, since
+  the projections and MLPs that made it need the parameters of the block before.
 
-With k near the square root of the number of attentions, L, that is L + 2 √L hidden states at most, where
-keeping what enters every region takes 2 L. It costs the projections and MLPs of k - 1 out of k regions once
-more.
-
-Rule 4. Where parameters are there for a block's own calls alone, each block has a schedule of its own, by the
-same rules: its
-        edges cut the region that crosses them, and the residual stream entering a block stays, since the
-        projections and MLPs that made it need the parameters of the block before.
+With k near the square root of the number of attentions, L, that is at most L + 2 √L hidden states, where
+keeping the residual stream at every region takes 2 L. It costs the projections and MLPs of k - 1 out of k
+regions a second time.
 """
 
 from __future__ import annotations
@@ -31,32 +28,38 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from memtune.activations.schedules import BlockRegions, Region, block_regions_of, region_of, wrong_with_block
-from memtune.program import I32, OpGraph, Schedule, Step, scheduled, wrong_with
+from memtune.activations.schedules import (
+    BlockRegions,
+    Region,
+    block_regions_of,
+    find_block_schedule_error,
+    region_of,
+)
+from memtune.program import I32, OpGraph, Schedule, Step, build_schedule, find_schedule_error
 from memtune.search_spaces.recompute._block_planner import is_attention
 from memtune.search_spaces.recompute._schedule_planner.block_options import local_region
 from memtune.technique import Reason
 
-INSTEAD = "recompute: {kind: attention_output}"
-"""What to choose where regions cannot be cut at attention."""
+ALTERNATIVE = "recompute: {kind: attention_output}"
+"""The technique to choose if regions cannot be cut at attention."""
 _MADE_BY = "attention_boundary"
 _Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The schedule, and what it keeps."""
+    """The schedule and the values that it keeps."""
 
     schedule: Schedule
     every: int
-    """Regions whose residual stream is rebuilt together."""
+    """Number of regions whose residual stream is recomputed together (k of Rule 3)."""
     kept: tuple[int, ...]
-    """Values of the blocks that stay from forward to backward."""
+    """Values of the blocks that are kept from forward to backward."""
 
 
 @lru_cache(maxsize=8)
-def boundaries_of(step: Step, every: int | None) -> Boundaries | str:
-    """Regions from attention to attention for `step`, or why they cannot be run again.
+def boundary_schedule(step: Step, every: int | None) -> Boundaries | str:
+    """Return the schedule of `step` by regions from attention to attention, or why they cannot run again.
 
     Args:
         step: The step without recompute.
@@ -69,8 +72,10 @@ def boundaries_of(step: Step, every: int | None) -> Boundaries | str:
     every = every or max(math.isqrt(len(attentions)), 1)
     inside = step.ops.block[region.rows[: region.graph.n_forward]] >= 0
     regions = _Regions(region, inside, attentions, every)
-    schedule = scheduled(region.graph, range(region.graph.n_forward), regions.backward(), made_by=_MADE_BY)
-    wrong = wrong_with(region.graph, schedule)
+    schedule = build_schedule(
+        region.graph, range(region.graph.n_forward), regions.backward(), made_by=_MADE_BY
+    )
+    wrong = find_schedule_error(region.graph, schedule)
     if wrong:
         return f"regions between attentions cannot be repeated: {wrong}"
     return Boundaries(schedule, every, kept_values(region.graph, inside & ~regions.again, regions.again))
@@ -78,17 +83,17 @@ def boundaries_of(step: Step, every: int | None) -> Boundaries | str:
 
 @dataclass(frozen=True)
 class BlockBoundaries:
-    """A schedule for each block (Rule 4), and what they keep."""
+    """A schedule for each block (Rule 4), with the bytes that they keep."""
 
     schedules: tuple[Schedule, ...]
-    """In the order in which the blocks' forward runs."""
+    """In the order in which the blocks run forward."""
     kept_bytes: int
-    """Of the blocks' values that stay from forward to backward."""
+    """Bytes of the blocks' values that are kept from forward to backward."""
 
 
 @lru_cache(maxsize=8)
-def boundaries_in_blocks(step: Step, every: int | None) -> BlockBoundaries | Reason:
-    """Regions from attention to attention within each block of `step`, or why they cannot be run again.
+def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries | Reason:
+    """Return a schedule by regions within each block of `step`, or why they cannot run again.
 
     Args:
         step: The step without recompute.
@@ -96,23 +101,23 @@ def boundaries_in_blocks(step: Step, every: int | None) -> BlockBoundaries | Rea
     """
     regions = block_regions_of(step)
     if isinstance(regions, str):
-        return Reason(regions, INSTEAD)
+        return Reason(regions, ALTERNATIVE)
     most = max(len(_attentions(graph)) for graph in regions.graphs)
     if (every or 1) > most:
         why = (
-            f"what enters a block is made by another one, so the residual stream stays at every {most}"
+            f"another block makes a block's input, so the residual stream is kept at every {most}"
             " attentions at least"
         )
-        return Reason(why, f"residual_every: {most}, or leave it out")
+        return Reason(why, f"residual_every: {most}, or omit it")
     found: list[tuple[Schedule, _Mask]] = []
     for sort, graph in enumerate(regions.graphs):
         local, attentions = local_region(step, regions, sort), _attentions(graph)
         inside = np.ones(graph.n_forward, bool)
         mine = _Regions(local, inside, attentions, every or max(math.isqrt(len(attentions)), 1))
-        schedule = scheduled(graph, range(graph.n_forward), mine.backward(), made_by=_MADE_BY)
-        wrong = wrong_with_block(graph, schedule)
+        schedule = build_schedule(graph, range(graph.n_forward), mine.backward(), made_by=_MADE_BY)
+        wrong = find_block_schedule_error(graph, schedule)
         if wrong:
-            return Reason(f"regions between attentions cannot be repeated: {wrong}", INSTEAD)
+            return Reason(f"regions between attentions cannot be repeated: {wrong}", ALTERNATIVE)
         found.append((schedule, mine.again))
     of_block = [found[sort] for sort in regions.sort.tolist()]
     return BlockBoundaries(
@@ -134,7 +139,7 @@ def _attentions(graph: OpGraph) -> list[int]:
 
 
 def kept_values(graph: OpGraph, once: _Mask, again: _Mask) -> tuple[int, ...]:
-    """Values of the forward ops `once` that backward reads, or the ops that run `again`."""
+    """Return the values of the forward ops `once` that backward, or the ops that run `again`, read."""
     read = {value for reads in graph.reads[graph.n_forward :] for value in reads}
     for op in np.flatnonzero(again).tolist():
         read.update(graph.reads[op])
@@ -142,12 +147,12 @@ def kept_values(graph: OpGraph, once: _Mask, again: _Mask) -> tuple[int, ...]:
 
 
 class _Regions:
-    """What runs again of a region, and when.
+    """Ops of each region that run again, and the point in backward at which they do.
 
     Args:
-        region: The model's, or a block's own.
-        inside: (forward ops,) what may run again.
-        attentions: Ops, ascending.
+        region: The model's region, or that of one block.
+        inside: (forward ops,) ops that may run again.
+        attentions: Attention ops, ascending.
         every: k of Rule 3.
     """
 
@@ -171,7 +176,9 @@ class _Regions:
         self._keep_written_together()
 
     def _keep_written_together(self) -> None:
-        """What is changed in place runs again with all that changes it, or not at all."""
+        """Let values that are changed in place run again together with all ops that change them, or not at
+        all.
+        """
         graph, changed = self._graph, True
         while changed:
             changed = False
@@ -182,15 +189,17 @@ class _Regions:
                     changed = True
 
     def backward(self) -> list[int]:
-        """Ops of backward, and before each what it reads and is not there."""
+        """Return the ops of backward, each preceded by the recomputation of values that it reads and that
+        were freed.
+        """
         graph = self._graph
         wanted = self._wanted()
-        there: set[int] = set()
+        available: set[int] = set()
         order: list[int] = []
         rebuilt: set[int] = set()
         for op in range(graph.n_forward, graph.n_ops):
             for value in graph.reads[op]:
-                if value in there or not self._runs_again(value):
+                if value in available or not self._runs_again(value):
                     continue
                 region = int(self._number[graph.maker[value]])
                 part = (max(region, 1) - 1) // self._every
@@ -199,15 +208,15 @@ class _Regions:
                     first = part * self._every + 1
                     last = min(first + self._every - 1, int(self._number[-1]))
                     order += self._run_for(
-                        {v for r in range(first + 1, last + 1) for v in self._entering(r)}, there
+                        {v for r in range(first + 1, last + 1) for v in self._entering(r)}, available
                     )
-                if value not in there:
-                    order += self._run_for(wanted[region], there)
+                if value not in available:
+                    order += self._run_for(wanted[region], available)
             order.append(op)
         return order
 
     def _wanted(self) -> dict[int, set[int]]:
-        """Region → its values that backward reads."""
+        """Return region → its values that backward reads."""
         graph = self._graph
         found: dict[int, set[int]] = {}
         for reads in graph.reads[graph.n_forward :]:
@@ -216,8 +225,8 @@ class _Regions:
         return found
 
     def _entering(self, region: int) -> set[int]:
-        """The residual stream at the start of `region`: made before it, read in it or later by what runs
-        again.
+        """Return the residual stream at the start of `region`: values made before it and read by recomputed
+        ops from it on.
         """
         graph = self._graph
         return {
@@ -232,17 +241,19 @@ class _Regions:
         maker = self._graph.maker[value]
         return maker < self._graph.n_forward and bool(self.again[maker])
 
-    def _run_for(self, values: Iterable[int], there: set[int]) -> list[int]:
-        """Ops, in forward's order, after which `values` are there; they are put into `there`."""
+    def _run_for(self, values: Iterable[int], available: set[int]) -> list[int]:
+        """Return the ops, in forward order, that make `values` available, and add these to `available`."""
         graph: OpGraph = self._graph
         ops: set[int] = set()
-        waiting = [value for value in values if value not in there]
+        waiting = [value for value in values if value not in available]
         while waiting:
             value = waiting.pop()
             for op in (graph.maker[value], *graph.writers.get(value, ())):
                 if op in ops or op >= graph.n_forward:
                     continue
                 ops.add(op)
-                waiting += [each for each in graph.reads[op] if self._runs_again(each) and each not in there]
-        there.update(values)
+                waiting += [
+                    each for each in graph.reads[op] if self._runs_again(each) and each not in available
+                ]
+        available.update(values)
         return sorted(ops)

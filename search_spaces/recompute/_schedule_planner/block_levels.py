@@ -1,9 +1,9 @@
-"""Plans for blocks that each run by a schedule, where later passes put blocks, or what they keep, elsewhere.
+"""Plans of block schedules under later passes that run blocks in packs or offload what blocks keep.
 
-What a block then holds at which moment is not said by its own bytes. So a few *levels*, one option for every
-block, are rewritten through all later passes, and what comes between them is priced by them. Under packs each
-pack is by itself: it takes the fastest level whose own peak is within the budget. Elsewhere blocks share it:
-the last blocks take the faster one of two levels.
+Under such passes a block's own bytes do not tell how much it holds at which moment. A few *levels*, one
+option for every block, are therefore rewritten through all later passes, and plans between them are priced by
+interpolation. With packs, each pack takes the fastest level whose own peak is within the budget. Otherwise
+blocks share the budget: the last blocks take the faster of two levels.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ import numpy as np
 from memtune.activations.schedules import BlockRegions
 from memtune.offload.layer_major import Span
 from memtune.program import F64, I32, I64, Phase, Program, Schedule, Step
-from memtune.search_spaces.recompute._block_planner import live_bytes, packs_in
+from memtune.search_spaces.recompute._block_planner import live_bytes, pack_spans
 from memtune.search_spaces.recompute._schedule_planner.block_options import BlockOption
-from memtune.search_spaces.recompute._schedule_planner.placement import Place
+from memtune.search_spaces.recompute._schedule_planner.placement import Placement
 from memtune.technique import Target
 
 _LEVELS = 12
-"""Of a block's options, from the fastest to the smallest, evenly spread."""
+"""Number of levels: a block's options from the fastest to the smallest, evenly spaced."""
 _BETWEEN = 4
-"""Parts of the blocks that take the slower one of two levels."""
+"""Steps between two levels; in each step one more part of the blocks takes the slower level."""
 _BUDGETS = 24
-"""For which packs at different levels are looked at, evenly spread."""
+"""Number of budgets, evenly spaced, for which packs at different levels are considered."""
 _AGAIN = (Phase.RECOMPUTE, Phase.BACKWARD)
 
 
 @dataclass(frozen=True, eq=False)
 class LevelFrontier:
-    """Plans worth having: peaks ascending, seconds descending; as `_frontier.Frontier`."""
+    """Undominated plans, peaks ascending, seconds descending; the interface of `frontier.Frontier`."""
 
     peak_bytes: I64
     seconds: F64
     level: I32
-    """(plans, blocks)"""
+    """(plans, blocks) level of each block."""
 
     def __len__(self) -> int:
-        """Number of plans."""
+        """Return the number of plans."""
         return len(self.peak_bytes)
 
     def at(self, budget_bytes: int) -> int:
-        """Row of the fastest plan that is priced within the budget, -1 if there is none."""
+        """Return the row of the fastest plan priced within the budget, -1 if there is none."""
         return int(np.searchsorted(self.peak_bytes, budget_bytes, side="right")) - 1
 
 
 class LevelSearch:
-    """Plans for the blocks of one step, by row of their frontier; true peaks as far as they were asked for.
+    """Plans for the blocks of one step, by row of their frontier; true peaks are computed on demand.
 
     Args:
-        place: The step and what comes after.
-        regions: Of its blocks.
-        options: Of each block in the order of `regions.blocks`, the fastest first.
-        rewritten: The step under a schedule for each block.
+        place: The step and the later passes.
+        regions: Regions of its blocks.
+        options: Options of each block in the order of `regions.blocks`, the fastest first.
+        rewritten: Rewrites the step by a schedule for each block.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: Placement,
         regions: BlockRegions,
         options: Sequence[Sequence[BlockOption]],
         rewritten: Callable[[Step, tuple[Schedule, ...]], Step],
@@ -77,7 +77,7 @@ class LevelSearch:
 
     @cached_property
     def frontier(self) -> LevelFrontier:
-        """Every plan worth having."""
+        """All undominated plans."""
         plans = self._by_packs() or self._by_parts()
         peak, seconds = np.array([each[0] for each in plans]), np.array([each[1] for each in plans])
         order = np.lexsort((seconds, peak))
@@ -88,16 +88,14 @@ class LevelSearch:
         )
 
     def schedules(self, row: int) -> tuple[Schedule, ...]:
-        """By block, what plan `row` says."""
+        """Return the schedule of each block in plan `row`."""
         return self._schedules(self.frontier.level[row])
 
     def peak_of(self, row: int) -> int:
-        """Peak of plan `row` after every pass."""
+        """Return the peak of plan `row` after every pass."""
         if row not in self._peaks:
             self._peaks[row] = self._peak(self.frontier.level[row])
         return self._peaks[row]
-
-    # -- levels ----------------------------------------------------------------------------------------------
 
     def _schedules(self, level: I32) -> tuple[Schedule, ...]:
         return tuple(mine[at].schedule for mine, at in zip(self._options, level.tolist(), strict=True))
@@ -107,7 +105,9 @@ class LevelSearch:
         return max(int(each.max(initial=0)) for each in live)
 
     def _after(self, level: I32) -> Program:
-        """The program after every later pass; few are asked for twice, and those one after the other."""
+        """Return the program after every later pass; the cache is small, since only recent levels are asked
+        for again.
+        """
         key = level.tobytes()
         if key not in self._known:
             if len(self._known) > _LEVELS:
@@ -128,7 +128,7 @@ class LevelSearch:
         return float(self._seconds[np.arange(len(level)), level].sum())
 
     def _by_parts(self) -> list[tuple[int, float, I32]]:
-        """Each level, and between two of them the last blocks at the faster one, as many as fits."""
+        """Return each level, and between two of them plans whose last blocks take the faster one."""
         found, blocks = list[tuple[int, float, I32]](), len(self._options)
         before = 0
         for level in self._uniform():
@@ -141,14 +141,12 @@ class LevelSearch:
             before = peak
         return found
 
-    # -- packs -----------------------------------------------------------------------------------------------
-
     def _by_packs(self) -> list[tuple[int, float, I32]]:
-        """For each budget each pack at its fastest level; none where there are no packs, or levels are packed
-        otherwise.
+        """Return, for each budget, the plan with each pack at its fastest level; empty without packs or if
+        they vary by level.
 
-        What packs blocks by their bytes may put them otherwise where levels differ: such plans are left out,
-        the levels stay.
+        A technique that forms packs by bytes may form others when levels differ: such mixed plans are
+        dropped, the uniform levels are kept.
         """
         levels = self._uniform()
         spans = {self._spans(level) for level in levels}
@@ -157,7 +155,7 @@ class LevelSearch:
             return []
         peaks = np.stack(
             [self._peaks_of(packs, level) for level in levels], axis=1
-        )  # (packs, levels), the last row the rest
+        )  # (packs + 1, levels); the last row is any other moment
         seconds = np.stack([self._seconds[slice(*span)].sum(axis=0) for span in packs])
         rest = int(peaks[-1].max())
         least = max(rest, int(peaks[:-1].min(axis=1).max()))
@@ -183,26 +181,30 @@ class LevelSearch:
         return found
 
     def _spans(self, level: I32) -> tuple[Span, ...]:
-        """Blocks that run backward together."""
+        """Return the first and last block of each pack."""
         place = self._place
         packs = next((each for each in place.later if each.effects.layer_major), None)
         if packs is None:
             return ()
         chosen = {each.slot: each for each in place.later}
-        target = Target(place.hardware, place.ranks, place.told.budget_bytes, chosen)
+        target = Target(place.hardware, place.ranks, place.pass_inputs.budget_bytes, chosen)
         program = place.program(self._rewritten(place.step, self._schedules(level)))
-        return packs_in(packs, packs.plan(program, target), len(self._options))
+        return pack_spans(packs, packs.plan(program, target), len(self._options))
 
     def _peaks_of(self, packs: Sequence[Span], level: I32) -> I64:
-        """(packs + 1,) most live bytes while each pack runs backward, and at any other moment."""
+        """Return the (packs + 1,) largest live bytes while each pack runs backward and, last, at any other
+        moment.
+        """
         found = np.zeros(len(packs) + 1, np.int64)
         of_block = np.repeat(np.arange(len(packs)), [end - first for first, end in packs])
-        turn = packs[-1][0]
+        last_pack = packs[-1][0]
         for step in self._steps(self._after(level)):
             block = step.ops.block
-            again = np.isin(step.ops.phase, _AGAIN) | ((block >= turn) & (step.ops.phase == Phase.FORWARD))
+            again = np.isin(step.ops.phase, _AGAIN) | (
+                (block >= last_pack) & (step.ops.phase == Phase.FORWARD)
+            )
             at = np.where((block >= 0) & again, np.arange(step.ops.n), -1)
-            at = np.maximum.accumulate(at)  # what follows a block's op is its pack's, up to the next one's
+            at = np.maximum.accumulate(at)  # ops between two block ops count for the pack of the first
             pack = np.where(at >= 0, of_block[block[np.maximum(at, 0)]], len(packs))
             np.maximum.at(found, pack, live_bytes(step, self._place.hardware))
         return found

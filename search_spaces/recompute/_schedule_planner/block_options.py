@@ -1,9 +1,8 @@
-"""Schedules that one block may run by, from those that hold much and run nothing again to those that hold
-little.
+"""Schedules for one block, from those that hold much and recompute nothing to those that hold little.
 
-What other blocks do is room that is taken between a block's forward and its backward. So a policy or a
-planner is asked for the block alone, with ever more room taken there, and what it then keeps is what the
-block holds. Equal blocks share their options.
+Other blocks' bytes are modelled as memory that is occupied between this block's forward and its backward.
+Policies and planners are therefore asked for the block alone, with more and more memory occupied there; what
+they then keep is what the block holds. Equal blocks share their options.
 """
 
 from __future__ import annotations
@@ -18,61 +17,66 @@ import numpy as np
 from memtune.activations.eviction import Policy, freeze_between, region_trace
 from memtune.activations.schedules import (
     BlockRegions,
-    Late,
+    FreeAfterForwardPlanner,
     Region,
     Solution,
     elements_of,
+    find_block_schedule_error,
     solve_exactly,
     solve_rounded,
-    wrong_with_block,
 )
 from memtune.hardware import Hardware, op_class, op_costs
 from memtune.program import F64, I32, I64, Action, OpGraph, Schedule, Step
 from memtune.search_spaces.recompute._schedule_planner.coarse_graph import stages_of
 
 _LEVELS = 8
-"""Parts of what a block keeps plainly that the policies are asked to keep."""
+"""Levels of kept bytes, as fractions of what the block keeps without recompute, that policies are asked for.
+"""
 _LEVELS_EXACT = 4
 """The same for the integer program."""
 
 
 @dataclass(frozen=True)
-class Exact:
-    """Checkmate's program as a source of options."""
+class ExactSource:
+    """Checkmate's integer program as a source of options."""
 
     nodes: int
     exact_s: float = 0.0
 
 
-LATE = "late"
-"""`activations.schedules.late_free_planner` as a source of options."""
-Source = Policy | Exact | str
+FREE_AFTER_FORWARD = "late"
+"""The free-after-forward planner of `activations.schedules` as a source of options."""
+Source = Policy | ExactSource | str
 
 
 @dataclass(frozen=True, eq=False)
 class BlockOption:
-    """A schedule of a block, and what it comes to; bytes of what only the block itself holds."""
+    """A schedule of a block with its bytes and seconds; bytes are those of values that only the
+    block holds.
+    """
 
     schedule: Schedule
     seconds: float
-    """Of what runs again."""
+    """Seconds of recomputation."""
     held_bytes: int
-    """Between forward and backward."""
+    """Bytes held between forward and backward."""
     anchor: I32
-    """(steps,) by op that runs: itself where it runs first, else the next one that does."""
+    """(steps,) for each op that runs: its own number on its first run, else that of the next op that runs
+    first.
+    """
     bytes: I64
-    """(steps,) while it runs, scratch included."""
+    """(steps,) live bytes while it runs, scratch included."""
     left_bytes: I64
-    """(steps,) once it has run and values are let go; 0 where the op runs again."""
+    """(steps,) live bytes once it has run and values are freed; 0 where the op runs again."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most while the block runs."""
+        """Largest live bytes while the block runs."""
         return int(self.bytes.max(initial=0))
 
 
 def local_region(step: Step, regions: BlockRegions, sort: int) -> Region:
-    """The region of a block of this sort by itself; what others hold too weighs nothing."""
+    """Return the region of one block of class `sort`; values that others hold as well have 0 bytes."""
     together, graph = regions.together, regions.graphs[sort]
     block = int(np.flatnonzero(regions.sort == sort)[-1])
     ops, values = regions.ops[block], regions.values[block]
@@ -97,14 +101,14 @@ def local_region(step: Step, regions: BlockRegions, sort: int) -> Region:
 def options_of(
     step: Step, regions: BlockRegions, sort: int, hardware: Hardware, sources: tuple[Source, ...]
 ) -> tuple[BlockOption, ...]:
-    """Options of a block of one sort, none of which another one beats; the first runs every op once.
+    """Return the undominated options of a block of class `sort`; the first one runs every op once.
 
     Args:
         step: The plain step.
-        regions: Of its blocks.
-        sort: Which of their graphs.
+        regions: Regions of its blocks.
+        sort: Index of the block's class in `regions.graphs`.
         hardware: For the time of ops.
-        sources: Who is asked.
+        sources: Policies and planners that propose schedules.
     """
     region = local_region(step, regions, sort)
     costs = op_costs(step, hardware)
@@ -112,8 +116,8 @@ def options_of(
     plain = _option(region, op_s, regions.plain[sort])
     found = {plain.schedule: plain}
     for source in sources:
-        for schedule in _asked(source, step, region, op_s, plain):
-            if schedule not in found and not wrong_with_block(region.graph, schedule):
+        for schedule in _schedules_from(source, step, region, op_s, plain):
+            if schedule not in found and not find_block_schedule_error(region.graph, schedule):
                 found[schedule] = _option(region, op_s, schedule)
     return (plain, *_undominated([each for each in found.values() if each.held_bytes < plain.held_bytes]))
 
@@ -121,6 +125,8 @@ def options_of(
 def _undominated(options: Iterable[BlockOption]) -> Iterator[BlockOption]:
     kept: list[BlockOption] = []
     for each in sorted(options, key=lambda option: (option.seconds, option.held_bytes, option.peak_bytes)):
+        # Sorted by seconds: an option is dominated if an earlier, faster one holds no more and peaks no
+        # higher.
         if not any(
             other.held_bytes <= each.held_bytes and other.peak_bytes <= each.peak_bytes for other in kept
         ):
@@ -128,24 +134,29 @@ def _undominated(options: Iterable[BlockOption]) -> Iterator[BlockOption]:
             yield each
 
 
-def _asked(source: Source, step: Step, region: Region, op_s: F64, plain: BlockOption) -> Iterator[Schedule]:
+def _schedules_from(
+    source: Source, step: Step, region: Region, op_s: F64, plain: BlockOption
+) -> Iterator[Schedule]:
     if isinstance(source, Policy):
         yield from _by_policy(source, step, region, op_s, plain)
-    elif isinstance(source, Exact):
+    elif isinstance(source, ExactSource):
         yield from _by_program(source, region, op_s, plain)
     else:
-        late = Late(region.graph, region.bytes, op_s, region.outside_until, np.zeros(len(op_s), np.int32))
+        late = FreeAfterForwardPlanner(
+            region.graph, region.bytes, op_s, region.outside_until, np.zeros(len(op_s), np.int32)
+        )
         order = late.order()
-        for gone in range(1, len(order) + 1):
-            yield late.schedule(frozenset(order[:gone]))
+        for freed in range(1, len(order) + 1):
+            yield late.schedule(frozenset(order[:freed]))
 
 
 def _by_policy(
     policy: Policy, step: Step, region: Region, op_s: F64, plain: BlockOption
 ) -> Iterator[Schedule]:
     elements = elements_of(step, region)
-    holes = (0, plain.peak_bytes // 4) if policy.addressed else (0,)  # which are no bytes that a block holds
+    holes = (0, plain.peak_bytes // 4) if policy.addressed else (0,)  # fragmentation costs no held bytes
     for level, more in product(range(_LEVELS), holes):
+        # Occupying memory between forward and backward forces the policy to keep less of the block.
         between = max(plain.peak_bytes - plain.held_bytes * level // _LEVELS, 1)
         traces = [
             partial(region_trace, region, op_s, is_cheap, elements, keep_written=keep, between_bytes=between)
@@ -156,7 +167,7 @@ def _by_policy(
             yield found
 
 
-def _by_program(source: Exact, region: Region, op_s: F64, plain: BlockOption) -> Iterator[Schedule]:
+def _by_program(source: ExactSource, region: Region, op_s: F64, plain: BlockOption) -> Iterator[Schedule]:
     stages = stages_of(region, op_s, source.nodes)
     for level in range(_LEVELS_EXACT):
         between = plain.peak_bytes - plain.held_bytes * level // _LEVELS_EXACT
@@ -173,7 +184,7 @@ def _by_program(source: Exact, region: Region, op_s: F64, plain: BlockOption) ->
 
 
 def is_cheap(name: str) -> bool:
-    """Whether what an op of this name makes is had again in little time."""
+    """Return True if ops of this name take little time to recompute."""
     return op_class(name) not in _EXPENSIVE
 
 
@@ -203,6 +214,7 @@ def _option(region: Region, op_s: F64, schedule: Schedule) -> BlockOption:
             live -= n_bytes[each.of]
             left[-1] = live
     for place in range(len(anchor) - 2, -1, -1):
+        # Scanned backwards, so that a repeated op gets the anchor of the next first run.
         if not first[place]:
             anchor[place] = anchor[place + 1]
     seconds = float(op_s[schedule.computes()].sum() - op_s.sum())

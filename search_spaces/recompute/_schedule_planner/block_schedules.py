@@ -1,12 +1,12 @@
-"""A schedule for each block, where parameters are there for a block's own calls alone.
+"""A schedule for each block, if parameters are available during a block's own calls only.
 
-Hooks of a block's module gather its parameters before its forward and its backward and let them go after. A
-schedule of the block alone runs inside of both, so what it runs again finds the block's parameters, and
-nothing is gathered once more.
+Hooks of a block's module unshard or load its parameters before its forward and its backward, and free them
+after. A schedule of the block alone runs inside both, so the ops that it runs again find the parameters, and
+no extra all-gather or load is needed.
 
-Blocks hold bytes from their forward to their backward, so the budget is shared out as for plans by blocks:
-`_frontier` has every plan that no other beats, priced moment by moment on the step after all later passes;
-the rewritten step has the last word.
+Blocks hold bytes from their forward to their backward and share the budget as in plans by blocks: `frontier`
+has every undominated plan, priced moment by moment on the step after all later passes. The peak of the
+rewritten step decides.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pydantic import model_validator
 from memtune.activations.capture import COLLECTIVE_INSIDE
 from memtune.activations.schedules import (
     BlockRegions,
-    FrozenRegion,
+    ScheduledRegion,
     block_regions_of,
+    find_block_schedule_error,
     not_foreseen,
     run_blocks,
-    wrong_with_block,
 )
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.parallel.ranks import require_whole_layers
-from memtune.program import I32, I64, Program, Schedule, Step, remembered
+from memtune.program import I32, I64, Program, Schedule, Step, memoized
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes, Index, ScheduleField, require_entries
 from memtune.search_spaces._support import effects_conflict
@@ -39,92 +39,95 @@ from memtune.search_spaces.recompute._block_planner import (
     Frontier,
     Problem,
     best_row,
+    layer_major_technique,
     live_bytes,
-    packs_of,
     solve,
 )
 from memtune.search_spaces.recompute._schedule_planner.block_levels import LevelSearch
 from memtune.search_spaces.recompute._schedule_planner.block_options import BlockOption, Source, options_of
-from memtune.search_spaces.recompute._schedule_planner.placement import SCHEDULED, Place, schedules_nothing
+from memtune.search_spaces.recompute._schedule_planner.placement import (
+    SCHEDULED,
+    Placement,
+    schedules_nothing,
+)
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
 _MUCH = 1 << 60
 _TRIES = 4
-"""Plans that are rewritten in search of the best one: prices are near enough that the first or second mostly
-is.
+"""Plans rewritten in search of the best one; prices are accurate enough that the first or second usually is.
 """
 _WIDTH = 128
-"""Plans that are kept for the blocks from each one on; more are closer to the budget."""
+"""Plans kept per layer of the frontier; more come closer to the budget."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSchedules:
-    """A schedule for each block, and what it comes to."""
+    """A schedule for each block, with the resulting peak and time."""
 
     regions: BlockRegions
     schedules: tuple[Schedule, ...]
-    """By block in the order of `regions.blocks`."""
+    """By block, in the order of `regions.blocks`."""
     peak_bytes: int
-    """After every later pass."""
-    again_s: float
-    """Of what runs again."""
+    """Peak after every later pass."""
+    recompute_s: float
+    """Seconds of recomputation."""
     budget_bytes: int
     plain_bytes: int
     smallest_bytes: int
-    """The least peak that any of the plans gives; looked for where the budget is not met."""
+    """Smallest peak of all plans; computed only if the budget is not met."""
 
     @property
     def is_within(self) -> bool:
-        """Whether the budget is met."""
+        """True if the budget is met."""
         return self.peak_bytes <= self.budget_bytes
 
 
 @dataclass(frozen=True, eq=False)
-class _Beside:
-    """What is live besides the blocks' own values on the plain step after every later pass; (blocks, ops of
-    its sort) each.
+class _Background:
+    """Live bytes other than the blocks' own values on the plain step after every later pass; (blocks, ops of
+    its class) each.
     """
 
     while_op: tuple[I64, ...]
     after_op: tuple[I64, ...]
-    """Until the next op of the blocks; far below 0 where that is at once."""
+    """Until the next op of the blocks; far below 0 if that follows at once."""
     held_bytes: tuple[int, ...]
-    """By block: its own values between its forward and its backward."""
+    """By block: bytes of its own values between its forward and its backward."""
     between_bytes: int
-    """Between the last block's forward and its backward, blocks' own values left out."""
+    """Between the last block's forward and its backward, without the blocks' values."""
     rest_bytes: int
 
 
 class BlockSearch:
-    """Plans for the blocks of one step, by row of their frontier; true peaks as far as they were asked for.
+    """Plans for the blocks of one step, by row of their frontier; true peaks are computed on demand.
 
     Args:
-        place: The step and what comes after.
-        regions: Of its blocks.
-        sources: Who is asked for options.
+        place: The step and the later passes.
+        regions: Regions of its blocks.
+        sources: Policies and planners that propose options.
     """
 
-    def __init__(self, place: Place, regions: BlockRegions, sources: tuple[Source, ...]) -> None:
+    def __init__(self, place: Placement, regions: BlockRegions, sources: tuple[Source, ...]) -> None:
         self._place, self._regions, self._sources = place, regions, sources
         self._peaks: dict[int, int] = {}
 
     @cached_property
     def options(self) -> tuple[tuple[BlockOption, ...], ...]:
-        """Of each sort of block."""
+        """Options of each class of blocks."""
         place, sorts = self._place, range(len(self._regions.graphs))
         return tuple(
             options_of(place.step, self._regions, sort, place.hardware, self._sources) for sort in sorts
         )
 
     @cached_property
-    def _beside(self) -> _Beside:
-        return _beside(self._place, self._regions)
+    def _background(self) -> _Background:
+        return _background(self._place, self._regions)
 
     @cached_property
     def frontier(self) -> Frontier:
-        """Every plan worth having."""
-        regions, beside = self._regions, self._beside
+        """All undominated plans."""
+        regions, beside = self._regions, self._background
         options = [self.options[sort] for sort in regions.sort.tolist()]
         shape = len(options), max(map(len, options))
         held, own, seconds = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape)
@@ -141,15 +144,15 @@ class BlockSearch:
         return solve(problem, _WIDTH)
 
     def schedules(self, row: int) -> tuple[Schedule, ...]:
-        """By block, what plan `row` says."""
+        """Return the schedule of each block in plan `row`."""
         options = (self.options[sort] for sort in self._regions.sort.tolist())
         pairs = zip(options, self.frontier.choice(row).tolist(), strict=True)
         return tuple(mine[min(number, len(mine) - 1)].schedule for mine, number in pairs)
 
     def peak_of(self, row: int) -> int:
-        """Peak of plan `row` after every pass."""
+        """Return the peak of plan `row` after every pass."""
         if row not in self._peaks:
-            step = under_blocks(self._place.step, self.schedules(row))
+            step = apply_block_schedules(self._place.step, self.schedules(row))
             self._peaks[row] = int(live_bytes(self._place.after(step), self._place.hardware).max(initial=0))
         return self._peaks[row]
 
@@ -163,17 +166,18 @@ def _own_bytes(option: BlockOption, while_op: I64, after_op: I64) -> int:
     )
 
 
-def _beside(place: Place, regions: BlockRegions) -> _Beside:
+def _background(place: Placement, regions: BlockRegions) -> _Background:
     together = regions.together
     marks = np.zeros(place.step.ops.n, np.int32)
     marks[together.rows] = 1
+    # Marks in `ops.match` find the region's ops again after the later passes have inserted theirs.
     after = place.after(place.step.with_ops(match=marks))
     rows = np.flatnonzero(after.ops.match).astype(np.int32)
     live = live_bytes(after, place.hardware)
     n_forward, own = together.graph.n_forward, together.outside_until < 0
     gaps = np.full(len(rows), -_MUCH)
     for op in np.flatnonzero(np.diff(rows) > 1).tolist():
-        if op != n_forward - 1:  # what comes after forward is no block's
+        if op != n_forward - 1:  # the gap after forward belongs to no block
             gaps[op] = live[rows[op] + 1 : rows[op + 1]].max()
     held, while_op, after_op = [], [], []
     for ops, values in zip(regions.ops, regions.values, strict=True):
@@ -185,7 +189,7 @@ def _beside(place: Place, regions: BlockRegions) -> _Beside:
     middle = slice(int(rows[n_forward - 1]) + 1, int(rows[n_forward]))
     between = int(live[middle].max(initial=0)) - sum(held)
     rest = max(int(live[: rows[0]].max(initial=0)), int(live[rows[-1] + 1 :].max(initial=0)))
-    return _Beside(tuple(while_op), tuple(after_op), tuple(held), between, rest)
+    return _Background(tuple(while_op), tuple(after_op), tuple(held), between, rest)
 
 
 def _live_of(step: Step, storages: I32, hardware: Hardware) -> I64:
@@ -198,28 +202,30 @@ def _live_of(step: Step, storages: I32, hardware: Hardware) -> I64:
 
 
 @lru_cache(maxsize=32)
-def search_blocks(place: Place, sources: tuple[Source, ...]) -> BlockSearch | LevelSearch:
-    """The plans for the blocks of a place; `cannot_freeze` has seen to it that there are regions."""
+def search_blocks(place: Placement, sources: tuple[Source, ...]) -> BlockSearch | LevelSearch:
+    """Return the plans for the blocks of a step that has regions (see `cannot_schedule_blocks`)."""
     regions = block_regions_of(place.step)
     assert not isinstance(regions, str), regions
     if not any(each.effects.layer_major or each.slot == "offload.activations" for each in place.later):
         return BlockSearch(place, regions, sources)
     sorts = range(len(regions.graphs))
     options = [options_of(place.step, regions, sort, place.hardware, sources) for sort in sorts]
-    return LevelSearch(place, regions, [options[sort] for sort in regions.sort.tolist()], under_blocks)
+    return LevelSearch(
+        place, regions, [options[sort] for sort in regions.sort.tolist()], apply_block_schedules
+    )
 
 
 @lru_cache(maxsize=64)
-def found_by_blocks(
-    place: Place, sources: tuple[Source, ...], budget_bytes: int | None, share: float = 0.0
+def solve_block_schedules(
+    place: Placement, sources: tuple[Source, ...], budget_bytes: int | None, share: float = 0.0
 ) -> BlockSchedules:
-    """The fastest plan within the budget, the smallest one if none is.
+    """Return the fastest plan within the budget, or the plan with the smallest peak if none is.
 
     Args:
-        place: The program without recompute, and what comes after it.
-        sources: Who is asked for schedules of a block.
-        budget_bytes: Peak of the whole step; None: by `share`.
-        share: Where the budget lies between the smallest peak found and the plain one.
+        place: The program without recompute, and the later passes.
+        sources: Policies and planners that propose schedules of a block.
+        budget_bytes: Largest peak of the whole step; None: given by `share`.
+        share: Position of the budget between the smallest peak found (0) and the plain one (1).
     """
     search = search_blocks(place, sources)
     if budget_bytes is None:
@@ -242,16 +248,18 @@ def found_by_blocks(
     )
 
 
-def surely_slower(place: Place, sources: tuple[Source, ...], budget_bytes: int, seconds: float) -> bool:
-    """Whether no plan that is priced near the budget takes less than `seconds`; known before any is
-    rewritten.
+def is_surely_slower(
+    place: Placement, sources: tuple[Source, ...], budget_bytes: int, seconds: float
+) -> bool:
+    """Return True if no plan priced near the budget takes less than `seconds`; no step is rewritten
+    for it.
     """
     frontier = search_blocks(place, sources).frontier
     return float(frontier.seconds[max(frontier.at(budget_bytes + (budget_bytes >> 7)), 0)]) >= seconds
 
 
-def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
-    """Why the blocks cannot each run by a schedule of their own."""
+def cannot_schedule_blocks(program: Program, target: Target) -> Reason | None:
+    """Return why the blocks cannot each run by a schedule of their own; None if they can."""
     reason = schedules_nothing(target, "sharding.parallel") or _not_in_packs(program, target)
     if reason is not None:
         return reason
@@ -267,20 +275,17 @@ def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
 
 
 def _not_in_packs(program: Program, target: Target) -> Reason | None:
-    """Why blocks do not run pack by pack, known before schedules are looked for."""
-    packs = packs_of(target)
+    """Return why blocks cannot run pack by pack, before schedules are searched."""
+    packs = layer_major_technique(target)
     return None if packs is None else packs.fits(program, target)
 
 
-@remembered
-def under_blocks(step: Step, schedules: tuple[Schedule, ...]) -> Step:
-    """`step` with each block run by its schedule."""
+@memoized
+def apply_block_schedules(step: Step, schedules: tuple[Schedule, ...]) -> Step:
+    """Return `step` with each block run by its schedule."""
     regions = block_regions_of(step)
     assert not isinstance(regions, str), regions
     return run_blocks(step, regions, schedules)
-
-
-# -- the plan ------------------------------------------------------------------------------------------------
 
 
 class BlockSchedulesPlan(Plan):
@@ -289,7 +294,7 @@ class BlockSchedulesPlan(Plan):
     block_schedules: tuple[ScheduleField, ...]
     """The different schedules."""
     blocks: tuple[Index, ...]
-    """(blocks,) entry of `block_schedules` that each block runs by."""
+    """(blocks,) entry of `block_schedules` of each block."""
 
     @model_validator(mode="after")
     def _has_entries(self) -> Self:
@@ -297,46 +302,48 @@ class BlockSchedulesPlan(Plan):
         return self
 
     def schedules(self, kind: str) -> list[Schedule]:
-        """Return the schedule of each row of `step.blocks`, made by the technique `kind`."""
+        """Return the schedule of each row of `step.blocks`, attributed to the technique `kind`."""
         different = [replace(each, made_by=kind) for each in self.block_schedules]
         return [different[number] for number in self.blocks]
 
 
 class BudgetBlocksPlan(BlockSchedulesPlan):
-    """A schedule for each block, within a budget together."""
+    """A schedule for each block, together within a budget."""
 
     budget_bytes: Bytes
-    """Peak to stay within."""
+    """Largest peak allowed."""
     peak_bytes: Bytes
     """Peak of the whole program after every later pass."""
     plain_bytes: Bytes
     """Peak without schedules."""
-    again_s: float
-    """Seconds of what runs again in a micro-batch."""
+    recompute_s: float
+    """Seconds of recomputation in a micro-batch."""
 
 
-def plan_by_blocks(found: BlockSchedules) -> BudgetBlocksPlan:
-    """Return the plan: the different schedules, which of them each block runs by, and what that comes to."""
+def to_block_plan(found: BlockSchedules) -> BudgetBlocksPlan:
+    """Return `found` as a plan: the different schedules, the one of each block, the resulting peak
+    and time.
+    """
     return BudgetBlocksPlan(
-        **which_by_block(found.regions, found.schedules),
+        **block_plan_fields(found.regions, found.schedules),
         budget_bytes=found.budget_bytes,
         peak_bytes=found.peak_bytes,
         plain_bytes=found.plain_bytes,
-        again_s=round(found.again_s, 9),
+        recompute_s=round(found.recompute_s, 9),
     )
 
 
-def which_by_block(regions: BlockRegions, schedules: tuple[Schedule, ...]) -> dict[str, Any]:
-    """The different ones of `schedules`, which are in the order of `regions.blocks`, and which of them each
-    block runs by.
+def block_plan_fields(regions: BlockRegions, schedules: tuple[Schedule, ...]) -> dict[str, Any]:
+    """Return the plan fields for `schedules` (in the order of `regions.blocks`): the different ones, and each
+    block's.
     """
     different = tuple(dict.fromkeys(schedules))
     of_block = dict(zip(regions.blocks, (different.index(each) for each in schedules), strict=True))
     return {"block_schedules": different, "blocks": tuple(of_block[block] for block in range(len(of_block)))}
 
 
-def rewritten_by_blocks(plan: BlockSchedulesPlan, program: Program, kind: str) -> Program:
-    """Each block's ops in the order of its schedule.
+def rewrite_by_block_schedules(plan: BlockSchedulesPlan, program: Program, kind: str) -> Program:
+    """Return `program` with each block's ops in the order of its schedule.
 
     Raises:
         ApplyError: The schedules are for another model's blocks.
@@ -350,7 +357,12 @@ def rewritten_by_blocks(plan: BlockSchedulesPlan, program: Program, kind: str) -
             ordered = tuple(schedules[block] for block in regions.blocks)
             pairs = {(int(sort), each) for sort, each in zip(regions.sort, ordered, strict=True)}
             wrong = next(
-                (why for sort, each in pairs if (why := wrong_with_block(regions.graphs[sort], each))), ""
+                (
+                    why
+                    for sort, each in pairs
+                    if (why := find_block_schedule_error(regions.graphs[sort], each))
+                ),
+                "",
             )
     if wrong:
         raise ApplyError(
@@ -359,11 +371,12 @@ def rewritten_by_blocks(plan: BlockSchedulesPlan, program: Program, kind: str) -
             fix="memtune search  or  memtune trial --config  makes a new plan; or recompute: {kind: full}",
             code="MT316",
         )
-    return program.with_step(under_blocks(program.step, ordered))
+    return program.with_step(apply_block_schedules(program.step, ordered))
 
 
 def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> None:
-    """Put the executor of each block's schedule in the place of its forward; the audit asks whether they ran.
+    """Replace each block's forward by the executor of its schedule, and add an audit check that the schedules
+    ran.
 
     Raises:
         ApplyError: The schedules are for another number of blocks.
@@ -380,22 +393,23 @@ def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> Non
     )
     found = {}
     for name, schedule in zip(context.blocks, schedules, strict=True):
-        found[name] = FrozenRegion(context.model.get_submodule(name), schedule, context.device)
+        found[name] = ScheduledRegion(context.model.get_submodule(name), schedule, context.device)
         found[name].install()
     context.checks["recompute"] = lambda: _check(found)
 
 
 def instead_of_schedule(why: str, kind: str) -> str:
-    """What to do where a schedule did not run for the reason `why`; `kind` needs no schedule, but would
-    repeat a collective.
+    """Return the fix for a schedule that did not run because of `why`.
+
+    The technique `kind` needs no schedule, but would run a collective a second time.
     """
     if why.endswith(COLLECTIVE_INSIDE):
         return "move it out of the model, or choose recompute: {kind: none}"
     return f"search again with the model as it is now, or choose recompute: {{kind: {kind}}}"
 
 
-def _check(regions: Mapping[str, FrozenRegion]) -> dict[str, Any]:
-    """Facts for the audit: how often schedules ran, and the plain blocks in their place."""
+def _check(regions: Mapping[str, ScheduledRegion]) -> dict[str, Any]:
+    """Return facts for the audit: runs by schedule, and runs of the plain block instead."""
     for name, each in regions.items():
         if not each.is_installed:
             raise ApplyError(f"{name} should run by a schedule, but its forward was replaced.", code="MT313")
@@ -417,13 +431,13 @@ def _check(regions: Mapping[str, FrozenRegion]) -> dict[str, Any]:
     }
 
 
-def explained_blocks(plan: BudgetBlocksPlan) -> tuple[str, ...]:
-    """What the plan comes to, then each schedule with the blocks that run by it."""
+def explain_block_schedules(plan: BudgetBlocksPlan) -> tuple[str, ...]:
+    """Return the peak and the time, then one line per schedule with the number of blocks that it runs."""
     schedules = plan.schedules("planned")
     peak, budget, plain = (
         format_bytes(each) for each in (plan.peak_bytes, plan.budget_bytes, plan.plain_bytes)
     )
-    again = format_seconds(plan.again_s)
+    again = format_seconds(plan.recompute_s)
     lines = [
         f"peak {peak} by a schedule for each block for a budget of {budget}; {plain} without; costs {again} a"
         " micro-batch"

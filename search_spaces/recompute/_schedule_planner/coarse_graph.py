@@ -1,13 +1,13 @@
-"""From a model's ops to the few nodes that Checkmate decides on, and from its decision back to a schedule of
+"""Join a model's ops to the few nodes that Checkmate decides on, and expand its solution to a schedule of
 ops.
 
-A node is a stretch of forward or of backward. Forward is cut where much is saved for backward: of two
-neighbours the pair whose smaller share of saved bytes is least becomes one node, until few enough are left.
-Backward is cut where it begins to read an earlier node of forward. The loss, which is other code, is a node
-in the middle.
+A node is a stretch of forward or of backward. Forward is cut where many bytes are saved for backward: of two
+neighbours, the pair whose smaller share of saved bytes is least becomes one node, until few enough are left.
+Backward is cut where it begins to read an earlier node of forward. The loss, which is the user's code between
+them, is a node in the middle.
 
-What others hold beyond forward (outputs, casts of weights in autocast's cache) is made once and stays until
-its last reader: a node runs again without the op that made it.
+Values that others hold beyond forward (outputs, casts of weights in autocast's cache) are made once and live
+until their last reader: a node runs again without the op that made them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtune.activations.schedules import Problem, Region, Solution
-from memtune.program import F64, OpGraph, Schedule, scheduled
+from memtune.program import F64, OpGraph, Schedule, build_schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Stages:
     nodes: tuple[tuple[int, ...], ...]
     """Ops of each node; the loss has none."""
     loss: int
-    """Which node is the loss."""
+    """Index of the loss."""
     region: Region
     op_s: F64
     """(n,) seconds of each op."""
@@ -37,19 +37,19 @@ class Stages:
     reads: tuple[tuple[int, ...], ...]
     scratch_bytes: tuple[int, ...]
     background_bytes: tuple[int, ...]
-    """What is live besides while each node runs for the first time."""
+    """Live bytes other than the nodes' values while each node runs for the first time."""
     once: frozenset[int]
     """Nodes that run once."""
     made_once: frozenset[int]
-    """Ops that a node leaves out when it runs again."""
+    """Ops that a node skips when it runs again."""
 
     def problem(self, budget_bytes: int) -> Problem:
-        """What is to be decided when `budget_bytes` may be live."""
+        """Return Checkmate's problem for `budget_bytes` of live memory."""
         budgets = tuple(budget_bytes - each for each in self.background_bytes)
         return Problem(self.cost_s, self.bytes, self.reads, budgets, self.scratch_bytes, self.once)
 
     def schedule(self, solution: Solution) -> Schedule:
-        """The ops in the order that `solution` says, without those of a second run that nothing asks for."""
+        """Return the ops in the order of `solution`, without repeated ops whose outputs nothing reads."""
         sequence: list[tuple[int, bool]] = []
         ran: set[int] = set()
         at_loss = 0
@@ -63,10 +63,10 @@ class Stages:
         forward, backward = (
             [op for (op, _), keep in part if keep] for part in _parted(sequence, wanted, at_loss)
         )
-        return scheduled(self.region.graph, forward, backward, made_by="checkmate")
+        return build_schedule(self.region.graph, forward, backward, made_by="checkmate")
 
-    def again_s(self, schedule: Schedule) -> float:
-        """Seconds of what `schedule` runs again."""
+    def recompute_s(self, schedule: Schedule) -> float:
+        """Return the seconds that `schedule` recomputes."""
         computes = schedule.computes()
         return float(self.op_s[computes].sum() - self.op_s.sum())
 
@@ -79,9 +79,10 @@ def _parted(
 
 
 def _wanted(graph: OpGraph, sequence: list[tuple[int, bool]]) -> list[bool]:
-    """Which of the runs are first ones, or make something that is read before it is made again."""
+    """Return which runs are first runs, or make a value that is read before it is made again."""
     needed: set[int] = set()
     found = [True] * len(sequence)
+    # Backwards, so that all later reads of a value are known when its op is reached.
     for at in range(len(sequence) - 1, -1, -1):
         op, again = sequence[at]
         if again and not needed.intersection(graph.makes[op]) and not needed.intersection(graph.writes[op]):
@@ -93,12 +94,12 @@ def _wanted(graph: OpGraph, sequence: list[tuple[int, bool]]) -> list[bool]:
 
 
 def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
-    """The nodes of `region`, at most `n_nodes` besides the loss.
+    """Return the nodes of `region`, at most `n_nodes` besides the loss.
 
     Args:
         region: The model's ops.
         op_s: (n,) seconds of each.
-        n_nodes: Forward and backward together.
+        n_nodes: Number for forward and backward together.
     """
     graph = region.graph
     forward = _forward_nodes(region, op_s, max(n_nodes // 2, 1))
@@ -109,17 +110,17 @@ def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
     for number, ops in enumerate(nodes):
         node_of.update(dict.fromkeys(ops, number))
     last = _last_readers(graph, node_of)
-    lent = {v for v in range(len(region.bytes)) if region.outside_until[v] >= 0}
-    fixed = _fixed(graph, lent)
+    external = {v for v in range(len(region.bytes)) if region.outside_until[v] >= 0}
+    fixed = _fixed(graph, external)
     once = {
         number
         for number, ops in enumerate(nodes)
         if number >= loss or any(graph.makes[op] for op in graph.once.intersection(ops))
     }
-    once |= {node_of[graph.maker[value]] for value in lent - fixed}
-    stays = lent | fixed
+    once |= {node_of[graph.maker[value]] for value in external - fixed}
+    retained = external | fixed
     made = [
-        sum(int(region.bytes[v]) for v in _leaving(graph, ops, number, last) if v not in stays)
+        sum(int(region.bytes[v]) for v in _outputs_read_later(graph, ops, number, last) if v not in retained)
         for number, ops in enumerate(nodes)
     ]
     return Stages(
@@ -130,18 +131,18 @@ def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
         tuple(float(op_s[list(ops)].sum()) for ops in nodes),
         tuple(made),
         tuple(_read_nodes(graph, ops, number, node_of, fixed) for number, ops in enumerate(nodes)),
-        tuple(_inner_peak(region, ops, number, last, stays) for number, ops in enumerate(nodes)),
+        tuple(_inner_peak(region, ops, number, last, retained) for number, ops in enumerate(nodes)),
         _background(region, nodes, loss, node_of, {v: last.get(v, -1) for v in fixed}),
         frozenset(once),
         graph.once | {graph.maker[value] for value in fixed},
     )
 
 
-def _fixed(graph: OpGraph, lent: set[int]) -> set[int]:
-    """Values of the ops of forward that make `lent` ones, where nothing writes into them: there from their
-    first run on.
+def _fixed(graph: OpGraph, external: set[int]) -> set[int]:
+    """Return the values of forward ops that make `external` ones and that nothing writes into: live from
+    their first run.
     """
-    ops = {op for op in map(graph.maker.__getitem__, lent) if op < graph.n_forward}
+    ops = {op for op in map(graph.maker.__getitem__, external) if op < graph.n_forward}
     return {
         v
         for op in ops
@@ -151,13 +152,15 @@ def _fixed(graph: OpGraph, lent: set[int]) -> set[int]:
 
 
 def _forward_nodes(region: Region, op_s: F64, most: int) -> list[list[int]]:
-    """Stretches of forward; what an op writes into in place is made in its own stretch."""
+    """Return stretches of forward; ops that write into a value in place share the stretch of the op that made
+    it.
+    """
     graph = region.graph
     n = graph.n_forward
     saved = np.zeros(n)
     for value in {v for reads in graph.reads[n:] for v in reads if graph.maker[v] < n}:
         saved[graph.maker[value]] += int(region.bytes[value])
-    joined = np.zeros(n, bool)  # with the op before
+    joined = np.zeros(n, bool)  # in one node with the op before
     for value, writers in graph.writers.items():
         inside = [op for op in writers if op < n]
         if graph.maker[value] < n and inside:
@@ -191,7 +194,7 @@ def _backward_nodes(graph: OpGraph, node_of: dict[int, int], n_forward_nodes: in
 
 
 def _last_readers(graph: OpGraph, node_of: dict[int, int]) -> dict[int, int]:
-    """Value → last node that reads it."""
+    """Return value → last node that reads it."""
     last: dict[int, int] = {}
     for op, reads in enumerate(graph.reads):
         for value in reads:
@@ -199,8 +202,8 @@ def _last_readers(graph: OpGraph, node_of: dict[int, int]) -> dict[int, int]:
     return last
 
 
-def _leaving(graph: OpGraph, ops: Iterable[int], number: int, last: dict[int, int]) -> list[int]:
-    """Values that other nodes read of what `ops` make."""
+def _outputs_read_later(graph: OpGraph, ops: Iterable[int], number: int, last: dict[int, int]) -> list[int]:
+    """Return the values made by `ops` that other nodes read."""
     return [value for op in ops for value in graph.makes[op] if last.get(value, -1) > number]
 
 
@@ -212,9 +215,9 @@ def _read_nodes(
 
 
 def _inner_peak(
-    region: Region, ops: Sequence[int], number: int, last: dict[int, int], stays: set[int]
+    region: Region, ops: Sequence[int], number: int, last: dict[int, int], retained: set[int]
 ) -> int:
-    """Bytes that a node takes while it runs, on top of what it leaves and what `stays`."""
+    """Return the bytes that a node takes while it runs, beyond its outputs and the `retained` values."""
     graph, n_bytes = region.graph, region.bytes
     until: dict[int, int] = {}
     for op in ops:
@@ -223,21 +226,21 @@ def _inner_peak(
         )
     live = peak = 0
     for op in ops:
-        inner = [v for v in graph.makes[op] if v in until and v not in stays]
+        inner = [v for v in graph.makes[op] if v in until and v not in retained]
         live += sum(int(n_bytes[v]) for v in inner)
         peak = max(peak, live + int(region.scratch_bytes[op]))
-        gone = [
+        freed = [
             v for v in (*graph.makes[op], *graph.reads[op]) if until.get(v) == op and graph.maker[v] in ops
         ]
-        live -= sum(int(n_bytes[v]) for v in gone if v not in stays)
+        live -= sum(int(n_bytes[v]) for v in freed if v not in retained)
     return peak
 
 
 def _background(
     region: Region, nodes: Sequence[Sequence[int]], loss: int, node_of: dict[int, int], fixed: dict[int, int]
 ) -> tuple[int, ...]:
-    """Bytes besides the nodes' own: what is no value of the region, values that others hold, and `fixed` ones
-    up to a node.
+    """Return bytes other than the nodes' own: those outside the region, externally held values, and `fixed`
+    ones up to a node.
     """
     background = [int(region.background_bytes[list(ops)].max(initial=0)) for ops in nodes]
     background[loss] = region.between_bytes

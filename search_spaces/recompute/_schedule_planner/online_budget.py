@@ -1,4 +1,4 @@
-"""What the online runtime is told by a plan, and whether it then stays within a budget."""
+"""Inputs of the online runtime, and the budget that it needs."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from memtune.units import format_bytes
 
 
 class OnlinePlan(BaseModel):
-    """What the online runtime is told: the budget, what is outside of its sight, and the rates that make an
+    """Inputs of the online runtime: the budget, the bytes that it does not see, and the rates that give an
     op's cost.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     budget_bytes: Bytes
-    """For all that is on the device."""
+    """Limit for all bytes on the device."""
     peak_bytes: Bytes
-    """Most bytes on the device while model and backward run; 0 where nothing stays within the budget."""
+    """Largest live bytes on the device while model and backward run; 0 if no run stays within the budget."""
     reserve_bytes: Bytes
-    """Bytes that are there between forward and backward."""
-    unseen_bytes: Bytes
-    """Bytes that are there when the model's forward begins and are none of the model's."""
+    """Bytes that are live between forward and backward."""
+    external_bytes: Bytes
+    """Bytes that are live when the model's forward begins and do not belong to the model."""
     scratch: dict[str, Bytes]
     """Op, or op with the bytes that it reads → bytes of its workspace."""
-    makes: dict[str, Bytes]
-    """The same of what recurrent layers save for backward."""
+    rnn_reserve: dict[str, Bytes]
+    """Op with the bytes that it reads → bytes that a recurrent layer saves for backward."""
     flops_per_s: Annotated[float, Field(gt=0)]
     bytes_per_s: Annotated[float, Field(gt=0)]
     launch_s: Annotated[float, Field(ge=0)]
 
 
-def told_online(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[str, Any]:
-    """What is outside of the runtime's sight, in bytes, `buffer_bytes` among it, and the rates that make an
+def online_plan_fields(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[str, Any]:
+    """Return the bytes that the runtime does not see, `buffer_bytes` included, and the rates that give an
     op's cost.
     """
     region = _region(step)
     return {
         "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
-        "unseen_bytes": _unseen_bytes(step, region) + buffer_bytes,
+        "external_bytes": _unseen_bytes(step, region) + buffer_bytes,
         "scratch": _scratch(step, region),
-        "makes": _makes(step, region),
+        "rnn_reserve": _makes(step, region),
         "flops_per_s": hardware.matmul_flops_per_s("float32"),
         "bytes_per_s": hardware.memory_bytes_per_s,
         "launch_s": hardware.launch_s,
@@ -68,15 +68,17 @@ def told_online(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[s
 
 
 @lru_cache(maxsize=32)
-def peak_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> int | None:
-    """The most bytes on the device while model and backward run; None where that is not within
+def online_peak_bytes(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> int | None:
+    """Return the largest live bytes on the device while model and backward run; None if they exceed
     `budget_bytes`.
     """
-    return peak_within(step, _region(step), online_policy(policy), budget_bytes, _told(step, hardware))
+    return peak_within(
+        step, _region(step), online_policy(policy), budget_bytes, _runtime_costs(step, hardware)
+    )
 
 
-def _told(step: Step, hardware: Hardware) -> RuntimeCosts:
-    region, plain = _region(step), told_online(step, hardware)
+def _runtime_costs(step: Step, hardware: Hardware) -> RuntimeCosts:
+    region, plain = _region(step), online_plan_fields(step, hardware)
     costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
     sizes = zip(
         step.ops.flops[region.rows].tolist(), step.ops.traffic_bytes[region.rows].tolist(), strict=True
@@ -87,7 +89,9 @@ def _told(step: Step, hardware: Hardware) -> RuntimeCosts:
 
 
 def _scratch(step: Step, region: Region) -> dict[str, int]:
-    """Bytes by what each op reads, and the most of each op for other sizes, as `OpFacts` looks them up."""
+    """Return workspace bytes by op and bytes read, and the most of each op for other sizes, as
+    `OpMetadataCache` looks them up.
+    """
     found: dict[str, int] = {}
     sizes = region.scratch_bytes.tolist()
     for name, size in zip(region.graph.names, sizes, strict=True):
@@ -100,8 +104,8 @@ def _scratch(step: Step, region: Region) -> dict[str, int]:
 
 
 def _makes(step: Step, region: Region) -> dict[str, int]:
-    """Bytes by what each op reads, of recurrent layers with scratch: what they save for backward is empty in
-    a fake run.
+    """Return the bytes that recurrent layers with scratch save for backward, by bytes read: in a fake run
+    these are empty.
     """
     found: dict[str, int] = {}
     for name, detailed, made, scratch in zip(
@@ -117,7 +121,7 @@ def _makes(step: Step, region: Region) -> dict[str, int]:
 
 
 def _scratch_names(step: Step, region: Region) -> list[str]:
-    """(n,) of each op."""
+    """Return the (n,) key of each op for `scratch`: its name with the bytes that it reads."""
     op_at = np.full(step.ops.n, -1, np.int32)
     op_at[region.rows] = np.arange(len(region.rows), dtype=np.int32)
     uses = np.flatnonzero(
@@ -133,20 +137,20 @@ def _scratch_names(step: Step, region: Region) -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def too_little_online(
+def online_shortfall(
     step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0
 ) -> Reason | None:
-    """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it
-    may.
+    """Return why deciding while the model runs exceeds `budget_bytes`, with a sufficient budget; a schedule
+    made before may fit.
 
     Args:
-        step: Before the passes of other techniques.
-        policy: Who is evicted.
-        budget_bytes: For all that is on the device.
-        hardware: Whose rates make costs.
-        more_bytes: What these passes add to what is besides the model's values.
+        step: The step before the passes of other techniques.
+        policy: Selects the victims.
+        budget_bytes: Limit for all bytes on the device.
+        hardware: Gives the rates of costs.
+        more_bytes: Bytes that the later passes add outside the model's values.
     """
-    least = enough_online(step, policy, budget_bytes, hardware, more_bytes)
+    least = sufficient_online_bytes(step, policy, budget_bytes, hardware, more_bytes)
     if least == budget_bytes:
         return None
     given = format_bytes(budget_bytes)
@@ -162,37 +166,37 @@ def too_little_online(
     return Reason(why if least is None else f"{why}; {format_bytes(least)} are enough", fix)
 
 
-def enough_online(
+def sufficient_online_bytes(
     step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0
 ) -> int | None:
-    """`budget_bytes` if deciding while the model runs stays within it, else a larger one; None: not even the
-    plain peak.
+    """Return `budget_bytes` if deciding while the model runs stays within it, else a larger budget that does;
+    None if not even the plain peak is enough.
     """
-    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
+    if online_peak_bytes(step, policy, budget_bytes - more_bytes, hardware) is not None:
         return budget_bytes
-    told = _told(step, hardware)
-    least = least_budget_bytes(step, _region(step), online_policy(policy), budget_bytes - more_bytes, told)
+    costs = _runtime_costs(step, hardware)
+    least = least_budget_bytes(step, _region(step), online_policy(policy), budget_bytes - more_bytes, costs)
     return None if least is None else least + more_bytes
 
 
 def _region(step: Step) -> Region:
     region = region_of(step)
-    assert not isinstance(region, str)  # `cannot_freeze` has seen to it
+    assert not isinstance(region, str)  # checked by `cannot_schedule_model`
     return region
 
 
 def _unseen_bytes(step: Step, region: Region) -> int:
-    """Of what is there when the model's forward begins, what is none of the model's and not given to it:
-    labels, say.
+    """Return the bytes that are live when the model's forward begins and neither belong to the model nor are
+    its inputs, such as labels.
     """
     kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER)
-    there = (step.storages.producer < region.rows[0]) & (step.freed_after >= region.rows[0])
+    is_live = (step.storages.producer < region.rows[0]) & (step.freed_after >= region.rows[0])
     seen = np.isin(step.storages.kind, kinds)
     seen[step.uses.storage[np.isin(step.uses.op, region.rows)]] = True
-    return int(step.storages.bytes[there & ~seen & (step.storages.tier == Tier.DEVICE)].sum())
+    return int(step.storages.bytes[is_live & ~seen & (step.storages.tier == Tier.DEVICE)].sum())
 
 
-def settings_online(plan: OnlinePlan, policy: Policy, freeze_after: int) -> OnlineSettings:
+def online_settings(plan: OnlinePlan, policy: Policy, freeze_after: int) -> OnlineSettings:
     """Return the settings of the runtime."""
     costs = Costs(plan.flops_per_s, plan.bytes_per_s, plan.launch_s)
     return OnlineSettings(
@@ -201,7 +205,7 @@ def settings_online(plan: OnlinePlan, policy: Policy, freeze_after: int) -> Onli
         costs,
         plan.reserve_bytes,
         plan.scratch,
-        plan.makes,
-        plan.unseen_bytes,
+        plan.rnn_reserve,
+        plan.external_bytes,
         freeze_after,
     )

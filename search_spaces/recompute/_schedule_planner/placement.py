@@ -1,9 +1,9 @@
-"""Where a schedule of the whole model is put: the recorded step, and the passes of other techniques that come
-after it.
+"""The context of a schedule of the whole model: the recorded step and the passes of other techniques after
+it.
 
-On several ranks gradients are averaged, or states divided, by passes that come later. A schedule is judged on
-the step that they make of it, so that a budget is that of a rank. What they put between the model's ops stays
-where gradients are complete.
+On several ranks later passes average gradients or shard states. A schedule is evaluated on the step after
+those passes, so that a budget is that of one rank. Ops that they insert between the model's ops keep their
+place: where gradients are complete.
 """
 
 from __future__ import annotations
@@ -17,36 +17,31 @@ from memtune.activations.eviction import least_bytes
 from memtune.activations.schedules import Region, not_foreseen, region_among, region_of, run_schedule
 from memtune.effects import SCHEDULE, Effects
 from memtune.hardware import Hardware
-from memtune.program import Program, RankClass, Schedule, Step, Tier, remembered
+from memtune.program import Program, RankClass, Schedule, Step, Tier, memoized
+from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import ScheduleField
-from memtune.search_spaces._support import (
-    active,
-    effects_conflict,
-    follows_calls,
-    is_gathered,
-    needs_calls_of_blocks,
-)
+from memtune.search_spaces._support import effects_conflict, follows_calls, is_gathered, needs_calls_of_blocks
 from memtune.search_spaces.recompute._block_planner import (
-    NOTHING_TOLD,
-    Told,
-    after_later,
+    NO_PASS_INPUTS,
+    PassInputs,
+    apply_later_passes,
+    later_pass_inputs,
     later_techniques,
-    packs_of,
+    layer_major_technique,
     plain_bytes,
-    told_later,
 )
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 SCHEDULED = Effects(calls="schedule", activations="block", eager_only=SCHEDULE)
-"""The effects of techniques that run the model, or each block, by a schedule."""
+"""Effects of techniques that run the model, or each block, by a schedule."""
 _MARK = -1
-"""No pass numbers ops that wait for each other so."""
+"""A value of `ops.match` that no pass uses for ops that wait for each other."""
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """A step whose region a schedule is to run, and what comes after it."""
+class Placement:
+    """A step whose region a schedule is to run, and the later passes."""
 
     step: Step
     hardware: Hardware
@@ -54,19 +49,19 @@ class Place:
     micro_batch: int = 1
     accumulate: int = 1
     later: tuple[Technique, ...] = ()
-    told: Told = NOTHING_TOLD
-    """What these look at besides each other."""
+    pass_inputs: PassInputs = NO_PASS_INPUTS
+    """Inputs of the later passes besides the techniques themselves."""
 
     @property
     def region(self) -> Region:
-        """The model's forward and backward; `cannot_freeze` has seen to it that there is one."""
+        """The model's forward and backward; exists if `cannot_schedule_model` returned None."""
         found = region_of(self.step)
         assert not isinstance(found, str), found
         return found
 
     @cached_property
     def among(self) -> Region:
-        """The region with the bytes that are besides it after all passes."""
+        """The region with the bytes outside it after all passes."""
         if not self.later:
             return self.region
         after = self._marked_after
@@ -74,21 +69,21 @@ class Place:
 
     @cached_property
     def _marked_after(self) -> Step:
-        """The plain step after all passes; the region's ops are marked."""
+        """The plain step after all passes, with the region's ops marked."""
         marks = np.zeros(self.step.ops.n, np.int32)
         marks[self.region.rows] = _MARK
         return self.after(self.step.with_ops(match=marks))
 
     @cached_property
     def more_bytes(self) -> int:
-        """By how much what is besides the region grows most through the later passes; less than 0 where it
-        shrinks.
+        """Largest growth, at any op, of the bytes outside the region through the later passes; negative if
+        they shrink.
         """
         return int((self.among.background_bytes - self.region.background_bytes).max()) if self.later else 0
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """What later passes keep throughout, beside the model's own: buckets of gradients."""
+        """Bytes that later passes keep throughout the step, such as gradient buckets."""
         if not self.later:
             return 0
         after = self._marked_after
@@ -106,43 +101,46 @@ class Place:
 
     @cached_property
     def plain_bytes(self) -> int:
-        """The peak without a schedule."""
+        """Peak without a schedule."""
         return (self._marked_after if self.later else self.step).peak_bytes()
 
     @property
     def plain_live_bytes(self) -> int:
-        """The same as the allocator counts them."""
-        return plain_bytes(self.program(self.step), self.later, self.hardware, self.told)
+        """Peak without a schedule as the allocator counts it."""
+        return plain_bytes(self.program(self.step), self.later, self.hardware, self.pass_inputs)
 
     def below(self, budget_bytes: int) -> Reason | None:
-        """Why no schedule at all stays within `budget_bytes`: known before any is looked for."""
+        """Return a reason if no schedule at all stays within `budget_bytes`; no schedule is
+        searched for it.
+        """
         if budget_bytes >= self.least_bytes:
             return None
         return Reason(
             f"no schedule stays within {format_bytes(budget_bytes)}: no recompute gets below"
             f" {format_bytes(self.least_bytes)}",
-            "a larger budget, a smaller micro-batch, or sharding or offload of what is not an activation",
+            "a larger budget, a smaller micro-batch, or sharding or offload of states",
         )
 
     def run(self, schedule: Schedule) -> Step:
-        """The step under `schedule`, before the later passes."""
-        return under_schedule(self.step, schedule)
+        """Return the step under `schedule`, before the later passes."""
+        return apply_schedule(self.step, schedule)
 
     def peak_bytes(self, schedule: Schedule) -> int:
-        """Of the step under `schedule`, after all passes."""
+        """Return the peak of the step under `schedule`, after all passes."""
         return self.after(self.run(schedule)).peak_bytes()
 
     def after(self, step: Step) -> Step:
-        """`step` after the later passes."""
+        """Return `step` after the later passes."""
         if not self.later:
             return step
         return self.program_after(step).step
 
     def program_after(self, step: Step) -> Program:
-        """The program with `step` after the later passes."""
-        return after_later(self.program(step), self.later, self.hardware, self.told)
+        """Return the program with `step` after the later passes."""
+        return apply_later_passes(self.program(step), self.later, self.hardware, self.pass_inputs)
 
     def program(self, step: Step) -> Program:
+        """Return the program with `step` before the later passes."""
         return Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
 
 
@@ -150,50 +148,49 @@ class SchedulePlan(Plan):
     """A schedule of the whole model."""
 
     schedule: ScheduleField
-    """In which order ops run, again and again, and when values are freed."""
+    """Order of the ops, repeated ones included, and the points at which values are freed."""
 
 
-@remembered
-def under_schedule(step: Step, schedule: Schedule) -> Step:
-    """`step` under a schedule that is right for it; what a plan was made with is what its rewrite asks for
-    next.
-    """
+@memoized
+def apply_schedule(step: Step, schedule: Schedule) -> Step:
+    """Return `step` under a schedule that is valid for it; cached, since `rewrite` follows `plan`."""
     region = region_of(step)
     assert not isinstance(region, str), region
     return run_schedule(step, region, schedule)
 
 
-def place_of(program: Program, target: Target) -> Place:
-    """Where a schedule of `program` is put: the same object for equal ones."""
-    if program.ranks == 1 and not comes_and_goes(program, target):
-        return _place(program.step, target.hardware, 1, 1, 1, (), NOTHING_TOLD)
+def placement_of(program: Program, target: Target) -> Placement:
+    """Return the context of a schedule of `program`; the same object for equal inputs."""
+    if program.ranks == 1 and not needs_block_schedules(program, target):
+        # On one rank no later pass changes the region's bytes, so that all targets share one Placement.
+        return _placement(program.step, target.hardware, 1, 1, 1, (), NO_PASS_INPUTS)
     later = later_techniques(target)
     run = program.ranks, program.micro_batch, program.accumulate
-    return _place(program.step, target.hardware, *run, later, told_later(target))
+    return _placement(program.step, target.hardware, *run, later, later_pass_inputs(target))
 
 
-@remembered
-def _place(
+@memoized
+def _placement(
     step: Step,
     hardware: Hardware,
     ranks: int,
     micro_batch: int,
     accumulate: int,
     later: tuple[Technique, ...],
-    told: Told,
-) -> Place:
-    return Place(step, hardware, ranks, micro_batch, accumulate, later, told)
+    pass_inputs: PassInputs,
+) -> Placement:
+    return Placement(step, hardware, ranks, micro_batch, accumulate, later, pass_inputs)
 
 
-def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
-    """Why no schedule can take the place of the model's forward and backward, nor, if asked for, the online
+def cannot_schedule_model(program: Program, target: Target, *, online: bool = False) -> Reason | None:
+    """Return why no schedule can replace the model's forward and backward, nor, with `online`, the online
     runtime.
     """
     reason = schedules_nothing(target, "split", "sharding.parallel", "sharding.communication")
     if reason is not None:
         return reason
-    if comes_and_goes(program, target):
-        return not_of_all_blocks(
+    if needs_block_schedules(program, target):
+        return crosses_blocks(
             program, target, "a frozen schedule runs ops of all blocks", "recompute: {kind: planned}"
         )
     region = region_of(program.step)
@@ -206,49 +203,52 @@ def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> 
 
 
 def schedules_nothing(target: Target, *slots: str) -> Reason | None:
-    """Why no schedule runs in eager mode with what is chosen in `slots`."""
+    """Return why no schedule runs: the model is compiled, or a technique in `slots` excludes it."""
     if target.compiled:
         return Reason(SCHEDULED.eager_only, "execution.compile: false")
     return effects_conflict("recompute", SCHEDULED, target, *slots)
 
 
-def comes_and_goes(program: Program, target: Target) -> bool:
-    """Whether parameters, their gradients, or what a block keeps come and go with a block's own calls.
+def needs_block_schedules(program: Program, target: Target) -> bool:
+    """Return True if hooks on a block's calls move its parameters, their gradients or what the block keeps.
 
-    That is by hooks, which nothing else calls; so each block has a schedule of its own.
+    Only calls of the block's module run these hooks, so each block has a schedule of its own.
     """
     return needs_calls_of_blocks(target)
 
 
-def not_asked_for(program: Program, target: Target, kind: str) -> Reason | None:
-    """Why `kind`, without a budget of its own, is not solved for beside packs, or what moves with the calls
-    of whole blocks.
+def needs_own_budget(program: Program, target: Target, kind: str) -> Reason | None:
+    """Return a reason if `kind` has no budget of its own but runs with packs, or with offload that follows
+    calls of blocks.
 
-    Searches ask for the target's budget under each micro-batch and each such technique, which takes seconds.
+    A search would solve for the target's budget under each micro-batch and each such technique, which takes
+    seconds.
     """
     offload = (
-        packs_of(target)
+        layer_major_technique(target)
         or (None if is_gathered(target) else follows_calls(target))
         or active(target, "offload.activations")
     )
     if offload is None:
         return None
     fix = f"recompute: {{kind: {kind}, budget_bytes: {target.budget_bytes or 20_000_000_000}}}"
-    return Reason(f"beside {offload.kind} it is planned for a budget of its own", fix)
+    return Reason(f"with {offload.kind} it needs a budget of its own", fix)
 
 
-def not_of_all_blocks(program: Program, target: Target, what: str, otherwise: str) -> Reason:
-    """Why `what` is impossible, where `comes_and_goes`; `otherwise` it could be."""
+def crosses_blocks(program: Program, target: Target, what: str, otherwise: str) -> Reason:
+    """Return the reason that `what` runs ops of several blocks where `needs_block_schedules`; `otherwise` is
+    the fix.
+    """
     if is_gathered(target):
         kind = target.chosen["sharding.states"].kind
-        why = f"{what}, and {kind} gathers a block's parameters for its own calls alone"
+        why = f"{what}, and {kind} unshards a block's parameters for its own calls only"
         return Reason(why, f"{otherwise}, or sharding.states: {{kind: zero1}}")
     offload, moves = follows_calls(target), active(target, "offload.activations")
     if offload is None:
-        assert moves is not None, "the caller has asked `comes_and_goes`"
+        assert moves is not None, "the caller checked `needs_block_schedules`"
         return Reason(
             f"{what}, and {moves.kind} moves what each block keeps",
             f"{otherwise}, or offload.activations: {{kind: none}}",
         )
-    why = f"{what}, and {offload.kind} moves a block's parameters or gradients with its own calls alone"
+    why = f"{what}, and {offload.kind} moves a block's parameters or gradients at its own calls only"
     return Reason(why, f"{otherwise}, or offload.states: {{kind: optimizer_cpu}}")

@@ -1,1 +1,1 @@
-"""How sharded tensors travel: plain, quantised, hierarchical, ring."""
+"""Techniques that change the collectives of sharded tensors: plain, quantized, hierarchical, ring."""

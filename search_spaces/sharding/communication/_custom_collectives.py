@@ -1,4 +1,4 @@
-"""What the techniques have in common that put collectives of their own into FSDP2's units."""
+"""Base classes of techniques that install their own collectives in FSDP2's units."""
 
 from __future__ import annotations
 
@@ -16,59 +16,67 @@ from memtune.search_spaces.sharding.communication import _node_groups
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 _MOST_NODES = 16
-"""What came from each node is gathered by itself inside it: more of them would mostly pay latency."""
+"""Most nodes per copy: each node's shards are gathered by a collective of their own inside the node, so more
+nodes would mostly pay latency.
+"""
 
 
-class _OwnCollectives(Technique):
-    """Gathers and reductions in the way of `_how`, in place of FSDP2's."""
+class _CustomCollectives(Technique):
+    """Replaces FSDP2's gathers and reductions with those of `_communication`."""
 
     slot: ClassVar[str] = "sharding.communication"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (_node_groups.NodesPlan,)
     effects: ClassVar[Effects] = Effects(among_copies=True)
 
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None
-    """Consecutive ranks on a node; by default what the hardware has."""
+    """Consecutive ranks on a node. Default: from the hardware."""
 
     @abstractmethod
-    def _how(self, ranks_per_node: int) -> Communication: ...
+    def _communication(self, ranks_per_node: int) -> Communication: ...
 
     def plan(self, program: Program, target: Target) -> _node_groups.NodesPlan:
-        """The size of a node."""
-        return _node_groups.planned(target, self.ranks_per_node)
+        """Return the size of a node."""
+        return _node_groups.nodes_plan(target, self.ranks_per_node)
 
     def rewrite(self, program: Program, plan: _node_groups.NodesPlan, target: Target) -> Program:
-        """Other messages on the links, what packs and unpacks them, and the copies that nodes keep."""
+        """Replace messages on the links and the ops that pack and unpack them, and add the copies that nodes
+        keep.
+        """
         degree, per_node = _node_groups.ranks_of(target, self.ranks_per_node)
         step = rewrite_collectives(
-            program.step, self._how(per_node), degree, stages_messages=target.device == "cpu"
+            program.step, self._communication(per_node), degree, stages_messages=target.device == "cpu"
         )
         return program.with_step(step)
 
     def apply(self, context: Context, plan: _node_groups.NodesPlan) -> None:
-        """Put the collectives into FSDP2's units."""
-        install_collectives(context, self._how(_node_groups.live_node_size(plan, self.ranks_per_node)))
+        """Install the collectives in FSDP2's units."""
+        install_collectives(
+            context, self._communication(_node_groups.live_node_size(plan, self.ranks_per_node))
+        )
 
     def explain(self, plan: _node_groups.NodesPlan) -> tuple[str, ...]:
-        """The size of a node."""
+        """Return the size of a node."""
         size = plan.ranks_per_node
         return () if size is None else (f"nodes of {size} ranks",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Which collectives are used, and over nodes of how many ranks."""
-        return {"communication": asdict(self._how(_node_groups.node_size(target, self.ranks_per_node)))}
+        """Return the collectives and the size of a node."""
+        return {
+            "communication": asdict(self._communication(_node_groups.node_size(target, self.ranks_per_node)))
+        }
 
 
-class _ByNode(_OwnCollectives):
-    """Gathers in the way of `_gather`; reductions are as they were."""
+class _GathersByNode(_CustomCollectives):
+    """Replaces gathers with those of `_gather`; reductions are unchanged."""
 
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     _gather: ClassVar[Gathering]
 
     ranks_per_node: Annotated[int, Field(ge=2)] | None = None
-    """Consecutive ranks on a node; by default what the hardware has."""
+    """Consecutive ranks on a node. Default: from the hardware."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs parameters that FSDP2 shards over several, not too many, nodes."""
+        """Require parameters that FSDP2 shards over several nodes, but not too many."""
         found = (
             _node_groups.one_node(target, self.ranks_per_node)
             or _node_groups.unsharded(self, target)
@@ -84,5 +92,5 @@ class _ByNode(_OwnCollectives):
             )
         return None
 
-    def _how(self, ranks_per_node: int) -> Communication:
+    def _communication(self, ranks_per_node: int) -> Communication:
         return Communication(ranks_per_node, gather=self._gather)

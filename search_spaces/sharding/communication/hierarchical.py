@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from memtune.parallel.collectives import Gathering
-from memtune.search_spaces.sharding.communication._custom_collectives import _ByNode
+from memtune.search_spaces.sharding.communication._custom_collectives import _GathersByNode
 
 
-class Hierarchical(_ByNode):
+class Hierarchical(_GathersByNode):
     """Trades a buffer of 1/k of a unit for p - k instead of p - 1 of p shards on the link between nodes of k
     ranks.
 
-    Ranks with the same place on their nodes gather from each other first, k rings side by side; then the
-    ranks of a node gather, node by node, what each of them has got, straight into place. Reductions are as
-    they were.
+    Ranks with the same place on their nodes all-gather first, in k concurrent rings; then the ranks of a node
+    all-gather the received shards, node by node, directly into the output buffer. Reductions are unchanged.
 
-    Bitwise: bytes arrive as they were sent, wherever they went.
+    Bitwise: gathers copy bytes unchanged, by any route.
 
     Distinguishing test: of a unit of M bytes over p ranks, (p/k - 1)·M/p reach a rank between nodes and (k -
     1)·M/k inside its own.

@@ -1,4 +1,6 @@
-"""Sharded tensors travel in their own type, in one flat collective over all ranks that share them."""
+"""The null technique: sharded tensors travel in their own type, in one flat collective over all ranks that
+share them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from memtune.technique import Exactness, Target, Technique
 
 
 class Plain(Technique):
-    """The collective library's own all-gather and reduce-scatter."""
+    """Uses the collective library's own all-gather and reduce-scatter."""
 
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "sharding.communication"
@@ -17,5 +19,5 @@ class Plain(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism is used."""
+        """Return no settings: no mechanism is used."""
         return {}

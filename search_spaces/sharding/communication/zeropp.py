@@ -1,4 +1,4 @@
-"""Fewer bytes between nodes: quantised weight gathers, a copy of the weights in every node, quantised
+"""Fewer bytes between nodes: quantized weight gathers, a copy of the weights in every node, quantized
 gradients (ZeRO++).
 """
 
@@ -11,24 +11,25 @@ from pydantic import Field, model_validator
 from memtune.parallel.collectives import Bits, Communication, Form
 from memtune.program import Program, Step, columns_of
 from memtune.search_spaces.sharding.communication import _node_groups
-from memtune.search_spaces.sharding.communication._custom_collectives import _OwnCollectives
+from memtune.search_spaces.sharding.communication._custom_collectives import _CustomCollectives
 from memtune.technique import Exactness, Reason, Target
 
 
-class ZeroPp(_OwnCollectives):
-    """Trades memory (hpZ) or exactness (qwZ, qgZ) for bytes on the link between nodes; each part is on or off
-    by itself.
+class ZeroPp(_CustomCollectives):
+    """Trades memory (hpZ) or exactness (qwZ, qgZ) for bytes on the link between nodes; each part has its own
+    switch.
 
-    hpZ: every node keeps what forward gathered, 1/k of it on each of its k ranks, until the unit's backward
-    gathers it inside the node; bitwise. qwZ: weights are gathered as integers relative to the largest of each
-    block, M bytes in bfloat16 become M/2 with 8 bits; all ranks compute with the same rounded weights,
-    masters stay exact; lossy. qgZ: gradients are exchanged as integers in two hops of all-to-all, inside the
-    node and then between nodes, and added up in float32 after each; M becomes M/4 with 4 bits; lossy.
+    hpZ: every node keeps the weights gathered in forward, 1/k of them on each of its k ranks, until the
+    unit's backward gathers them inside the node; bitwise. qwZ: weights are gathered as integers relative to
+    the largest of each block, M bytes in bfloat16 become M/2 with 8 bits; all ranks compute with the same
+    rounded weights, masters are exact; lossy. qgZ: gradients are exchanged as integers in two hops of
+    all-to-all, inside the node and then between nodes, and summed in float32 after each; M becomes M/4 with 4
+    bits; lossy.
 
-    An element that is quantised is off by at most half a step, the largest of its block over 254 (8 bits) or
-    14 (4 bits).
+    The error of a quantized element is at most half a step, the largest of its block over 254 (8 bits) or 14
+    (4 bits).
 
-    Distinguishing test: hpZ leaves no byte between nodes in backward's gathers, qwZ and qgZ carry
+    Distinguishing test: with hpZ backward's gathers send no byte between nodes; qwZ and qgZ send
     `bits`/(8·itemsize) of the bytes and 4 bytes per block.
     """
 
@@ -48,12 +49,12 @@ class ZeroPp(_OwnCollectives):
     qgz: bool = False
     """Gradients are exchanged in `gradient_bits`, in two hops."""
     weight_bits: Bits = 8
-    """Of a weight on the link; 4 is half the bytes and eighteen times the step between two values."""
+    """Bits of a weight on the link; 4 is half the bytes and eighteen times the step between two values."""
     gradient_bits: Bits = 4
-    """Of a gradient on the link; 8 is twice the bytes and an eighteenth of the step."""
+    """Bits of a gradient on the link; 8 is twice the bytes and an eighteenth of the step."""
     error_feedback: bool = False
-    """With qgz: what a rank's gradients lose is added to its next ones, for 4 bytes per element of a whole
-    gradient.
+    """With qgz: the quantization error of a rank's gradients is added to its next ones, for 4 bytes per
+    element of an unsharded gradient.
     """
     block: Annotated[int, Field(ge=16, le=4096, multiple_of=2)] = 256
     """Values that share a scale of 4 bytes; small blocks are more exact and carry more scales."""
@@ -67,20 +68,20 @@ class ZeroPp(_OwnCollectives):
         if not (self.hpz or self.qwz or self.qgz):
             raise ValueError("with hpz, qwz and qgz off it is sharding.communication: none")
         if self.error_feedback and not self.qgz:
-            raise ValueError("error_feedback is of the gradients that qgz quantises")
+            raise ValueError("error_feedback corrects the gradients that qgz quantizes")
         return self
 
     def exactly(self) -> Exactness:
-        """Lossy as soon as anything is quantised."""
+        """Return lossy if anything is quantized."""
         return Exactness.LOSSY if self.qwz or self.qgz else Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs parameters that FSDP2 shards, for hpZ and qgZ over several nodes; to quantise, float
+        """Require parameters that FSDP2 shards, for hpZ and qgZ over several nodes; to quantize, float
         parameters of one type.
         """
         return (
             (_node_groups.one_node(target, self.ranks_per_node) if self.hpz or self.qgz else None)
-            or (_untravelled_types(program.step) if self.qwz or self.qgz else None)
+            or (_cannot_quantize(program.step) if self.qwz or self.qgz else None)
             or _node_groups.unsharded(self, target)
             or (self._no_copy_to_keep(target) if self.hpz else None)
             or (
@@ -97,13 +98,13 @@ class ZeroPp(_OwnCollectives):
             )
         return None
 
-    def _how(self, ranks_per_node: int) -> Communication:
+    def _communication(self, ranks_per_node: int) -> Communication:
         weights = Form(self.weight_bits, self.block, self.exact_below) if self.qwz else None
         gradients = Form(self.gradient_bits, self.block, self.exact_below) if self.qgz else None
         return Communication(ranks_per_node, weights, self.hpz, gradients, feedback=self.error_feedback)
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Every part on and off; what is lossy is only asked for where the user allows it."""
+        """Return every part on and off; lossy parts are proposed only if the user allows them."""
         return {
             "hpz": (True, False),
             "qwz": (False, True),
@@ -112,13 +113,13 @@ class ZeroPp(_OwnCollectives):
         }
 
 
-def _untravelled_types(step: Step) -> Reason | None:
-    """Why not, where a unit's parameters do not travel as one stretch of floats."""
+def _cannot_quantize(step: Step) -> Reason | None:
+    """Return why a unit's parameters do not travel as one array of floats."""
     sizes = set(columns_of(step.parameters).itemsize.tolist())
     if len(sizes) > 1:
         return Reason("parameters of several types travel as plain bytes", "one dtype for all parameters")
     return (
         None
         if sizes <= {2, 4}
-        else Reason("only float32, bfloat16 and float16 are quantised", "sharding.communication: none")
+        else Reason("only float32, bfloat16 and float16 are quantized", "sharding.communication: none")
     )

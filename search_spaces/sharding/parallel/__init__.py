@@ -1,1 +1,1 @@
-"""How the compute itself is cut over the ranks: tensor, sequence, head, pipeline."""
+"""Techniques that divide the compute itself over ranks: tensor, sequence, head and pipeline parallelism."""

@@ -1,5 +1,5 @@
-"""What techniques that cut layers over ranks have in common: recorded steps, groups of ranks, plans that name
-the layers.
+"""Base classes of techniques that divide layers over ranks: recorded steps, groups of ranks, plans that name
+layers.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from pydantic import Field
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.parallel.model import Sharing, share, sum_shards
-from memtune.program import Program, RankClass, Resource, accumulate_gradients, remembered
+from memtune.program import Program, RankClass, Resource, accumulate_gradients, memoized
 from memtune.runtime import Context
-from memtune.search_spaces._support import active, conflict
+from memtune.search_spaces import active
+from memtune.search_spaces._support import conflict
 from memtune.technique import CutRecording, Exactness, PassStage, Plan, Reason, Rewrite, Target, Technique
 from memtune.workload import Pair, find_pairs
 
 
 def divides_states(target: Target) -> bool:
-    """Whether something divides or replicates model states, and averages gradients."""
+    """Return whether a technique of `sharding.states` shards or replicates model states, and averages
+    gradients.
+    """
     return active(target, "sharding.states") is not None
 
 
 class PairsPlan(Plan):
-    """The layers that a group of ranks shares."""
+    """Layers that a group of ranks shares."""
 
     degree: Annotated[int, Field(ge=2)]
     """Ranks of a group."""
     pairs: Annotated[tuple[Pair, ...], Field(min_length=1)]
-    """Pairs of linear layers, each with columns, row, and whether it is of attention."""
+    """Pairs of linear layers, each with columns and row, and whether it belongs to attention."""
 
 
-class Shared(Technique):
-    """Layers that a group of ranks has together, as a recording with them really divided shows that it
-    may.
+class SharedLayers(Technique):
+    """Layers that a group of ranks computes together, confirmed by a recording in which they are really
+    divided.
     """
 
     slot: ClassVar[str] = "sharding.parallel"
@@ -44,15 +47,15 @@ class Shared(Technique):
     effects: ClassVar[Effects] = Effects(layers="shared", eager_only="graphs are made of whole layers")
 
     degree: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share layers, all of them by default; a divisor of the ranks and of what is divided."""
+    """Ranks that share layers, a divisor of the ranks and of the divided size. Default: all."""
 
     @abstractmethod
     def asked(self, target: Target) -> str:
-        """What is divided, as `autotune.record_parallel.sharded_recording` knows it."""
+        """Return the division, by its name in `autotune.record_parallel.sharded_recording`."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them and the layers, plain layers, and nothing else that
-        divides the model.
+        """Require two ranks, a degree that divides ranks and layers, plain layers, and no conflicting
+        division of states.
         """
         degree = self.degree or target.ranks
         if target.ranks < 2:
@@ -65,28 +68,30 @@ class Shared(Technique):
             )
         if target.cut is None:
             return Reason(
-                "each degree must be recorded, which is done when the slot is asked for",
+                "each degree must be recorded, which is done when the slot is searched",
                 "--axes sharding.parallel,recompute",
             )
         if (reason := conflict(self, target, "offload.states")) is not None:
             return reason
         states = active(target, "sharding.states")
-        if states is not None and (reason := self._not_beside(states, target)) is not None:
+        if states is not None and (reason := self._refuse_states(states, target)) is not None:
             return reason
         found = target.cut(degree, self.asked(target), target.ranks)
         return found if isinstance(found, Reason) else None
 
-    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
-        """Why `states`, which divides or replicates the model's states, cannot do so here."""
+    def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
+        """Return why `states`, which shards or replicates the model's states, does not work with this
+        technique.
+        """
         text = f"sharding.states: {states.kind} does not work on layers that ranks share"
         return Reason(text, "sharding.states: {kind: none}")
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Which layers are divided, as the recording has shown that they may be."""
+        """Return the divided layers, as confirmed by the recording."""
         return self.plan_types[0](**self._recorded(target).fields)
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks and the sizes of a node, a part of it or several."""
+        """Return all ranks and the sizes of a node, a part of it or several."""
         return {"degree": (None, *target.group_sizes()), **self.choices()}
 
     def _recorded(self, target: Target) -> CutRecording:
@@ -99,51 +104,53 @@ class Shared(Technique):
         return found
 
 
-class InParts(Shared):
-    """Layers of which each rank of a group has a part; states are divided among the ranks that hold the same
+class PartitionedLayers(SharedLayers):
+    """Layers of which each rank of a group has a part; states are sharded among the ranks that hold the same
     part.
     """
 
     def ranks_of_a_copy(self, ranks: int) -> int:
-        """Those of a group."""
+        """Return the ranks of a group."""
         return self.degree or ranks
 
     def divides_parameters(self, ranks: int, plan: Any) -> bool:
-        """Those of the layers that are shared."""
+        """Return True: parameters of shared layers are divided."""
         return True
 
-    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
+    def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
         degree = self.degree or target.ranks
         if degree == target.ranks:
             text = (
                 f"all {degree} ranks share layers: sharding.states: {states.kind} has no copies of a part to"
-                " work on"
+                " shard"
             )
             return Reason(text, "a smaller degree, or sharding.states: {kind: none}")
         if not states.effects.among_copies:
-            return super()._not_beside(states, target)
+            return super()._refuse_states(states, target)
         if not isinstance(getattr(states, "reshard_after_forward", True), bool):
             text = (
-                f"sharding.states: {states.kind} keeps parts of units over ranks that are neighbours, which"
-                " share layers here"
+                f"sharding.states: {states.kind} keeps units sharded over neighbouring ranks, which share"
+                " layers here"
             )
             return Reason(text, "reshard_after_forward: true")
         return None
 
 
-class TakingTurns(Shared):
-    """A group of ranks that works on one micro-batch at a time."""
+class MicroBatchRotation(SharedLayers):
+    """Layers for which a group of ranks computes one micro-batch at a time, each rank's in order."""
 
     def summed(self, program: Program, plan: Any) -> frozenset[str]:
-        """Parameters whose gradients are summed over a group; no one's where every rank has all of them."""
+        """Return the parameters whose gradients are summed over a group; none if every rank computes all of
+        them.
+        """
         return frozenset()
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
-        """The step as recorded with the layers cut, batches sent round, gradients averaged between the
-        groups.
+        """Return the recorded step with divided layers, batches sent to the group, and gradients averaged
+        between groups.
 
-        What divides or replicates states averages gradients itself; `_sum_in_group` sums inside a group after
-        that.
+        Techniques of `sharding.states` average gradients themselves; `_sum_in_group` then sums inside a
+        group.
         """
         degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
         accumulate = program.accumulate * degree
@@ -152,27 +159,27 @@ class TakingTurns(Shared):
         copies, summed = (
             (target.ranks // degree, self.summed(program, plan)) if alone else (1, frozenset[str]())
         )
-        return _taking_turns(
+        return _rotated(
             program,
             self._recorded(target),
             Sharing(degree, copies, between, accumulate, summed, self._inside(target)),
         )
 
     def _inside(self, target: Target) -> Resource:
-        """The link inside a group."""
+        """Return the link inside a group."""
         return Resource.INTER_LINK if target.hardware.local_ranks(target.ranks) == 1 else Resource.INTRA_LINK
 
     def passes(self) -> Mapping[PassStage, Rewrite]:
-        """The rewrite, and sums inside a group after the states' own reductions."""
+        """Return the rewrite, and sums inside a group after the states' own reductions."""
         return {**super().passes(), PassStage.WHOLE_STEP: self._sum_in_group}
 
     def _sum_in_group(self, program: Program, plan: Any, target: Target) -> Program | Reason:
-        """What is summed inside a group, where each rank has a part of it left, after the states' own
+        """Sum gradients inside a group, if each rank has a part of the sum, after the states' own
         reductions.
         """
         degree = self.ranks_of_a_copy(target.ranks)
         if degree == 1 or not divides_states(target):
-            return program  # who averages over all ranks averages over the group's as well
+            return program  # an average over all ranks includes the sum over the group
         summed = self.summed(program, plan)
         if not summed:
             return program
@@ -180,60 +187,62 @@ class TakingTurns(Shared):
         return program.with_step(sum_shards(program.step, how))
 
 
-@remembered
-def _taking_turns(program: Program, recorded: CutRecording, how: Sharing) -> Program:
-    """One object for all states that the same copies hold: what other passes make of it is shared as well."""
+@memoized
+def _rotated(program: Program, recorded: CutRecording, how: Sharing) -> Program:
+    """Return one object for all sharding of states with the same copies, so that results of other passes are
+    shared.
+    """
     step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)
     ranks = (RankClass(program.ranks, step),)
     return Program(ranks, program.micro_batch, how.accumulate, program.notes, sharers=how.ranks)
 
 
-class CutLayers(InParts, TakingTurns):
-    """Layers that a group of ranks has in parts, and computes with together."""
+class CutLayers(PartitionedLayers, MicroBatchRotation):
+    """Layers of which each rank of a group has a part, for one micro-batch at a time."""
 
     plan_types: ClassVar[tuple[type[Plan], ...]] = (PairsPlan,)
 
     @abstractmethod
     def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
-        """Cut `pairs` of the live model."""
+        """Divide `pairs` of the live model."""
 
     def apply(self, context: Context, plan: PairsPlan) -> None:
-        """Cut the layers that the plan names."""
+        """Divide the layers that the plan names."""
         degree = self.degree or context.placement.world_size
-        self.cut_live(context, planned(self.kind, context, plan, degree), degree)
+        self.cut_live(context, checked_pairs(self.kind, context, plan, degree), degree)
 
     def explain(self, plan: PairsPlan) -> tuple[str, ...]:
-        """How many layers of which sort are shared by how many ranks."""
+        """Return the numbers of shared layers and of ranks."""
         heads = sum(pair.attention for pair in plan.pairs)
         return (
             f"{plan.degree} ranks share {heads} attentions and {len(plan.pairs) - heads} MLPs",
-            "each rank brings its own micro-batches, and they take turns",
+            "each rank provides its own micro-batches, which the group computes one by one",
         )
 
 
-def planned(kind: str, context: Context, plan: PairsPlan, degree: int) -> tuple[Pair, ...]:
-    """The pairs of `plan` for a technique of this kind, checked against the model.
+def checked_pairs(kind: str, context: Context, plan: PairsPlan, degree: int) -> tuple[Pair, ...]:
+    """Return the pairs of `plan` for a technique of this kind, checked against the model.
 
     Raises:
         ApplyError: The plan was made for another degree or model.
     """
     shapes = [(name, tuple(p.shape)) for name, p in context.model.named_parameters()]
     known = find_pairs(shapes, context.blocks).found
-    strange = [pair.row for pair in plan.pairs if pair not in known]
-    if strange or plan.degree != degree:
-        raise of_another(
+    unknown = [pair.row for pair in plan.pairs if pair not in known]
+    if unknown or plan.degree != degree:
+        raise wrong_plan_error(
             kind,
             (
-                f"{strange[0]} is not a pair here."
-                if strange
-                else f"It is for groups of {plan.degree}, here of {degree}."
+                f"{unknown[0]} is not a pair here."
+                if unknown
+                else f"It is for groups of {plan.degree}, the config has {degree}."
             ),
         )
     return plan.pairs
 
 
-def of_another(kind: str, evidence: str) -> ApplyError:
-    """The error that says that a plan is not this model's."""
+def wrong_plan_error(kind: str, evidence: str) -> ApplyError:
+    """Return the error for a plan that was made for another model or degree."""
     return ApplyError(
         f"the plan of sharding.parallel: {{kind: {kind}}} was made for another model or degree.",
         evidence=evidence,

@@ -1,4 +1,6 @@
-"""Positions divided over ranks, attention over heads and contexts (LoongTrain: double rings, equal work)."""
+"""Positions divided over ranks, attention over heads and contexts (LoongTrain: double rings, balanced
+work).
+"""
 
 from __future__ import annotations
 
@@ -10,72 +12,73 @@ from pydantic import Field, PlainSerializer
 from memtune.parallel.model import HEAD_CONTEXT, Split, divide_sequence
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.sharding.parallel._sharded_layers import TakingTurns, of_another
+from memtune.search_spaces.sharding.parallel._sharded_layers import MicroBatchRotation, wrong_plan_error
 from memtune.technique import Plan, Reason, Target, Technique
-from memtune.workload import whole_in_blocks
+from memtune.workload import unsharded_in_blocks
 
 
 class HeadContextPlan(Plan):
-    """How a group of ranks shares every sequence."""
+    """Division of every sequence over a group of ranks."""
 
     degree: Annotated[int, Field(ge=2)]
     """Ranks of a group."""
     split: Annotated[Split, PlainSerializer(Split.document)]
     """Ranks of a context, contexts, and their rings."""
     attention_heads: tuple[Annotated[int, Field(ge=1)], ...]
-    """Numbers of heads that attention is called with."""
+    """Numbers of heads in calls of attention."""
 
 
-class HeadContext(TakingTurns):
-    """Trades messages in attention for 1/degree of all that the blocks save, where heads or sequences alone
+class HeadContext(MicroBatchRotation):
+    """Trades messages in attention for 1/degree of all saved bytes of blocks, if heads or sequences alone
     divide too little.
 
-    A group of degree = head_degree × contexts ranks works on one micro-batch; each rank has its share of
+    A group of degree = head_degree × contexts ranks computes one micro-batch; each rank has its share of
     every sequence, from the first block to the last, and all weights. In attention, the ranks of a context
     exchange heads for positions (two all-to-alls of queries, keys, values and outputs), and keys and values
-    go round the contexts: `ring attention`, its results merged by their log-sum-exp. Embeddings, the last
-    norm and the head see all positions.
+    rotate over the contexts (`ring attention`), with results merged by their log-sum-exp. Embeddings, the
+    last norm and the head see all positions.
 
-    Where later positions are masked, `balance` says how ranks come to equal work. In zigzag it is equal, and
-    blocks go all the way round. With `helpers` contexts follow one another (no sequence need divide twice)
-    and nothing goes more than half round: ranks that have seen all their keys attend for others, and send
-    back what they find. That is equal for odd contexts; for even ones, the first half has one block of c/2 +
-    1/2 less to do.
+    With causal masks `load_balance` decides how ranks get equal work. In zigzag it is equal, and blocks
+    rotate over the full ring. With `work_sharing` contexts are contiguous (no sequence need divide twice) and
+    blocks rotate over half the ring: ranks that have seen all their keys compute attention for others, and
+    return the results. That is equal for odd numbers of contexts; for even ones, the first half has c/2 + 1/2
+    blocks, one less.
 
     Reordered: softmax is that of the plain step, its sums over keys are taken context by context; a weight's
     gradient in the blocks is a sum of `degree` partial sums over the positions.
 
-    Distinguishing test: a rank saves 1/degree of what the blocks save, and where it exchanges heads
+    Distinguishing test: a rank saves 1/degree of the blocks' saved bytes, and if it exchanges heads
     attention's output of its own positions once more. With Q and K the bytes of its own queries and keys, an
     attention sends 4·(Q + K)·(h - 1)/h in all-to-alls and 6·K·(c - 1) in rings (h ranks a context, c
-    contexts; 16-bit keys 8·K, as their gradients go round in fp32). With helpers the last context, which gets
-    most, receives 4·K·⌊c/2⌋ + (2·Q + L)·⌊(c - 1)/2⌋ (L of a log-sum-exp).
+    contexts; 16-bit keys 8·K, as their gradients are sent in fp32). With work sharing the last context, which
+    gets most, receives 4·K·⌊c/2⌋ + (2·Q + L)·⌊(c - 1)/2⌋ (L of a log-sum-exp).
     """
 
     kind: Literal["head_context"] = "head_context"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (HeadContextPlan,)
     title: ClassVar[str] = "Positions divided over ranks, attention over heads and contexts"
     source: ClassVar[str] = (
-        "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4; helpers: Li et al. 2023,"
+        "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4; work sharing: Li et al. 2023,"
         " DistFlashAttn, arXiv:2310.03294"
     )
 
     head_degree: Annotated[int, Field(ge=1)] = 1
-    """Ranks of a context, which divide the heads of attention; the others of the group have other contexts.
+    """Ranks of a context, which divide the heads of attention; the other ranks of the group have other
+    contexts.
     """
     placement: Literal["head_first", "context_first"] = "head_first"
-    """Which ranks are neighbours: those that exchange heads, or those that pass keys and values on."""
+    """Neighbouring ranks: those that exchange heads, or those that exchange keys and values."""
     inner_ring: Annotated[int, Field(ge=2)] | Literal["node"] | None = None
-    """Contexts of an inner ring, round which blocks go on their way to the next one; `node`: those of one;
-    None: one ring.
+    """Contexts of an inner ring, over which blocks rotate before they go to the next ring; `node`: those of a
+    node; None: one ring.
     """
-    balance: Literal["zigzag", "helpers", "none"] = "zigzag"
-    """Contexts have a piece from the front and one from the back; or they follow one another, the first ones
-    helping the last.
+    load_balance: Literal["zigzag", "work_sharing", "none"] = "zigzag"
+    """`zigzag`: a context has a piece from the front of the sequence and one from the back. `work_sharing`:
+    contexts are contiguous, and the first ones compute attention for the last.
     """
 
     def split(self, ranks: int, node: int) -> Split | Reason:
-        """The settings that count, of `ranks` in all with `node` of them on a node; or why there are none."""
+        """Return the division over `ranks`, `node` of them on a node, or why there is none."""
         degree = self.degree or ranks
         if degree % self.head_degree:
             return Reason(
@@ -84,11 +87,11 @@ class HeadContext(TakingTurns):
             )
         contexts = degree // self.head_degree
         context_first = self.placement == "context_first" and self.head_degree > 1 and contexts > 1
-        zigzag = self.balance == "zigzag" and contexts > 1
-        if self.balance == "helpers" and contexts > 2:
+        zigzag = self.load_balance == "zigzag" and contexts > 1
+        if self.load_balance == "work_sharing" and contexts > 2:
             if isinstance(self.inner_ring, int):
-                return Reason("ranks that help each other are no rings", "inner_ring: null")
-            return Split(self.head_degree, contexts, contexts, context_first, zigzag=False, helpers=True)
+                return Reason("ranks that share work form no inner rings", "inner_ring: null")
+            return Split(self.head_degree, contexts, contexts, context_first, zigzag=False, work_sharing=True)
         if self.inner_ring == "node":
             inner = min(node, contexts) if context_first else node // self.head_degree
             inner = inner if inner > 1 and contexts % inner == 0 else contexts
@@ -102,8 +105,8 @@ class HeadContext(TakingTurns):
         return Split(self.head_degree, contexts, inner, context_first, zigzag)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """As of others that share layers; needs a head degree and inner rings that divide their groups, heads
-        and positions.
+        """Require the conditions of shared layers, and a head degree and inner rings that divide groups,
+        heads and positions.
         """
         split = self.split(target.ranks, target.hardware.local_ranks(target.ranks))
         if isinstance(split, Reason) and target.ranks > 1:
@@ -111,7 +114,7 @@ class HeadContext(TakingTurns):
         return super().fits(program, target)
 
     def asked(self, target: Target) -> str:
-        """The split, by name."""
+        """Return the division by name."""
         return HEAD_CONTEXT + self._recorded_split(target).name
 
     def _split(self, target: Target) -> Split:
@@ -120,62 +123,67 @@ class HeadContext(TakingTurns):
         return split
 
     def _recorded_split(self, target: Target) -> Split:
-        """Placements are one where all ranks of a group share a node."""
+        """Return the division to record; both placements have one recording if all ranks of a group share a
+        node.
+        """
         split, node = self._split(target), target.hardware.local_ranks(target.ranks)
         return replace(split, context_first=split.context_first and split.ranks > node)
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """The split, as the recording has shown that it may be."""
+        """Return the division, as confirmed by the recording."""
         return HeadContextPlan(**{**self._recorded(target).fields, "split": self._split(target)})
 
-    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
-        return None  # weights are whole: states are divided over all ranks, whatever they work on together
+    def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
+        return None  # weights are replicated, so states can be sharded over all ranks
 
     def summed(self, program: Program, plan: HeadContextPlan) -> frozenset[str]:
-        """Trainable parameters of the blocks."""
+        """Return the trainable parameters of the blocks."""
         step = program.step
-        return frozenset(whole_in_blocks((p.name for p in step.parameters if p.trainable), (), step.blocks))
+        return frozenset(
+            unsharded_in_blocks((p.name for p in step.parameters if p.trainable), (), step.blocks)
+        )
 
     def apply(self, context: Context, plan: HeadContextPlan) -> None:
-        """Divide the positions as the plan says."""
+        """Divide the positions as planned."""
         divide_sequence(context, self._planned(context, plan))
 
     def _planned(self, context: Context, plan: HeadContextPlan) -> Split:
-        """The split that `plan` was made for, where that is this one."""
+        """Return the division of `plan`, if it is that of the config."""
         planned, wanted = plan.split, self.split(context.placement.world_size, context.placement.world_size)
         if self.inner_ring == "node" and isinstance(wanted, Split):
             wanted = replace(wanted, inner=planned.inner)  # as many as the planned node's
         if planned != wanted:
-            said = (
+            actual = (
                 wanted.text
                 if isinstance(wanted, Reason)
-                else f"Here are {wanted.heads} × {wanted.contexts}, in rings of {wanted.inner}."
+                else f"The config has {wanted.heads} × {wanted.contexts}, in rings of {wanted.inner}."
             )
-            raise of_another(
+            raise wrong_plan_error(
                 self.kind,
-                f"It is for {planned.heads} × {planned.contexts} ranks, in rings of {planned.inner}. {said}",
+                f"It is for {planned.heads} × {planned.contexts} ranks, in rings of {planned.inner}."
+                f" {actual}",
             )
         return planned
 
     def explain(self, plan: HeadContextPlan) -> tuple[str, ...]:
-        """How many ranks share each sequence, and how."""
+        """Return the number of ranks that share a sequence, and the division."""
         split = plan.split
         rings = "" if split.inner == split.contexts else f", in inner rings of {split.inner}"
-        rings += ", the first of which attend for the last" if split.helpers else ""
+        rings += ", the first of which attend for the last" if split.work_sharing else ""
         return (
             (
                 f"{split.ranks} ranks share every sequence: {split.heads} with some heads each ×"
                 f" {split.contexts} contexts{rings}"
             ),
-            "each rank brings its own micro-batches, and they take turns",
+            "each rank provides its own micro-batches, which the group computes one by one",
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """How ranks share a sequence."""
+        """Return the division of a sequence."""
         return {"parallel.head_context": self._split(target).document()}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks and sizes of a node, its divisors for heads; placements and inner rings where there are
+        """Return all ranks and sizes of a node, and divisors for heads; placements and inner rings over
         several nodes.
         """
         node = target.hardware.local_ranks(target.ranks)
@@ -185,5 +193,5 @@ class HeadContext(TakingTurns):
             "head_degree": tuple(each for each in range(1, node + 1) if node % each == 0),
             "placement": ("head_first", "context_first") if several else ("head_first",),
             "inner_ring": ("node",) if several else (None,),
-            "balance": ("zigzag", "helpers"),
+            "load_balance": ("zigzag", "work_sharing"),
         }

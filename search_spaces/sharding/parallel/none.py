@@ -1,4 +1,4 @@
-"""Every rank computes every layer on its own samples."""
+"""The null technique: every rank computes every layer on its own samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memtune.technique import Exactness, Target, Technique
 
 
 class DataParallelOnly(Technique):
-    """No layer, sequence or stage is cut over the ranks; the ranks differ in their data alone."""
+    """Divides no layer, sequence or stage over ranks; ranks differ in their data only."""
 
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "sharding.parallel"
@@ -17,5 +17,5 @@ class DataParallelOnly(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism is used."""
+        """Return no settings: no mechanism is used."""
         return {}

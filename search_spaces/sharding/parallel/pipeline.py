@@ -1,6 +1,4 @@
-"""Blocks in stages, one after the other on several ranks, with micro-batches on their way through them
-(pipeline parallelism).
-"""
+"""Blocks in stages on several ranks, with micro-batches in flight between them (pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ from memtune.hardware import op_costs
 from memtune.parallel.pipeline import Chain, PipelineSettings, balanced, chain_of, piped
 from memtune.program import Program, RankClass, Stages, Step, accumulate_gradients, columns_of, idle_share
 from memtune.runtime import Context
-from memtune.search_spaces._pass_pipeline import steps_of_stages
-from memtune.search_spaces._support import active, conflict
-from memtune.search_spaces.sharding.parallel._sharded_layers import of_another
+from memtune.search_spaces import active
+from memtune.search_spaces._stage_steps import steps_of_stages
+from memtune.search_spaces._support import conflict
+from memtune.search_spaces.sharding.parallel._sharded_layers import wrong_plan_error
 from memtune.technique import Exactness, PassStage, Plan, Reason, Rewrite, Target, Technique
 from memtune.units import format_bytes
 from memtune.workload import require_structures
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PipelinePlan(Plan):
-    """The blocks of each stage, and what passes between stages."""
+    """Blocks of each stage, and the bytes between stages."""
 
     degree: Annotated[int, Field(ge=2)]
     """Ranks of a pipeline."""
@@ -38,9 +37,9 @@ class PipelinePlan(Plan):
     last: tuple[str, ...]
     """Parameters that are used after the last block."""
     passed_bytes: Annotated[int, Field(ge=0)]
-    """Bytes that pass from stage to stage for each micro-batch."""
+    """Bytes sent from stage to stage for each micro-batch."""
     outputs: tuple[str, ...] = ()
-    """(blocks,) form of each block's output (`memtune.workload.output_structure`); none where every block
+    """(blocks,) structure of each block's output (`memtune.workload.output_structure`); none if every block
     returns a tensor.
     """
 
@@ -51,25 +50,25 @@ class PipelinePlan(Plan):
 
 
 class Pipeline(Technique):
-    """Trades ranks that wait while the first and the last micro-batches pass for one message of activations
-    per stage boundary.
+    """Trades idle ranks during the first and last micro-batches for one message of activations per stage
+    boundary.
 
-    A rank holds the weights, gradients and optimizer state of its stages alone: 1/degree of the model's with
-    equal stages. The embedding and all else before the blocks is the first stage's, what follows them and the
-    loss the last one's. What crosses a boundary is one block's output forwards and its gradient backwards,
-    once per micro-batch. Stage s of S holds the activations of at most S - s micro-batches (1F1B); of all of
-    them under `gpipe`.
+    A rank holds the weights, gradients and optimizer state of its stages only: 1/degree of the model's with
+    equal stages. The first stage has the embedding and all else before the blocks, the last one everything
+    after the blocks and the loss. A boundary is crossed by one block's output in forward and its gradient in
+    backward, once per micro-batch. Stage s of S holds the activations of at most S - s micro-batches (1F1B),
+    or of all of them under `gpipe`.
 
-    Each rank brings its own micro-batches and all ranks of a pipeline work on them together, so m = degree ·
-    accumulate are on their way, and a rank waits (degree - 1) / (v · m) of the time that it works, v stages
+    Each rank provides its own micro-batches and all ranks of a pipeline compute them together, so m = degree
+    · accumulate are in flight, and a rank is idle for (degree - 1) / (v · m) of its busy time, with v stages
     on each rank.
 
-    Pipelines beside each other hold copies of the same stages: what divides or replicates states does so
-    among these, in every forward and backward of a stage where it gathers or reduces in each micro-batch.
+    Parallel pipelines are replicas: techniques of `sharding.states` work among the ranks with the same
+    stages, in every forward and backward of a stage if they gather or reduce in each micro-batch.
 
     Reordered: a micro-batch's gradients are the plain ones to the bit and are added in the plain order; a
-    weight that the first and the last stage both use gets its two parts added up at the end, and pipelines
-    beside each other average their sums. Random numbers are drawn by stage.
+    weight that the first and the last stage both use gets its two parts added at the end, and parallel
+    pipelines average their sums. Random numbers are drawn by stage.
 
     Distinguishing test: each rank sends boundaries · m · bytes of a block's output, and holds no weight of
     another stage.
@@ -88,18 +87,18 @@ class Pipeline(Technique):
     )
 
     degree: Annotated[int, Field(ge=2)] | None = None
-    """Ranks of a pipeline, all of them by default; a divisor of the ranks."""
+    """Ranks of a pipeline, a divisor of the ranks. Default: all."""
     schedule: Literal["1f1b", "interleaved_1f1b", "gpipe"] = "1f1b"
     """One forward, one backward; the same with several stages on each rank; or all forwards first."""
     stages_per_rank: Annotated[int, Field(ge=2)] = 2
-    """Of `interleaved_1f1b`; the others have one."""
+    """Stages on each rank, with `interleaved_1f1b`; other schedules have one."""
 
     def _count(self, ranks: int) -> int:
         return (self.degree or ranks) * (self.stages_per_rank if self.schedule == "interleaved_1f1b" else 1)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them, blocks in a chain with enough cuts, and nothing that
-        moves state.
+        """Require two ranks, a degree that divides them, a chain of blocks with enough cuts, and no
+        conflicting technique.
         """
         degree = self.degree or target.ranks
         if target.ranks < 2:
@@ -109,7 +108,7 @@ class Pipeline(Technique):
                 f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks"
             )
         if target.cut is None:
-            return Reason("stages are looked at when the slot is asked for", "--axes sharding.parallel")
+            return Reason("stages are planned only when the slot is searched", "--axes sharding.parallel")
         reason = conflict(
             self,
             target,
@@ -125,11 +124,11 @@ class Pipeline(Technique):
             return reason
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
-        return self._uncut(program.step, self._count(target.ranks))
+        return self._cannot_cut(program.step, self._count(target.ranks))
 
     def _wrong_states(self, step: Step, target: Target) -> Reason | None:
-        """Why model states cannot be divided as asked for among the ranks of other pipelines that have the
-        same stages.
+        """Return why model states cannot be sharded among the ranks of parallel pipelines that have the same
+        stages.
         """
         states, degree = active(target, "sharding.states"), self.degree or target.ranks
         if states is None:
@@ -144,9 +143,7 @@ class Pipeline(Technique):
             return None
         moving, chain = target.chosen.get("offload.activations"), chain_of(step)
         if self.schedule == "interleaved_1f1b":
-            return Reason(
-                f"{asked} works on one stage of a rank", "schedule: 1f1b, or sharding.states: zero1"
-            )
+            return Reason(f"{asked} needs one stage per rank", "schedule: 1f1b, or sharding.states: zero1")
         if moving is not None and moving.effects.activations == "stage":
             return Reason(
                 f"{asked} does not work where copies follow the schedule",
@@ -154,7 +151,7 @@ class Pipeline(Technique):
             )
         if isinstance(chain, Chain) and set(chain.first) & set(chain.last):
             tied = sorted(set(chain.first) & set(chain.last))[0]
-            return Reason(f"{asked}: the first and the last stage both have {tied}", "sharding.states: zero1")
+            return Reason(f"{asked}: the first and the last stage share {tied}", "sharding.states: zero1")
         if getattr(states, "blocks_per_unit", 1) > 1:
             return Reason("a unit of several blocks may lie in two stages", "blocks_per_unit: 1")
         if not isinstance(getattr(states, "reshard_after_forward", True), bool):
@@ -164,15 +161,15 @@ class Pipeline(Technique):
         return None
 
     def ranks_of_a_copy(self, ranks: int) -> int:
-        """Those of a pipeline."""
+        """Return the ranks of a pipeline."""
         return self.degree or ranks
 
     def divides_parameters(self, ranks: int, plan: PipelinePlan) -> bool:
-        """By stages."""
+        """Return True: parameters are divided by stages."""
         return True
 
-    def _uncut(self, step: Step, count: int) -> Reason | None:
-        """Why the blocks of `step` cannot be put into `count` stages."""
+    def _cannot_cut(self, step: Step, count: int) -> Reason | None:
+        """Return why the blocks of `step` cannot be divided into `count` stages."""
         chain = chain_of(step)
         if isinstance(chain, str):
             return Reason(f"the blocks are no chain: {chain}", "parallel: {kind: none}")
@@ -184,7 +181,9 @@ class Pipeline(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> PipelinePlan:
-        """Which blocks each stage has: the slowest as fast as can be, then the fullest as empty."""
+        """Return the blocks of each stage: the slowest stage as fast as possible, then the fullest as small
+        as possible.
+        """
         step, degree = program.step, self.degree or target.ranks
         chain = chain_of(step)
         assert isinstance(chain, Chain), "fits refuses others"
@@ -203,8 +202,8 @@ class Pipeline(Technique):
         )
 
     def rewrite(self, program: Program, plan: PipelinePlan, target: Target) -> Program:
-        """The step of a later micro-batch, of which each pipeline has those of all its ranks; `_into_stages`
-        cuts it.
+        """Return the step of a later micro-batch, with the micro-batches of all ranks of a pipeline;
+        `_into_stages` divides it.
         """
         degree = self.degree or target.ranks
         step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
@@ -215,15 +214,19 @@ class Pipeline(Technique):
         return Program(ranks, program.micro_batch, accumulate, program.notes, sharers=degree, stages=stages)
 
     def passes(self) -> Mapping[PassStage, Rewrite]:
-        """The rewrite, and the cut into the stages of each rank when all axes are in the step."""
+        """Return the rewrite, and the division into the stages of each rank once all other passes have
+        run.
+        """
         return {**super().passes(), PassStage.WHOLE_STEP: self._into_stages}
 
     def _into_stages(self, program: Program, plan: PipelinePlan, target: Target) -> Program | Reason:
-        """The step of each rank of a pipeline, all micro-batches in it; the fullest one first."""
+        """Return the step of each rank of a pipeline with all micro-batches, the rank of highest peak
+        first.
+        """
         how, times = piped(program, target.hardware)
-        kinds = _kinds(program.step, how, target)
+        representatives = _representatives(program.step, how, target)
         try:
-            steps = steps_of_stages(program, target, list(kinds))
+            steps = steps_of_stages(program, target, list(representatives))
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
         classes = [
@@ -232,7 +235,7 @@ class Pipeline(Technique):
                 step,
                 tuple(copy * how.ranks + rank for copy in range(how.copies) for rank in mine),
             )
-            for mine, step in zip(kinds.values(), steps, strict=True)
+            for mine, step in zip(representatives.values(), steps, strict=True)
         ]
         classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
         return Program(
@@ -246,13 +249,13 @@ class Pipeline(Technique):
         )
 
     def apply(self, context: Context, plan: PipelinePlan) -> None:
-        """Keep this rank's stages, as the plan has them."""
+        """Keep this rank's stages of the plan."""
         from memtune.parallel.pipeline import pipe  # a second and a half to import, which no search needs
 
         pipe(context, _layout(self, context, plan))
 
     def explain(self, plan: PipelinePlan) -> tuple[str, ...]:
-        """How many blocks each stage has, and what passes between them."""
+        """Return the number of blocks in each stage, and the bytes between stages."""
         sizes = ", ".join(str(len(stage)) for stage in plan.stages)
         return (
             f"{len(plan.stages)} stages of {sizes} blocks on {plan.degree} ranks",
@@ -260,29 +263,29 @@ class Pipeline(Technique):
                 f"{format_bytes(plan.passed_bytes)} pass from stage to stage for each micro-batch, and as"
                 " much back"
             ),
-            "each rank brings its own micro-batches, and tuned.step runs them all",
+            "each rank provides its own micro-batches, and tuned.step runs them all",
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """How many stages on how many ranks, and in which order they run."""
+        """Return the number of ranks and stages, and the schedule."""
         degree = self.degree or target.ranks
         stages = self._count(target.ranks) // degree
         return {"parallel.pipeline": {"degree": degree, "schedule": self.schedule, "stages_per_rank": stages}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """One stage on each rank or two; `gpipe` takes as long as `1f1b` and holds more."""
+        """Return one stage on each rank or two; `gpipe` takes as long as `1f1b` and holds more."""
         return {"schedule": ("1f1b", "interleaved_1f1b")}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks, and the sizes of a node, a part of it or several."""
+        """Return all ranks, and the sizes of a node, a part of it or several."""
         return {"degree": (None, *target.group_sizes()), **self.choices()}
 
 
-def _kinds(step: Step, how: PipelineSettings, target: Target) -> dict[int, list[int]]:
-    """The ranks of a pipeline whose steps are written down, and those that each stands for.
+def _representatives(step: Step, how: PipelineSettings, target: Target) -> dict[int, list[int]]:
+    """Return the ranks of a pipeline whose steps are simulated → the ranks that each represents.
 
-    The first, the second and the last; of those between, which have fewer micro-batches on the way than the
-    second, whichever holds most and whichever takes longest stand for themselves, the second for the others.
+    These are the first, the second and the last rank. Those between them have fewer micro-batches in flight
+    than the second; the one that holds most and the slowest represent themselves, and the second all others.
     """
     chain = chain_of(step)
     assert isinstance(chain, Chain), "fits refuses others"
@@ -297,8 +300,8 @@ def _kinds(step: Step, how: PipelineSettings, target: Target) -> dict[int, list[
 
 
 def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: int) -> tuple[Any, Any]:
-    """(blocks,) seconds of forward and backward, (stages, blocks) bytes of weights and what autograd holds of
-    them.
+    """Return (blocks,) seconds of forward and backward, and (stages, blocks) bytes of weights and saved
+    tensors.
     """
     n_blocks = len(step.blocks)
     op_s = op_costs(step, target.hardware, ranks=target.ranks).op_s
@@ -310,12 +313,13 @@ def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: 
     for rows, block in ((columns.block >= 0, columns.block), (first, 0), (last & ~first, n_blocks - 1)):
         np.add.at(held, np.broadcast_to(block, len(columns))[rows], _state_bytes(step)[rows])
     saved = np.array([step.saved_bytes(block) for block in range(n_blocks)], np.float64)
-    on_the_way = np.minimum(np.arange(count, 0, -1), micro_batches)
-    return seconds, held + on_the_way[:, None] * saved
+    # 1F1B: stage s of S holds the activations of S - s micro-batches, if there are so many.
+    in_flight = np.minimum(np.arange(count, 0, -1), micro_batches)
+    return seconds, held + in_flight[:, None] * saved
 
 
 def _state_bytes(step: Step) -> Any:
-    """(parameters,) bytes of each weight, its gradient and its optimizer state."""
+    """Return (parameters,) bytes of each weight, its gradient and its optimizer state."""
     columns = columns_of(step.parameters)
     found = step.storages.bytes[columns.storage].astype(np.float64)
     found += np.where(columns.trainable, found, 0.0)
@@ -325,16 +329,16 @@ def _state_bytes(step: Step) -> Any:
 
 
 def _layout(technique: Pipeline, context: Context, plan: PipelinePlan) -> Layout:
-    """Return what `plan` says, for the ranks at hand.
+    """Return the layout of `plan` for the current ranks.
 
     Raises:
-        ApplyError: It was made for another degree or number of stages.
+        ApplyError: The plan was made for another degree or number of stages.
     """
     from memtune.parallel.pipeline import Layout
 
     degree = technique.degree or context.placement.world_size
     if plan.degree != degree or len(plan.stages) != technique._count(context.placement.world_size):
-        raise of_another("pipeline", f"It is for {len(plan.stages)} stages on {plan.degree} ranks.")
+        raise wrong_plan_error("pipeline", f"It is for {len(plan.stages)} stages on {plan.degree} ranks.")
     return Layout(
         plan.stages, frozenset(plan.first), frozenset(plan.last), degree, technique.schedule, plan.outputs
     )

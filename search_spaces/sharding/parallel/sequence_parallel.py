@@ -1,4 +1,4 @@
-"""Heads and features divided over ranks, and what is between them by positions (Megatron-LM's sequence
+"""Heads and features divided over ranks, with positions divided between pairs (Megatron-LM's sequence
 parallelism).
 """
 
@@ -12,24 +12,24 @@ from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.sharding.parallel._sharded_layers import CutLayers, PairsPlan
 from memtune.technique import Target
-from memtune.workload import Pair, whole_in_blocks
+from memtune.workload import Pair, unsharded_in_blocks
 
 
 class SequenceParallel(CutLayers):
-    """As `tensor`, and norms, dropout and the residual stream of the blocks hold 1/degree of the positions on
+    """Divides layers as `tensor` does, and keeps 1/degree of the positions of norms, dropout and residuals on
     each rank.
 
-    The two all-reduces of a pair become an all-gather where it is entered and a reduce-scatter where it is
-    left, forward and backward: the same bytes. What a column layer was given is kept as a share and gathered
-    again in backward, so all that the blocks save is divided by the degree, for one more all-gather a pair.
-    Gradients of whole weights in the blocks are summed over the group once a step. Embeddings, the last norm
-    and the head see all positions.
+    The two all-reduces of a pair become an all-gather at its entry and a reduce-scatter at its exit, in
+    forward and backward: the same bytes. The input of a column layer is saved as a shard and gathered again
+    in backward, so all saved tensors of the blocks are divided by the degree, for one more all-gather a pair.
+    Gradients of replicated weights in the blocks are summed over the group once a step. Embeddings, the last
+    norm and the head see all positions.
 
-    Reordered, within the bounds of `tensor`; a whole weight's gradient is a sum of `degree` partial sums over
-    the positions.
+    Reordered, within the bounds of `tensor`; a replicated weight's gradient is a sum of `degree` partial sums
+    over the positions.
 
-    Distinguishing test: a rank saves 1/degree of what a block's norms save, and every pair sends its input's
-    bytes once in forward and one and a half times in backward, in all-gathers and reduce-scatters.
+    Distinguishing test: a rank saves 1/degree of the saved bytes of a block's norms, and every pair sends its
+    input's bytes once in forward and one and a half times in backward, in all-gathers and reduce-scatters.
     """
 
     kind: Literal["sequence_parallel"] = "sequence_parallel"
@@ -37,24 +37,24 @@ class SequenceParallel(CutLayers):
     source: ClassVar[str] = "Korthikanti et al. 2023, arXiv:2205.05198, section 4.2"
 
     def asked(self, target: Target) -> str:
-        """Attention and MLPs, and positions between them."""
+        """Return the division of attention, MLPs, and the positions between them."""
         return "sequence"
 
     def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
-        """Cut `pairs` and divide the positions between them."""
+        """Divide `pairs`, and the positions between them."""
         divide(context, pairs, degree)
 
     def summed(self, program: Program, plan: PairsPlan) -> frozenset[str]:
-        """Trainable parameters of the blocks that are not cut."""
+        """Return the trainable parameters of the blocks that are replicated."""
         step = program.step
         trainable = (p.name for p in step.parameters if p.trainable)
-        return frozenset(whole_in_blocks(trainable, plan.pairs, step.blocks))
+        return frozenset(unsharded_in_blocks(trainable, plan.pairs, step.blocks))
 
     def explain(self, plan: PairsPlan) -> tuple[str, ...]:
-        """As of `tensor`, and that positions are divided."""
+        """Return the lines of `tensor`, and that positions are divided."""
         lines = super().explain(plan)
-        return (*lines, "between them each rank holds its share of every sequence") if lines else ()
+        return (*lines, "between pairs each rank holds its share of every sequence") if lines else ()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Over how many ranks."""
+        """Return the degree."""
         return {"parallel.sequence": {"degree": self.degree or target.ranks}}

@@ -1,4 +1,4 @@
-"""Attention heads and the features of MLPs divided over ranks, which work on one micro-batch together
+"""Attention heads and MLP features divided over ranks, which compute one micro-batch together
 (Megatron-LM).
 """
 
@@ -18,39 +18,39 @@ class TensorParallel(CutLayers):
     """Trades two all-reduces of a layer's activations in forward and two in backward for 1/degree of weights
     and their state.
 
-    Query, key, value and output layers are cut by heads, MLPs by features; norms, embeddings and what is
-    between the pairs stay whole on every rank. A group of ranks works on one micro-batch at a time: each rank
-    brings its own, as without it, and they take turns (`Tuned.step`), so that a step has the same samples and
-    `degree` times as many, smaller micro-batches per rank. Groups beyond the first hold copies, whose
-    gradients are averaged after backward.
+    Query, key, value and output layers are divided by heads, MLPs by features; norms, embeddings and all else
+    between the pairs are replicated. A group of ranks computes one micro-batch at a time: each rank provides
+    its own, by micro-batch rotation (`Tuned.step`), so that a step has the same samples and `degree` times as
+    many, smaller micro-batches per rank. Groups beyond the first are replicas, whose gradients are averaged
+    after backward.
 
     Reordered: a row layer's output is the sum of `degree` partial sums of in/degree products each, so an
     element differs from the plain one by at most (in + degree)·eps·Σ|wᵢxᵢ|, as any other order of summation
     may.
 
-    Distinguishing test: a rank holds 1/degree of the cut weights, and every pair sends its input's bytes once
-    in forward and once in backward, in all-reduces.
+    Distinguishing test: a rank holds 1/degree of the divided weights, and every pair sends its input's bytes
+    once in forward and once in backward, in all-reduces.
     """
 
     kind: Literal["tensor"] = "tensor"
     title: ClassVar[str] = "Heads and features divided over ranks"
     source: ClassVar[str] = "Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3"
 
-    cut: Literal["all", "mlp"] = "all"
-    """All pairs, or those of MLPs alone (where attention's layers cannot be cut)."""
+    layers: Literal["all", "mlp"] = "all"
+    """All pairs, or those of MLPs only (if attention layers cannot be divided)."""
 
     def asked(self, target: Target) -> str:
-        """As `cut` says."""
-        return self.cut
+        """Return the value of `layers`."""
+        return self.layers
 
     def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
-        """Cut `pairs`; norms and what else is whole sees all positions."""
+        """Divide `pairs`; norms and other replicated modules see all positions."""
         cut(context, pairs, degree)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Over how many ranks, and which layers."""
-        return {"parallel.tensor": {"degree": self.degree or target.ranks, "cut": self.cut}}
+        """Return the degree and the divided layers."""
+        return {"parallel.tensor": {"degree": self.degree or target.ranks, "layers": self.layers}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """All pairs, or MLPs alone."""
-        return {"cut": ("all", "mlp")}
+        """Return all pairs, or MLPs only."""
+        return {"layers": ("all", "mlp")}

@@ -1,1 +1,1 @@
-"""Which ranks hold which part of parameters, gradients and optimizer state: bytes for communication."""
+"""Techniques that shard parameters, gradients and optimizer state over ranks: bytes for communication."""

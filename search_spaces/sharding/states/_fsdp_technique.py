@@ -1,4 +1,4 @@
-"""What the techniques that FSDP2 carries out have in common: model state gathered unit by unit."""
+"""Base class of techniques that run on FSDP2: model state sharded and all-gathered unit by unit."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from memtune.effects import Effects
 from memtune.parallel.sharding import Sharding, shard, shard_states
 from memtune.program import Phase, Program, Step
 from memtune.runtime import Context
-from memtune.search_spaces._support import active
+from memtune.search_spaces import active
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class GroupPlan(Plan):
-    """The ranks that a group has, where the config gives none."""
+    """Number of ranks in a group, if the config gives none."""
 
     group: Annotated[int, Field(ge=1)] | None = None
-    """Ranks of a group; none where the knob says it."""
+    """Ranks of a group; none if the knob has it."""
 
 
-class _Units(Technique):
-    """Parameters, gradients and optimizer state divided over `_degree` ranks each, gathered unit by unit.
+class _FsdpUnits(Technique):
+    """Shards parameters, gradients and optimizer state over `_degree` ranks each, and gathers them unit by
+    unit.
 
-    A unit is one or more blocks; what is in no block is the root unit, gathered once per micro-batch.
+    A unit is one or more blocks; parameters in no block form the root unit, gathered once per micro-batch.
     """
 
     slot: ClassVar[str] = "sharding.states"
@@ -36,42 +37,40 @@ class _Units(Technique):
     )
 
     reshard_after_forward: bool = True
-    """Free a unit's parameters between its forward and its backward; off, they stay and the second gather is
-    saved.
+    """Free a unit's parameters between its forward and its backward; off, they are resident and the second
+    gather is saved.
     """
     blocks_per_unit: Annotated[int, Field(ge=1)] = 1
-    """Blocks gathered together; larger units mean fewer, larger messages and more bytes whole at once."""
+    """Blocks gathered together; larger units mean fewer, larger messages and more unsharded bytes at once."""
 
     def _degree(self, ranks: int, plan: Any) -> int:
-        """Ranks that share one copy of the model state."""
+        """Return the number of ranks that share one copy of the model state."""
         return ranks
 
     def _averages_once(self) -> bool:
-        """Whether gradients are averaged between the copies once a step, not in every micro-batch."""
+        """Return whether gradients are averaged between the copies once a step, not in every micro-batch."""
         return False
 
     def divides_parameters(self, ranks: int, plan: Any) -> bool:
-        """All of them."""
+        """Return whether more than one rank shares a copy; all parameters are sharded then."""
         return self._degree(ranks, plan) > 1
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """One graph of the model."""
+        """Refuse one compiled graph of the whole model."""
         if facts.compiled == "model":
             return Reason(
-                "one graph holds all blocks, whose parameters come and go one by one",
+                "one graph holds all blocks, whose parameters are unsharded one by one",
                 "execution: {compile: blocks}",
             )
         return None
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, and units that FSDP2 can flatten and gather in one place."""
+        """Require two ranks, and units that FSDP2 can flatten and gather together."""
         if target.ranks < 2:
             return Reason("there is only one rank to shard over", "--gpus or --workers 2 and more")
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
-        return self._units_do_not_fit(program.step) or _no_unit_of_their_own(
-            program.step, self.blocks_per_unit
-        )
+        return self._units_do_not_fit(program.step) or _used_outside_unit(program.step, self.blocks_per_unit)
 
     def _units_do_not_fit(self, step: Step) -> Reason | None:
         blocks = len(step.blocks)
@@ -96,7 +95,7 @@ class _Units(Technique):
         return None
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
-        """Gathers, copies, reductions and the buffers they need; state at the size of a shard."""
+        """Add gathers, copies, reductions and their buffers, and shrink the state to a shard."""
         return program.with_step(shard_states(program.step, self._sharding(program, plan, target)))
 
     def _sharding(self, program: Program, plan: Any, target: Target) -> Sharding:
@@ -125,12 +124,12 @@ class _Units(Technique):
         )
 
     def _more(self) -> dict[str, Any]:
-        """Further arguments of `parallel.sharding.fsdp_sharding.shard`."""
+        """Return further arguments of `parallel.sharding.fsdp_sharding.shard`."""
         return {}
 
     def _settings(self, degree: int, ranks: int) -> dict[str, Any]:
-        """Ranks over which each state is divided, what is gathered when, and how often copies are
-        averaged.
+        """Return the number of ranks that shard each state, the gathers, and the frequency of averages
+        between copies.
         """
         factors = {"parameters": degree, "gradients": degree, "optimizer": degree}
         gather = {"again_in_backward": self.reshard_after_forward, "blocks_per_unit": self.blocks_per_unit}
@@ -140,20 +139,20 @@ class _Units(Technique):
         return {"states.shard": factors, "states.gather": gather, **often}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Whether to gather twice, and how much at once."""
+        """Return both values of reshard, and units of one and two blocks."""
         return {"reshard_after_forward": (True, False), "blocks_per_unit": (1, 2)}
 
 
 def in_stages(target: Target) -> bool:
-    """Whether a rank runs stages of a pipeline: forwards of other micro-batches come between one's forward
-    and its backward.
+    """Return whether a rank runs stages of a pipeline: other micro-batches' forwards run before a
+    micro-batch's backward.
     """
     parallel = active(target, "sharding.parallel")
     return parallel is not None and parallel.effects.layers == "stages"
 
 
 def does_not_divide(name: str, value: int, ranks: int) -> Reason | None:
-    """Why `ranks` cannot be put into groups of `value`, None where they can."""
+    """Return why `ranks` cannot be divided into groups of `value`, None if they can."""
     if ranks % value == 0:
         return None
     near = " or ".join(map(str, [d for d in range(2, ranks + 1) if ranks % d == 0][:4]))
@@ -164,7 +163,9 @@ def does_not_divide(name: str, value: int, ranks: int) -> Reason | None:
 
 @functools.lru_cache(maxsize=8)
 def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
-    """A trainable parameter whose item size is not that of the others in its unit, if there is one."""
+    """Return a trainable parameter whose item size differs from that of the others in its unit, if there is
+    one.
+    """
     sizes: dict[int, int] = {}
     for parameter in step.parameters:
         unit = parameter.block // blocks_per_unit if parameter.block >= 0 else -1
@@ -174,16 +175,16 @@ def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _no_unit_of_their_own(step: Step, blocks_per_unit: int) -> Reason | None:
-    """Why not, where a block's parameter is also used outside its unit: there it would be a shard, or not
-    there at all.
+def _used_outside_unit(step: Step, blocks_per_unit: int) -> Reason | None:
+    """Return why a block's parameter cannot be sharded: it is also used outside its unit, where it would be a
+    shard.
     """
     owner = np.asarray([p.block for p in step.parameters] + [-1], np.int32)[
         step.parameter_of[step.uses.storage]
     ]
     reader = step.ops.block[step.uses.op]
-    # Ops that no block owns may be a parameter's cast or view made by the block itself; forward ops know
-    # where they ran.
+    # Backward ops without a block may be a cast or view of the parameter made by the block itself; only
+    # forward ops record where they ran.
     strays = (owner >= 0) & (step.ops.phase[step.uses.op] == Phase.FORWARD)
     strays &= (reader < 0) | (reader // blocks_per_unit != owner // blocks_per_unit)
     if not strays.any():

@@ -1,4 +1,4 @@
-"""What the techniques have in common that divide each state of the model over a factor of its own."""
+"""Base class of techniques that shard each state of the model by a factor of its own."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from memtune.effects import Effects
 from memtune.parallel.sharding import Bytes, Division, Factors, Schedule, divide, divide_states
 from memtune.program import Kind, Program, Step, Tier, columns_of
 from memtune.runtime import Context
-from memtune.search_spaces.sharding.states._fsdp_technique import _Units
+from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits
 from memtune.technique import Reason, Target
 
 
-class _Divided(_Units):
-    """Parameters, gradients and optimizer state divided over the ranks of `_factors`."""
+class _NestedSharding(_FsdpUnits):
+    """Shards parameters, gradients and optimizer state by `_factors`."""
 
     slot: ClassVar[str] = "sharding.states"
-    effects: ClassVar[Effects] = replace(_Units.effects, shards="nested", reduces="step")
+    effects: ClassVar[Effects] = replace(_FsdpUnits.effects, shards="nested", reduces="step")
 
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
-    """MiB of what FSDP2 does not send: gradients reduced further, and weights gathered after the step, at
-    once.
+    """MiB per message for gradients and weights outside of FSDP2: gradients reduced further, weights gathered
+    after the step.
     """
 
     @abc.abstractmethod
     def _factors(self, ranks: int, plan: Any) -> Factors: ...
 
     def divides_parameters(self, ranks: int, plan: Any) -> bool:
-        """Where their factor is not one."""
+        """Return whether the parameters' factor exceeds one."""
         return self._factors(ranks, plan).parameters > 1
 
     def _why_not(self, factors: Factors, program: Program, target: Target) -> Reason | None:
-        """Why `factors` cannot be used on `program`, or are another technique."""
+        """Return why `factors` cannot be used on `program`, or equal another technique."""
         problem = factors.problem(target.ranks)
         if problem:
             return Reason(problem, "factors that divide one another and the ranks")
         p, g, o, several = factors.parameters, factors.gradients, factors.optimizer, program.accumulate > 1
         if not several and g != p:
             return Reason(
-                f"with one micro-batch a step there are no sums of gradients: it is ({p}, {p}, {o})",
+                f"with one micro-batch a step there are no sums of gradients: it equals ({p}, {p}, {o})",
                 f"gradients: {p}",
             )
         name = _named(factors, target.ranks, several)
@@ -56,8 +56,8 @@ class _Divided(_Units):
         return super().fits(program, target) if p > 1 else None
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
-        """FSDP2's gathers and reductions where parameters are divided, and a division inside the other for
-        what is left.
+        """Add FSDP2's gathers and reductions if parameters are sharded, and the further sharding of gradients
+        and state.
         """
         how = Division(
             factors=self._factors(program.ranks, plan),
@@ -72,7 +72,7 @@ class _Divided(_Units):
         return program.with_step(divide_states(program.step, how))
 
     def apply(self, context: Context, plan: Any) -> None:
-        """Divide the model's states and rebind the optimizer to what this rank holds."""
+        """Shard the model's states and rebind the optimizer to this rank's shards."""
         divide(
             context,
             self._factors(context.placement.data_parallel_size, plan),
@@ -84,13 +84,13 @@ class _Divided(_Units):
 
     def _divided_settings(self, factors: dict[str, Any], divides_parameters: bool) -> dict[str, Any]:
         gather = {"again_in_backward": self.reshard_after_forward, "blocks_per_unit": self.blocks_per_unit}
-        # Not `states.gather`: other ways to communicate are made for units that FSDP2 alone reduces.
+        # The key is not `states.gather`: custom collectives require units whose gradients only FSDP2 reduces.
         gathers = {"states.units": gather} if divides_parameters else {}
         return {"states.shard": factors, "states.buckets": {"bytes": self.bucket_cap_mb << 20}, **gathers}
 
 
 def _named(factors: Factors, ranks: int, several: bool) -> str:
-    """What else makes this division, '' for nothing."""
+    """Return the technique that makes the same division, '' for none."""
     p, g, o = factors.parameters, factors.gradients, factors.optimizer
     if p == g == o:
         in_groups = f"mics, group: {o}" if several else f"fsdp, degree: {o}"
@@ -101,7 +101,7 @@ def _named(factors: Factors, ranks: int, several: bool) -> str:
 
 
 def whole_bytes(step: Step) -> Bytes:
-    """Bytes of the model state of `step` before anything is divided."""
+    """Return the bytes of the model state of `step` before sharding."""
     columns = columns_of(step.parameters)
     trained = int((columns.numel * columns.itemsize)[columns.trainable].sum())
     mine = (step.storages.tier == Tier.DEVICE) & (step.storages.producer < 0)
@@ -113,6 +113,6 @@ def whole_bytes(step: Step) -> Bytes:
 
 
 def schedule_of(program: Program, target: Target, *, gathers: int) -> Schedule:
-    """What decides, beside the factors, what is sent."""
+    """Return the settings that decide, together with the factors, which bytes are sent."""
     node = target.hardware.local_ranks(target.ranks)
     return Schedule(target.ranks, node, program.accumulate, gathers)

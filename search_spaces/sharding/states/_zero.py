@@ -1,4 +1,4 @@
-"""What the techniques with whole parameters and divided states have in common."""
+"""Parts of techniques with replicated parameters and sharded states."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from memtune.program import Program
 from memtune.technique import Reason, Target
 
 
-def unfit(program: Program, target: Target) -> Reason | None:
-    """Why states cannot be divided by the rows of their parameters over all ranks, None where they can."""
+def cannot_partition(program: Program, target: Target) -> Reason | None:
+    """Return why states cannot be sharded by the rows of their parameters over all ranks, None if they
+    can.
+    """
     if target.ranks < 2:
         return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
     scalar = next((p.name for p in program.step.parameters if p.trainable and not p.shape), None)
@@ -22,20 +24,21 @@ def unfit(program: Program, target: Target) -> Reason | None:
 def partitioning(
     program: Program, target: Target, bucket_cap_mb: int, *, every_micro_batch: bool
 ) -> Partitioning:
-    """What the pass needs to know."""
+    """Return the settings of the pass."""
     return Partitioning(
         ranks=program.ranks,
         bucket_bytes=bucket_cap_mb << 20,
         accumulate=program.accumulate,
         every_micro_batch=every_micro_batch,
         stages_messages=target.device == "cpu",
+        # In a pipeline one step has all micro-batches, so gradients are final only after its last backward.
         at_end=program.unrolled > 1,
         after_schedule=program.unrolled > 1,
     )
 
 
 def settings(target: Target, bucket_cap_mb: int, *, every_micro_batch: bool) -> dict[str, Any]:
-    """The mechanism's settings: over how many ranks each state is divided, and in which buckets."""
+    """Return the mechanism's settings: the number of ranks that shard each state, and the buckets."""
     factors = {
         "parameters": 1,
         "gradients": target.ranks if every_micro_batch else 1,

@@ -1,4 +1,4 @@
-"""Each state divided over a factor of its own, chosen for the least traffic that memory allows (AMSP)."""
+"""Each state sharded by its own factor, chosen for the least traffic that memory allows (AMSP)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pydantic import Field, model_validator
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held
+from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held_bytes
 from memtune.program import Program, Step
-from memtune.search_spaces.sharding.states._nested import _Divided, schedule_of, whole_bytes
+from memtune.search_spaces.sharding.states._nested import _NestedSharding, schedule_of, whole_bytes
 from memtune.technique import Exactness, Plan, Reason, Target
 
 _NONE = Factors(1, 1, 1)
 
 
 class AmspPlan(Plan):
-    """Over how many ranks each state is divided, where the config does not say."""
+    """Factor of each state, if the config gives none."""
 
     parameters: Annotated[int, Field(ge=1)] | None = None
-    """Ranks over which parameters are divided."""
+    """Ranks over which parameters are sharded."""
     gradients: Annotated[int, Field(ge=1)] | None = None
-    """Ranks over which sums of gradients are divided."""
+    """Ranks over which sums of gradients are sharded."""
     optimizer: Annotated[int, Field(ge=1)] | None = None
-    """Ranks over which optimizer state is divided."""
+    """Ranks over which optimizer state is sharded."""
 
     @model_validator(mode="after")
     def _says_all(self) -> Self:
@@ -34,21 +34,20 @@ class AmspPlan(Plan):
         return self
 
     def factors(self) -> Factors | None:
-        """Return the three, None where the plan is empty."""
+        """Return the three factors, None if the plan is empty."""
         if self.parameters is None or self.gradients is None or self.optimizer is None:
             return None
         return Factors(self.parameters, self.gradients, self.optimizer)
 
 
-class Amsp(_Divided):
+class Amsp(_NestedSharding):
     """Trades bytes for traffic state by state: any factors that divide one another, and the ranks.
 
-    Without factors the plan chooses them: of all that fit into the budget, beside what the step needs anyhow,
-    those with the least time on the links by `memtune.parallel.sharding.factors`. With factors it is how any
-    division is asked for by hand. Gradients may also stay whole beside divided parameters, until the last
-    micro-batch.
+    Without factors the plan chooses them: of all that fit into the budget, with the step's other bytes, those
+    with the least time on the links by `memtune.parallel.sharding.factors`. With factors any division can be
+    configured by hand. Gradients may also be unsharded with sharded parameters, until the last micro-batch.
 
-    Reordered: as `paro`, at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
+    Reordered: as `paro`, at most (N + a + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums.
 
     Distinguishing test: a rank holds 1/p of the parameters, 1/g of the sums and 1/o of the optimizer state.
     """
@@ -60,11 +59,11 @@ class Amsp(_Divided):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     parameters: Annotated[int, Field(ge=1)] | None = None
-    """Ranks over which parameters are divided."""
+    """Ranks over which parameters are sharded."""
     gradients: Annotated[int, Field(ge=1)] | None = None
-    """Ranks over which sums of gradients are divided: 1, or a multiple of `parameters`."""
+    """Ranks over which sums of gradients are sharded: 1, or a multiple of `parameters`."""
     optimizer: Annotated[int, Field(ge=1)] | None = None
-    """Ranks over which optimizer state is divided: a multiple of the other two."""
+    """Ranks over which optimizer state is sharded: a multiple of the other two."""
 
     def _given(self) -> Factors | None:
         if self.parameters is None or self.gradients is None or self.optimizer is None:
@@ -75,20 +74,20 @@ class Amsp(_Divided):
         found = self._given() or plan.factors()
         if found is None:
             raise ApplyError(
-                "amsp is not told how to divide the model.",
+                "amsp has no factors to shard the model by.",
                 fix="parameters: 1, gradients: 1, optimizer: 8",
                 code="MT340",
             )
         return found
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, all three factors or none, and a division that no technique of its own makes."""
+        """Require two ranks, all three factors or none, and a division that no other technique makes."""
         if target.ranks < 2:
             return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
         asked = [self.parameters, self.gradients, self.optimizer]
         if None in asked and any(asked):
             return Reason(
-                "it is given some factors but not all", "parameters, gradients and optimizer, or none of them"
+                "some factors are given but not all", "parameters, gradients and optimizer, or none of them"
             )
         factors = self._given() or _chosen(
             program.step, self._schedule(program, target), target.hardware, target.budget_bytes
@@ -99,8 +98,8 @@ class Amsp(_Divided):
         return schedule_of(program, target, gathers=1 + self.reshard_after_forward)
 
     def plan(self, program: Program, target: Target) -> AmspPlan:
-        """The factors with the least time on the links that fit into the budget; all over all ranks where
-        none does.
+        """Return the factors with the least time on the links that fit into the budget; all ranks if none
+        does.
         """
         if self._given() is not None:
             return AmspPlan()
@@ -108,11 +107,11 @@ class Amsp(_Divided):
         return AmspPlan(**_chosen(program.step, schedule, target.hardware, target.budget_bytes).document())
 
     def explain(self, plan: AmspPlan) -> tuple[str, ...]:
-        """Over how many ranks each state is divided."""
+        """Return the factor of each state."""
         return tuple(f"{state} over {over} ranks" for state, over in plan.document().items())
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Over how many ranks each state is divided, in which buckets, and what is gathered when."""
+        """Return the factor of each state, the buckets and the gathers."""
         given = self._given()
         factors: dict[str, Any] = (
             given.document() if given is not None else dict.fromkeys(_NONE.document(), "planned")
@@ -122,14 +121,14 @@ class Amsp(_Divided):
 
 @lru_cache(maxsize=64)
 def _chosen(step: Step, schedule: Schedule, hardware: Hardware, budget_bytes: int | None) -> Factors:
-    whole = whole_bytes(step)
-    beside = step.peak_bytes() - held(_NONE, whole).total
-    limit = float("inf") if budget_bytes is None else budget_bytes - max(beside, 0.0)
-    # With one micro-batch a step there are no sums of gradients to divide.
+    state_bytes = whole_bytes(step)
+    other_bytes = step.peak_bytes() - held_bytes(_NONE, state_bytes).total
+    limit = float("inf") if budget_bytes is None else budget_bytes - max(other_bytes, 0.0)
+    # With one micro-batch a step there are no sums of gradients to shard by a factor of their own.
     among = [
         each
         for each in every(schedule.ranks)
         if schedule.micro_batches > 1 or each.gradients == each.parameters
     ]
-    best = cheapest(whole, schedule, hardware, limit_bytes=limit, among=among)
+    best = cheapest(state_bytes, schedule, hardware, limit_bytes=limit, among=among)
     return best or Factors(schedule.ranks, schedule.ranks, schedule.ranks)

@@ -1,4 +1,4 @@
-"""The whole model on every rank, gradients averaged while backward runs (PyTorch DistributedDataParallel)."""
+"""The full model on every rank, with gradients averaged during backward (PyTorch DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Ddp(Technique):
     all-reduce a step.
 
     Gradients live in buckets that are never freed. With accumulation the sums of the earlier micro-batches
-    exist beside the buckets, until the last micro-batch copies them in.
+    are allocated in addition to the buckets, until the last micro-batch copies them in.
 
     Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each
     rank rounds its own sum and the ring adds N of them, so an element differs from the plain one by at most
-    (N + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums themselves, which both have.
+    (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums, which both have.
 
     Distinguishing test: every rank holds all bytes of the model and the gradients cross the link once,
     2·(N-1)/N of them.
@@ -39,20 +39,18 @@ class Ddp(Technique):
     """MiB of gradients averaged at once; small buckets start earlier, large ones pay the latency less often.
     """
     find_unused_parameters: bool = False
-    """Search every step for parameters that get no gradient; needed where the graph changes, slower
-    elsewhere.
-    """
+    """Search every step for parameters without gradient; needed if the graph changes, slower otherwise."""
 
     @property
     def effects(self) -> Effects:
-        """Replicas, whose gradients are final when their bucket is."""
+        """Return the effects of replicas, whose gradients are final when their bucket is reduced."""
         return Effects(
             among_copies=True, shards="replicas", reduces="ready", finds_unused=self.find_unused_parameters
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, and to be told when some trainable parameter gets no gradient; of experts, some
-        may get none.
+        """Require two ranks, and `find_unused_parameters` exactly if some parameter may get no gradient, as
+        in experts.
         """
         if target.ranks < 2:
             return Reason("there is only one rank", "--gpus or --workers 2 and more")
@@ -67,12 +65,13 @@ class Ddp(Technique):
         return None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Gradients into buckets as they arrive, an all-reduce behind each full bucket."""
+        """Pack ready gradients into buckets, with an all-reduce after each full bucket."""
         offload = target.chosen.get("offload.states")
         effects = NO_EFFECTS if offload is None else offload.effects
+        # Gradients that the offload technique averages itself are in no bucket.
         of_blocks, of_experts = effects.averages != "blocks", effects.averages != "experts"
         bucket_bytes, at_end = self.bucket_cap_mb << 20, program.unrolled > 1
-        landed = effects.calls == "grad_hooks"
+        per_gradient = effects.calls == "grad_hooks"
         how = Replication(
             program.ranks,
             bucket_bytes,
@@ -81,15 +80,15 @@ class Ddp(Technique):
             of_blocks,
             of_experts,
             at_end,
-            landed,
+            per_gradient,
         )
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Wrap the model; the wrapper is what trains. Where ranks have parts of a model, the copies of each
-        part are averaged.
+        """Wrap the model in DistributedDataParallel, or average each part among the ranks that have it.
 
-        Where gradients leave as they land, each is averaged by itself, without a wrapper and buckets.
+        If gradients are offloaded when they are ready, each is averaged by itself, without a wrapper and
+        buckets.
         """
         if context.placement.offload.calls == "grad_hooks":
             AllReduceGrads(context)
@@ -98,11 +97,13 @@ class Ddp(Technique):
         kind(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Nothing is divided; gradients are averaged in buckets."""
+        """Return the factors, all one, and the buckets."""
         factors = {"parameters": 1, "gradients": 1, "optimizer": 1}
         buckets = {"bytes": self.bucket_cap_mb << 20, "find_unused": self.find_unused_parameters}
         return {"states.shard": factors, "states.buckets": buckets}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Torch's own bucket size and a large one; `fits` picks whether to look for unused parameters."""
+        """Return torch's own bucket size and a large one; `fits` decides on the search for unused
+        parameters.
+        """
         return {"bucket_cap_mb": (25, 100), "find_unused_parameters": (False, True)}

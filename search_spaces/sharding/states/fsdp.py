@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state divided over the ranks, gathered block by block (PyTorch FSDP2,
+"""Parameters, gradients and optimizer state sharded over ranks, gathered block by block (PyTorch FSDP2,
 ZeRO-3).
 """
 
@@ -12,23 +12,23 @@ from pydantic import Field
 
 from memtune.parallel.sharding import Sharding
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._fsdp_technique import _Units, does_not_divide
+from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits, does_not_divide
 from memtune.technique import Exactness, Reason, Target
 
 _TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Fsdp(_Units):
+class Fsdp(_FsdpUnits):
     """Trades an all-gather of every unit in forward and in backward and a reduce-scatter for 1/degree of the
     model state.
 
-    A unit is one or more blocks; what is in no block is the root unit, gathered once per micro-batch. With a
-    degree below the number of ranks each group of `degree` ranks holds one copy, and gradients are
+    A unit is one or more blocks; parameters in no block form the root unit, gathered once per micro-batch.
+    With a degree below the number of ranks each group of `degree` ranks holds one copy, and gradients are
     all-reduced between the copies.
 
     Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each
     rank rounds its own sum and the ring adds N of them, so an element differs from the plain one by at most
-    (N + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums themselves, which both have. Weights are
+    (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums, which both have. Weights are
     gathered, so forward is bitwise. With `reduce_dtype: bfloat16` gradients of float32 lose all but 8 bits of
     every summand and sum: lossy.
 
@@ -43,28 +43,28 @@ class Fsdp(_Units):
     )
 
     degree: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share one copy of the model state, all of them by default; fewer hold more bytes and gather
-    on shorter rings.
+    """Ranks that share one copy of the model state. Default: all; fewer hold more bytes and gather on shorter
+    rings.
     """
 
     reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True  # type: ignore[assignment]  # wider than the others'
-    """Free a unit's parameters between forward and backward; off, they stay and the second gather is saved; a
-    number keeps them divided over groups of that many ranks, so that the second gather stays on shorter
+    """Free a unit's parameters between forward and backward; off, they are resident and the second gather is
+    saved; a number keeps them sharded over groups of that many ranks, so that the second gather uses shorter
     links.
     """
     prefetch: Annotated[int, Field(ge=0, le=8)] | None = None
-    """Units gathered ahead of the one that runs; by default none is asked for in forward, where streams
+    """Units gathered before the one that runs. Default: FSDP2's, none explicitly in forward, where streams
     overlap, and one in backward. More hide slow links and hold more bytes; 0 holds the fewest.
     """
     reduce_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type in which gradients travel and are added up, by default their own; bfloat16 halves the bytes of
-    float32 ones.
+    """Type in which gradients are sent and summed. Default: their own; bfloat16 halves the bytes of float32
+    ones.
     """
     keep_root: bool = True
-    """What is in no block stays gathered between forward and backward; off, it is gathered again."""
+    """Parameters in no block are unsharded between forward and backward; off, they are gathered again."""
 
     def exactly(self) -> Exactness:
-        """Lossy where gradients may travel in fewer bits than they have."""
+        """Return lossy if gradients may be sent in fewer bits than they have."""
         return Exactness.LOSSY if self.reduce_dtype == "bfloat16" else Exactness.REORDERED
 
     def _degree(self, ranks: int, plan: Any) -> int:
@@ -85,8 +85,8 @@ class Fsdp(_Units):
         return {"prefetch": self.prefetch, "reduce_dtype": dtype, "keep_root": self.keep_root}
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them, and units that FSDP2 can flatten and gather in one
-        place.
+        """Require two ranks, a degree that divides them, and units that FSDP2 can flatten and gather
+        together.
         """
         if target.ranks < 2:
             return super().fits(program, target)
@@ -99,14 +99,14 @@ class Fsdp(_Units):
         )
 
     def _no_such_group(self, target: Target) -> Reason | None:
-        """Why units cannot stay divided over groups of `reshard_after_forward` ranks, or why nothing is
-        gathered again.
+        """Return why units cannot be sharded over groups of `reshard_after_forward` ranks, or why no gather
+        is repeated.
         """
         group, degree = self.reshard_after_forward, self.degree or target.ranks
         if isinstance(group, bool):
             useless = not group and not self.keep_root
             return (
-                Reason("keep_root=false, but all units stay gathered", "reshard_after_forward: true")
+                Reason("keep_root=false, but all units stay unsharded", "reshard_after_forward: true")
                 if useless
                 else None
             )
@@ -119,21 +119,21 @@ class Fsdp(_Units):
         return None
 
     def _no_such_type(self, program: Program) -> Reason | None:
-        """Why `reduce_dtype` is not for these gradients: they have it already, or would lose bits that
-        float32 has not.
+        """Return why `reduce_dtype` does not apply: gradients already have it, or would lose bits that
+        float32 lacks.
         """
         if self.reduce_dtype is None:
             return None
         sizes = {p.itemsize for p in program.step.parameters if p.trainable}
         wanted = _TYPES[self.reduce_dtype].itemsize
         if wanted in sizes and len(sizes) == 1:
-            return Reason(f"gradients have elements of {wanted} bytes already", "leave reduce_dtype out")
+            return Reason(f"gradients already have elements of {wanted} bytes", "leave reduce_dtype out")
         if max(sizes, default=0) > _TYPES["float32"].itemsize:
             return Reason("gradients of more than float32 are reduced as they are", "leave reduce_dtype out")
         return None
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Ranks over which each state is divided, what is gathered when, and how gradients travel."""
+        """Return the number of ranks that shard each state, the gathers, and the type of reductions."""
         settings = self._settings(self.degree or target.ranks, target.ranks)
         more = {"prefetch": self.prefetch} if self.prefetch is not None else {}
         gather = settings["states.gather"] | more | ({} if self.keep_root else {"keep_root": False})
@@ -141,11 +141,11 @@ class Fsdp(_Units):
         return settings | {"states.gather": gather} | reduce
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks and the sizes of a node, a part of it or several; over several nodes also what spares
-        their links.
+        """Return all ranks and sizes of a node, a part of it or several; over several nodes also settings
+        that spare links.
 
-        Inside a node a second gather is as fast from all ranks as from some, and on CPU, where collectives
-        are waited for, nothing is hidden by gathering ahead.
+        Inside a node a second gather is as fast from all ranks as from some. On CPU collectives are
+        synchronous, so prefetch hides nothing.
         """
         sizes, node = target.group_sizes(), target.hardware.local_ranks(target.ranks)
         choices = {"degree": (None, *sizes), **self.choices()}

@@ -1,4 +1,4 @@
-"""One copy of the model state per group of ranks; copies are averaged once a step (MiCS)."""
+"""One copy of the model state per group of ranks, with copies averaged once a step (MiCS)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from pydantic import Field
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, _Units, does_not_divide
+from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, _FsdpUnits, does_not_divide
 from memtune.technique import Plan, Reason, Target
 
 
-class Mics(_Units):
-    """Trades N/p times the bytes of model state for gathers and reductions that stay inside groups of p
-    ranks.
+class Mics(_FsdpUnits):
+    """Trades N/p times the bytes of model state for gathers and reductions inside groups of p ranks.
 
-    What is frequent, gathers and reduce-scatters in every micro-batch, stays on the fast links; the slow ones
+    The frequent messages, gathers and reduce-scatters in every micro-batch, use the fast links; the slow ones
     between groups carry one all-reduce of 1/p of the gradients at the end of a step. `fsdp` with `degree: p`
-    sends that in every micro-batch, which with one micro-batch a step is the same. How groups larger than a
-    node gather is `sharding.communication`.
+    sends that in every micro-batch, which with one micro-batch a step is the same. Gathers of groups larger
+    than a node are the choice of `sharding.communication`.
 
     Reordered: gradients are averaged over p ranks in each of a micro-batches, summed, and averaged over the
-    N/p groups: an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding
-    of the per-sample sums. Weights are gathered, so forward is bitwise.
+    N/p groups: an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N in addition to the
+    rounding of the per-sample sums. Weights are gathered, so forward is bitwise.
 
-    Distinguishing test: however many micro-batches there are, the link between groups carries 2·(1 - p/N)/p
-    of the gradients' bytes per step.
+    Distinguishing test: for any number of micro-batches the link between groups carries 2·(1 - p/N)/p of the
+    gradients' bytes per step.
     """
 
     kind: Literal["mics"] = "mics"
@@ -37,18 +36,17 @@ class Mics(_Units):
     source: ClassVar[str] = (
         "Zhang et al. 2022, MiCS, VLDB 16(1), arXiv:2205.00119, sections 3.2 (groups) and 3.4 (two hops)"
     )
-    effects: ClassVar[Effects] = replace(_Units.effects, reduces="step")
+    effects: ClassVar[Effects] = replace(_FsdpUnits.effects, reduces="step")
 
     group: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share one copy, by default those of a node; fewer hold more bytes and gather on shorter
-    rings.
+    """Ranks that share one copy. Default: those of a node; fewer hold more bytes and gather on shorter rings.
     """
 
     def _degree(self, ranks: int, plan: GroupPlan) -> int:
         group = self.group or plan.group
         if not group:
             raise ApplyError(
-                "mics is not told how many ranks share a copy of the model.", fix="group: 8", code="MT340"
+                "mics has no number of ranks that share a copy of the model.", fix="group: 8", code="MT340"
             )
         return group
 
@@ -56,8 +54,8 @@ class Mics(_Units):
         return True
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two groups or more, several micro-batches a step, and units that FSDP2 can gather in one
-        place.
+        """Require two groups or more, several micro-batches a step, and units that FSDP2 can gather
+        together.
         """
         group, ranks = self._group(target), target.ranks
         if ranks < 2:
@@ -74,15 +72,15 @@ class Mics(_Units):
         return self.group or target.hardware.local_ranks(target.ranks)
 
     def plan(self, program: Program, target: Target) -> GroupPlan:
-        """The size of a node where no size was given."""
+        """Return the size of a node if the config has no group."""
         return GroupPlan(group=None if self.group else self._group(target))
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Ranks over which each state is divided, what is gathered when, and that copies are averaged once a
+        """Return the number of ranks that shard each state, the gathers, and that copies are averaged once a
         step.
         """
         return self._settings(self._group(target), target.ranks)
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """Parts of a node, a node, and several of them."""
+        """Return parts of a node, a node, and several of them."""
         return {"group": (None, *target.group_sizes()), **self.choices()}

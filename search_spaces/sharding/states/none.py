@@ -1,17 +1,19 @@
-"""Every rank holds the whole model and nobody brings the gradients together: training on one rank."""
+"""The null technique: every rank holds the full model and no component reduces gradients, so it trains on one
+rank.
+"""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
 from memtune.program import Program
-from memtune.search_spaces._support import active
+from memtune.search_spaces import active
 from memtune.technique import Exactness, Reason, Target, Technique
 
 
 class Alone(Technique):
-    """The plain model: no wrapper, no collective. Replicas on several ranks would drift apart, so it fits one
-    alone.
+    """Runs the plain model without wrapper or collective, on one rank; several ranks would train different
+    models.
     """
 
     kind: Literal["none"] = "none"
@@ -21,18 +23,18 @@ class Alone(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """One rank, or several whose gradients another technique brings together, as one that cuts the model
-        over them does.
+        """Require one rank, or several whose gradients another technique reduces, such as model
+        parallelism.
         """
         if target.ranks == 1:
             return None
         parallel, states = active(target, "sharding.parallel"), active(target, "offload.states")
         if parallel is not None or (states is not None and states.effects.averages == "all"):
-            return None  # it averages what there is to average
+            return None  # the other technique averages gradients between copies of a part
         return Reason(
             f"{target.ranks} ranks would each train a model of their own", "choose ddp, zero1 or fsdp"
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """No mechanism is used."""
+        """Return no settings: no mechanism is used."""
         return {}

@@ -1,4 +1,4 @@
-"""Each state whole, divided in a group, or divided over all ranks: PaRO's letters (N, I, G)."""
+"""Each state replicated, sharded in a group, or sharded over all ranks: PaRO's strategies (N, I, G)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from memtune.errors import ApplyError
 from memtune.parallel.sharding import Factors, dominating, every
 from memtune.program import Program
 from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, does_not_divide
-from memtune.search_spaces.sharding.states._nested import _Divided, schedule_of, whole_bytes
+from memtune.search_spaces.sharding.states._nested import _NestedSharding, schedule_of, whole_bytes
 from memtune.technique import Exactness, Plan, Reason, Target
 
 _LETTERS = tuple(p + g + o for p in "NIG" for g in "NIG" for o in "NIG")
 
 
-class Paro(_Divided):
-    """Trades bytes for where traffic runs: what is sent in every micro-batch stays in a group, what is sent
-    once may cross it.
+class Paro(_NestedSharding):
+    """Trades bytes for the place of traffic: messages of every micro-batch use links in a group, those of a
+    step may cross it.
 
-    Three letters say how parameters, gradients and optimizer state are divided: N not at all, I inside a
+    Three letters give the sharding of parameters, gradients and optimizer state: N not at all, I inside a
     group of m ranks, G over all. IIG gathers and reduces inside groups as MiCS does, and holds 1/N of the
-    optimizer state: the sums are divided further in the last micro-batch, and updated weights are gathered
+    optimizer state: the sums are sharded further in the last micro-batch, and updated weights are gathered
     between groups once. ING also sends no gradient before the last micro-batch. Of the 27 triples those are
-    struck out that hold no less and send no less, on the links inside nodes and between them, than another
-    one; those without an I have names of their own (zero1, zero2, fsdp).
+    excluded that hold no less and send no less, on the links inside nodes and between them, than another one;
+    those without an I have names of their own (zero1, zero2, fsdp).
 
     Reordered: gradients are averaged over groups, summed over a micro-batches and averaged again; an element
-    differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
+    differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the
+    per-sample sums.
 
     Distinguishing test: bytes on each class of link are those of `memtune.parallel.sharding.factors` for the
     letters.
@@ -41,14 +42,14 @@ class Paro(_Divided):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     strategy: Annotated[str, Field(pattern="^[NIG]{3}$")] = "IIG"
-    """How parameters, gradients and optimizer state are divided, a letter each."""
+    """Sharding of parameters, gradients and optimizer state, a letter each."""
     group: Annotated[int, Field(ge=2)] | None = None
-    """Ranks of a group, by default those of a node."""
+    """Ranks of a group. Default: those of a node."""
 
     def _factors(self, ranks: int, plan: GroupPlan) -> Factors:
         group = self.group or plan.group
         if not group:
-            raise ApplyError("paro is not told how many ranks a group has.", fix="group: 8", code="MT340")
+            raise ApplyError("paro has no number of ranks in a group.", fix="group: 8", code="MT340")
         return self._over(group, ranks)
 
     def _over(self, group: int, ranks: int) -> Factors:
@@ -58,8 +59,8 @@ class Paro(_Divided):
         return self.group or target.hardware.local_ranks(target.ranks)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs groups inside groups, letters that can be built, and no other letters that are better on
-        every count.
+        """Require two groups or more, a strategy that can be built, and none that is better on every
+        count.
         """
         group, ranks = self._group(target), target.ranks
         if ranks < 2:
@@ -72,9 +73,10 @@ class Paro(_Divided):
         if "I" not in self.strategy:
             return Reason(f"{self.strategy} does not use the groups", "ddp, zero1, zero2, fsdp or amsp")
         factors = self._over(group, ranks)
-        return self._struck_out(factors, group, program, target) or self._why_not(factors, program, target)
+        return self._dominated(factors, group, program, target) or self._why_not(factors, program, target)
 
-    def _struck_out(self, factors: Factors, group: int, program: Program, target: Target) -> Reason | None:
+    def _dominated(self, factors: Factors, group: int, program: Program, target: Target) -> Reason | None:
+        """Return why `factors` cannot be built, or the strategy that holds and sends less."""
         if factors.problem(target.ranks):
             return Reason(
                 f"{self.strategy} cannot be built: {factors.problem(target.ranks)}", "strategy: IIG"
@@ -93,20 +95,20 @@ class Paro(_Divided):
         )
 
     def plan(self, program: Program, target: Target) -> GroupPlan:
-        """The size of a group where none was given."""
+        """Return the size of a group if the config has none."""
         return GroupPlan(group=None if self.group else self._group(target))
 
     def explain(self, plan: GroupPlan) -> tuple[str, ...]:
-        """How many ranks a group has."""
+        """Return the number of ranks in a group."""
         return (f"groups of {plan.group} ranks",) if plan.group else ()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Over how many ranks each state is divided, in which buckets, and what is gathered when."""
+        """Return the factor of each state, the buckets and the gathers."""
         factors = self._over(self._group(target), target.ranks)
         return self._divided_settings(factors.document(), factors.parameters > 1)
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All letters, in groups of a node or of another size that ranks allow."""
+        """Return all strategies, in groups of a node or of another size that the ranks allow."""
         if target.ranks < 4:
             return {}
         strategies = ("IIG", *(each for each in _LETTERS if "I" in each and each not in ("IIG", "III")))

@@ -1,4 +1,4 @@
-"""Optimizer state divided over the ranks; gradients and parameters whole (ZeRO stage 1)."""
+"""Optimizer state sharded over ranks; gradients and parameters replicated (ZeRO stage 1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memtune.effects import Effects
 from memtune.parallel.sharding import Factors, divide, partition_states
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.sharding.states._zero import partitioning, settings, unfit
+from memtune.search_spaces.sharding.states._zero import cannot_partition, partitioning, settings
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -18,14 +18,15 @@ class Zero1(Technique):
     """Trades DDP's all-reduce for a reduce-scatter before the step and an all-gather after it: 1/N of the
     optimizer state.
 
-    Gradients are summed whole over the micro-batches. In the last one they are packed into buckets as they
-    arrive, every rank gets its rows of the mean, and the whole ones are let go. The link carries as many
-    bytes as under DDP, but the second half of them only after the optimizer's step, where nothing hides them.
+    Gradients are summed unsharded over the micro-batches. In the last one they are packed into buckets when
+    they are ready, every rank receives its rows of the mean, and the unsharded ones are freed. The link
+    carries as many bytes as under DDP, but the second half of them only after the optimizer's step, where no
+    compute hides them.
 
     Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each
     rank rounds its own sum and the ring adds N of them, so an element differs from the plain one by at most
-    (N + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums themselves, which both have. Parameters are
-    whole, so forward is bitwise.
+    (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums, which both have. Parameters are
+    replicated, so forward is bitwise.
 
     Distinguishing test: a rank holds all parameters and 1/N of the state (rounded up along the first dim),
     and per step the gradients cross the link once and the weights once, (N - 1)/N of each.
@@ -44,11 +45,11 @@ class Zero1(Technique):
     """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks and parameters that have rows."""
-        return unfit(program, target)
+        """Require two ranks and parameters that have rows."""
+        return cannot_partition(program, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Gradients into buckets as they arrive, state at the size of a shard, weights gathered after the
+        """Pack ready gradients into buckets, shrink the state to a shard, and all-gather weights after the
         step.
         """
         how = partitioning(program, target, self.bucket_cap_mb, every_micro_batch=False)
@@ -64,5 +65,5 @@ class Zero1(Technique):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Ranks over which each state is divided, and the buckets."""
+        """Return the number of ranks that shard each state, and the buckets."""
         return settings(target, self.bucket_cap_mb, every_micro_batch=False)

@@ -1,4 +1,4 @@
-"""Gradients and optimizer state divided over the ranks; parameters whole (ZeRO stage 2)."""
+"""Gradients and optimizer state sharded over ranks; parameters replicated (ZeRO stage 2)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from memtune.effects import Effects
 from memtune.parallel.sharding import Factors, divide, partition_states
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.sharding.states._zero import partitioning, settings, unfit
+from memtune.search_spaces.sharding.states._zero import cannot_partition, partitioning, settings
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class Zero2(Technique):
-    """Trades a reduce-scatter in every micro-batch, beside backward, for 1/N of the sums of gradients and of
+    """Trades a reduce-scatter in every micro-batch, overlapped with backward, for 1/N of summed gradients and
     optimizer state.
 
-    As `zero1`, but what micro-batches sum up are shards. With one micro-batch a step there are no sums and it
-    is `zero1`, which is why it only fits two and more.
+    As `zero1`, but the sums over micro-batches are shards. With one micro-batch a step there are no sums and
+    it equals `zero1`, so it requires two or more.
 
-    Reordered: each micro-batch's gradient is the mean over N ranks, and these are added up, where the plain
+    Reordered: each micro-batch's gradient is the mean over N ranks, and these are added up, while the plain
     model adds first; an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N for a
-    micro-batches, beside the rounding of the per-sample sums themselves, which both have. Parameters are
-    whole, so forward is bitwise.
+    micro-batches, in addition to the rounding of the per-sample sums, which both have. Parameters are
+    replicated, so forward is bitwise.
 
-    Distinguishing test: no whole gradient outlives the backward of its micro-batch, and per step the
+    Distinguishing test: no unsharded gradient outlives the backward of its micro-batch, and per step the
     gradients cross the link once a micro-batch and the weights once, (N - 1)/N of each.
     """
 
@@ -45,17 +45,17 @@ class Zero2(Technique):
     """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, parameters that have rows, and sums of gradients to divide."""
+        """Require two ranks, parameters that have rows, and sums of gradients to shard."""
         if target.ranks > 1 and program.accumulate == 1:
             return Reason(
-                "with one micro-batch a step there are no sums to divide: it is zero1",
+                "with one micro-batch a step there are no sums to shard: it equals zero1",
                 "sharding.states: zero1",
             )
-        return unfit(program, target)
+        return cannot_partition(program, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Gradients into buckets as they arrive, sums and state at the size of a shard, weights gathered
-        after the step.
+        """Pack ready gradients into buckets, shrink sums and state to a shard, and all-gather weights after
+        the step.
         """
         how = partitioning(program, target, self.bucket_cap_mb, every_micro_batch=True)
         return program.with_step(partition_states(program.step, how))
@@ -70,5 +70,5 @@ class Zero2(Technique):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Ranks over which each state is divided, and the buckets."""
+        """Return the number of ranks that shard each state, and the buckets."""
         return settings(target, self.bucket_cap_mb, every_micro_batch=True)

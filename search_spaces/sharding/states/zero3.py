@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state divided over all ranks (ZeRO stage 3): FSDP2 under its older
+"""Parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3): FSDP2 by its older
 name.
 """
 
@@ -6,19 +6,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from memtune.search_spaces.sharding.states._fsdp_technique import _Units
+from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits
 from memtune.technique import Target
 
 
-class Zero3(_Units):
+class Zero3(_FsdpUnits):
     """Trades an all-gather of every unit in forward and in backward and a reduce-scatter for 1/N of the model
     state.
 
-    The stage that divides parameters, too. It is `fsdp` over all ranks: the two have one record, are one
-    candidate and are measured once. DeepSpeed's buckets have no counterpart: a unit is gathered and reduced
-    as one message.
+    It equals `fsdp` over all ranks: the two have one record, are one candidate and are measured once.
+    DeepSpeed's buckets have no counterpart: a unit is gathered and reduced as one message.
 
-    Reordered: as `fsdp`, at most (N + 1)·eps·Σ|gᵣ|/N beside the rounding of the per-sample sums.
+    Reordered: as `fsdp`, at most (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums.
 
     Distinguishing test: a rank holds 1/N of all state, and per micro-batch 3·(N - 1)/N of the weights' bytes
     cross the link.
@@ -29,5 +28,5 @@ class Zero3(_Units):
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3"
 
     def record(self, target: Target) -> dict[str, Any]:
-        """As `fsdp` over all ranks."""
+        """Return the settings of `fsdp` over all ranks."""
         return self._settings(target.ranks, target.ranks)

@@ -1,4 +1,4 @@
-"""Threads that share a module: what one captures, no other one sees."""
+"""Threads that share a module: no other thread sees a capture's fake tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSet
 from memtune.activations.eviction.eviction_pass import online_policy
 from memtune.activations.eviction.op_metadata import Costs
 from memtune.activations.eviction.policy import DTR
-from memtune.activations.schedules.scheduled_region import FrozenRegion
+from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.program.op_schedule import plain_schedule
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ LONG_S, SHORT_S = 20.0, 0.3
 
 
 class Pause:
-    """Holds a forward up in its middle until another thread has come into it, or does not come."""
+    """Holds a forward in its middle until another thread has entered it, or for a while."""
 
     def __init__(self) -> None:
         self.where: Callable[[Tensor], bool] = lambda weight: False
@@ -58,11 +58,11 @@ def _pause() -> None:
     PAUSE.__init__()  # type: ignore[misc]
 
 
-def frozen(net: Net) -> FrozenRegion:
+def frozen(net: Net) -> ScheduledRegion:
     tape = capture(
         net, net.forward, shapes_of(((torch.ones(5, 6),), {})), autocast_state(), lambda i, out: True
     )
-    region = FrozenRegion(net, plain_schedule(tape.graph), CPU)
+    region = ScheduledRegion(net, plain_schedule(tape.graph), CPU)
     region.install()
     return region
 
@@ -74,15 +74,15 @@ def online(net: Net, freeze_after: int = 0) -> OnlineRegion:
     return region
 
 
-def followed(net: Net) -> OnlineRegion:
-    """The next call captures the module to follow what was noted."""
+def replayed(net: Net) -> OnlineRegion:
+    """Return a region whose next call captures the module for the replayer."""
     region = online(net)
     gradients(net, torch.ones(5, 6))
     return region
 
 
-def warmed_up(net: Net) -> OnlineRegion:
-    """The next call captures the module to make a schedule."""
+def cached(net: Net) -> OnlineRegion:
+    """Return a region whose next call captures the module for a schedule."""
     region = online(net, freeze_after=1)
     gradients(net, torch.ones(5, 6))
     return region
@@ -99,15 +99,15 @@ def evaluated(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def built(install: Callable[[Net], Any]) -> tuple[Net, Any, Net]:
-    """A module, what runs it, and the same one as it is."""
+    """Return a module, its region, and a plain copy."""
     torch.manual_seed(0)
     net = Net()
     plain = deepcopy(net)
     return net, install(net), plain
 
 
-@pytest.mark.parametrize("install", [frozen, followed, warmed_up])
-def test_who_evaluates_while_another_thread_captures_sees_no_fakes(install: Callable[[Net], Any]) -> None:
+@pytest.mark.parametrize("install", [frozen, replayed, cached])
+def test_evaluation_during_a_capture_sees_no_fakes(install: Callable[[Net], Any]) -> None:
     net, _, plain = built(install)
     x, y = torch.randn(5, 6), torch.randn(5, 6)
     wanted, gave = evaluated(plain, y), gradients(plain, x)
@@ -128,8 +128,8 @@ def test_who_evaluates_while_another_thread_captures_sees_no_fakes(install: Call
     assert all(map(torch.equal, got, gave))
 
 
-@pytest.mark.parametrize("install", [frozen, followed, warmed_up])
-def test_who_evaluates_when_another_thread_wants_to_capture_ends_first(install: Callable[[Net], Any]) -> None:
+@pytest.mark.parametrize("install", [frozen, replayed, cached])
+def test_capture_waits_for_a_running_evaluation(install: Callable[[Net], Any]) -> None:
     net, _, plain = built(install)
     x, y = torch.randn(5, 6), torch.randn(5, 6)
     wanted, gave, me = evaluated(plain, y), gradients(plain, x), threading.get_ident()
@@ -154,7 +154,7 @@ def test_who_evaluates_when_another_thread_wants_to_capture_ends_first(install: 
     assert all(map(torch.equal, got, gave))
 
 
-def test_first_calls_in_two_threads_share_one_capture() -> None:
+def test_capture_is_shared_by_first_calls_in_two_threads() -> None:
     net, region, plain = built(frozen)
     PAUSE.where = lambda weight: isinstance(weight, FakeTensor)
     given = [torch.randn(5, 6) for _ in range(4)]
@@ -165,8 +165,8 @@ def test_first_calls_in_two_threads_share_one_capture() -> None:
     assert (region.runs.captures, region.runs.frozen, region.runs.plain) == (1, 4, 0)
 
 
-@pytest.mark.parametrize("install", [online, followed])
-def test_online_forwards_of_several_threads_take_turns(install: Callable[[Net], Any]) -> None:
+@pytest.mark.parametrize("install", [online, replayed])
+def test_online_forwards_of_several_threads_are_serialized(install: Callable[[Net], Any]) -> None:
     net, region, plain = built(install)
     inside: list[int] = []
     most = 0
@@ -190,8 +190,8 @@ def test_online_forwards_of_several_threads_take_turns(install: Callable[[Net], 
     assert region.runs.steps >= len(given)
 
 
-def test_code_that_calls_itself_is_not_waited_for() -> None:
-    """A thread in the module's own code goes on although another thread waits to capture.
+def test_lock_does_not_wait_for_its_own_thread() -> None:
+    """A thread in the module's own code continues although another thread waits to capture.
 
     It does not wait for others inside.
     """
@@ -218,7 +218,7 @@ def test_code_that_calls_itself_is_not_waited_for() -> None:
         assert [each.result(LONG_S) for each in both] == [False, False]
 
 
-def test_a_copy_has_a_lock_of_its_own() -> None:
+def test_copied_module_has_its_own_lock() -> None:
     net, region, _ = built(frozen)
     copied = deepcopy(net)
     with region._lock, ThreadPoolExecutor(1) as pool:

@@ -1,7 +1,4 @@
-"""Guards find every change of data that the code of a captured module can read.
-
-Changes of other data are ignored.
-"""
+"""Guards find every change of data that the code of a captured module can read, and no other."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed(change: str) -> None:
+def test_guards_report_each_change(change: str) -> None:
     block = Block()
     guards = Guards(block)
     assert guards.changed() == ""
@@ -101,7 +98,7 @@ def test_a_change_is_noticed(change: str) -> None:
 
 
 @pytest.mark.parametrize("on", ["global", "class", "method"])
-def test_globals_of_helpers_and_classes_are_seen(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_cover_globals_of_helpers_and_classes(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     guards = Guards(Block())
     if on == "global":
         monkeypatch.setitem(globals(), "FLAG", 2.0)
@@ -112,7 +109,7 @@ def test_globals_of_helpers_and_classes_are_seen(on: str, monkeypatch: pytest.Mo
     assert guards.changed() == ""
 
 
-def test_global_hooks_are_seen() -> None:
+def test_guards_cover_global_hooks() -> None:
     guards = Guards(Block())
     hook = register_module_forward_hook(lambda module, given, out: None)
     try:
@@ -122,7 +119,7 @@ def test_global_hooks_are_seen() -> None:
     assert guards.changed() == ""
 
 
-def test_what_no_code_reads_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_ignore_data_that_no_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block()
     guards = Guards(block)
     block.history.append(1)

@@ -1,6 +1,4 @@
-"""A forward that leaves something in its module is not captured, and the capture leaves nothing of its own
-there.
-"""
+"""A forward with side effects is not captured, and a capture has no side effects of its own."""
 
 from __future__ import annotations
 
@@ -80,12 +78,13 @@ LEAVES: dict[str, tuple[str, Callable[[Net, Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("what", LEAVES)
-def test_what_forward_leaves_is_refused_and_taken_back(what: str) -> None:
+def test_capture_refuses_and_undoes_side_effects(what: str) -> None:
     name, leave = LEAVES[what]
     net = Net(leave)
     buffers, seen = dict(net._buffers), dict(net.seen)
     with pytest.raises(
-        CaptureError, match=rf"its forward (sets the \w+.* {name}|changes {name}, which is of no module)$"
+        CaptureError,
+        match=rf"its forward (sets the \w+.* {name}|changes {name}, which belongs to no module)$",
     ):
         capture(net, net.forward, shapes_of(((torch.ones(2, 4),), {})), [], lambda i, out: True)
     assert list(net._buffers.items()) == list(buffers.items())
@@ -105,7 +104,7 @@ def test_what_forward_leaves_is_refused_and_taken_back(what: str) -> None:
     )
 
 
-def test_what_logging_keeps_for_itself_is_nobodys() -> None:
+def test_capture_ignores_state_of_logging() -> None:
     logger = logging.getLogger("memtune.test_capture")
     net = Net(lambda net, y: net.logger.debug("y"))
     net.logger = logger  # type: ignore[assignment]
@@ -114,7 +113,7 @@ def test_what_logging_keeps_for_itself_is_nobodys() -> None:
     assert logger._cache  # type: ignore[attr-defined]
 
 
-def test_what_is_read_or_written_in_place_is_captured() -> None:
+def test_capture_allows_in_place_use_of_local_data() -> None:
     net = Net(lambda net, y: net.n.add_(net.log[0]))
     tape = capture(net, net.forward, shapes_of(((torch.ones(2, 4),), {})), [], lambda i, out: True)
     assert tape.graph.once

@@ -1,4 +1,4 @@
-"""Code may look at what follows from constants while it is captured, and at nothing else."""
+"""Code may read values that follow from constants during a capture, and no others."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def captured(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", ["positions", "literal"])
-def test_what_follows_from_constants_is_answered(name: str) -> None:
+def test_constant_tensors_answer_reads(name: str) -> None:
     assert captured(name).count("aten.mul.Tensor") == 2  # forward and backward
 
 
 @pytest.mark.parametrize("name", ["written", "argument", "drawn"])
-def test_what_follows_from_data_is_refused_by_name(name: str) -> None:
+def test_capture_refuses_reads_of_data_by_name(name: str) -> None:
     with pytest.raises(CaptureError, match="_local_scalar_dense"):
         captured(name)

@@ -1,7 +1,4 @@
-"""Decided while the model runs.
-
-The same bits as without, within the budget, whatever the model's data make it do.
-"""
+"""Online eviction: bitwise results within the budget, for data-dependent models as well."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ CASES = [
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(("name", "policy"), CASES)
-def test_trains_as_without_and_stays_within_the_budget(name: str, policy: str) -> None:
+def test_region_trains_bitwise_within_the_budget(name: str, policy: str) -> None:
     plain, _ = train(name, None, 0)
     _, free = train(name, POLICIES[policy], 1 << 40)
     assert free is not None
@@ -72,7 +69,7 @@ def test_trains_as_without_and_stays_within_the_budget(name: str, policy: str) -
     assert same(got, plain)
 
 
-def test_an_lstm_of_ever_new_lengths() -> None:
+def test_region_runs_an_lstm_with_varying_lengths() -> None:
     found, budget_bytes = [], 1 << 40
     for _ in range(2):
         torch.manual_seed(0)
@@ -88,7 +85,7 @@ def test_an_lstm_of_ever_new_lengths() -> None:
     assert same(*found)
 
 
-def test_norms_that_keep_statistics_by_sample() -> None:
+def test_region_runs_instance_norm_bitwise() -> None:
     """InstanceNorm's kernel writes into a copy of its statistics for each sample, which autograd saves and
     sees no write to.
     """
@@ -112,7 +109,7 @@ def test_norms_that_keep_statistics_by_sample() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_an_op_that_fills_an_argument_and_returns_another(inplace: bool) -> None:
+def test_region_runs_rrelu_bitwise(inplace: bool) -> None:
     """RReLU draws its noise into a tensor that autograd saved before.
 
     Neither is made again by the op that made it empty.
@@ -135,7 +132,7 @@ def test_an_op_that_fills_an_argument_and_returns_another(inplace: bool) -> None
     assert same(*found)
 
 
-def test_several_forwards_before_one_backward_and_a_nested_checkpoint() -> None:
+def test_region_runs_several_forwards_before_one_backward() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -159,7 +156,7 @@ def test_several_forwards_before_one_backward_and_a_nested_checkpoint() -> None:
     assert same(*found)
 
 
-def test_a_budget_that_nothing_meets_says_the_least() -> None:
+def test_impossible_budget_raises_with_the_least_one() -> None:
     with pytest.raises(ApplyError, match="nothing is left to evict") as caught:
         train("moe", DTR, 400_000)
     assert caught.value.code == "MT337"
@@ -178,8 +175,8 @@ class Writes(nn.Module):
         return z
 
 
-def test_what_forward_returned_may_be_written_into_where_backward_does_not_read_it() -> None:
-    """As without: an error where it does."""
+def test_outputs_may_be_written_if_backward_does_not_read_them() -> None:
+    """A write raises as in the plain model if backward reads the output."""
     x = torch.randn(8, 4)
     for last, allowed in ((nn.Tanh(), False), (nn.Linear(4, 4), True)):
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), last)
@@ -199,15 +196,13 @@ def test_what_forward_returned_may_be_written_into_where_backward_does_not_read_
             if len(found) < 2 and "forward" not in vars(net):
                 region = online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
         assert all(same(found[0], each) for each in found)
-        assert region.runs.followed == 2 * allowed
+        assert region.runs.steps_without_mode == 2 * allowed
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_forward_without_its_backward_is_freed_when_it_is_let_go_of(keeps: bool) -> None:
-    """Not when the garbage collector comes along; where another forward waits, as soon as the next op
-    runs.
-    """
+def test_abandoned_forward_frees_its_values(keeps: bool) -> None:
+    """Freed without the garbage collector; if another forward waits, at the next op."""
     net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
     region = online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
     x = torch.randn(256, 64)
@@ -232,8 +227,8 @@ def test_a_forward_without_its_backward_is_freed_when_it_is_let_go_of(keeps: boo
 
 
 @pytest.mark.parametrize("is_hooked", [False, True])
-def test_gradients_of_what_was_asked_for(is_hooked: bool) -> None:
-    """Under the mode and without it, as without either.
+def test_region_returns_requested_gradients(is_hooked: bool) -> None:
+    """Gradients equal the plain model's, with and without the mode.
 
     No other gradient appears, and hooks are called as often.
     """
@@ -263,10 +258,10 @@ def test_gradients_of_what_was_asked_for(is_hooked: bool) -> None:
     assert [each is None for each in found[0][0]] == [each is None for each in found[1][0]]
     assert same(*([each for each in steps if each is not None] for steps, _ in found))
     assert found[0][1] == found[1][1] == [3 * is_hooked]
-    assert region.runs.followed > 0
+    assert region.runs.steps_without_mode > 0
 
 
-def test_writes_into_what_backward_needs_are_an_error() -> None:
+def test_write_to_a_saved_tensor_raises() -> None:
     for spoil in (False, True):
         net: nn.Module = nn.Linear(4, 4) if spoil else Writes()
         online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
@@ -279,8 +274,8 @@ def test_writes_into_what_backward_needs_are_an_error() -> None:
         assert caught.value.code == "MT326"
 
 
-def test_what_is_missing_is_made_part_by_part() -> None:
-    """A gate's gate is brought back while others take the room: the value between them never exists whole."""
+def test_missing_elementwise_inputs_are_recomputed_in_parts() -> None:
+    """The gate of a gate is recomputed under memory pressure: the value in between never exists in full."""
     policy = replace(DTR, in_place=True, forget=True, neighbours="own", by_staleness=False, parts=4)
     x, weight = torch.randn(64, 64), torch.randn(64, 64)
     with Ledger.open(CPU) as ledger:
@@ -304,7 +299,7 @@ def test_what_is_missing_is_made_part_by_part() -> None:
     assert len(others) == 2
 
 
-def test_scratch_is_known_by_what_an_op_reads() -> None:
+def test_scratch_depends_on_argument_storages() -> None:
     small, large, view = torch.ones(4), torch.ones(8), torch.ones(64)[:4]
     told = {"aten.exp.default": 9, scratch_name("aten.exp.default", [16]): 3}
     facts = OpMetadataCache(COSTS, told, {scratch_name("aten.exp.default", [16]): 100})

@@ -1,7 +1,4 @@
-"""Budgets of what is decided while the model runs.
-
-`fits`, a ledger and the runtime's rematerializer agree on each budget.
-"""
+"""Budgets of online eviction: `fits`, a ledger and the runtime's rematerializer agree on each budget."""
 
 from __future__ import annotations
 
@@ -23,7 +20,10 @@ from memtune.memory.workspace import WorkspaceTable
 from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Program, RankClass, Step, Tier
 from memtune.runtime.memory_tiers import HOST
-from memtune.search_spaces.recompute._schedule_planner.online_budget import told_online, too_little_online
+from memtune.search_spaces.recompute._schedule_planner.online_budget import (
+    online_plan_fields,
+    online_shortfall,
+)
 from memtune.search_spaces.recompute.coop import Coop
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.recompute.megtaichi import Megtaichi
@@ -35,7 +35,7 @@ from memtune.workload.workload import Workload
 BUDGETS = {
     "moe": (24, Dtr(ratio=0.75)),  # its ops depend on the data
     "tied": (16, Megtaichi(ratio=0.45, online=True)),  # the gradient that flows in is a sixth of the budget
-    "cnn_bn": (8, Coop(ratio=0.6, online=True)),  # what must stay cuts the arena into short runs
+    "cnn_bn": (8, Coop(ratio=0.6, online=True)),  # held values split the arena into short runs
     "lstm": (16, Dtr(ratio=0.4, online=True)),  # kernels take scratch, when they run again too
 }
 
@@ -43,8 +43,8 @@ BUDGETS = {
 def measured(
     name: str, size: int, technique: Technique, steps: int, exactly: bool = False
 ) -> tuple[Plan, Step, int, dict[str, Any]]:
-    """The plan for a step with its kernels' scratch, that step, the ledger's peak under the plan, and the
-    audit.
+    """Return the plan for a step with its kernels' scratch, that step, the ledger's peak under the plan, and
+    the audit.
     """
     step = record(
         Workload.load(ZOO[name]), sizes=[size] * exactly, workspace=WorkspaceTable.cached(threads=1)
@@ -77,7 +77,7 @@ def measured(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "tied" else pytest.mark.slow) for name in BUDGETS]
 )
-def test_the_ledgers_peak_is_within_the_budget(name: str) -> None:
+def test_ledger_peak_is_within_the_budget(name: str) -> None:
     size, technique = BUDGETS[name]
     plan, step, peak_bytes, audit = measured(name, size, technique, steps=5, exactly=name != "moe")
     budget_bytes = plan.online.budget_bytes
@@ -92,13 +92,13 @@ def test_the_ledgers_peak_is_within_the_budget(name: str) -> None:
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-@pytest.mark.parametrize("follow", [True, False])
-def test_states_of_random_numbers_are_on_the_host_as_predicted(follow: bool) -> None:
-    """Each op that draws leaves one while it is decided online.
+@pytest.mark.parametrize("use_replayer", [True, False])
+def test_random_states_on_the_host_match_the_prediction(use_replayer: bool) -> None:
+    """Each op that draws keeps a state under online eviction.
 
     A little less, where what was made goes before backward ends.
     """
-    technique = Dtr(ratio=0.5, online=True, freeze_after=0 if follow else 1)
+    technique = Dtr(ratio=0.5, online=True, freeze_after=0 if use_replayer else 1)
     program, target = plain_program(ZOO["gpt"], 2), target_of(technique)
     plan = technique.plan(program, target)
     predicted = technique.rewrite(program, plan, target).step.peak_bytes(Tier.HOST)
@@ -114,7 +114,7 @@ def test_states_of_random_numbers_are_on_the_host_as_predicted(follow: bool) -> 
         gc.collect()
         empty = ledger.live_bytes(HOST)
         ledger.reset_peak()
-        for _ in range(3 if follow else 1):
+        for _ in range(3 if use_replayer else 1):
             workload.loss(model, workload.make_batch(2)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -131,10 +131,10 @@ def test_states_of_random_numbers_are_on_the_host_as_predicted(follow: bool) -> 
 @pytest.mark.parametrize("ratio", [0.4, 0.6])
 @pytest.mark.parametrize("kind", [Dtr, Coop, Megtaichi])
 @pytest.mark.parametrize(("name", "size"), [("cnn_bn", 8), ("lstm", 16)])
-def test_the_books_are_the_ledgers_and_the_predictions(
+def test_accounted_peak_equals_ledger_and_prediction(
     name: str, size: int, kind: type[Dtr | Coop | Megtaichi], ratio: float, freeze_after: int
 ) -> None:
-    """Scratch by what each op reads, the first step without optimizer state among the steps; never above the
+    """Scratch depends on each op's reads; the first step has no optimizer state; the peak is never above the
     budget.
     """
     technique = kind(ratio=ratio, online=True, freeze_after=freeze_after)
@@ -153,21 +153,20 @@ def test_the_books_are_the_ledgers_and_the_predictions(
 
 @pytest.mark.slow
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-def test_the_scratch_of_recurrent_kernels_is_part_of_a_schedules_peak() -> None:
+def test_schedule_peak_includes_scratch_of_recurrent_kernels() -> None:
     plan, _, peak_bytes, audit = measured("lstm", 16, Dtr(ratio=0.6), steps=2, exactly=True)
     assert audit["plain_runs"] == 0
     assert 0.99 * plan.peak_bytes < peak_bytes <= plan.peak_bytes
 
 
-def test_an_op_that_depends_on_data_is_refused_by_name_where_it_must_not_be_decided_online() -> None:
+def test_offline_policy_refuses_data_dependent_ops_by_name() -> None:
     technique = Dtr(ratio=0.75, online=False)
     assert "nonzero" in str(technique.fits(plain_program(ZOO["moe"], 24), target_of(technique)))
 
 
 def trains(name: str, technique: Dtr | Coop | Megtaichi, online: dict[str, Any], accumulate: int) -> bool:
-    """Return whether two steps of four samples a micro-batch run under the online plan.
-
-    Otherwise the region has raised that the budget is too small.
+    """Return whether two steps of four samples per micro-batch run under the online plan, without a budget
+    error.
     """
     workload, model, optimizer = build(ZOO[name])
     online = {"peak_bytes": 0, **online} if isinstance(online, dict) else online.model_dump()
@@ -175,7 +174,7 @@ def trains(name: str, technique: Dtr | Coop | Megtaichi, online: dict[str, Any],
         "schedule": {"graph": "", "forward": [], "backward": []},
         "peak_bytes": 0,
         "plain_bytes": 0,
-        "replay_s": 0.0,
+        "recompute_s": 0.0,
     }
     plan = {"recompute": {"online": online, **empty}}
     apply(model, optimizer, {"settings": settings_of(technique), "plan": plan}, strict=False)
@@ -197,7 +196,9 @@ def trains(name: str, technique: Dtr | Coop | Megtaichi, online: dict[str, Any],
 @pytest.mark.parametrize(
     ("name", "accumulate"), [("autocast", 2), ("lstm", 1), ("lstm", 2), ("cnn_bn", 1), ("tied", 1)]
 )
-def test_fits_says_what_training_does(kind: type[Dtr | Coop | Megtaichi], name: str, accumulate: int) -> None:
+def test_fits_agrees_with_training_around_the_least_budget(
+    kind: type[Dtr | Coop | Megtaichi], name: str, accumulate: int
+) -> None:
     """Budgets on both sides of the least one.
 
     What Python holds (autocast's casts of weights, say) is no policy's to evict.
@@ -205,21 +206,21 @@ def test_fits_says_what_training_does(kind: type[Dtr | Coop | Megtaichi], name: 
     step = recording_of(ZOO[name]).at(4)
     step = accumulate_gradients(step) if accumulate > 1 else step
     hardware = target_of(kind(ratio=0.5)).hardware
-    told, region = told_online(step, hardware), region_of(step)
+    told, region = online_plan_fields(step, hardware), region_of(step)
     assert not isinstance(region, str)
-    reason = too_little_online(step, kind().policy(), int(region.background_bytes[0]) + 1, hardware)
+    reason = online_shortfall(step, kind().policy(), int(region.background_bytes[0]) + 1, hardware)
     assert reason is not None
     least = int(reason.fix.split(",")[0].removeprefix("budget_bytes: "))
     for budget_bytes, enough in ((least, True), (least - max(step.peak_bytes() // 500, 2), False)):
         technique = kind(budget_bytes=budget_bytes, online=True, freeze_after=0)
-        assert (too_little_online(step, technique.policy(), budget_bytes, hardware) is None) == enough
+        assert (online_shortfall(step, technique.policy(), budget_bytes, hardware) is None) == enough
         assert trains(name, technique, {"budget_bytes": budget_bytes, **told}, accumulate) == enough
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", [Dtr, Coop, Megtaichi])
 @pytest.mark.parametrize("name", ["lstm", "cnn_bn"])
-def test_the_least_budget_of_any_schedule_trains_online(
+def test_online_region_trains_at_the_least_schedule_budget(
     kind: type[Dtr | Coop | Megtaichi], name: str
 ) -> None:
     technique = kind(ratio=0.0, online=True)
@@ -228,7 +229,7 @@ def test_the_least_budget_of_any_schedule_trains_online(
     assert trains(name, technique, technique.plan(program, target).online, 1)
 
 
-def test_a_budget_that_only_a_schedule_meets_is_refused_with_one_that_is_enough() -> None:
+def test_budget_met_by_a_schedule_only_is_refused_with_a_sufficient_one() -> None:
     step = accumulate_gradients(recording_of(ZOO["autocast"]).at(4))
     program, technique = Program((RankClass(1, step),), 4, accumulate=2), Dtr(ratio=0.05, online=True)
     reason = technique.fits(program, target_of(technique))
@@ -238,8 +239,8 @@ def test_a_budget_that_only_a_schedule_meets_is_refused_with_one_that_is_enough(
     assert made_before.fits(program, target_of(made_before)) is None
 
 
-def test_the_budget_that_a_refusal_says_is_enough_is_enough_online() -> None:
-    """It is one that the policy's schedule meets, but the runtime as well."""
+def test_budget_of_the_refusal_suffices_online() -> None:
+    """Both the policy's schedule and the runtime meet it."""
     step = accumulate_gradients(recording_of(ZOO["autocast"]).at(4))
     program = Program((RankClass(1, step),), 4, accumulate=2)
     technique = Dtr(budget_bytes=step.peak_bytes() // 4, online=True)
@@ -264,11 +265,11 @@ USUAL = [(Coop, 2, 0.1), (Dtr, 4, 0.125)]
     ("kind", "accumulate", "ratio"),
     [pytest.param(*each, marks=[] if each in USUAL else pytest.mark.slow) for each in EVERY],
 )
-def test_what_fits_trains_whatever_the_accumulation(
+def test_fitting_budget_trains_under_any_accumulation(
     kind: type[Dtr | Coop | Megtaichi], accumulate: int, ratio: float
 ) -> None:
-    """Tight budgets in which values come back that were changed in place (dropout's masks) and a gradient
-    that flows in goes.
+    """Tight budgets in which values changed in place (dropout's masks) are recomputed and an incoming
+    gradient is freed.
     """
     step = recording_of(ZOO["gpt"]).at(2)
     program = Program(

@@ -1,6 +1,5 @@
-"""Bytes that the online runtime keeps beyond a schedule.
-
-They are put where model and backward peak, not where the optimizer does.
+"""Bytes that the online runtime keeps in addition to a schedule's; added at the peak of model and
+backward.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ MODEL = 4
 
 
 def step() -> Step:
-    """Live bytes 10, 30, 10, 10 in model and backward and 100 in the optimizer's two ops."""
+    """Return a step with live bytes 10, 30, 10, 10 in model and backward and 100 in the optimizer's
+    two ops.
+    """
     return make_step(
         6,
         3,
@@ -34,13 +35,13 @@ def step() -> Step:
     )
 
 
-def test_the_peak_of_model_and_backward_is_raised_although_the_optimizer_has_the_larger_one() -> None:
+def test_with_peak_raises_the_peak_of_forward_and_backward() -> None:
     before = step().live_bytes().tolist()
     assert before == [10, 30, 10, 10, 100, 100]
     assert with_peak(step(), 70).live_bytes().tolist() == [10, 70, 10, 10, 100, 100]
 
 
 @pytest.mark.parametrize("peak_bytes", [0, 29, 30])
-def test_what_is_there_anyway_adds_nothing(peak_bytes: int) -> None:
+def test_with_peak_keeps_a_sufficient_peak(peak_bytes: int) -> None:
     plain = step()
     assert with_peak(plain, peak_bytes) is plain

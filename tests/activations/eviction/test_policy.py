@@ -51,7 +51,7 @@ POLICIES = {
 
 
 def chain(length: int) -> Trace:
-    """A net of `length` layers of one unit each, forward and backward.
+    """Return a trace of `length` layers of one unit each, forward and backward.
 
     Backward of a layer reads the layer's input.
     """
@@ -106,7 +106,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 class Machine:
-    """Does what a journal says; holds every rule as an assertion."""
+    """Executes a journal; asserts every rule."""
 
     def __init__(self, trace: Trace, budget_bytes: int, extra_bytes: int) -> None:
         self.trace, self.limit_bytes = trace, budget_bytes + extra_bytes
@@ -148,7 +148,9 @@ class Machine:
         self.runs[op] += 1
 
     def run_in_parts(self, op: int, along: list[int], parts: int) -> None:
-        """Ops that run along read resident values or those made along before; theirs are not resident."""
+        """Run ops in parts: those along read resident values or outputs along before; their own outputs are
+        not resident.
+        """
         trace, made, left_bytes = self.trace, set(), 0
         for each in (*along, op):
             args = set(trace.op_args[trace.op_args_at[each] : trace.op_args_at[each + 1]].tolist())
@@ -216,9 +218,9 @@ def check(trace: Trace, policy: Policy, budget_bytes: int) -> bool:
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=25, deadline=None)
 @given(trace=traces(), tight=st.floats(0.3, 1.0))
-def test_the_journal_can_be_carried_out(name: str, trace: Trace, tight: float) -> None:
-    """Arguments are there, bytes stay within the budget, the costs are those of the runs, the end holds what
-    is referenced.
+def test_journal_is_executable(name: str, trace: Trace, tight: float) -> None:
+    """Arguments are resident, bytes stay within the budget, costs are those of the runs, referenced values
+    exist at the end.
     """
     whole = sum(trace.tensor_bytes.tolist())
     needed = replay(trace, POLICIES[name], settle=True).peak_bytes
@@ -227,7 +229,7 @@ def test_the_journal_can_be_carried_out(name: str, trace: Trace, tight: float) -
 
 
 @pytest.mark.parametrize("length", [64, 256, 1024])
-def test_a_chain_in_the_square_root_of_its_bytes(length: int) -> None:
+def test_dtr_trains_a_chain_in_square_root_memory(length: int) -> None:
     """Kirisame et al. 2021, section 3, with exact neighbourhoods and 2 sqrt N bytes.
 
     A few runs of each op, not sqrt N.
@@ -237,7 +239,7 @@ def test_a_chain_in_the_square_root_of_its_bytes(length: int) -> None:
     assert done.replays <= 4 * length
 
 
-def test_a_chain_of_twenty_thousand_is_walked_without_recursion() -> None:
+def test_replay_of_a_long_chain_does_not_recurse() -> None:
     trace = TraceWriter()
     tensors = [trace.constant(1)]
     for _ in range(20_000):
@@ -248,7 +250,7 @@ def test_a_chain_of_twenty_thousand_is_walked_without_recursion() -> None:
     assert replay(trace.done(), DTR, 4).replays == 10_000
 
 
-def test_a_budget_that_cannot_be_met_says_what_had_to_stay() -> None:
+def test_infeasible_budget_reports_held_bytes() -> None:
     trace = TraceWriter()
     one, two = trace.constant(3), trace.constant(4)
     trace.call(1, [one, two], [(5, -1)])
@@ -259,18 +261,18 @@ def test_a_budget_that_cannot_be_met_says_what_had_to_stay() -> None:
 @pytest.mark.parametrize(
     "policy", [DTR, replace(DTR, addressed=True), COOP], ids=["counter", "arena", "coop"]
 )
-def test_the_limit_of_costs_ends_a_run(policy: Policy) -> None:
+def test_cost_limit_ends_a_replay(policy: Policy) -> None:
     done = replay(chain(100), policy, 5, cost_limit=400)
     assert done.outcome == "thrashing"
 
 
-def test_what_is_dropped_comes_back_only_for_the_call_that_asks() -> None:
+def test_banished_tensor_is_recomputed_only_for_the_requesting_call() -> None:
     trace = TraceWriter()
     start = trace.constant(1)
     (middle,) = trace.call(1, [start], [(1, -1)])
     (end,) = trace.call(1, [middle], [(1, -1)])
     trace.release(middle)
-    other = trace.call(1, [start], [(4, -1)])  # end has to go
+    other = trace.call(1, [start], [(4, -1)])  # end must be evicted
     trace.release(other[0])
     trace.call(1, [end], [(1, -1)])
     for keep, left in ((True, 1), (False, 0)):
@@ -281,8 +283,8 @@ def test_what_is_dropped_comes_back_only_for_the_call_that_asks() -> None:
         assert last == 2 - left
 
 
-def test_the_window_takes_neighbours_where_scores_alone_take_the_cheapest() -> None:
-    """Four pieces of one unit; two units are wanted.
+def test_coop_evicts_adjacent_pieces() -> None:
+    """Four pieces of one unit; two units are requested.
 
     Scores alone choose the two cheapest, which are not side by side.
     """
@@ -298,11 +300,11 @@ def test_the_window_takes_neighbours_where_scores_alone_take_the_cheapest() -> N
     assert [index for act, index in window.journal if act == EVICT] == [3, 4]
 
 
-def test_an_address_aware_score_prefers_what_leaves_a_large_hole() -> None:
+def test_megtaichi_score_prefers_large_holes() -> None:
     trace = TraceWriter()
     start = trace.constant(1)
     made = [trace.call(cost, [start], [(2, -1)])[0] for cost in (5, 5, 4)]
-    trace.release(made[0])  # the hole is beside the first of the other two
+    trace.release(made[0])  # the hole is adjacent to the first of the other two
     trace.call(1, [start], [(4, -1)])
     flat = Policy(neighbours="own", by_staleness=False, addressed=True)
     plain = replay(trace.done(), flat, 7, journal=True)
@@ -311,7 +313,7 @@ def test_an_address_aware_score_prefers_what_leaves_a_large_hole() -> None:
     assert [index for act, index in aware.journal if act == EVICT] == [1, 2]
 
 
-def test_foresight_evicts_what_is_used_last() -> None:
+def test_foresight_evicts_the_tensor_used_last() -> None:
     trace = TraceWriter()
     start = trace.constant(1)
     soon, late = (trace.call(1, [start], [(2, -1)])[0] for _ in range(2))
@@ -327,14 +329,14 @@ def test_foresight_evicts_what_is_used_last() -> None:
     assert first == {False: 1, True: 2}
 
 
-def test_unknown_names_are_refused() -> None:
+def test_policy_refuses_unknown_names() -> None:
     with pytest.raises(ValueError, match="rule must be"):
         replay(chain(1), replace(DTR, rule="fifo"))  # type: ignore[arg-type]
 
 
-def test_what_a_reader_misses_is_made_along_with_it() -> None:
-    """Where room is short, of two ops by elements the first one's value never exists whole; else, and without
-    parts, it does.
+def test_missing_inputs_are_recomputed_in_parts_with_their_reader() -> None:
+    """Under memory pressure the first of two elementwise values never exists in full; without parts, or
+    pressure, it does.
     """
     trace = TraceWriter()
     x, y = (trace.call(9, [], [(400, -1)])[0] for _ in range(2))
@@ -352,6 +354,4 @@ def test_what_a_reader_misses_is_made_along_with_it() -> None:
     assert ALONG not in {act for act, _ in roomy.journal}
     assert tight.journal[tight.journal.index((ALONG, 2)) + 1] == (RUN, 4)
     assert tight.replay_cost == 1
-    assert (
-        replay(done, replace(policy, parts=1), 1400).replay_cost >= 9
-    )  # x or y had to go, and to come again
+    assert replay(done, replace(policy, parts=1), 1400).replay_cost >= 9  # x or y was evicted and recomputed

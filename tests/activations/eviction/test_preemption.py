@@ -1,6 +1,5 @@
-"""Loops with several forwards before a backward, after others that had one each.
-
-No forward exceeds a sufficient budget.
+"""Loops with several forwards before a backward, after others with one each; none exceeds a sufficient
+budget.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Step = Callable[[nn.Module, Tensor, Tensor], None]
 
 
 class Judge(nn.Module):
-    """Tells real samples from others; draws random numbers."""
+    """Discriminator of real samples; draws random numbers."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -53,19 +52,19 @@ def once(net: nn.Module, real: Tensor, fake: Tensor) -> None:
 
 
 def adversarial(net: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Both judgements are in one loss."""
+    """Put both judgements in one loss."""
     (functional.softplus(-net(real)) + functional.softplus(net(fake))).mean().backward()
 
 
 def apart(net: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """The first backward runs while the second forward waits for its own."""
+    """Run the first backward while the second forward waits for its own."""
     one, other = net(real).square().mean(), net(fake).abs().mean()
     one.backward()
     other.backward()
 
 
 def contrastive(net: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Two views of the same samples, and an evaluation in between; gradients flow into the samples, too."""
+    """Use two views of the same samples, with an evaluation in between; samples get gradients, too."""
     real = real.clone().requires_grad_()
     one = net(real)
     with torch.no_grad():
@@ -77,7 +76,7 @@ def contrastive(net: nn.Module, real: Tensor, fake: Tensor) -> None:
 
 
 def asked(net: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Gradients are returned, not put in place."""
+    """Request gradients as return values (`autograd.grad`)."""
     one, other = net(real).square().mean(), net(fake).square().mean()
     parameters = list(net.parameters())
     for parameter, each in zip(parameters, torch.autograd.grad(one + other, parameters), strict=True):
@@ -124,7 +123,7 @@ def trained(net: nn.Module, steps: list[Step]) -> tuple[list[Tensor], list[int]]
 
 
 def budget(percent: int) -> tuple[int, int]:
-    """For one forward and its backward, so many percent of what these take; and what is there throughout."""
+    """Return a budget of `percent` of one forward and backward, and the background bytes."""
     net, region = judge(LARGE)
     trained(net, [once])
     there_bytes = sum(p.nbytes for p in net.parameters()) + 512 * 32 * 4
@@ -135,19 +134,19 @@ needs_ledger = pytest.mark.skipif(cpu_allocator.available() is not None, reason=
 
 
 @needs_ledger
-@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.filterwarnings("ignore:memtune decides evictions")
 @pytest.mark.parametrize("freeze_after", [0, 1])
 @pytest.mark.parametrize("step", [apart, contrastive], ids=lambda each: each.__name__)
-def test_a_loop_that_changes_to_two_forwards_goes_on_within_the_budget(step: Step, freeze_after: int) -> None:
+def test_loop_changing_to_two_forwards_stays_within_the_budget(step: Step, freeze_after: int) -> None:
     loops([once, once, step, step], DTR, freeze_after, 60)
 
 
 @needs_ledger
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [DTR, COOP, MEGTAICHI], ids=["dtr", "coop", "megtaichi"])
-@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.filterwarnings("ignore:memtune decides evictions")
 @pytest.mark.parametrize("freeze_after", [0, 1, 3])
-def test_two_forwards_from_the_first_step_on_and_now_and_then(policy: Policy, freeze_after: int) -> None:
+def test_two_forwards_train_from_the_first_step_or_occasionally(policy: Policy, freeze_after: int) -> None:
     for steps in (
         [apart, adversarial],
         [once, once, once, once, apart, once, adversarial, contrastive, asked, once],
@@ -162,22 +161,22 @@ def loops(steps: list[Step], policy: Policy, freeze_after: int, percent: int) ->
     assert same(found, trained(judge(None)[0], steps)[0])
     slack_bytes = 8 * 512 * 32 * 4  # what runs outside: the losses, copies of samples and their gradients
     assert max(peaks) <= budget_bytes - there_bytes + slack_bytes
-    assert region.followers.waiting_bytes() == region.warm_up.waiting_bytes() == 0
+    assert region.replayer.waiting_bytes() == region.schedule_cache.waiting_bytes() == 0
     assert region.runs.replays > 0
 
 
 @needs_ledger
 @pytest.mark.slow
 @pytest.mark.parametrize("freeze_after", [0, 1])
-def test_what_changes_buffers_is_not_run_again(freeze_after: int) -> None:
-    """A norm's statistics would be updated once more: what waits keeps what it has."""
+def test_run_that_writes_buffers_is_not_preempted(freeze_after: int) -> None:
+    """A norm's statistics would be updated twice, so the waiting run keeps its memory."""
     net, region = judge(LARGE, freeze_after=freeze_after, norm=True)
     steps = [once, once, once, adversarial, apart]
     assert same(trained(net, steps)[0], trained(judge(None, norm=True)[0], steps)[0])
-    assert region.frozen_steps > 0 if freeze_after else region.runs.followed > 0
+    assert region.frozen_steps > 0 if freeze_after else region.runs.steps_without_mode > 0
 
 
-def test_what_it_was_called_with_may_not_change_before_its_backward() -> None:
+def test_write_to_an_argument_of_a_preempted_run_raises() -> None:
     net, _ = judge(LARGE, freeze_after=1)
     x = torch.randn(64, 32)
     for _ in range(2):
@@ -229,18 +228,18 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 RARE = ("parameter", "frozen")
 
 
-@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.filterwarnings("ignore:memtune decides evictions")
 @pytest.mark.parametrize("freeze_after", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(
     "what", [pytest.param(each, marks=pytest.mark.slow) if each in RARE else each for each in CHANGES]
 )
-def test_the_second_run_does_what_the_first_one_did(what: str, freeze_after: int) -> None:
+def test_second_run_ignores_changes_of_the_module(what: str, freeze_after: int) -> None:
     """The second run does not depend on changes of the module, and leaves them in place."""
     steps: list[Step] = [once, once, once, lambda *given: changed_between(*given, *CHANGES[what])]
     net, region = judge(LARGE, freeze_after=freeze_after)
     found, want = trained(net, steps)[0], trained(judge(None)[0], steps)[0]
     assert same(found, want)
-    assert region.frozen_steps + region.runs.followed >= 2
+    assert region.frozen_steps + region.runs.steps_without_mode >= 2
     assert all(each.training for each in net.modules())
 
 
@@ -278,26 +277,24 @@ def unhooked_between(net: Any, real: Tensor, fake: Tensor) -> None:
     other.abs().mean().backward()
 
 
-@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.filterwarnings("ignore:memtune decides evictions")
 @pytest.mark.parametrize("freeze_after", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(
     "step", [hooked_between, hooked_after_one, unhooked_between], ids=lambda each: each.__name__
 )
-def test_hooks_that_come_or_go_between_forward_and_backward_are_called_as_ever(
-    step: Step, freeze_after: int
-) -> None:
+def test_hooks_added_or_removed_before_backward_are_called_as_usual(step: Step, freeze_after: int) -> None:
     steps: list[Step] = [once, once, once, step, step]
     net, region = judge(LARGE, freeze_after=freeze_after)
     assert same(trained(net, steps)[0], trained(judge(None)[0], steps)[0])
-    assert region.frozen_steps + region.runs.followed >= 2
+    assert region.frozen_steps + region.runs.steps_without_mode >= 2
 
 
-@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.filterwarnings("ignore:memtune decides evictions")
 @pytest.mark.parametrize("backward_first", [True, False])
-def test_a_backward_in_one_thread_and_a_forward_in_another(
+def test_backward_and_forward_in_two_threads_do_not_race(
     backward_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread is stopped where it has looked whether the run still waits.
+    """One thread is stopped after it has checked whether the run still waits.
 
     The other one comes in between, as far as it can.
     """
@@ -341,9 +338,9 @@ def test_a_backward_in_one_thread_and_a_forward_in_another(
     assert len(found) == 2
 
 
-def test_a_budget_that_two_forwards_do_not_meet_says_what_else_helps() -> None:
+def test_budget_error_with_two_forwards_names_backward_as_a_fix() -> None:
     budget_bytes, _ = budget(30)
     net, _ = judge(budget_bytes)
     x = torch.randn(512, 32)
     with pytest.raises(ApplyError, match=r"MT337(.|\n)*or call backward\(\) before the next forward"):
-        _ = [net(x) for _ in range(400)]  # outputs, and what they were made of, stay
+        _ = [net(x) for _ in range(400)]  # outputs and their sources remain

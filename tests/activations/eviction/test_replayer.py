@@ -1,7 +1,4 @@
-"""Decided without a dispatch mode.
-
-The same decisions as under it, one by one, the same bits and the same bytes.
-"""
+"""Replays without a dispatch mode: the same decisions, bits and bytes as under it."""
 
 from __future__ import annotations
 
@@ -41,21 +38,21 @@ def online(model: nn.Module, optimizer: Any, policy: Policy, budget_bytes: int, 
 
 
 def noted_decisions(region: OnlineRegion) -> list[list[ReplayRecord]]:
-    """Filled run by run with what ran again, in order."""
+    """List filled run by run with the replays, in order."""
     found: list[list[ReplayRecord]] = []
-    note = region.warm_up.note
+    note = region.schedule_cache.note
 
     def noting(key: Any, decided: Any) -> None:
         assert decided is not None
         found.append(decided.replays)
         note(key, decided)
 
-    region.warm_up.note = noting  # type: ignore[method-assign]
+    region.schedule_cache.note = noting  # type: ignore[method-assign]
     return found
 
 
 class Net(nn.Module):
-    """Dropout, batch norm, views, an in-place op, a chain by elements, and settings of its own."""
+    """Net with dropout, batch norm, views, an in-place op, an elementwise chain, and settings of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,22 +91,22 @@ def trained(
 
 @pytest.mark.parametrize("percent", [75, 55])
 @pytest.mark.parametrize("name", POLICIES)
-def test_decides_as_under_the_mode(name: str, percent: int) -> None:
+def test_replayer_decides_as_the_mode(name: str, percent: int) -> None:
     policy = POLICIES[name]
-    plain, free, _ = trained(policy, 1 << 40, follow=False)
+    plain, free, _ = trained(policy, 1 << 40, use_replayer=False)
     budget_bytes = free.runs.peak_bytes * percent // 100
-    under, mode, decided = trained(policy, budget_bytes, follow=False)
+    under, mode, decided = trained(policy, budget_bytes, use_replayer=False)
     got, region, again = trained(policy, budget_bytes)
     assert same(got, plain)
     assert same(under, plain)
     assert again == decided
     assert all(decided)
-    assert replace(region.runs, followed=0) == mode.runs
-    assert (mode.runs.followed, region.runs.followed) == (0, 2), region.followers.why_not
+    assert replace(region.runs, steps_without_mode=0) == mode.runs
+    assert (mode.runs.steps_without_mode, region.runs.steps_without_mode) == (0, 2), region.replayer.why_not
 
 
 class Small(nn.Module):
-    """Returns its loss, and what it is the loss of."""
+    """Returns its loss, and the loss's source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +139,7 @@ def plain(x: Tensor, scale: float = 1.0) -> list[Tensor]:
     return gradients(net, x)
 
 
-def test_each_way_that_was_taken_is_found_again_by_what_it_took_for_granted() -> None:
+def test_replayer_finds_each_logged_path_by_its_guards() -> None:
     torch.manual_seed(1)
     x = torch.randn(64, 32)
     net, region = small()
@@ -158,13 +155,13 @@ def test_each_way_that_was_taken_is_found_again_by_what_it_took_for_granted() ->
         (2.0, 64),
         (1.0, 64),
     ):
-        net.scale, before = scale, region.runs.followed
+        net.scale, before = scale, region.runs.steps_without_mode
         assert same(gradients(net, x[:rows]), plain(x[:rows], scale))
-        followed.append(region.runs.followed - before)
+        followed.append(region.runs.steps_without_mode - before)
     assert followed == [0, 1, 0, 1, 1, 0, 1, 1, 1]
 
 
-def test_what_depends_on_data_or_is_changed_outside_goes_through_the_mode() -> None:
+def test_data_dependence_and_outside_writes_use_the_mode() -> None:
     class Looks(Small):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return super().forward(x if x.sum() > 0 else -x)
@@ -175,11 +172,11 @@ def test_what_depends_on_data_or_is_changed_outside_goes_through_the_mode() -> N
     x = torch.rand(16, 32)
     for sign in (1, 1, -1):
         assert same(gradients(net, sign * x), plain(x))
-    assert (region.runs.steps, region.runs.followed) == (3, 0)
-    assert "depends on the data" in next(iter(region.followers.why_not.values()))
+    assert (region.runs.steps, region.runs.steps_without_mode) == (3, 0)
+    assert "depends on the data" in next(iter(region.replayer.why_not.values()))
 
 
-def test_a_second_forward_before_backward_shares_the_budget_from_then_on() -> None:
+def test_second_forward_before_backward_shares_the_budget() -> None:
     x = torch.randn(64, 32)
     net, region = small()
     for _ in range(2):
@@ -187,17 +184,17 @@ def test_a_second_forward_before_backward_shares_the_budget_from_then_on() -> No
     net.zero_grad(set_to_none=True)
     (net(x)[0] + net(x)[0]).backward()
     twice = [p.grad for p in net.parameters() if p.grad is not None]
-    assert (region.runs.steps, region.runs.followed) == (
+    assert (region.runs.steps, region.runs.steps_without_mode) == (
         4,
         1,
-    )  # the one that waited gave way and ran again, under the mode
+    )  # the waiting one was preempted and ran again, under the mode
     assert same(twice, [each + each for each in plain(x)])
     gradients(net, x)
-    assert (region.runs.steps, region.runs.followed) == (5, 1)
+    assert (region.runs.steps, region.runs.steps_without_mode) == (5, 1)
 
 
 @pytest.mark.parametrize("freeze_after", [0, 1])
-def test_a_copy_of_the_model_starts_anew(freeze_after: int) -> None:
+def test_copied_model_starts_without_logs(freeze_after: int) -> None:
     x = torch.randn(64, 32)
     net, region = small(freeze_after=freeze_after)
     for _ in range(2):
@@ -216,27 +213,27 @@ def test_a_copy_of_the_model_starts_anew(freeze_after: int) -> None:
             copied.last.weight.div_(2)
         for _ in range(2):
             assert same(gradients(copied, x), plain(x))
-        assert (own.runs.steps, own.runs.followed, own.frozen_steps) == (
+        assert (own.runs.steps, own.runs.steps_without_mode, own.frozen_steps) == (
             (2, 1, 0) if freeze_after == 0 else (1, 0, 1)
         )
     assert deepcopy(net).forward.__self__._optimizer is region._optimizer
     assert region.runs.steps == (2 if freeze_after == 0 else 1)
 
 
-def test_a_forward_that_is_never_followed_by_its_backward_holds_nothing() -> None:
+def test_abandoned_forward_holds_no_memory() -> None:
     x = torch.randn(64, 32)
     net, region = small()
     gradients(net, x)
     net.zero_grad(set_to_none=True)
     out = net(x)
-    assert region.followers.waiting_bytes() > 0
+    assert region.replayer.waiting_bytes() > 0
     del out
-    assert region.followers.waiting_bytes() == 0
+    assert region.replayer.waiting_bytes() == 0
     assert same(gradients(net, x), plain(x))
-    assert (region.runs.steps, region.runs.followed) == (2, 1)
+    assert (region.runs.steps, region.runs.steps_without_mode) == (2, 1)
 
 
-def test_a_write_into_what_backward_needs_is_an_error() -> None:
+def test_write_to_a_saved_tensor_raises() -> None:
     x = torch.randn(64, 32)
     net, _ = small()
     gradients(net, x)
@@ -249,7 +246,7 @@ def test_a_write_into_what_backward_needs_is_an_error() -> None:
     assert caught.value.code == "MT326"
 
 
-def test_a_budget_that_nothing_meets_says_the_least() -> None:
+def test_impossible_budget_raises_with_the_least_one() -> None:
     x = torch.randn(512, 32)
     net, region = small()
     gradients(net, x)
@@ -259,8 +256,8 @@ def test_a_budget_that_nothing_meets_says_the_least() -> None:
     assert caught.value.code == "MT337"
 
 
-def test_a_device_with_less_room_than_the_books_makes_more_go() -> None:
-    """An allocation fails once while it is followed: more is evicted, the op runs, the bits are the same."""
+def test_device_out_of_memory_evicts_more() -> None:
+    """An allocation fails once in a replayed run: more is evicted, the op runs, the bits are the same."""
     x = torch.randn(512, 32)
     net, region = small()
     gradients(net, x)
@@ -277,12 +274,12 @@ def test_a_device_with_less_room_than_the_books_makes_more_go() -> None:
     with Fails():
         got = gradients(net, x)
     assert failed
-    assert region.runs.followed == 1
+    assert region.runs.steps_without_mode == 1
     assert same(got, plain(x))
 
 
 def ledger_peaks(net: Small, x: Tensor, holds: tuple[bool, ...]) -> list[int]:
-    """Step by step, bytes above what was there before.
+    """Return by step the peak above the bytes before it.
 
     Where it holds it, the caller keeps what forward returned.
     """
@@ -302,8 +299,10 @@ def ledger_peaks(net: Small, x: Tensor, holds: tuple[bool, ...]) -> list[int]:
     return peaks
 
 
-def test_what_the_books_want_in_parts_is_made_part_by_part() -> None:
-    """Autograd seldom keeps both ends of such a pair, so the books are spoken for here."""
+def test_replay_in_parts_equals_the_mode() -> None:
+    """Autograd seldom keeps both ends of such a pair, so the test calls the rematerializer's journal
+    itself.
+    """
 
     class Gates(nn.Module):
         def __init__(self) -> None:
@@ -319,24 +318,24 @@ def test_what_the_books_want_in_parts_is_made_part_by_part() -> None:
     net(x).backward()
     net.zero_grad(set_to_none=True)
     out = net(x)
-    (followed,) = next(iter(region.followers._regions.values()))
+    (followed,) = next(iter(region.replayer._regions.values()))
     (waiting,) = followed._latest
     run = waiting.saved[0][0]
     first, second = (run._route.path.ops[op].numbers[run._route.tape.graph.makes[op][0]] for op in (1, 2))
     wanted = run._there[second].clone()
     gone = run._there[first]
     run._there[first] = run._there[second] = None
-    run._obey([(ALONG, 1), (REPLAY, 2)], 3)
+    run._apply_journal([(ALONG, 1), (REPLAY, 2)], 3)
     assert run._there[first] is None
     assert torch.equal(run._there[second], wanted)
     assert run.replays == [ReplayRecord(3, 2, (1,), 4)]
-    run._there[first] = gone  # as the books have it
+    run._there[first] = gone  # as the rematerializer accounts it
     out.backward()
-    assert region.runs.followed == 1
+    assert region.runs.steps_without_mode == 1
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-def test_the_ledgers_peak_is_that_of_the_books() -> None:
+def test_ledger_peak_equals_the_accounted_peak() -> None:
     x = torch.randn(512, 32)
     free, region = small()
     gradients(free, x)
@@ -349,16 +348,14 @@ def test_the_ledgers_peak_is_that_of_the_books() -> None:
     replays = region.runs.replays // 3
     (longer,) = ledger_peaks(net, x, (True,))  # then something else must go
     assert longer <= budget_bytes - there_bytes
-    assert region.runs.followed == 3
+    assert region.runs.steps_without_mode == 3
     assert region.runs.replays - 3 * replays > replays > 0
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize(("freeze_after", "percent"), [(0, 110), (0, 80), (1, 150)])
-def test_a_second_forward_before_backward_has_what_the_first_one_leaves(
-    freeze_after: int, percent: int
-) -> None:
-    """A schedule cannot give anything back, what is followed can."""
+def test_second_forward_gets_the_bytes_that_the_first_does_not_hold(freeze_after: int, percent: int) -> None:
+    """A schedule cannot free anything in between, a replayed run can."""
     x = torch.randn(512, 32)
     free, region = small()
     gradients(free, x)
@@ -379,7 +376,7 @@ def test_a_second_forward_before_backward_has_what_the_first_one_leaves(
         assert same(
             [p.grad for p in net.parameters() if p.grad is not None], [each + each for each in plain(x)]
         )
-    assert region.followers.waiting_bytes() == region.warm_up.waiting_bytes() == 0
+    assert region.replayer.waiting_bytes() == region.schedule_cache.waiting_bytes() == 0
 
 
 @pytest.mark.slow
@@ -388,36 +385,36 @@ def test_a_second_forward_before_backward_has_what_the_first_one_leaves(
     ("name", "percent"),
     [("gpt", 60), ("cnn_bn", 85), ("autocast", 97), ("lstm", 97), ("hf_llama", 80), ("lora", 80)],
 )
-def test_zoo_decides_as_under_the_mode(name: str, percent: int, policy: str) -> None:
+def test_replayer_decides_as_the_mode_on_the_zoo(name: str, percent: int, policy: str) -> None:
     found, budget_bytes = [], 1 << 40
-    for follow in (False, False, True):
+    for use_replayer in (False, False, True):
         workload, model, optimizer = build(ZOO[name])
-        region = online(model, optimizer, POLICIES[policy], budget_bytes, follow=follow)
+        region = online(model, optimizer, POLICIES[policy], budget_bytes, use_replayer=use_replayer)
         decided = noted_decisions(region)
         found.append((trained_values(workload, model, optimizer, 8, 3, 1), decided))
         budget_bytes = region.runs.peak_bytes * percent // 100 if len(found) == 1 else budget_bytes
-    assert region.runs.followed == 1
+    assert region.runs.steps_without_mode == 1
     assert same(found[0][0], found[2][0])
     assert found[1][1] == found[2][1]
     assert region.runs.replays > 0
 
 
-def test_books_are_opened_while_no_other_thread_begins_or_ends_a_forward() -> None:
-    """Captured code that runs again, inside a backward, has no turn of its own."""
+def test_rematerializer_is_opened_under_the_forward_lock() -> None:
+    """Captured code that runs again inside a backward does not hold the lock itself."""
     net, region = small()
     x = torch.randn(64, 32)
     _ = [gradients(net, x) for _ in range(2)]
-    (followed,) = next(iter(region.followers._regions.values()))
-    opened, begin, held, calls = region.followers.opened, followed.begin, list[bool](), list[Any]()
+    (followed,) = next(iter(region.replayer._regions.values()))
+    opened, begin, held, calls = region.replayer.opened, followed.begin, list[bool](), list[Any]()
     followed.begin = lambda *args: calls.append(args) or begin(*args)  # type: ignore[func-returns-value, method-assign]
     gradients(net, x)
 
     def opening(inputs: Any) -> Any:
-        thread = threading.Thread(target=lambda: held.append(not region.turn.acquire(blocking=False)))
+        thread = threading.Thread(target=lambda: held.append(not region.forward_lock.acquire(blocking=False)))
         thread.start()
         thread.join()
         return opened(inputs)
 
-    region.followers.opened = opening
+    region.replayer.opened = opening
     begin(*calls[0])
     assert held == [True]

@@ -1,6 +1,5 @@
-"""Online decisions run as a schedule after equal runs.
-
-The same bits, the same replays, and online again if a call differs.
+"""Online decisions become a schedule after equal runs: same bits and replays, and online again if a call
+differs.
 """
 
 from __future__ import annotations
@@ -53,18 +52,16 @@ def train(
         ("autocast", 1, 95),
     ],
 )
-def test_the_schedule_gives_the_same_bits_and_repeats_what_was_decided(
-    name: str, micro_batches: int, percent: int
-) -> None:
+def test_schedule_repeats_online_decisions_bitwise(name: str, micro_batches: int, percent: int) -> None:
     plain, free = train(ZOO[name], 1 << 40, 0, 5, micro_batches)
     got, region = train(ZOO[name], free.runs.peak_bytes * percent // 100, 2, 5, micro_batches)
     assert same(got, plain)
     assert region.runs.replays > 0
-    # each case warms up by itself: no optimizer state yet (the first step), and with or without gradients
+    # each case is counted separately: no optimizer state yet (the first step), and with or without gradients
     assert (region.runs.steps, region.frozen_steps) == (3 * micro_batches, 2 * micro_batches), (
         region.why_online
     )
-    case = next(iter(each for each in region.warm_up.cases.values() if each.frozen is not None))
+    case = next(iter(each for each in region.schedule_cache.cases.values() if each.frozen is not None))
     assert case.frozen is not None
     assert case.decided is not None
     order = case.frozen.schedule.computes()
@@ -94,11 +91,11 @@ def warmed(freeze_after: int = 2) -> tuple[Net, OnlineRegion, Tensor]:
     return net, region, x
 
 
-def test_what_differs_goes_back_online_with_one_message() -> None:
+def test_difference_ends_the_schedule_with_one_warning() -> None:
     net, region, x = warmed()
     assert (region.runs.steps, region.frozen_steps) == (2, 1)
     net.scale = 2.0
-    with pytest.warns(UserWarning, match="decides again .*scale is 2.0, was 1.0"):
+    with pytest.warns(UserWarning, match="decides evictions .*scale is 2.0, was 1.0"):
         loss = net(x)
     loss.backward()
     other = Net()
@@ -114,7 +111,7 @@ def test_what_differs_goes_back_online_with_one_message() -> None:
     assert region.why_online == "scale is 2.0, was 1.0"
 
 
-def test_other_shapes_warm_up_by_themselves() -> None:
+def test_each_shape_is_counted_separately() -> None:
     net, region, x = warmed()
     net(x[:48]).backward()
     assert (region.runs.steps, region.frozen_steps) == (3, 1)
@@ -123,18 +120,21 @@ def test_other_shapes_warm_up_by_themselves() -> None:
     assert (region.runs.steps, region.frozen_steps) == (3, 2)
 
 
-def test_a_second_forward_before_backward_goes_back_online() -> None:
+def test_second_forward_before_backward_ends_the_schedule() -> None:
     net, region, x = warmed()
     first = net(x)
     assert region.frozen_steps == 2
     with pytest.warns(UserWarning, match="a forward begins before the backward"):
         second = net(x * 2)
     (first + second).backward()
-    assert (region.runs.steps, region.frozen_steps) == (4, 2)  # the first one gave way, and ran again online
+    assert (region.runs.steps, region.frozen_steps) == (
+        4,
+        2,
+    )  # the first one was preempted, and ran again online
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_zero_means_never_and_code_that_looks_at_data_stays_online() -> None:
+def test_freeze_after_zero_and_data_dependence_remain_online() -> None:
     _, region, _ = warmed(0)
     assert (region.runs.steps, region.frozen_steps) == (3, 0)
 
@@ -152,7 +152,7 @@ def test_zero_means_never_and_code_that_looks_at_data_stays_online() -> None:
 
 
 class Outputs(nn.Module):
-    """Returns what the loss is made of; `order` names the outputs."""
+    """Returns the loss's sources; `order` names the outputs."""
 
     def __init__(self, *order: str) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def same_gradients(one: list[Tensor | None], other: list[Tensor | None]) -> bool
 
 
 @pytest.mark.parametrize("freeze_after", [1, 3])
-def test_a_scalar_beside_what_the_loss_is_made_of(freeze_after: int) -> None:
+def test_extra_scalar_output_does_not_end_the_schedule(freeze_after: int) -> None:
     uses = ["logits aux"] * 7
     plain, _ = outputs_trained(uses, ("logits", "aux"), None)
     got, region = outputs_trained(uses, ("logits", "aux"), freeze_after)
@@ -197,30 +197,30 @@ def test_a_scalar_beside_what_the_loss_is_made_of(freeze_after: int) -> None:
 
 
 @pytest.mark.parametrize("freeze_after", [0, 1])
-def test_a_model_that_returns_its_own_loss_may_have_other_gradients_later(freeze_after: int) -> None:
+def test_model_with_its_own_loss_may_get_other_gradients_later(freeze_after: int) -> None:
     uses = ["aux"] * 4 + ["logits"] * 2 + ["logits aux"] * 2 + ["aux"]
     plain, _ = outputs_trained(uses, ("logits", "aux"), None)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         got, region = outputs_trained(uses, ("logits", "aux"), freeze_after)
     assert same_gradients(got, plain)
-    why = "a gradient flows into output 0, which was not so before"
+    why = "output 0 gets a gradient, which it did not get before"
     assert [why in str(each.message) for each in said] == [True] * freeze_after
     assert (region.frozen_steps, region.why_online) == ((4, why) if freeze_after else (0, ""))
     assert region.why_under_mode == ("" if freeze_after else why)
 
 
-def test_outputs_without_a_gradient_stay_online() -> None:
+def test_outputs_without_a_gradient_remain_online() -> None:
     uses = ["logits"] * 4 + ["logits aux"] * 2
     plain, _ = outputs_trained(uses, ("logits", "aux"), None)
     got, region = outputs_trained(uses, ("logits", "aux"), 2)
     assert same_gradients(got, plain)
     assert region.frozen_steps == 0
-    assert "into one of its outputs" in region.why_online
+    assert "one of its outputs got no gradient" in region.why_online
 
 
 class Remembers(Net):
-    """Fills what it finds empty."""
+    """Fills attributes that it finds empty."""
 
     def __init__(self, *, always: bool) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Remembers(Net):
 
 @pytest.mark.parametrize("freeze_after", [0, 2])
 @pytest.mark.parametrize("always", [False, True])
-def test_what_forward_sets_now_and_then_is_captured_the_next_time(freeze_after: int, always: bool) -> None:
+def test_occasional_side_effect_is_captured_in_the_next_call(freeze_after: int, always: bool) -> None:
     net, x = Remembers(always=always), torch.randn(8, 32)
     region = online(net, torch.optim.SGD(net.parameters()), 1 << 30, freeze_after)
     counts = []
@@ -246,7 +246,7 @@ def test_what_forward_sets_now_and_then_is_captured_the_next_time(freeze_after: 
         net.zero_grad(set_to_none=True)
         counts.append(len(net.sizes))
     assert counts == ([*range(1, 7)] if always else [1] * 6)
-    without_mode = region.frozen_steps if freeze_after else region.runs.followed
+    without_mode = region.frozen_steps if freeze_after else region.runs.steps_without_mode
     assert without_mode == (0 if always else 3 if freeze_after else 5), (
         region.why_online,
         region.why_under_mode,

@@ -1,7 +1,4 @@
-"""The move pass on its own.
-
-Which tensors are selected, and that each is offloaded and reloaded once at most.
-"""
+"""The offload pass by itself: the selected tensors, each offloaded and reloaded once at most."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def traffic(step: Step, resource: Resource) -> list[int]:
     return sorted(step.ops.traffic_bytes[step.ops.resource == resource].tolist())
 
 
-def test_no_claim_changes_nothing() -> None:
+def test_pass_without_claims_returns_the_step() -> None:
     step = step_of("gpt")
     assert moved(step, 0.0) is step
     assert move_activations(step, []) is step
@@ -40,18 +37,18 @@ def test_no_claim_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_everything_leaves_once_and_comes_back_once(model: str) -> None:
+def test_each_storage_is_offloaded_and_reloaded_once(model: str) -> None:
     step = step_of(model)
     new = moved(step, 1.0)
     new.validate()
     down = Counter(traffic(new, Resource.DEVICE_TO_HOST))
     up = Counter(traffic(new, Resource.HOST_TO_DEVICE)) - Counter(traffic(step, Resource.HOST_TO_DEVICE))
-    assert not up - down  # some that left are never asked for
+    assert not up - down  # some offloaded tensors are never read
     assert new.peak_bytes(Tier.HOST) >= step.peak_bytes(Tier.HOST)
     assert sum(down.values()) == len(np.flatnonzero(new.ops.resource == Resource.DEVICE_TO_HOST))
 
 
-def test_what_stays_grows_with_the_fraction_that_does_not_leave() -> None:
+def test_peak_falls_with_the_offloaded_fraction() -> None:
     step = step_of("gpt")
     bytes_out = [
         sum(traffic(moved(step, fraction), Resource.DEVICE_TO_HOST))
@@ -66,13 +63,13 @@ def test_what_stays_grows_with_the_fraction_that_does_not_leave() -> None:
     )
 
 
-def test_what_is_recomputed_does_not_move() -> None:
+def test_recomputed_tensors_are_not_offloaded() -> None:
     step = recompute_blocks(step_of("gpt"), [0, 1, 2, 3])
     out = traffic(moved(step, 1.0), Resource.DEVICE_TO_HOST)
     assert out == [2 * 32 * 64 * 4] * 4  # the blocks' inputs alone: (micro-batch, sequence, width) float32
 
 
-def test_a_block_without_a_claim_keeps_its_own() -> None:
+def test_unclaimed_block_keeps_its_saves() -> None:
     step = step_of("gpt")
     new = move_activations(step, [OffloadClaim(1, 1.0)])
     leaves = np.flatnonzero(new.ops.resource == Resource.DEVICE_TO_HOST)
@@ -80,7 +77,7 @@ def test_a_block_without_a_claim_keeps_its_own() -> None:
     assert sum(traffic(new, Resource.DEVICE_TO_HOST)) == step.saved_bytes(1)
 
 
-def test_blocks_without_a_claim_give_nothing_however_large_their_tensors() -> None:
+def test_unclaimed_blocks_offload_nothing() -> None:
     step = step_of("tied")
     large = step.with_storages(bytes=step.storages.bytes * 2**31)
     out = select_offloads(large, [OffloadClaim(1, 0.5)], None)

@@ -1,4 +1,4 @@
-"""A share of bytes: whole tensors as they are saved, and part of one at the end of the call."""
+"""Byte quota: tensors in full as they are saved, and part of one at the end of the call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from memtune.activations.offload.byte_quota import ByteShare
 
 
 @given(sizes=st.lists(st.integers(1, 10**11), max_size=30), fraction=st.floats(0, 1))
-def test_the_share_leaves_to_the_byte_and_one_tensor_is_cut_at_most(
-    sizes: list[int], fraction: float
-) -> None:
+def test_share_is_met_to_the_byte_by_cutting_one_tensor(sizes: list[int], fraction: float) -> None:
     share, gone, stayed = ByteShare[int](fraction), 0, []
     for number, n_bytes in enumerate(sizes):
         if share.takes(number, n_bytes):
@@ -28,7 +26,7 @@ def test_the_share_leaves_to_the_byte_and_one_tensor_is_cut_at_most(
     assert gone == round(fraction * sum(sizes))
 
 
-def test_all_and_nothing_cut_nothing() -> None:
+def test_shares_zero_and_one_cut_no_tensor() -> None:
     for fraction, leaves in ((1.0, True), (0.0, False)):
         share = ByteShare[str](fraction)
         assert share.takes("x", 3) is leaves

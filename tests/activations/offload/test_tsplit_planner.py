@@ -1,7 +1,4 @@
-"""The greedy planner against every choice there is.
-
-Never above a budget that one meets, and how much slower than the best.
-"""
+"""The greedy planner against all choices: never above a feasible budget, and near the optimum."""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ from reference.tsplit import greedy_by_hand
 from memtune.activations.offload.tsplit_planner import Action, Copy, Problem, Tensor, choices, greedy, solve
 
 FORWARD = 12
-"""Moments of a random step's forward; its backward has as many."""
+"""Number of moments of a random step's forward, and of its backward."""
 
 
 def one(first: int, stop: int, n_bytes: int, seconds: float, *, overlap_s: float = 0.0) -> Tensor:
-    """A tensor that may go to the host, whose copy is `overlap_s` hidden."""
+    """Return a tensor that may be offloaded, whose copy is hidden for `overlap_s`."""
     return Tensor((Action(((first, stop, n_bytes),), (Copy(first, first + overlap_s, seconds),)),))
 
 
 def steps(seed: int) -> Problem:
-    """Up to eight tensors that stay, move whole or move in parts (three actions), some of them inside a
-    module.
+    """Up to eight tensors that may be kept, offloaded in full or in parts (three actions), some of them
+    inside a module.
     """
     draw = random.Random(seed)
     live = np.asarray([draw.randrange(50) * 10 for _ in range(2 * FORWARD)], np.int64)
@@ -48,7 +45,7 @@ def steps(seed: int) -> Problem:
 
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("seed", range(24))
-def test_within_every_budget_that_some_choice_meets_and_near_the_best(seed: int) -> None:
+def test_solve_meets_feasible_budgets_near_the_optimum(seed: int) -> None:
     problem = steps(seed)
     every = [(int(problem.live_under(each).max()), problem.added_s(each)) for each in choices(problem)]
     smallest, plain = min(peak for peak, _ in every), int(problem.live_bytes.max())
@@ -67,7 +64,7 @@ def test_within_every_budget_that_some_choice_meets_and_near_the_best(seed: int)
 
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("seed", range(100, 124))
-def test_takes_the_actions_that_the_planner_by_hand_takes(seed: int) -> None:
+def test_native_greedy_equals_the_reference(seed: int) -> None:
     problem = steps(seed)
     plain = int(problem.live_bytes.max())
     for share in (-1.0, 0.3, 0.6, 0.9, 1.0):
@@ -76,13 +73,13 @@ def test_takes_the_actions_that_the_planner_by_hand_takes(seed: int) -> None:
             assert greedy(problem, budget, beyond=beyond) == greedy_by_hand(problem, budget, beyond=beyond)
 
 
-def test_columns_that_do_not_belong_together_are_refused() -> None:
+def test_native_greedy_refuses_inconsistent_columns() -> None:
     problem = Problem(np.asarray([5, 9], np.int64), (one(0, 3, 4, 1.0),))
     with pytest.raises(ValueError, match="a moment that is not there"):
         greedy(problem, 1, beyond=True)
 
 
-def test_equal_to_the_best_where_tensors_are_alike() -> None:
+def test_solve_is_optimal_for_equal_tensors() -> None:
     problem = Problem(np.full(10, 800, np.int64), tuple(one(2, 8, 100, 1.0) for _ in range(8)))
     live = problem.live_bytes.copy()
     live[:2] = live[8:] = 0
@@ -92,14 +89,14 @@ def test_equal_to_the_best_where_tensors_are_alike() -> None:
         assert (sum(found.choice), found.added_s) == (moved, pytest.approx(1.0 * moved))
 
 
-def test_a_hidden_copy_goes_before_a_smaller_one_that_is_waited_for() -> None:
+def test_solve_prefers_a_hidden_copy_to_an_exposed_one() -> None:
     live = np.asarray([0, 300, 300, 0], np.int64)
     problem = Problem(live, (one(1, 3, 100, 0.5), one(1, 3, 200, 2.0, overlap_s=2.0)))
     assert solve(problem, 250).choice == (0, 1)
 
 
-def test_two_copies_do_not_share_the_link() -> None:
-    """Each is hidden alone; together the first has to be over when the second begins."""
+def test_link_carries_one_copy_at_a_time() -> None:
+    """Each copy is hidden alone; together the first must be over when the second begins."""
     first, second = (Tensor((Action(((4, 8, 100),), (Copy(at, 3.0, 2.0),)),)) for at in (0.0, 0.5))
     problem = Problem(np.asarray([0] * 4 + [200] * 4, np.int64), (first, second))
     assert [problem.added_s(each) for each in ((1, 0), (0, 1), (1, 1))] == [0.0, 0.0, 1.5]
@@ -107,9 +104,9 @@ def test_two_copies_do_not_share_the_link() -> None:
     assert solve(problem, 100).added_s == 0.0
 
 
-def test_splitting_moves_the_peak_and_the_plan_follows_it() -> None:
-    """Parts free what lies between forward and backward but need more in moment 1, which only another tensor
-    can give.
+def test_solve_follows_the_peak_that_splitting_moves() -> None:
+    """Parts free bytes between forward and backward but need more in moment 1, which only another tensor can
+    free.
     """
     module = Tensor((Action(((1, 2, -80), (2, 4, 200))),))
     other = one(1, 2, 100, 5.0)
@@ -119,8 +116,8 @@ def test_splitting_moves_the_peak_and_the_plan_follows_it() -> None:
     assert solve(problem, 200).choice == (1, 1)
 
 
-def test_what_later_actions_made_superfluous_is_undone() -> None:
-    """The small one is cheapest per byte and taken first; the large one is needed all the same and enough."""
+def test_solve_undoes_superfluous_actions() -> None:
+    """The small one is cheapest per byte and taken first; the large one is needed anyway, and suffices."""
     live = np.asarray([0, 110, 0], np.int64)
     problem = Problem(live, (one(1, 2, 10, 0.05), one(1, 2, 100, 1.0)))
     assert solve(problem, 10).choice == (0, 1)

@@ -69,7 +69,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_gradients_are_equal_to_the_bit_with_and_without_input_gradient(claim: Any) -> None:
+def test_recompute_is_bitwise_with_and_without_input_gradient(claim: Any) -> None:
     for requires_grad in (False, True):
         x = torch.randn(4, 16, requires_grad=requires_grad)
         wanted = gradients(make(), x)
@@ -82,8 +82,8 @@ def test_gradients_are_equal_to_the_bit_with_and_without_input_gradient(claim: A
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_a_copy_of_the_model_runs_its_own_weights(claim: Any) -> None:
-    """Averages of weights, target networks: a copy is plain, and what is pickled of a model too."""
+def test_copied_model_runs_its_own_weights(claim: Any) -> None:
+    """A copy (averaged weights, a target network) is plain, and so is a pickled model."""
     model, x = make(), torch.randn(4, 16)
     table_on(model, claim)
     file = io.BytesIO()
@@ -112,8 +112,8 @@ class Conjugates(Block):
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_what_is_saved_as_a_conjugate_is_one_again(claim: Any) -> None:
-    """torch keeps it as a mark on the values that are there."""
+def test_conjugate_view_is_restored(claim: Any) -> None:
+    """torch stores a conjugate as a flag on the plain values."""
     model, x = make(Conjugates), torch.randn(4, 16)
     table_on(model, claim)
     assert all(map(torch.equal, gradients(model, x), gradients(make(Conjugates), x)))
@@ -132,7 +132,7 @@ class Gates(nn.Module):
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_gates_that_are_written_after_the_first_was_saved_keep_their_values(claim: Any) -> None:
+def test_gates_written_after_a_save_keep_their_values(claim: Any) -> None:
     x = torch.randn(4, 16)
     wanted, model = gradients(make(Gates), x), make(Gates)
     table_on(model, claim)
@@ -140,7 +140,7 @@ def test_gates_that_are_written_after_the_first_was_saved_keep_their_values(clai
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_inputs_that_are_one_tensor_are_one_the_second_time(claim: Any) -> None:
+def test_identical_inputs_are_identical_in_the_second_run(claim: Any) -> None:
     """Self-attention projects query, key and value at once if they are the same object, else one by one."""
 
     class Attends(nn.Module):
@@ -159,7 +159,7 @@ def test_inputs_that_are_one_tensor_are_one_the_second_time(claim: Any) -> None:
     assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
 
 
-def test_numbers_drawn_after_a_kept_op_that_draws_are_the_same_again() -> None:
+def test_draws_after_a_kept_random_op_are_repeated() -> None:
     """As behind fused attention with dropout.
 
     What is kept does not draw in the second run, what follows must not notice.
@@ -185,7 +185,7 @@ def test_numbers_drawn_after_a_kept_op_that_draws_are_the_same_again() -> None:
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_nothing_is_left_when_backward_is_over(claim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_frees_all_frames(claim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[weakref.ref[Any]] = []
     original = activation_table._Frame.__init__
 
@@ -205,12 +205,14 @@ def test_nothing_is_left_when_backward_is_over(claim: Any, monkeypatch: pytest.M
         gc.enable()
 
 
-def test_a_frame_ends_with_its_last_recomputed_tensor_not_with_its_parameters(
+def test_frame_is_freed_with_its_last_recomputed_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Autograd keeps the pack hook with everything it saved; a hook that names the frame would keep it."""
+    """Autograd keeps the pack hook with every saved tensor; a hook that refers to the frame would keep it
+    alive.
+    """
 
-    class Late(nn.Module):
+    class TwoLinears(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
@@ -225,7 +227,7 @@ def test_a_frame_ends_with_its_last_recomputed_tensor_not_with_its_parameters(
         "__init__",
         lambda self, *a, **k: (original(self, *a, **k), frames.append(weakref.ref(self)))[0],
     )
-    model = nn.Sequential(Late())
+    model = nn.Sequential(TwoLinears())
     table_on(model, lambda table, i: table.claim_recompute(i))
     alive: list[bool] = []
     x = torch.randn(4, 16, requires_grad=True)
@@ -234,7 +236,7 @@ def test_a_frame_ends_with_its_last_recomputed_tensor_not_with_its_parameters(
     assert alive == [False]
 
 
-def test_what_autograd_forgets_is_not_computed_again() -> None:
+def test_released_saves_are_not_recomputed() -> None:
     """A product whose graph is dropped before backward: the second run stops before it."""
     runs: list[str] = []
 
@@ -269,7 +271,7 @@ class InPlace(nn.Module):
         return self.out(y.tanh_())
 
 
-def test_a_kept_output_that_is_written_into_is_not_kept() -> None:
+def test_kept_output_is_dropped_after_an_in_place_write() -> None:
     x = torch.randn(4, 16)
     wanted = gradients(make(InPlace), x)
     model = make(InPlace)
@@ -278,10 +280,7 @@ def test_a_kept_output_that_is_written_into_is_not_kept() -> None:
 
 
 class UnsafelySplit(nn.Module):
-    """As torch's GRU cell does it.
-
-    What `unsafe_split` returns counts its writes apart from what was split.
-    """
+    """Split as in torch's GRU cell: outputs of `unsafe_split` have version counters of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +291,7 @@ class UnsafelySplit(nn.Module):
         return self.out(left.add_(right).sigmoid())
 
 
-def test_a_kept_output_that_is_written_into_through_an_unsafe_view_is_not_kept() -> None:
+def test_kept_output_is_dropped_after_a_write_through_an_unsafe_view() -> None:
     x = torch.randn(4, 16)
     wanted = gradients(make(UnsafelySplit), x)
     model = make(UnsafelySplit)
@@ -300,7 +299,7 @@ def test_a_kept_output_that_is_written_into_through_an_unsafe_view_is_not_kept()
     assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
 
 
-def test_buffers_are_as_after_one_forward() -> None:
+def test_buffers_are_updated_once() -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())
 
@@ -314,9 +313,7 @@ def test_buffers_are_as_after_one_forward() -> None:
 
 
 class Wandering(nn.Module):
-    """Its forward turns a vector a little further each time and divides by what it finds there, as spectral
-    norm does.
-    """
+    """Changes a vector in each forward and divides by its value, as spectral norm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,11 +327,11 @@ class Wandering(nn.Module):
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_the_second_run_finds_the_buffers_as_the_first_one_did(claim: Any) -> None:
+def test_second_run_starts_with_the_buffers_of_the_first(claim: Any) -> None:
     x = torch.randn(4, 16)
     plain, model = make(Wandering), make(Wandering)
     table = table_on(model, claim)
-    for _ in range(3):  # of the first run it is not known yet which buffers it changes
+    for _ in range(3):  # before the first run the changed buffers are unknown
         assert all(
             torch.equal(one, two) for one, two in zip(gradients(model, x), gradients(plain, x), strict=True)
         )
@@ -342,10 +339,8 @@ def test_the_second_run_finds_the_buffers_as_the_first_one_did(claim: Any) -> No
     assert {region.reads_back for region in table.regions} <= {None, frozenset({"u"})}
 
 
-def test_what_nothing_was_made_from_is_let_go_when_the_forward_returns() -> None:
-    """As in a recurrence whose last state nobody reads: backward never comes by to release what its ops
-    saved.
-    """
+def test_unread_recomputed_tensors_are_freed_with_the_forward() -> None:
+    """As in a recurrence with an unread last state: no backward releases its saves."""
     made: list[weakref.ref[torch.UntypedStorage]] = []
 
     class Idle(nn.Module):
@@ -367,7 +362,7 @@ def test_what_nothing_was_made_from_is_let_go_when_the_forward_returns() -> None
     loss.backward()
 
 
-def test_bytes_cross_the_link_once_each_way() -> None:
+def test_offloaded_bytes_cross_the_link_once_each_way() -> None:
     model = make(lambda: nn.Tanh(), n=2)
     table_on(model, CLAIMS["move"])
     transfer.COUNTERS.take()
@@ -375,7 +370,7 @@ def test_bytes_cross_the_link_once_each_way() -> None:
     assert transfer.COUNTERS.take() == {"device_to_host": 2 * 4 * 16 * 4, "host_to_device": 2 * 4 * 16 * 4}
 
 
-def test_without_gradient_nothing_is_claimed() -> None:
+def test_claims_are_inactive_without_gradients() -> None:
     model = make()
     table = table_on(model, CLAIMS["move"])
     with torch.no_grad():
@@ -384,27 +379,27 @@ def test_without_gradient_nothing_is_claimed() -> None:
     assert table.traffic.moved_bytes == 0
 
 
-def test_remove_gives_back_the_forwards() -> None:
+def test_remove_restores_the_forwards() -> None:
     model = make()
     table = table_on(model, lambda table, i: table.claim_move(i, 1.0, 0) if i == 0 else None)
     assert ["forward" in vars(block) for block in model] == [
         True
-    ] * 3  # whichever runs next lands the first one's copy
+    ] * 3  # the next region's forward completes the first one's copy
     table.remove()
     assert not any("forward" in vars(block) for block in model)
 
 
-def test_two_claims_of_one_kind_are_refused() -> None:
+def test_second_claim_of_a_kind_raises() -> None:
     table = ActivationTable(make(), ["0"])
     table.claim_recompute(0)
     table.claim_move(0, 1.0, 0)
     with pytest.raises(ApplyError, match="two techniques recompute 0"):
         table.claim_recompute(0)
-    with pytest.raises(ApplyError, match="two techniques move the activations of 0"):
+    with pytest.raises(ApplyError, match="two techniques offload the activations of 0"):
         table.claim_move(0, 0.5, 0)
 
 
-def test_a_block_that_changes_its_input_is_refused_by_name() -> None:
+def test_in_place_write_to_a_block_input_raises() -> None:
     class Adds(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -451,7 +446,7 @@ FICKLE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], 
 
 
 @pytest.mark.parametrize("what", FICKLE)
-def test_a_block_that_does_something_else_the_second_time_is_refused_by_the_ops_name(what: str) -> None:
+def test_divergent_second_run_raises_with_the_op(what: str) -> None:
     first, second, why = FICKLE[what]
 
     class Fickle(nn.Module):

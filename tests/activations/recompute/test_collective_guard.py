@@ -1,5 +1,5 @@
-"""A collective that only several ranks run is found in the first run of what would run again, before anything
-is trained.
+"""A collective that only several ranks run raises in the first run of a recomputed block, before any
+training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REFUSED = ("full", "every_nth", "selective")
 
 
 class Block(nn.Module):
-    """No recording on one rank sees what this does on two."""
+    """Block whose behaviour on two ranks no recording on one rank shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def trained(kind: str) -> tuple[str, str, list[Tensor]]:
-    """On a rank: the error's code and text, and the gradients of one step."""
+    """Return on each rank the error's code and text, and the gradients of one step."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Block() for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters())
@@ -54,7 +54,7 @@ def trained_all(kinds: tuple[str, ...]) -> list[tuple[str, str, list[Tensor]]]:
     return [trained(kind) for kind in kinds]
 
 
-def test_refused_by_name_on_two_ranks_and_left_alone_where_nothing_runs_again() -> None:
+def test_collective_in_a_recomputed_block_raises_on_two_ranks() -> None:
     for plain, none, *refused in run_ranks(trained_all, 2, ("plain", "none", *REFUSED)):
         assert all(torch.equal(one, other) for one, other in zip(none[2], plain[2], strict=True))
         assert len(plain[2]) == 12
@@ -64,7 +64,7 @@ def test_refused_by_name_on_two_ranks_and_left_alone_where_nothing_runs_again() 
 
 
 class Later(nn.Module):
-    """Exchanges from its run `since` on."""
+    """Exchanges data from its run `since` on."""
 
     def __init__(self, since: int) -> None:
         super().__init__()
@@ -80,9 +80,8 @@ class Later(nn.Module):
 
 
 def trained_later(since: int) -> list[tuple[int, str, str]]:
-    """On a rank, of each kind: steps before the error, its code and text.
-
-    What is outside of blocks exchanges as ever.
+    """Return on each rank, for each kind, steps before the error, its code and text; outside of blocks
+    collectives work.
     """
     found = []
     for kind in REFUSED:
@@ -105,8 +104,10 @@ def trained_later(since: int) -> list[tuple[int, str, str]]:
     return found
 
 
-def test_one_that_begins_later_is_refused_where_it_is_called_in_either_run() -> None:
-    """Runs 1 and 2 are the first step's: run 3 is the second step's forward, run 2 and 4 are second runs."""
+def test_collective_of_a_later_run_raises() -> None:
+    """Runs 1 and 2 belong to the first step; run 3 is the second step's forward; runs 2 and 4 are second
+    runs.
+    """
     for since, step in ((3, 1), (4, 1), (2, 0)):
         for found in run_ranks(trained_later, 2, since):
             assert [each[:2] for each in found] == [(step, "MT306")] * len(REFUSED)
@@ -123,7 +124,7 @@ FUNCTIONAL = {
 
 
 class LaterFunctional(Later):
-    """As `Later`, with a collective that returns its result, and with a history where `grad`."""
+    """Like `Later`, with a collective that returns its result, and with a history if `grad`."""
 
     def __init__(self, since: int, what: str, grad: bool) -> None:
         super().__init__(since)
@@ -138,9 +139,8 @@ class LaterFunctional(Later):
 
 
 def trained_functional() -> list[tuple[int, str]]:
-    """On a rank, of each collective: steps before the error, and its text.
-
-    Then that one outside of blocks keeps its gradient.
+    """Return on each rank, for each collective, steps before the error, and its text; then its gradient
+    outside of blocks.
     """
     found = []
     for what in FUNCTIONAL:
@@ -165,7 +165,7 @@ def trained_functional() -> list[tuple[int, str]]:
     return found
 
 
-def test_functional_ones_that_begin_later_are_refused_too() -> None:
+def test_functional_collective_of_a_later_run_raises() -> None:
     for found in run_ranks(trained_functional, 2):
         assert [steps for steps, _ in found] == [1] * 2 * len(FUNCTIONAL)
         for (_, text), what in zip(found, [each for each in FUNCTIONAL for _ in range(2)], strict=True):
@@ -173,7 +173,7 @@ def test_functional_ones_that_begin_later_are_refused_too() -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_on_one_rank_it_is_an_op_like_any_other(kind: str) -> None:
+def test_collective_on_one_rank_is_allowed(kind: str) -> None:
     (plain,), (got,) = trained_all(("plain",)), trained_all((kind,))
     assert got[0] == ""
     assert all(torch.equal(one, other) for one, other in zip(got[2], plain[2], strict=True))

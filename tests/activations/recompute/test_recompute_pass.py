@@ -1,4 +1,4 @@
-"""The recompute pass on its own: what runs again, where it starts and stops, and what it leaves alone."""
+"""The recompute pass by itself: the ops that run again, their place, and unchanged ops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def step_of(model: str) -> Step:
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_every_block_alone_is_a_valid_step(model: str) -> None:
+def test_recompute_of_each_single_block_is_valid(model: str) -> None:
     step = step_of(model)
     for block in range(len(step.blocks)):
         new = recompute_blocks(step, [block])
@@ -30,14 +30,14 @@ def test_every_block_alone_is_a_valid_step(model: str) -> None:
         assert copies == 0 or model == "inplace_views"
 
 
-def test_no_block_and_blocks_that_save_nothing_change_nothing() -> None:
+def test_recompute_without_saves_returns_the_step() -> None:
     step = step_of("gpt")
     assert recompute_blocks(step, []) is step
     step = step_of("lstm")
     assert recompute_blocks(step, [step.blocks.index("embedding")]) is step
 
 
-def test_a_second_run_comes_between_the_blocks_forward_and_its_backward() -> None:
+def test_second_run_is_between_forward_and_backward() -> None:
     new = recompute_blocks(step_of("gpt"), [0, 1, 2, 3])
     for block in range(4):
         mine = new.ops.block == block
@@ -48,7 +48,7 @@ def test_a_second_run_comes_between_the_blocks_forward_and_its_backward() -> Non
         assert [new.ops.name[i] for i in new.ops.copy_of[again]] == [new.ops.name[i] for i in again]
 
 
-def test_backward_reads_the_second_runs_products_and_no_others() -> None:
+def test_backward_reads_only_outputs_of_the_second_run() -> None:
     new = recompute_blocks(step_of("gpt"), [1])
     reads = (new.ops.phase[new.uses.op] == Phase.BACKWARD) & (new.ops.block[new.uses.op] == 1)
     producers = new.storages.producer[new.uses.storage[reads]]
@@ -56,7 +56,7 @@ def test_backward_reads_the_second_runs_products_and_no_others() -> None:
     assert set(new.ops.block[producers[forward]]) <= {0}  # the block's input alone
 
 
-def test_keeping_everything_runs_nothing_again() -> None:
+def test_keep_all_recomputes_nothing() -> None:
     step = step_of("gpt")
     new = recompute_blocks(step, [0, 1], lambda name: True)
     written = {step.names[i] for i in new.ops.name[new.ops.phase == Phase.RECOMPUTE]}
@@ -65,7 +65,7 @@ def test_keeping_everything_runs_nothing_again() -> None:
     )  # only what is written into later, and who writes
 
 
-def test_peak_falls_with_the_blocks_that_are_recomputed() -> None:
+def test_peak_falls_with_the_recomputed_blocks() -> None:
     step = step_of("gpt")
     saved = [recompute_blocks(step, list(range(n))).saved_bytes() for n in range(5)]
     assert saved == sorted(saved, reverse=True)

@@ -1,7 +1,4 @@
-"""States of random numbers on the host.
-
-`TechniqueSuite` compares them, op by op, with a recording of the runtime.
-"""
+"""Random states on the host; `TechniqueSuite` compares them, op by op, with a recording of the runtime."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from memtune.testing.drift_check import plain_program
 
 
 def spans(step: Step) -> list[tuple[int, int]]:
-    """First and last op of each state."""
+    """Return the first and last op of each state."""
     rows = np.flatnonzero((step.storages.bytes == STATE_BYTES) & (step.storages.tier == Tier.HOST))
     return sorted(zip(step.storages.producer[rows].tolist(), step.freed_after[rows].tolist(), strict=True))
 
 
-def test_a_state_has_the_bytes_of_torchs() -> None:
+def test_state_bytes_equal_torchs() -> None:
     assert torch.get_rng_state().nbytes == STATE_BYTES
 
 
-def test_blocks_that_draw_keep_one_and_put_one_aside() -> None:
+def test_drawing_blocks_keep_one_state_and_save_one() -> None:
     step = recompute_blocks(plain_program(ZOO["gpt"]).step, [1])
     forward, again = (
         np.flatnonzero((step.ops.block == 1) & (step.ops.phase == phase))
@@ -38,7 +35,7 @@ def test_blocks_that_draw_keep_one_and_put_one_aside() -> None:
     assert aside == (again[0], again[-1])
 
 
-def test_ops_that_are_kept_leave_the_state_after_them() -> None:
+def test_kept_ops_keep_the_state_after_them() -> None:
     plain = plain_program(ZOO["gpt"]).step
     drawn = plain.names[plain.ops.name[np.flatnonzero((plain.ops.rng == 1) & (plain.ops.block == 1))[0]]]
     step = recompute_blocks(plain, [1], lambda name: name == drawn)
@@ -48,8 +45,8 @@ def test_ops_that_are_kept_leave_the_state_after_them() -> None:
 
 
 @pytest.mark.parametrize("model", ["hf_llama", "moe"])
-def test_where_nothing_draws_nothing_is_kept(model: str) -> None:
-    """Attention without dropout could draw, and does not."""
+def test_no_states_are_kept_without_draws(model: str) -> None:
+    """Attention without dropout has a random op that draws nothing."""
     plain = plain_program(ZOO[model]).step
     assert not plain.ops.rng.any()
     step = recompute_blocks(plain, list(range(len(plain.blocks))))
@@ -57,7 +54,7 @@ def test_where_nothing_draws_nothing_is_kept(model: str) -> None:
     assert not spans(step)
 
 
-def test_a_schedule_keeps_a_state_from_the_first_run_to_the_last() -> None:
+def test_schedule_keeps_a_state_from_first_to_last_run() -> None:
     again, first = np.asarray([0, 0, 1, 0, 1, 1], bool), np.asarray([0, 1, 0, 3, 0, 1], np.int32)
     draws = np.asarray([1, 0, 1, 1, 1, 0], bool)
     found = states_of(draws, again, first)

@@ -1,4 +1,4 @@
-"""Calls that a region's second run leaves out: never a wrong gradient, whatever the plan says."""
+"""Calls that a region's second run skips: never a wrong gradient, whatever the plan."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MM, TANH, MUL, DROP, COS = (
 PLANS = {
     "nothing": OpAddresses(),
     "products kept": OpAddresses(kept=frozenset({(MM, 0), (MM, 1)})),
-    "what nothing needs": OpAddresses(kept=frozenset({(MUL, 0)}), left_out=frozenset({(MM, 0), (COS, 0)})),
+    "what nothing needs": OpAddresses(kept=frozenset({(MUL, 0)}), skipped=frozenset({(MM, 0), (COS, 0)})),
     "what autograd saved": OpAddresses(
-        kept=frozenset({(MUL, 0)}), left_out=frozenset({(MM, 0), (COS, 0), (DROP, 0)})
+        kept=frozenset({(MUL, 0)}), skipped=frozenset({(MM, 0), (COS, 0), (DROP, 0)})
     ),
-    "what runs again needs": OpAddresses(left_out=frozenset({(MM, 0)})),
+    "what runs again needs": OpAddresses(skipped=frozenset({(MM, 0)})),
     "what decides": OpAddresses(
-        kept=frozenset({(MUL, 0)}), left_out=frozenset({(MM, 0), (COS, 0), (TANH, 0)})
+        kept=frozenset({(MUL, 0)}), skipped=frozenset({(MM, 0), (COS, 0), (TANH, 0)})
     ),
     "all": OpAddresses(
-        left_out=frozenset(
+        skipped=frozenset(
             (name, n) for name in (MM, TANH, MUL, DROP, COS, "aten.sum.default") for n in range(3)
         )
     ),
@@ -64,5 +64,5 @@ def test_gradients_are_equal_to_the_bit(calls: OpAddresses) -> None:
     assert all(torch.equal(one, two) for one, two in zip(gradients(calls), gradients(None), strict=True))
 
 
-def test_a_plan_survives_as_plain_data() -> None:
+def test_plan_round_trips_as_plain_data() -> None:
     assert all(OpAddresses.from_plain(calls.to_plain()) == calls for calls in PLANS.values())

@@ -1,7 +1,4 @@
-"""Blocks that the model checkpoints by itself.
-
-Nothing is claimed of them, and what that takes is predicted.
-"""
+"""Blocks that the model checkpoints itself: nothing of them is claimed, and their bytes are predicted."""
 
 from __future__ import annotations
 
@@ -63,12 +60,12 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "technique", [Full(kind="full"), Selective(kind="selective"), ALL], ids=lambda each: each.kind
 )
-def test_trains_alike_and_is_predicted(technique: Technique, path: Path) -> None:
+def test_user_checkpoint_trains_bitwise_and_is_predicted(technique: Technique, path: Path) -> None:
     assert drift(path, technique) == ""
     assert not differences(train(path, technique), plain(path))
 
 
-def test_states_of_the_generator_that_the_model_keeps_are_memory_of_a_cpu_alone(path: Path) -> None:
+def test_generator_states_of_a_checkpoint_count_on_cpu_only(path: Path) -> None:
     on_cpu, on_cuda = (record(Workload.load(path), target=target).step for target in ("cpu", "cuda"))
     allocated = on_cpu.ops.name == on_cpu.names.index("memtune.allocate")
     assert (
@@ -78,7 +75,7 @@ def test_states_of_the_generator_that_the_model_keeps_are_memory_of_a_cpu_alone(
     assert "memtune.allocate" not in on_cuda.names
 
 
-def test_a_checkpoint_hides_from_autograd_what_runs_in_it() -> None:
+def test_checkpoint_hides_its_ops_from_autograd() -> None:
     seen: list[bool] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Regions of single blocks are what the live blocks' captures are, and a step run by plain schedules is the
-plain step.
+"""Regions of single blocks equal the captures of live blocks, and a step run by plain schedules is the plain
+step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from memtune.activations.capture.region_capture import autocast_state, capture, 
 from memtune.activations.schedules.block_regions_pass import (
     BlockRegions,
     block_regions_of,
+    find_block_schedule_error,
     run_blocks,
-    wrong_with_block,
 )
-from memtune.activations.schedules.scheduled_region import FrozenRegion
-from memtune.program.op_schedule import OpGraph, Schedule, plain_schedule, scheduled
+from memtune.activations.schedules.scheduled_region import ScheduledRegion
+from memtune.program.op_schedule import OpGraph, Schedule, build_schedule, plain_schedule
 from memtune.program.step import Phase, Step
 from memtune.testing.drift_check import recording_of
 from memtune.testing.training import build
@@ -37,14 +37,14 @@ def regions_of(name: str) -> tuple[Step, BlockRegions]:
 
 
 def again(graph: OpGraph) -> Schedule:
-    """All of the forward that may run again does, before backward."""
+    """Return a schedule that recomputes all of the forward that may run again, before backward."""
     ops = [op for op in range(graph.n_forward) if op not in graph.once]
-    found = scheduled(graph, range(graph.n_forward), [*ops, *range(graph.n_forward, graph.n_ops)])
-    return plain_schedule(graph) if wrong_with_block(graph, found) else found
+    found = build_schedule(graph, range(graph.n_forward), [*ops, *range(graph.n_forward, graph.n_ops)])
+    return plain_schedule(graph) if find_block_schedule_error(graph, found) else found
 
 
 def captured(name: str) -> dict[str, OpGraph]:
-    """By block, what its module's forward and backward run when the model is called."""
+    """Return by block the ops of its module's forward and backward when the model is called."""
     workload, model, _ = build(ZOO[name])
     found: dict[str, OpGraph] = {}
     step, _regions = regions_of(name)
@@ -71,17 +71,17 @@ def check_equal(name: str) -> None:
         assert live[step.blocks[block]].sha256 == regions.graphs[sort].sha256
 
 
-def test_regions_are_the_live_blocks() -> None:
+def test_regions_equal_the_captured_blocks() -> None:
     check_equal("gpt")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_regions_are_the_live_blocks_of_other_models(name: str) -> None:
+def test_regions_equal_the_captured_blocks_of_other_models(name: str) -> None:
     check_equal(name)
 
 
-def test_plain_schedules_make_the_plain_step() -> None:
+def test_plain_schedules_give_the_plain_step() -> None:
     step, regions = regions_of("gpt")
     new = run_blocks(step, regions, [regions.plain[sort] for sort in regions.sort])
     new.validate()
@@ -89,13 +89,13 @@ def test_plain_schedules_make_the_plain_step() -> None:
     assert new.ops.n == step.ops.n
     less = (
         step.without_donations().live_bytes() - new.live_bytes()
-    )  # autograd lets go when a node of several ops is through
+    )  # autograd frees them when a node of several ops has run
     assert (less >= 0).all()
     assert not less[step.ops.phase != Phase.BACKWARD].any()
     assert new.peak_bytes() == step.without_donations().peak_bytes()
 
 
-def test_what_runs_again_runs_inside_of_its_blocks_backward() -> None:
+def test_recomputation_is_inside_its_blocks_backward() -> None:
     step, regions = regions_of("gpt")
     new = run_blocks(step, regions, [again(regions.graphs[sort]) for sort in regions.sort])
     new.validate()
@@ -113,7 +113,7 @@ def check_trains(name: str) -> None:
     frozen = []
     for block, sort in zip(regions.blocks, regions.sort.tolist(), strict=True):
         frozen.append(
-            FrozenRegion(
+            ScheduledRegion(
                 model.get_submodule(step.blocks[block]), again(regions.graphs[sort]), torch.device("cpu")
             )
         )
@@ -124,13 +124,13 @@ def check_trains(name: str) -> None:
     ]
 
 
-def test_blocks_train_as_without() -> None:
+def test_scheduled_blocks_train_bitwise() -> None:
     check_trains("gpt")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_blocks_of_other_models_train_as_without(name: str) -> None:
+def test_scheduled_blocks_of_other_models_train_bitwise(name: str) -> None:
     check_trains(name)
 
 
@@ -162,7 +162,7 @@ def loss(model, x): return model(x).square().mean()
 """
 
 
-def test_gradients_that_blocks_add_up_for_one_another_are_refused(tmp_path: Path) -> None:
+def test_regions_refuse_gradients_summed_in_blocks(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(BIASED)
     assert "gradients of several blocks are added up" in str(
         block_regions_of(recording_of(tmp_path / "model.py").at(4))

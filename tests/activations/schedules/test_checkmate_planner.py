@@ -40,7 +40,9 @@ def problems(draw: st.DrawFn, most: int = 6) -> Problem:
 
 
 def slow_peak(problem: Problem, solution: Solution) -> int:
-    """The most that is live: what has run and is needed later, before it runs again or at all."""
+    """Return the largest number of live bytes: of nodes that have run and are needed later, before their next
+    run.
+    """
     order = solution.order()
     needed = [[*problem.reads[node], node] for node in order]
     peak = 0
@@ -58,7 +60,7 @@ def slow_peak(problem: Problem, solution: Solution) -> int:
 
 
 def check(problem: Problem, solution: Solution) -> None:
-    """Every run finds what it reads, and the accounting is the slow one's."""
+    """Check that every run finds its inputs, and that the accounting equals the slow one."""
     for stage, nodes in enumerate(solution.computes):
         there = set(solution.kept[stage])
         for node in nodes:
@@ -75,7 +77,7 @@ def check(problem: Problem, solution: Solution) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_the_program_finds_what_exhaustive_search_finds(problem: Problem) -> None:
+def test_exact_solution_equals_exhaustive_search(problem: Problem) -> None:
     found, best = solve_exactly(problem), exhaustive_cost(problem)
     assert (found is None) == (best is None)
     if found is not None:
@@ -99,7 +101,7 @@ OUT_OF_ORDER = Problem(
 @settings(max_examples=3, deadline=None)
 @given(problems(8).filter(lambda problem: problem.n == 8))
 @example(OUT_OF_ORDER)
-def test_the_program_finds_what_exhaustive_search_finds_with_eight_nodes(problem: Problem) -> None:
+def test_exact_solution_equals_exhaustive_search_on_eight_nodes(problem: Problem) -> None:
     found = solve_exactly(problem)
     assert (None if found is None else found.cost_s) == exhaustive_cost(problem)
 
@@ -145,14 +147,14 @@ def revolve(length: int, slots: int) -> float:
 
 
 @pytest.mark.parametrize(("n", "slots"), [(4, 2), (6, 2), (6, 3), (8, 3), (7, 4), (9, 3), (5, 5)])
-def test_chains_cost_what_revolve_costs(n: int, slots: int) -> None:
+def test_exact_cost_of_chains_equals_revolve(n: int, slots: int) -> None:
     found = solve_exactly(replace(reversal(n), budget_bytes=(slots,) * 2 * n))
     assert found is not None
     assert found.proven
     assert found.cost_s == n + revolve(n, slots)
 
 
-def test_what_must_run_once_is_kept_for_what_is_run_again_from_it() -> None:
+def test_nodes_that_run_once_are_kept_for_their_readers() -> None:
     reads = ((), (0,), (0,), (0,), (0,), (0,), (0,), (1,))
     problem = Problem((1.0,) * 8, (1,) * 8, reads, (4,) * 8, (0,) * 6 + (3, 0), once=frozenset({0}))
     check(problem, solve_rounded(problem))  # 7 wants 1 again, long after the last that reads 0 itself
@@ -176,7 +178,7 @@ def test_rounding_is_near_the_optimum_on_a_chain(budget: int) -> None:
     assert rounded.cost_s <= 1.10 * exact.cost_s
 
 
-def test_stages_have_budgets_of_their_own() -> None:
+def test_stages_have_separate_budgets() -> None:
     problem = chain(4, 6)
     plain = solve_rounded(problem)
     assert plain.cost_s == 8

@@ -1,4 +1,4 @@
-"""Ops from which later ones depend on data are named."""
+"""Ops that make later ones depend on data are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memtune.testing.drift_check import plain_program, recording_of, target_of
 @pytest.mark.parametrize(
     ("name", "op"), [("hf_llama", ""), ("lstm", ""), ("gpt", ""), ("moe", "aten.nonzero.default")]
 )
-def test_a_mask_made_from_positions_is_no_data(name: str, op: str) -> None:
+def test_mask_made_from_positions_is_no_data(name: str, op: str) -> None:
     step = recording_of(ZOO[name]).at(2)
     region = region_of(step)
     assert isinstance(region, Region)
@@ -54,10 +54,8 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(("momentum", "op"), [("0.1", ""), ("None", "aten._local_scalar_dense.default")])
-def test_a_number_that_code_asks_for_is_data_unless_it_follows_from_constants(
-    momentum: str, op: str, tmp_path: Path
-) -> None:
-    """BatchNorm without a momentum averages over all steps so far: it asks its counter for their number."""
+def test_item_is_data_unless_it_follows_from_constants(momentum: str, op: str, tmp_path: Path) -> None:
+    """BatchNorm without a momentum averages over all steps: it reads their number from its counter."""
     path = tmp_path / "looks.py"
     path.write_text(LOOKS.format(momentum=momentum) + WORKLOAD)
     step = recording_of(path).at(2)
@@ -93,20 +91,18 @@ def loss(model, batch):
 
 
 @pytest.mark.parametrize("given", ["", ", generator=MINE"])
-def test_a_generator_of_the_models_own_is_refused_by_name_where_a_schedule_is_made_before(
-    given: str, tmp_path: Path
-) -> None:
+def test_schedule_refuses_the_models_own_generator(given: str, tmp_path: Path) -> None:
     path = tmp_path / "draws.py"
     path.write_text(DRAWS.format(given=given))
     step, program = recording_of(path).at(8), plain_program(path, 8)
     region = region_of(step)
     assert isinstance(region, Region)
     assert depends_on_data(step, region) == ""
-    assert ("aten.bernoulli_.float in the model is given a generator" in not_foreseen(step, region)) == bool(
-        given
-    )
+    assert (
+        "aten.bernoulli_.float in the model draws from a generator of its own" in not_foreseen(step, region)
+    ) == bool(given)
     before: tuple[Technique, ...] = (Dtr(ratio=0.5, online=False), Checkmate(share=0.5))
-    assert ["given a generator" in str(each.fits(program, target_of(each))) for each in before] == [
+    assert ["a generator of its own" in str(each.fits(program, target_of(each))) for each in before] == [
         bool(given)
     ] * 2
     decided = Dtr(ratio=0.9)
@@ -114,7 +110,7 @@ def test_a_generator_of_the_models_own_is_refused_by_name_where_a_schedule_is_ma
     assert ("online" in decided.plan(program, target_of(decided)).document()) == bool(given)
 
 
-TURNS = """
+ROTARY = """
 import torch
 from torch import nn
 
@@ -129,13 +125,13 @@ class Block(nn.Module):
 """  # noqa: E501
 
 
-def test_rotations_by_complex_numbers_are_for_no_schedule(tmp_path: Path) -> None:
-    """Their backward conjugates as it reads.
+def test_schedule_refuses_lazily_conjugated_values(tmp_path: Path) -> None:
+    """Backward of complex products reads lazily conjugated values.
 
     `checkmate` refuses before anything runs, `dtr` decides while the model runs.
     """
     path = tmp_path / "turns.py"
-    path.write_text(TURNS + WORKLOAD)
+    path.write_text(ROTARY + WORKLOAD)
     step, program = recording_of(path).at(8), plain_program(path, 8)
     region = region_of(step)
     assert isinstance(region, Region)

@@ -1,4 +1,4 @@
-"""A frozen schedule gives what the plain module gives, to the bit."""
+"""A scheduled module is bitwise equal to the plain one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ from torch.func import functional_call
 from memtune.activations.capture.region_capture import capture, shapes_of
 from memtune.activations.capture.tape import GradientLike
 from memtune.activations.schedules.region_pass import Region, region_of
-from memtune.activations.schedules.scheduled_region import FrozenRegion
-from memtune.program.op_schedule import Action, Do, OpGraph, Schedule, plain_schedule, scheduled, wrong_with
+from memtune.activations.schedules.scheduled_region import ScheduledRegion
+from memtune.program.op_schedule import (
+    Action,
+    OpGraph,
+    Schedule,
+    ScheduleStep,
+    build_schedule,
+    find_schedule_error,
+    plain_schedule,
+)
 from memtune.testing.drift_check import recording_of
 from memtune.testing.training import build
 
@@ -33,16 +41,16 @@ def region(name: str) -> Region:
     return found
 
 
-def train(name: str, schedule: Schedule | None, steps: int) -> tuple[list[Tensor], FrozenRegion | None]:
+def train(name: str, schedule: Schedule | None, steps: int) -> tuple[list[Tensor], ScheduledRegion | None]:
     workload, model, optimizer = build(ZOO[name])
-    frozen = None if schedule is None else FrozenRegion(model, schedule, CPU)
+    frozen = None if schedule is None else ScheduledRegion(model, schedule, CPU)
     if frozen is not None:
         frozen.install()
     return trained_values(workload, model, optimizer, 2, steps, micro_batches=2), frozen
 
 
 @pytest.mark.parametrize("name", CAPTURED)
-def test_zoo_trains_as_without(name: str) -> None:
+def test_schedule_trains_the_zoo_bitwise(name: str) -> None:
     graph = region(name).graph
     plain, _ = train(name, None, steps=1)
     for schedule in (plain_schedule(graph), everything_again(graph)):
@@ -55,8 +63,8 @@ def test_zoo_trains_as_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_CAPTURED)
-@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
-def test_what_cannot_be_captured_runs_plainly_and_says_why(name: str) -> None:
+@pytest.mark.filterwarnings("ignore:memtune runs the model without its schedule")
+def test_uncapturable_module_runs_plainly_with_a_warning(name: str) -> None:
     got, frozen = train(name, plain_schedule(region(name).graph), steps=1)
     assert frozen is not None
     assert frozen.runs.frozen == 0
@@ -66,7 +74,7 @@ def test_what_cannot_be_captured_runs_plainly_and_says_why(name: str) -> None:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[OpGraph, Schedule]:
-    """Before some ops of backward, some ops of forward and all that they need run again."""
+    """Schedules that recompute some forward ops, and their inputs, before some backward ops."""
     graph = graph_of(Net(), torch.ones(5, 6))
     backward: list[int] = []
     for op in range(graph.n_forward, graph.n_ops):
@@ -80,18 +88,20 @@ def schedules(draw: st.DrawFn) -> tuple[OpGraph, Schedule]:
             }
             wanted |= made - again
         backward += [*sorted(again), op]
-    return graph, scheduled(graph, range(graph.n_forward), backward)
+    return graph, build_schedule(graph, range(graph.n_forward), backward)
 
 
-def test_a_mask_is_drawn_again_without_the_activation_that_it_looks_like() -> None:
-    """Backward draws the mask once more right away, when forward has freed all inputs of dropout."""
+def test_dropout_mask_is_redrawn_after_its_inputs_are_freed() -> None:
+    """Backward redraws the mask at its start, after forward has freed all inputs of dropout."""
 
     def masks_again(graph: OpGraph) -> Schedule:
         empty = graph.names.index("aten.empty_like.default")
         assert graph.reads[empty] == ()
         (mask,) = graph.makes[empty]
         again = [empty, *graph.writers[mask]]
-        schedule = scheduled(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
+        schedule = build_schedule(
+            graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)]
+        )
         freed = [step.of for step in schedule.forward if step.action == Action.FREE]
         assert mask in freed
         return schedule
@@ -104,20 +114,23 @@ def test_a_mask_is_drawn_again_without_the_activation_that_it_looks_like() -> No
 
 @settings(max_examples=6, deadline=None)
 @given(schedules())
-def test_any_recomputation_gives_the_same_bits(made: tuple[OpGraph, Schedule]) -> None:
+def test_random_recomputation_is_bitwise(made: tuple[OpGraph, Schedule]) -> None:
     graph, schedule = made
-    assert wrong_with(graph, schedule) == ""
+    assert find_schedule_error(graph, schedule) == ""
     net, frozen = frozen_net(lambda _: schedule)
     x = torch.randn(5, 6)
     assert same(gradients(net, x), gradients(twin(), x))
     assert frozen.runs.frozen == 1
 
 
-def test_a_value_may_spend_the_time_on_the_host() -> None:
+def test_offloaded_value_is_bitwise() -> None:
     def moved(graph: OpGraph) -> Schedule:
         plain = plain_schedule(graph)
         value = graph.makes[graph.n_forward - 3][0]
-        leave, fetch = (Do(Action.TO_HOST, value), Do(Action.FREE, value)), Do(Action.FROM_HOST, value)
+        leave, fetch = (
+            (ScheduleStep(Action.TO_HOST, value), ScheduleStep(Action.FREE, value)),
+            ScheduleStep(Action.FROM_HOST, value),
+        )
         return Schedule(plain.graph, plain.forward + leave, (fetch, *plain.backward))
 
     net, frozen = frozen_net(moved)
@@ -126,7 +139,7 @@ def test_a_value_may_spend_the_time_on_the_host() -> None:
     assert frozen.runs.frozen == 1
 
 
-def test_shapes_and_strides_of_gradients_may_change() -> None:
+def test_gradient_layouts_may_change() -> None:
     net, frozen = frozen_net()
     for x, loss in [
         (torch.randn(5, 6), lambda a, b: a.sum() + b.sum()),  # one number, seen as a matrix
@@ -138,8 +151,8 @@ def test_shapes_and_strides_of_gradients_may_change() -> None:
     assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (4, 0, 3)
 
 
-def test_gradients_of_new_strides_get_no_other_program() -> None:
-    """A setting that is another one when backward begins is none of what forward ran with."""
+def test_changed_setting_before_backward_does_not_change_the_program() -> None:
+    """A setting changed before backward begins does not belong to the forward that ran."""
     x, plain = torch.randn(5, 6), twin()
     net, frozen = frozen_net()
 
@@ -161,8 +174,8 @@ def test_gradients_of_new_strides_get_no_other_program() -> None:
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_what_the_loss_leaves_out_gets_no_gradient(watched: bool) -> None:
-    """No zeros either: an optimizer would let the weight decay."""
+def test_unused_parameters_get_no_gradient(watched: bool) -> None:
+    """Not zeros: an optimizer with weight decay would change the weight."""
     net, frozen = frozen_net()
     plain = twin()
     for each in (net, plain):
@@ -202,7 +215,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_schedule_is_for_what_the_loss_makes_of_the_outputs(name: str) -> None:
+def test_schedule_is_for_the_outputs_used_by_the_loss(name: str) -> None:
     torch.manual_seed(0)
     x, nets = torch.randn(2, 5, 6), [Head(), Head()]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -211,7 +224,7 @@ def test_a_schedule_is_for_what_the_loss_makes_of_the_outputs(name: str) -> None
     wanted = {i: out.grad for i, out in enumerate(outputs) if out.grad is not None}
     flowing = {i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in wanted.items()}
     graph = capture(nets[1], nets[1].forward, shapes_of(((x,), {})), [], flowing).graph
-    frozen = FrozenRegion(nets[1], everything_again(graph), CPU)
+    frozen = ScheduledRegion(nets[1], everything_again(graph), CPU)
     frozen.install()
     for net in (*nets, *nets):
         LOSSES[name](*net(x)).backward()
@@ -222,13 +235,13 @@ def test_a_schedule_is_for_what_the_loss_makes_of_the_outputs(name: str) -> None
     )
 
 
-def test_another_model_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, net = torch.randn(2, 5, 6), Head()
     longer = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
     schedule = plain_schedule(
         capture(longer, longer.forward, shapes_of(((x,), {})), [], lambda i, out: True).graph
     )
-    frozen = FrozenRegion(net, schedule, CPU)
+    frozen = ScheduledRegion(net, schedule, CPU)
     frozen.install()
     monkeypatch.setattr(
         "memtune.activations.schedules.scheduled_region.guess_layouts",
@@ -238,7 +251,7 @@ def test_another_model_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "runs other ops" in frozen.runs.why_plain
 
 
-def test_gradients_of_inputs_flow_on() -> None:
+def test_input_gradients_are_returned() -> None:
     net, _ = frozen_net()
     x, y = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
     y.data.copy_(x.data)
@@ -246,7 +259,7 @@ def test_gradients_of_inputs_flow_on() -> None:
     assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
 
 
-def test_gradients_that_are_asked_for_are_returned() -> None:
+def test_requested_gradients_are_returned() -> None:
     net, other, x = frozen_net()[0], twin(), torch.randn(5, 6)
     found = []
     for each in (net, other):
@@ -257,7 +270,7 @@ def test_gradients_that_are_asked_for_are_returned() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_hooks_on_parameters_see_gradients() -> None:
+def test_parameter_hooks_receive_gradients() -> None:
     net, seen = frozen_net()[0], []
     net.one.weight.register_hook(lambda g: g * 2)
     net.two.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -267,7 +280,7 @@ def test_hooks_on_parameters_see_gradients() -> None:
     assert same(seen, [plain[2]])
 
 
-def test_hooks_are_called_one_by_one_in_the_plain_order() -> None:
+def test_parameter_hooks_are_called_in_the_plain_order() -> None:
     """When a gradient is passed to hooks, later ones do not exist yet.
 
     A hook that reduces it frees it before the next op.
@@ -292,9 +305,9 @@ def test_hooks_are_called_one_by_one_in_the_plain_order() -> None:
     assert [there for _, there in seen[0]] == list(range(1, len(seen[0]) + 1))
 
 
-def test_weights_that_are_made_of_others_hand_their_gradients_on() -> None:
-    """Swapped in for a call: before the first capture they are no parameters, after it they are given to the
-    schedule.
+def test_computed_weights_pass_gradients_to_their_sources() -> None:
+    """Weights swapped in for a call are no parameters at the first capture, and are arguments of the schedule
+    after it.
     """
     found = []
     for net, first in ((twin(), False), (frozen_net()[0], False), (frozen_net()[0], True)):

@@ -1,4 +1,4 @@
-"""A call unlike the one that a schedule was made for is captured again, runs plainly, or is an error."""
+"""A call that differs from the schedule's is captured again, runs plainly, or raises."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from support.training_runs import same
 from torch import Tensor, nn
 
 from memtune.activations.capture.tape import COLLECTIVE_INSIDE
-from memtune.activations.schedules.scheduled_region import FrozenRegion
+from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.errors import ApplyError
-from memtune.program.op_schedule import OpGraph, Schedule, plain_schedule, scheduled, wrong_with
+from memtune.program.op_schedule import OpGraph, Schedule, build_schedule, find_schedule_error, plain_schedule
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import instead_of_schedule
 
 
 @pytest.mark.parametrize(
     "change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"]
 )
-@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
-def test_what_differs_is_captured_anew_or_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:memtune runs the model without its schedule")
+def test_difference_causes_a_new_capture_or_a_plain_run(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, frozen = frozen_net()
     plain, x, kwargs = twin(), torch.randn(5, 6), {}
     assert same(gradients(net, x), gradients(plain, x))
@@ -34,7 +34,7 @@ def test_what_differs_is_captured_anew_or_runs_plainly(change: str, monkeypatch:
         elif change == "attribute":
             each.power = 3
         elif change == "argument":
-            kwargs = {"times": 2}  # an int where a float was: other ops, for all we know
+            kwargs = {"times": 2}  # an int instead of a float: possibly other ops
         elif change == "hook":
             each.two.register_forward_hook(lambda module, args, out: out * 2)
         elif change == "submodule":
@@ -52,8 +52,8 @@ def test_what_differs_is_captured_anew_or_runs_plainly(change: str, monkeypatch:
     assert bool(frozen.runs.why_plain) is not same_ops
 
 
-def test_a_refusal_is_for_the_module_as_it_is() -> None:
-    """Called first in evaluation, or with weights that are not trained yet.
+def test_refusal_holds_only_for_the_same_module_state() -> None:
+    """The module is called first in evaluation, or with untrained weights.
 
     It runs its schedule when it is as planned.
     """
@@ -75,7 +75,7 @@ def test_a_refusal_is_for_the_module_as_it_is() -> None:
         assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (2, 1, 2)
 
 
-def test_a_module_that_changes_ever_again_runs_plainly_and_says_so_once() -> None:
+def test_ever_changing_module_runs_plainly_with_one_warning() -> None:
     (net, frozen), plain, x = frozen_net(), twin(), torch.randn(5, 6)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -84,14 +84,14 @@ def test_a_module_that_changes_ever_again_runs_plainly_and_says_so_once() -> Non
             assert same(gradients(net, x), gradients(plain, x))
     assert frozen.runs.captures == frozen.runs.frozen == 4
     assert frozen.runs.plain == 3
-    assert [str(each.message)[:33] for each in said] == ["memtune runs the model as it is, "]
+    assert [str(each.message)[:43] for each in said] == ["memtune runs the model without its schedule"]
 
 
 class _Odd(Tensor):
     pass
 
 
-def test_evaluation_is_the_plain_forward() -> None:
+def test_evaluation_runs_the_plain_forward() -> None:
     net, frozen = frozen_net()
     with torch.no_grad():
         assert not net(torch.ones(5, 6))[0].requires_grad
@@ -100,7 +100,7 @@ def test_evaluation_is_the_plain_forward() -> None:
     assert "forward" not in vars(net)
 
 
-def test_what_cannot_be_right_is_an_error() -> None:
+def test_impossible_backward_raises() -> None:
     x = torch.randn(5, 6)
     for spoil, code in (
         (_writes_output, "MT326"),
@@ -138,7 +138,7 @@ def _second_order(net: Net, x: Tensor) -> None:
 
 
 class Buffered(nn.Module):
-    """Reads a buffer and a weight that wants no gradient, in backward too.
+    """Reads a buffer and a weight without gradient, in backward too.
 
     `counts` into another buffer, which it has read.
     """
@@ -160,16 +160,16 @@ class Buffered(nn.Module):
 
 def frozen_buffered(
     again: Callable[[OpGraph], Schedule], counts: bool = False
-) -> tuple[Buffered, FrozenRegion]:
+) -> tuple[Buffered, ScheduledRegion]:
     net = Buffered(counts)
-    frozen = FrozenRegion(net, again(graph_of(net, torch.ones(5, 6))), CPU)
+    frozen = ScheduledRegion(net, again(graph_of(net, torch.ones(5, 6))), CPU)
     frozen.install()
     return net, frozen
 
 
 @pytest.mark.parametrize("again", [plain_schedule, everything_again])
 @pytest.mark.parametrize("name", ["scale", "two.weight", "bias"])
-def test_what_backward_reads_must_not_be_written_into(
+def test_write_to_a_tensor_that_backward_reads_raises(
     name: str, again: Callable[[OpGraph], Schedule]
 ) -> None:
     x, (net, _) = torch.randn(5, 6), frozen_buffered(again)
@@ -186,13 +186,13 @@ def test_what_backward_reads_must_not_be_written_into(
         out.backward()
 
 
-def test_what_reads_a_buffer_before_it_is_written_does_not_run_again() -> None:
+def test_reader_of_a_buffer_before_its_write_runs_once() -> None:
     (net, frozen), plain = frozen_buffered(plain_schedule, counts=True), Buffered(counts=True)
     graph = graph_of(plain, torch.ones(5, 6))
     adds = graph.names.index("aten.add.Tensor", graph.names.index("aten.add.Tensor") + 1)  # n
     again = [op for op in range(graph.n_forward) if op <= adds]
-    assert wrong_with(
-        graph, scheduled(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
+    assert find_schedule_error(
+        graph, build_schedule(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
     )
     for each in (net, plain):
         sum(out.sum() for out in [each(torch.ones(5, 6)), each(torch.zeros(5, 6))]).backward()
@@ -211,7 +211,7 @@ CALLS = [0]
 
 
 class Odd(nn.Module):
-    """Does what a frozen schedule could not repeat."""
+    """Does things that a schedule cannot repeat."""
 
     calls = 0
 
@@ -255,10 +255,10 @@ class Odd(nn.Module):
         ("counts in its class", "changes calls"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
-def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> None:
+@pytest.mark.filterwarnings("ignore:memtune runs the model without its schedule")
+def test_refusals_name_the_reason_without_side_effects(what: str, why: str) -> None:
     net = Odd(what)
-    frozen = FrozenRegion(net, Schedule("?", (), ()), CPU)
+    frozen = ScheduledRegion(net, Schedule("?", (), ()), CPU)
     frozen.install()
     random.seed(0)
     counted = [*CALLS, Odd.calls]
@@ -275,17 +275,17 @@ def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> Non
     assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())
 
 
-def test_autocast_that_the_schedule_was_made_without_is_named() -> None:
+def test_warning_names_autocast_that_the_schedule_lacks() -> None:
     (net, frozen), x = frozen_net(), torch.randn(5, 6)
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.warns(UserWarning, match="under autocast: what the schedule was made for"),
+        pytest.warns(UserWarning, match="under autocast: the schedule was made for"),
     ):
         gradients(net, x)
     assert frozen.runs.plain == 1
 
 
-def test_advice_for_a_collective_names_nothing_that_repeats_it() -> None:
+def test_fix_for_a_collective_names_no_recompute() -> None:
     assert instead_of_schedule(
         f"it cannot be captured: c10d.allreduce_.default: {COLLECTIVE_INSIDE}", "selective"
     ).endswith("recompute: {kind: none}")
@@ -296,7 +296,7 @@ SIZES: list[int] = []
 
 
 class Remembers(nn.Module):
-    """Fills what it finds empty."""
+    """Fills attributes that it finds empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,10 +309,10 @@ class Remembers(nn.Module):
         return y
 
 
-def test_what_a_first_forward_sets_is_no_refusal_for_good() -> None:
+def test_side_effect_of_a_first_forward_is_no_permanent_refusal() -> None:
     net, x = Remembers(), torch.ones(2, 4)
     SIZES.append(2)
-    frozen = FrozenRegion(net, plain_schedule(graph_of(net, x)), CPU)
+    frozen = ScheduledRegion(net, plain_schedule(graph_of(net, x)), CPU)
     frozen.install()
     SIZES.clear()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Logits that are not there: whatever a loss does with them, values and gradients are the plain model's."""
+"""Deferred logits: values and gradients equal the plain model's for any use by the loss."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WHOLE: dict[str, Loss] = {
     ),
     "per token": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none").mean(),
     "written into": lambda z, y: F.cross_entropy(z.div_(2).flatten(0, 1), y.flatten()),
-    "written into after a view": lambda z, y: _late_write(z, y),
+    "written into after a view": lambda z, y: _write_after_view(z, y),
     "nll": lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
     "another loss": lambda z, y: z.square().mean(),
     "no gradient first": lambda z, y: _accuracy_first(z, y),
@@ -57,7 +57,7 @@ WHOLE: dict[str, Loss] = {
 }
 
 
-def _late_write(z: Tensor, y: Tensor) -> Tensor:
+def _write_after_view(z: Tensor, y: Tensor) -> Tensor:
     view = z.flatten(0, 1)
     z.div_(2)
     return F.cross_entropy(view, y.flatten())
@@ -103,20 +103,20 @@ def check(loss: Loss, *, bias: bool, autocast: bool) -> Count:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "tied"])
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_known_losses_are_computed_in_parts(name: str, bias: bool, autocast: bool) -> None:
+def test_known_losses_are_tiled(name: str, bias: bool, autocast: bool) -> None:
     count = check(IN_PARTS[name], bias=bias, autocast=autocast)
     assert (count.tiled, count.whole) == (1, 0), count.read_by
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", PARTLY_WHOLE)
-def test_who_else_reads_the_logits_gets_them_whole(name: str, autocast: bool) -> None:
+def test_other_readers_get_plain_logits(name: str, autocast: bool) -> None:
     count = check(PARTLY_WHOLE[name], bias=True, autocast=autocast)
     assert (count.tiled, count.whole) == (1, 1)
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_is_not_known_runs_as_in_the_plain_model(name: str) -> None:
+def test_unknown_losses_run_plainly(name: str) -> None:
     count = check(WHOLE[name], bias=True, autocast=False)
     assert (count.tiled, count.whole) == (0, 1)
 
@@ -128,13 +128,13 @@ def small(chunks: int = 2) -> tuple[nn.Linear, Tensor, Tensor]:
     return head, torch.randn(5, 4), torch.randint(6, (5,))
 
 
-def test_without_gradients_the_head_is_what_it_was() -> None:
+def test_head_without_gradients_is_plain() -> None:
     head, x, _ = small()
     with torch.no_grad():
         assert type(head(x)) is Tensor
 
 
-def test_logits_say_what_they_would_be() -> None:
+def test_logits_report_plain_metadata() -> None:
     head, x, _ = small()
     logits = head(x)
     assert isinstance(logits, Logits)
@@ -142,12 +142,12 @@ def test_logits_say_what_they_would_be() -> None:
     assert torch.equal(logits + 0 * logits.detach(), F.linear(x, head.weight, head.bias))
 
 
-def test_more_parts_than_rows() -> None:
+def test_loss_runs_with_more_parts_than_rows() -> None:
     head, x, y = small(chunks=64)
     assert torch.isfinite(F.cross_entropy(head(x), y))
 
 
-def test_hidden_states_and_logits_are_not_held_by_the_loss() -> None:
+def test_loss_holds_neither_hidden_states_nor_logits() -> None:
     head, x, y = small()
     hidden = x.clone().requires_grad_()
     middle = hidden * 1
@@ -159,7 +159,7 @@ def test_hidden_states_and_logits_are_not_held_by_the_loss() -> None:
     assert hidden.grad is not None
 
 
-def test_backward_twice_is_an_error() -> None:
+def test_second_backward_raises() -> None:
     head, x, y = small()
     loss = F.cross_entropy(head(x), y)
     loss.backward(retain_graph=True)
@@ -178,14 +178,14 @@ class Own(torch.autograd.Function):
         return gradient * torch.ones(5, 6)
 
 
-def test_a_users_own_autograd_function_is_no_silent_loss_of_gradients() -> None:
+def test_users_autograd_function_on_logits_raises() -> None:
     head, x, _ = small()
     with pytest.raises(ApplyError):
         Own.apply(head(x)).backward()  # type: ignore[no-untyped-call]
     assert head.weight.grad is None
 
 
-def test_hooks_may_wait_for_the_gradient_but_not_read_it() -> None:
+def test_hooks_on_logits_may_wait_but_not_read() -> None:
     head, x, y = small()
     logits, called = head(x), []
     handle = logits.register_hook(lambda gradient: called.append(1))
@@ -200,7 +200,7 @@ def test_hooks_may_wait_for_the_gradient_but_not_read_it() -> None:
     assert caught.value.code == "MT333"
 
 
-def test_hooks_move_on_to_logits_that_are_read_whole() -> None:
+def test_hooks_are_registered_on_plain_logits() -> None:
     head, x, _ = small()
     logits = head(x)
     logits.register_hook(lambda gradient: gradient * 2)

@@ -56,13 +56,13 @@ def _untouched() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_what_torch_takes_is_read(text: str) -> None:
+def test_parse_accepts_settings_of_torch(text: str) -> None:
     torch._C._accelerator_setAllocatorSettings(text)
     AllocatorSettings.parse(text)
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_torch_refuses_is_refused(text: str) -> None:
+def test_parse_refuses_settings_that_torch_refuses(text: str) -> None:
     torch._C._accelerator_setAllocatorSettings(
         "large_segment_size_mb:20"
     )  # it keeps this one from call to call
@@ -74,7 +74,7 @@ def test_what_torch_refuses_is_refused(text: str) -> None:
     assert text in error.value.what
 
 
-def test_values() -> None:
+def test_parse_returns_values() -> None:
     found = AllocatorSettings.parse(
         "max_split_size_mb:64,max_non_split_rounding_mb:30,large_segment_size_mb:24,garbage_collection_threshold:0.5,"
         "expandable_segments:True,per_process_memory_fraction:0.25,backend:cudaMallocAsync,roundup_power2_divisions:8"
@@ -92,7 +92,7 @@ def test_values() -> None:
     assert AllocatorSettings.parse("") == AllocatorSettings()
 
 
-def test_divisions_by_size() -> None:
+def test_parse_divisions_by_size() -> None:
     """The values that torch's own test of its configuration expects of this text, by power of two from 1 MiB
     on.
     """
@@ -104,12 +104,12 @@ def test_divisions_by_size() -> None:
     )
 
 
-def test_an_unknown_setting_is_named_with_the_nearest() -> None:
+def test_parse_names_unknown_setting_and_nearest_known() -> None:
     with pytest.raises(UsageError, match=r"'max_split_size'. Did you mean 'max_split_size_mb'\?"):
         AllocatorSettings.parse("max_split_size:128")
 
 
-def test_a_technique_says_the_same() -> None:
+def test_allocator_technique_environment_parses_to_its_settings() -> None:
     assert AllocatorSettings.from_env(Native().env()) == AllocatorSettings()
     assert AllocatorSettings.from_env(ExpandableSegments().env()) == AllocatorSettings(
         expandable_segments=True
@@ -123,7 +123,7 @@ def test_a_technique_says_the_same() -> None:
     )
 
 
-def test_the_limit_of_the_process() -> None:
+def test_limit_bytes_follow_memory_fraction() -> None:
     assert AllocatorSettings(per_process_memory_fraction=0.25).limit_bytes(1000) == 250
     assert AllocatorSettings(per_process_memory_fraction=1.0).limit_bytes(1000) is None
     assert AllocatorSettings().limit_bytes(1000) is None

@@ -131,7 +131,7 @@ CAPACITIES = st.sampled_from((None, 2 * MIB, 44 * MIB, 90 * MIB, 200 * MIB, 10**
 
 @settings(max_examples=400, deadline=None)
 @given(programs(), all_settings(), CAPACITIES)
-def test_native_and_reference_agree(
+def test_replay_equals_reference_allocator(
     made: tuple[list[Row], list[int]], chosen: AllocatorSettings, capacity: int | None
 ) -> None:
     rows, steps = made
@@ -160,7 +160,7 @@ def test_native_and_reference_agree(
 
 @settings(max_examples=150, deadline=None)
 @given(programs(), all_settings(), CAPACITIES, st.sampled_from(("native", "cudaMallocAsync")))
-def test_invariants(
+def test_replay_invariants(
     made: tuple[list[Row], list[int]], chosen: AllocatorSettings, capacity: int | None, backend: str
 ) -> None:
     rows, steps = made
@@ -307,7 +307,7 @@ CASES: list[tuple[str, AllocatorEvents, str, int | None, list[int]]] = [
 @pytest.mark.parametrize(
     ("name", "events", "text", "capacity", "reserved_mib"), CASES, ids=[case[0] for case in CASES]
 )
-def test_reserved_bytes_by_hand(
+def test_reserved_bytes_equal_hand_calculation(
     name: str, events: AllocatorEvents, text: str, capacity: int | None, reserved_mib: list[int]
 ) -> None:
     found = run(events, text, capacity).native.reserved_bytes
@@ -332,20 +332,20 @@ def test_reserved_bytes_by_hand(
         (65 * MIB, "roundup_power2_divisions:[16:1,32:2,>:4]", 80 * MIB),
     ],
 )
-def test_rounding_by_hand(asked: int, text: str, allocated: int) -> None:
+def test_rounding_equals_hand_calculation(asked: int, text: str, allocated: int) -> None:
     # A large segment may be a little larger than its block: the rest up to 1 MiB is not cut off and counts as
     # allocated.
     found = run(program(asked), f"{text},expandable_segments:True" if text else "expandable_segments:True")
     assert found.peak_allocated_bytes == allocated
 
 
-def test_a_block_that_is_not_cut_counts_whole() -> None:
+def test_unsplit_block_counts_in_full() -> None:
     assert (
         run(program(11 * MIB)).peak_allocated_bytes == 12 * MIB
     )  # of 12 MiB reserved 1 MiB is left, which is not cut off
 
 
-def test_another_streams_blocks_are_not_used() -> None:
+def test_blocks_of_other_streams_are_not_reused() -> None:
     rows: list[Row] = [
         (0, 0, 30 * MIB, 0, 0, -1),
         (1, 0, 0, 0, 1, -1),
@@ -355,7 +355,7 @@ def test_another_streams_blocks_are_not_used() -> None:
     assert [each / MIB for each in run(stream_of(rows)).native.reserved_bytes] == [30, 30, 60, 60]
 
 
-def test_a_free_waits_for_other_streams_and_a_retry_does_not() -> None:
+def test_free_waits_for_other_streams_except_on_retry() -> None:
     rows: list[Row] = [
         (0, 0, 30 * MIB, 0, 0, -1),
         (1, 0, 0, 0, 1, 5),
@@ -370,7 +370,7 @@ def test_a_free_waits_for_other_streams_and_a_retry_does_not() -> None:
     assert (pressed.retries, pressed.ooms) == (2, 1)
 
 
-def test_out_of_memory_is_a_result_with_its_reason() -> None:
+def test_replay_returns_out_of_memory_with_reason() -> None:
     found = run(program(30 * MIB, 9 * MIB, 40 * MIB, ~2, ~0, 25 * MIB), "", 64 * MIB)
     assert (found.native.ooms, found.native.retries, found.oom_step, found.oom_op) == (1, 1, 0, 2)
     assert (
@@ -379,7 +379,7 @@ def test_out_of_memory_is_a_result_with_its_reason() -> None:
     assert run(program(MIB)).oom == ""
 
 
-def test_peaks_by_step_and_fragmentation() -> None:
+def test_replay_reports_peaks_by_step_and_fragmentation() -> None:
     events = changed(program(40 * MIB, ~0, 22 * MIB, 30 * MIB, ~1, ~2), step=np.array([0, 2, 4], np.int64))
     found = run(events)
     assert [each / MIB for each in found.step_reserved_bytes] == [40, 70, 70]
@@ -400,12 +400,12 @@ def test_peaks_by_step_and_fragmentation() -> None:
         ([(0, 0, 5, 0, 4, -1), (1, 0, 5, 0, 3, -1)], "op falls"),
     ],
 )
-def test_broken_streams_are_refused(rows: list[Row], message: str) -> None:
+def test_replay_refuses_malformed_events(rows: list[Row], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(stream_of(rows))
 
 
-def test_nothing_at_all() -> None:
+def test_replay_of_no_events() -> None:
     found = run(stream_of([]))
     assert (found.peak_reserved_bytes, found.fragmentation, found.oom, found.native.peak_event) == (
         0,
@@ -439,7 +439,7 @@ TRAINING = make_step(
 )
 
 
-def told(events: AllocatorEvents) -> list[tuple[str, int, int]]:
+def signed_bytes(events: AllocatorEvents) -> list[tuple[str, int, int]]:
     """(+ or -, bytes of the storage, op) by event."""
     n_bytes = {
         int(s): int(b)
@@ -452,7 +452,7 @@ def told(events: AllocatorEvents) -> list[tuple[str, int, int]]:
     ]
 
 
-def test_optimizer_state_appears_in_the_first_step() -> None:
+def test_event_stream_allocates_optimizer_state_in_first_step() -> None:
     first = [
         ("+", 100, 0),
         ("+", 7, 0),
@@ -465,24 +465,24 @@ def test_optimizer_state_appears_in_the_first_step() -> None:
     ]
     later = [("+", 7, 4), ("+", 40, 4), ("-", 7, 4), ("+", 50, 5), ("-", 40, 5), ("-", 50, 7)]
     events = event_stream(TRAINING, 2)
-    assert told(events) == [*first, *later]
+    assert signed_bytes(events) == [*first, *later]
     assert events.step.tolist() == [0, len(first)]
     assert [len(event_stream(TRAINING, n)) for n in (0, 1)] == [0, len(first)]
 
 
-def test_what_a_step_leaves_is_replaced_by_the_next() -> None:
+def test_event_stream_frees_leftovers_in_next_step() -> None:
     kept = TRAINING.with_storages(held_until=np.array([FOREVER, FOREVER, 0, -1, FOREVER, -1], np.int32))
-    steady = told(event_stream(kept, 3))[-6:]
+    steady = signed_bytes(event_stream(kept, 3))[-6:]
     assert steady == [("+", 7, 8), ("+", 40, 8), ("-", 7, 8), ("+", 50, 9), ("-", 50, 9), ("-", 40, 9)]
     assert replay(event_stream(kept, 3), AllocatorSettings(), None).native.end_allocated_bytes == 3 * 512
 
 
-def test_host_tiers_are_left_out() -> None:
+def test_event_stream_omits_host_tiers() -> None:
     moved = TRAINING.with_storages(tier=np.array([0, 1, 0, 0, 2, 0], np.uint8))
-    assert {n_bytes for _, n_bytes, _ in told(event_stream(moved, 1))} == {100, 7, 40}
+    assert {n_bytes for _, n_bytes, _ in signed_bytes(event_stream(moved, 1))} == {100, 7, 40}
 
 
-def test_streams_by_resource_and_frees_that_lag() -> None:
+def test_event_stream_assigns_streams_and_delays_frees() -> None:
     """Op 0 gathers storage 0 on a stream of its own, ops 1 and 2 use it; storage 1 of op 1 is sent by
     op 2.
     """
@@ -504,7 +504,7 @@ def test_streams_by_resource_and_frees_that_lag() -> None:
     assert late.ready_op[frees].tolist() == [-1, 2 + 5, 3 - 1, 3 + 2 + 5]
 
 
-def test_live_bytes_of_a_step_are_allocated_bytes_without_rounding() -> None:
+def test_event_stream_live_bytes_equal_step_live_bytes() -> None:
     """The stream and the step agree on what is live while each op runs, on steps made at random."""
     rng = np.random.default_rng(0)
     for _ in range(20):

@@ -33,13 +33,13 @@ from memtune.search_spaces.execution import Execution
 RATIOS = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=30)
 
 
-def test_without_trials_nothing_is_said() -> None:
+def test_oom_probability_is_none_without_trials() -> None:
     assert oom_probability(Calibration(), 100, 200) is None
     assert oom_probability(Calibration((1.0, 1.1), (1.0, 1.0)), 100, 200) is None
     assert oom_probability(Calibration(), 100, None) == 0.0
 
 
-def test_the_share_of_trials_that_would_not_have_fitted() -> None:
+def test_oom_probability_is_share_of_trials_that_would_not_fit() -> None:
     calibration = Calibration((0.9, 1.0, 1.1, 1.3))
     assert oom_probability(calibration, 100, 120) == 1.5 / 5
     assert oom_probability(calibration, 100, 200) == 0.5 / 5
@@ -47,7 +47,9 @@ def test_the_share_of_trials_that_would_not_have_fitted() -> None:
 
 
 @given(RATIOS, st.integers(1, 10**6), st.integers(1, 10**6), st.integers(0, 10**6))
-def test_more_budget_is_never_a_greater_risk(ratios: list[float], peak: int, budget: int, more: int) -> None:
+def test_oom_probability_never_rises_with_budget(
+    ratios: list[float], peak: int, budget: int, more: int
+) -> None:
     calibration = Calibration(tuple(ratios))
     tight, loose = (oom_probability(calibration, peak, each) for each in (budget, budget + more))
     assert tight is not None
@@ -63,7 +65,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("curves", [{}, {"matmul": ((1e-6, 2e-6), (1e-2, 3e-2))}])
-def test_corrected_predictions_are_what_was_measured(curves: dict[str, Curve]) -> None:
+def test_residuals_make_predictions_equal_measurements(curves: dict[str, Curve]) -> None:
     """Over the table as over measured curves; a class that no row is of is corrected as all are together."""
     cpu = replace(_cpu(), curves=curves)
     taught = replace(cpu, residuals=residuals(ROWS, cpu))
@@ -80,13 +82,13 @@ def test_corrected_predictions_are_what_was_measured(curves: dict[str, Curve]) -
     assert residuals(ROWS, taught) == residuals(ROWS, cpu)  # always of what is predicted without
 
 
-def test_residuals_are_cut_and_empty_without_rows() -> None:
+def test_residuals_are_clipped_and_empty_without_rows() -> None:
     far = [ROWS[0].model_copy(update={"seconds": 1e6})]
     assert {point[1] for curve in residuals(far, _cpu()).values() for point in curve} == {20.0}
     assert residuals([], _cpu()) == {}
 
 
-def test_rows_of_a_step_add_up_to_it() -> None:
+def test_op_time_rows_add_up_to_step() -> None:
     observed = [TimedOp("aten.mm.default", "float32", 10.0**k, 100 * k, 1e-4 * k) for k in range(3, 9)]
     for step_s in (1e-2, 1e-3):  # the rest is spread; a busy clock is scaled down
         rows = op_times(observed, step_s, ranks=2)
@@ -99,7 +101,7 @@ def test_rows_of_a_step_add_up_to_it() -> None:
     assert sum(row.seconds * row.count for row in alone) < 5e-3
 
 
-def test_what_a_search_taught_is_there_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_search_is_loaded_by_next_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("MEMTUNE_LEARN", "1")
     taught = SearchErrors(
@@ -135,7 +137,7 @@ def _cpu() -> Hardware:
     return of_cpu(CpuRates("a CPU", 4, 2**34, 1e11, 1e11, 2e10, 1e-5, 0.1))
 
 
-def test_a_search_corrects_what_it_has_predicted() -> None:
+def test_search_corrects_its_predictions_by_op_times() -> None:
     """Twice as slow ops make twice as long steps, neighbours stay one prediction, and one can ask without
     what was learnt.
     """
@@ -164,7 +166,7 @@ def test_a_search_corrects_what_it_has_predicted() -> None:
     assert Scorer(made, op_times=slow).again(plain).prediction == by_key["a"].prediction
 
 
-def test_the_clock_sees_every_op_of_a_step() -> None:
+def test_op_clock_times_every_op_of_a_step() -> None:
     with OpClock(torch.device("cpu")) as clock:
         torch.ones(4, 8).t().mm(torch.ones(4, 2)).relu_()
     assert [each.name for each in clock.observed] == ["aten.ones.default"] * 2 + [

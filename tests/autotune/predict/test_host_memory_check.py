@@ -24,7 +24,7 @@ from memtune.units import format_bytes
 ON_HOST = {"execution": {"micro_batch": 4}, "offload": {"states": {"kind": "zero_offload"}}}
 
 
-def test_what_the_host_cannot_hold_is_refused_with_the_numbers_of_all_its_ranks() -> None:
+def test_host_memory_shortage_counts_all_ranks_of_a_host() -> None:
     made = prepared_search.rewriter("gpt")
     choice = Choice.from_document(ON_HOST)
     fitting = Scorer(made, host_bytes=1 << 50).score(choice)
@@ -46,7 +46,7 @@ def test_what_the_host_cannot_hold_is_refused_with_the_numbers_of_all_its_ranks(
     assert host_memory_shortage(fitting.prediction, several, 2 * needed) is None
 
 
-def test_a_plan_says_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plan_reports_host_memory_shortage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (available_bytes() or 0) > 0
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -59,7 +59,7 @@ def test_a_plan_says_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tm
     assert f"of host memory, and {format_bytes(1000)} are available" in found.reason
 
 
-def test_what_the_drives_have_no_room_for_is_refused_with_the_numbers(
+def test_ssd_shortage_gives_needed_and_free_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, "/nothing-is-written")
@@ -77,7 +77,7 @@ def test_what_the_drives_have_no_room_for_is_refused_with_the_numbers(
     assert f"for 2 ranks of {format_bytes(needed)} each" in str(shared)
 
 
-def test_a_run_that_can_be_taken_up_needs_room_for_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssd_shortage_doubles_need_of_resumable_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all techniques that keep steps; the file itself is no larger."""
     monkeypatch.setenv(offload_dir.VARIABLE, "/nothing-is-written")
     made = prepared_search.rewriter("gpt")
@@ -95,7 +95,7 @@ def test_a_run_that_can_be_taken_up_needs_room_for_two_at_once(monkeypatch: pyte
         )
 
 
-def test_what_is_free_on_drives_is_counted_once_a_drive_and_without_what_dead_runs_left(
+def test_free_ssd_bytes_count_each_drive_once_without_leftovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(offload_dir.VARIABLE, raising=False)

@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[calibration_cach
         yield machine_calibration.calibrate("cpu", tiny=True)
 
 
-def test_every_rate_is_measured_and_says_how(found: calibration_cache.Calibration) -> None:
+def test_calibrate_measures_every_rate_with_method(found: calibration_cache.Calibration) -> None:
     wanted = {
         "fp32_flops_per_s",
         "bf16_flops_per_s",
@@ -52,7 +52,7 @@ def test_every_rate_is_measured_and_says_how(found: calibration_cache.Calibratio
 @pytest.mark.skipif(
     cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
 )
-def test_what_kernels_allocate_is_measured_where_recordings_look_for_it(
+def test_calibrate_fills_workspace_table_of_recordings(
     found: calibration_cache.Calibration,
 ) -> None:
     table = WorkspaceTable.cached(threads=usable_cores())
@@ -61,7 +61,7 @@ def test_what_kernels_allocate_is_measured_where_recordings_look_for_it(
     assert found.details["workspaces"].startswith(f"{len(table.nonzero())} of {len(table.entries)} ops")
 
 
-def test_measured_beats_the_table(found: calibration_cache.Calibration) -> None:
+def test_measured_rates_override_table(found: calibration_cache.Calibration) -> None:
     here = detect("cpu")
     assert here.rates_from == f"measured on this machine {found.date}"
     assert here.memory_bytes_per_s == found.constants["memory_bytes_per_s"]
@@ -70,7 +70,7 @@ def test_measured_beats_the_table(found: calibration_cache.Calibration) -> None:
     assert find("h100").rates_from == "table"
 
 
-def test_what_cannot_be_read_or_is_of_another_machine_is_not_used(
+def test_calibration_of_other_machine_or_unreadable_is_ignored(
     found: calibration_cache.Calibration, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -94,20 +94,20 @@ def test_what_cannot_be_read_or_is_of_another_machine_is_not_used(
         calibration_cache.forget("cpu")
 
 
-def test_no_cuda_is_said_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_without_cuda_raises_with_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(EnvironmentFault, match="no CUDA device"):
         machine_calibration.calibrate("cuda", tiny=True)
 
 
-def test_a_curve_is_followed_and_ends_as_at_its_ends() -> None:
+def test_curve_interpolates_and_is_constant_beyond_ends() -> None:
     curve = ((1e-6, 1e-5), (1e-4, 1e-4), (1e-2, 2e-2))
     at = np.array([1e-9, 1e-6, 1e-5, 1e-4, 1e-2, 1.0])
     seconds = on_curve(curve, at)
     assert seconds == pytest.approx([1e-5, 1e-5, 10**-4.5, 1e-4, 2e-2, 2.0])
 
 
-def test_observations_of_one_efficiency_give_it_back() -> None:
+def test_curves_recover_constant_efficiency() -> None:
     hardware = replace(find("h100"), fp32_flops_per_s=1e12, memory_bytes_per_s=1e12)
     ops = [
         TimedOp("aten.mm.default", "float32", 10.0**k, 1, 2 * 10.0**k / 1e12)
@@ -132,7 +132,7 @@ def one_op(name: str, flops: float) -> Step:
     )
 
 
-def test_op_times_follow_the_measured_curve_of_their_class() -> None:
+def test_op_times_follow_measured_curve_of_class() -> None:
     plain: Hardware = replace(detect("cpu"), curves={}, launch_s=1e-5, fp32_flops_per_s=1e11)
     step = one_op("aten.mm.default", 1e6)  # 10 µs at peak
     found = calibration_cache.Calibration(

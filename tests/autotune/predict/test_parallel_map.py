@@ -21,7 +21,7 @@ from memtune.autotune.predict.parallel_map import FEWEST_ITEMS, ParallelMap
 MANY = list(range(FEWEST_ITEMS + 300))
 
 
-def who(item: int) -> tuple[int, int]:
+def squared_with_pid(item: int) -> tuple[int, int]:
     time.sleep(0.001)
     return item * item, os.getpid()
 
@@ -40,15 +40,15 @@ def children() -> list[psutil.Process]:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 1000), max_size=3 * FEWEST_ITEMS), st.integers(1, 12), st.integers(1, 3))
-def test_results_are_those_of_the_function_in_order(items: list[int], groups: int, processes: int) -> None:
+def test_parallel_map_returns_results_in_order(items: list[int], groups: int, processes: int) -> None:
     with ParallelMap(lambda item: item * 3, lambda item: item % groups, processes) as side_by_side:
         for _ in range(2):
             assert side_by_side.over(items) == [item * 3 for item in items]
 
 
-def test_groups_stay_together_and_what_must_be_done_here_is() -> None:
+def test_parallel_map_keeps_groups_on_one_process() -> None:
     before = len(children())
-    with ParallelMap(who, lambda item: item % 10 or None, 2) as side_by_side:
+    with ParallelMap(squared_with_pid, lambda item: item % 10 or None, 2) as side_by_side:
         for _ in range(3):
             found = side_by_side.over(MANY)
             assert squares(found) == [item * item for item in MANY]
@@ -62,7 +62,7 @@ def test_groups_stay_together_and_what_must_be_done_here_is() -> None:
     assert len(children()) == before
 
 
-def test_a_copy_that_dies_costs_nothing_but_time() -> None:
+def test_parallel_map_survives_dead_copy() -> None:
     def deadly(item: int) -> int:
         if item == 7 and os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_a_copy_that_dies_costs_nothing_but_time() -> None:
             assert side_by_side.over(MANY) == [item + 1 for item in MANY]
 
 
-def test_a_copy_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_map_gives_up_hanging_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "LEAST_S", 0.2)
     here = os.getpid()
     with ParallelMap(
@@ -87,7 +87,7 @@ def test_a_copy_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
 
-def test_what_the_function_raises_is_raised_here(capfd: pytest.CaptureFixture[str]) -> None:
+def test_parallel_map_raises_errors_of_function(capfd: pytest.CaptureFixture[str]) -> None:
     def fails(item: int) -> float:
         return 1 / (item - 411)
 
@@ -109,7 +109,7 @@ with ParallelMap(work, lambda item: item, 2) as both:
 """
 
 
-def test_no_copy_outlives_a_killed_process(tmp_path: Path) -> None:
+def test_parallel_map_copies_end_with_killed_process(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     process = subprocess.Popen([sys.executable, "-c", DRIVER, str(told)])
     until = time.monotonic() + 60

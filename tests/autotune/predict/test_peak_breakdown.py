@@ -11,7 +11,7 @@ from memtune.testing.drift_check import plain_program
 
 
 @pytest.mark.parametrize("model", ["gpt", "cnn_bn", "lora", "tied"])
-def test_rows_sum_up_to_the_peak_and_the_largest_comes_first(model: str) -> None:
+def test_at_peak_rows_sum_to_peak_largest_first(model: str) -> None:
     step = plain_program(ZOO[model]).step
     rows = at_peak(step)
     assert sum(row.n_bytes for row in rows) == step.peak_bytes()
@@ -19,7 +19,7 @@ def test_rows_sum_up_to_the_peak_and_the_largest_comes_first(model: str) -> None
     assert len({(row.module, row.kind) for row in rows}) == len(rows)
 
 
-def test_state_is_told_by_its_parameter_and_blocks_are_one_row() -> None:
+def test_at_peak_assigns_state_to_parameter_and_merges_blocks() -> None:
     step = plain_program(ZOO["gpt"]).step
     found = {(row.module, row.kind): row.n_bytes for row in at_peak(step)}
     weights = int(step.storages.bytes[(step.storages.kind == Kind.PARAMETER)].sum())
@@ -29,7 +29,7 @@ def test_state_is_told_by_its_parameter_and_blocks_are_one_row() -> None:
     assert any(module == OUTSIDE for module, _ in found)
 
 
-def test_only_whole_numbers_are_folded() -> None:
+def test_folded_replaces_only_whole_numbers() -> None:
     assert folded("h.12.mlp.0") == "h.*.mlp.*"
     assert folded("layer1.0.conv2") == "layer1.*.conv2"
     assert folded("") == ""

@@ -29,11 +29,11 @@ PLAIN = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(PLAIN, st.integers(2, 5))
-def test_plain_data_comes_back(value: Any, protocol: int) -> None:
+def test_load_returns_plain_data(value: Any, protocol: int) -> None:
     assert load(pickle.dumps(value, protocol=protocol), "file") == value
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_load_preserves_shared_objects() -> None:
     frames = [{"filename": "model.py", "line": 3}]
     found = load(pickle.dumps([{"frames": frames}] * 2 + [{"frames": frames}] * 300), "file")
     assert found[0]["frames"] is found[-1]["frames"]
@@ -41,7 +41,7 @@ def test_what_is_shared_stays_shared() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(PLAIN, st.data())
-def test_damage_is_refused_or_harmless(value: Any, data: st.DataObject) -> None:
+def test_load_of_damaged_data_raises_or_is_harmless(value: Any, data: st.DataObject) -> None:
     whole = bytearray(pickle.dumps(value, protocol=data.draw(st.integers(2, 5))))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
@@ -49,7 +49,7 @@ def test_damage_is_refused_or_harmless(value: Any, data: st.DataObject) -> None:
         load(bytes(whole), "file")
 
 
-def test_every_cut_is_noticed() -> None:
+def test_load_detects_every_truncation() -> None:
     whole = pickle.dumps(
         {"segments": [1, 2**40, "text", (None, 2.5)], "device_traces": [[{"action": "alloc"}]]}
     )
@@ -67,7 +67,7 @@ class Command:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_code_is_refused_by_name(protocol: int) -> None:
+def test_load_refuses_code_by_name(protocol: int) -> None:
     with pytest.raises(UsageError, match="asks for code to be run") as error:
         load(pickle.dumps({"segments": [], "device_traces": [Command()]}, protocol=protocol), "file")
     assert error.value.code == "MT142"
@@ -83,7 +83,7 @@ def test_code_is_refused_by_name(protocol: int) -> None:
         b"\x80\x04N" + b"\x85" * 200_000 + b".",  # hashing this as a key would overrun the stack
     ],
 )
-def test_small_files_cannot_ask_for_much(data: bytes) -> None:
+def test_load_bounds_memory_of_small_files(data: bytes) -> None:
     with contextlib.suppress(UsageError):
         load(data, "file")
 
@@ -99,7 +99,7 @@ def test_small_files_cannot_ask_for_much(data: bytes) -> None:
         (pickle.dumps([1], protocol=0), "starts with"),
     ],
 )
-def test_other_files_are_named(data: bytes, evidence: str) -> None:
+def test_load_names_other_file_types(data: bytes, evidence: str) -> None:
     with pytest.raises(UsageError) as error:
         load(data, "file")
     assert error.value.code == "MT141"
@@ -125,7 +125,7 @@ def test_other_files_are_named(data: bytes, evidence: str) -> None:
         b"N\x80\x09.",
     ],
 )
-def test_nonsense_is_damage(body: bytes) -> None:
+def test_load_reports_nonsense_as_damage(body: bytes) -> None:
     with pytest.raises(UsageError) as error:
         load(b"\x80\x04" + body, "file")
     assert error.value.code == "MT141"

@@ -92,7 +92,7 @@ def slow_live(step: Step, tier: int, size: Any, rows: list[int]) -> list[int]:
 
 @given(steps(), st.sampled_from([1, 512]), st.sampled_from([0, 512, 1024]))
 @settings(max_examples=150, deadline=None)
-def test_live_bytes_equal_the_checker(step: Step, unit: int, small: int) -> None:
+def test_simulated_live_bytes_equal_checker(step: Step, unit: int, small: int) -> None:
     found = _native.live(columns_of(step, [0] * step.ops.n, [0] * step.ops.n), unit, small)
 
     def rounded(n_bytes: int) -> int:
@@ -119,7 +119,7 @@ def test_live_bytes_equal_the_checker(step: Step, unit: int, small: int) -> None
 
 @given(steps(), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_coarse_and_events_agree_on_bytes_and_bound_each_other_in_time(step: Step, accumulate: int) -> None:
+def test_coarse_and_events_agree_on_bytes_and_bound_time(step: Step, accumulate: int) -> None:
     step = step.with_ops(traffic_bytes=np.full(step.ops.n, 10**6))
     program = Program((RankClass(1, step),), micro_batch=2, accumulate=accumulate)
     for machine in (CPU, GPU):
@@ -129,7 +129,7 @@ def test_coarse_and_events_agree_on_bytes_and_bound_each_other_in_time(step: Ste
         assert events.peak_allocated_bytes >= coarse.peak_allocated_bytes == sum(coarse.peak_by_kind.values())
         assert sum(events.peak_by_kind.values()) == events.peak_allocated_bytes
         assert min(each.peak_reserved_bytes - each.peak_allocated_bytes for each in (coarse, events)) >= 0
-        # Whatever shares the cores of a CPU is busy for longer when it runs beside the others.
+        # Resources that share the cores of a CPU are busy for longer while they overlap.
         shared = {"compute", "host_to_device", "device_to_host", "host_threads"} if machine is CPU else set()
         for name, seconds in coarse.busy_s.items():
             assert events.busy_s[name] == pytest.approx(seconds) or (
@@ -171,20 +171,20 @@ def program_of(*ranks: tuple[int, Step], accumulate: int = 1) -> Program:
     )
 
 
-def test_what_the_peak_is_made_of() -> None:
+def test_peak_by_kind_adds_up_to_peak() -> None:
     found = simulate(program_of((1, training())), CPU)
     assert found.peak_allocated_bytes == found.peak_reserved_bytes == 1110
     assert found.peak_by_kind == {"parameters": 100, ACTIVATIONS: 1000, "gradients": 10}
     assert (found.peak_op, found.peak_module) == ("aten.mm.default", "layer")
 
 
-def test_cuda_rounds_to_blocks_and_segments() -> None:
+def test_cuda_bytes_are_rounded_to_blocks_and_segments() -> None:
     found = simulate(program_of((1, training(storages_bytes=[100, 3 * 2**20, 10]))), GPU)
     assert found.peak_allocated_bytes == 512 + 3 * 2**20 + 512
     assert found.peak_reserved_bytes == 2 * 2**20 + 4 * 2**20
 
 
-def test_the_heaviest_class_decides_the_peak_and_the_slowest_the_time() -> None:
+def test_prediction_takes_peak_of_largest_and_time_of_slowest_class() -> None:
     heavy, slow = training(storages_bytes=[100, 5000, 10]), training(ops_flops=[1e12, 2e9, 0])
     found = simulate(program_of((1, training()), (1, heavy), (2, slow)), CPU)
     assert found.peak_allocated_bytes == 5110
@@ -193,14 +193,14 @@ def test_the_heaviest_class_decides_the_peak_and_the_slowest_the_time() -> None:
 
 
 @pytest.mark.parametrize("level", ["coarse", "events"])
-def test_the_body_is_repeated_and_the_optimizer_is_not(level: Any) -> None:
+def test_simulation_repeats_micro_batches_but_not_optimizer(level: Any) -> None:
     one, four = (simulate(program_of((1, training()), accumulate=n), CPU, level=level) for n in (1, 4))
     optimizer_s = 10**7 / (0.9 * 1e10) + 1e-6
     assert four.step_s - optimizer_s == pytest.approx(4 * (one.step_s - optimizer_s))
     assert four.peak_allocated_bytes == one.peak_allocated_bytes
 
 
-def test_exposed_copies_are_reported_by_name() -> None:
+def test_exposed_ops_are_reported_by_name() -> None:
     step = training(ops_resource=[Resource.COMPUTE, Resource.COMPUTE, Resource.DEVICE_TO_HOST])
     found = simulate(program_of((1, step)), CPU, level="events")
     assert set(found.busy_s) == {"compute", "device_to_host"}
@@ -208,18 +208,18 @@ def test_exposed_copies_are_reported_by_name() -> None:
     assert "host_issue" in simulate(program_of((1, step)), GPU).busy_s
 
 
-def test_a_step_without_ops() -> None:
+def test_simulate_accepts_step_without_ops() -> None:
     empty = make_step(0, 1, storages_producer=[-1], storages_held_until=[FOREVER], storages_bytes=[7])
     found = simulate(program_of((1, empty)), CPU, level="events")
     assert (found.peak_allocated_bytes, found.step_s, found.samples_per_s, found.peak_op) == (0, 0.0, 0.0, "")
 
 
-def test_a_broken_column_is_named() -> None:
-    with pytest.raises(ValueError, match="use_storage"):
+def test_simulate_names_malformed_column() -> None:
+    with pytest.raises(ValueError, match=r"use.*storage"):
         simulate(program_of((1, training(uses_storage=[0, 0, 0, 9]))), CPU)
 
 
-def test_to_dict_is_plain_and_says_uncalibrated() -> None:
+def test_prediction_to_dict_is_plain_and_marked_uncalibrated() -> None:
     found = simulate(program_of((1, training())), CPU)
     document = found.to_dict()
     assert document["calibrated"] is False
@@ -251,12 +251,12 @@ def test_calibration_corrects_the_step_and_narrows_the_interval() -> None:
     assert found.interval.peak_high_bytes < plain.interval.peak_high_bytes
 
 
-def test_an_out_of_memory_trial_adds_no_step() -> None:
+def test_calibration_of_oom_trial_adds_no_step_ratio() -> None:
     found = simulate(program_of((1, training())), CPU)
     assert Calibration().add(found, 1200, None) == Calibration((1200 / 1110,), ())
 
 
-def test_collectives_cost_ring_steps_and_shared_hosts() -> None:
+def test_collectives_cost_ring_steps_and_share_hosts() -> None:
     step = training(ops_resource=[0, Resource.INTRA_LINK, Resource.HOST_THREADS], ops_group=[0, 4, 0])
     link = replace(GPU, intra_link_bytes_per_s=1e9, intra_link_latency_s=1e-3, host_adam_bytes_per_s=1e9)
     seconds = op_costs(step, link, ranks=4).op_s
@@ -264,7 +264,7 @@ def test_collectives_cost_ring_steps_and_shared_hosts() -> None:
     assert seconds[2] == pytest.approx(4 * 10**7 / 1e9 + link.launch_s)
 
 
-def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link() -> None:
+def test_ring_over_nodes_has_rate_of_slowest_link() -> None:
     step = training(ops_resource=[0, Resource.INTRA_LINK, Resource.INTRA_LINK], ops_group=[0, 8, 16])
     slow = replace(
         GPU,
@@ -278,7 +278,7 @@ def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link() -> None:
     assert seconds[2] == pytest.approx(15 / 16 * 10**7 / 8e6)  # eight network cards in each node
 
 
-def test_ranks_on_a_cpu_share_its_cores() -> None:
+def test_cpu_ranks_share_cores() -> None:
     one, two = (op_costs(training(), replace(CPU, launch_s=0.0), ranks=n).op_s for n in (1, 2))
     assert two == pytest.approx(2 * one)
 
@@ -287,7 +287,7 @@ def test_ranks_on_a_cpu_share_its_cores() -> None:
     ("itemsize", "cast_bytes", "dtype"),
     [(4, 0, "float32"), (2, 0, "bfloat16"), (4, 50, "bfloat16"), (4, 200, "float32")],
 )
-def test_the_type_of_matrix_products(itemsize: int, cast_bytes: int, dtype: str) -> None:
+def test_matrix_products_use_rate_of_their_dtype(itemsize: int, cast_bytes: int, dtype: str) -> None:
     weight = Parameter("w", 0, -1, (100 // itemsize,), itemsize, True, -1)
     casts = (
         {"names": ("aten._to_copy.default", "aten.add.Tensor"), "storages_bytes": [100, cast_bytes, 10]}
@@ -299,7 +299,7 @@ def test_the_type_of_matrix_products(itemsize: int, cast_bytes: int, dtype: str)
 
 @pytest.mark.parametrize("casts", [1, 2])
 @pytest.mark.parametrize("gathered", [False, True])
-def test_weights_that_are_cast_for_every_use_run_in_16_bits(casts: int, gathered: bool) -> None:
+def test_products_of_cast_weights_use_16_bit_rate(casts: int, gathered: bool) -> None:
     """Under autocast, also where a second forward casts again (full recompute), and where weights are
     gathered first (FSDP).
     """
@@ -319,7 +319,7 @@ def test_weights_that_are_cast_for_every_use_run_in_16_bits(casts: int, gathered
     assert matmul_dtype(step) == "bfloat16"
 
 
-def test_reserved_bytes_under_given_allocator_settings() -> None:
+def test_reserved_bytes_follow_allocator_settings() -> None:
     sizes = np.random.default_rng(0).integers(2**20, 2**25, 30)
     step = make_step(
         30,
@@ -344,7 +344,7 @@ def test_reserved_bytes_under_given_allocator_settings() -> None:
     assert simulate(program, CPU, level="events", allocator=own).peak_reserved_bytes == reserved
 
 
-def test_host_memory_on_a_gpu_is_that_of_program_order() -> None:
+def test_host_peak_on_gpu_is_that_of_program_order() -> None:
     """The host issues ops ahead of the device, but waits for each write before it reads the next piece into
     memory.
     """

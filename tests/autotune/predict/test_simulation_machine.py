@@ -103,9 +103,9 @@ def steps(draw: st.DrawFn, matches: int, resources: list[int]) -> Step:
 @st.composite
 def cases(draw: st.DrawFn, *, max_classes: int = 2, resources: list[int] | None = None) -> Case:
     host_computes, count = draw(st.booleans()), draw(st.integers(1, max_classes))
-    # With one resource beside compute the cores' parts are halves, which a float holds exactly.
-    beside = draw(st.sampled_from([0, TO_DEVICE, TO_HOST, Resource.HOST_THREADS]))
-    some = [0, 0, 0, beside, beside, 3, 3, 8] if beside else [0, 0, 0, 1, 1, 2, 2, 3, 3, 7, 8]
+    # With one resource next to compute the shares of the cores are halves, which a float represents exactly.
+    overlapped = draw(st.sampled_from([0, TO_DEVICE, TO_HOST, Resource.HOST_THREADS]))
+    some = [0, 0, 0, overlapped, overlapped, 3, 3, 8] if overlapped else [0, 0, 0, 1, 1, 2, 2, 3, 3, 7, 8]
     classes = []
     on_root, one_root = draw(st.sampled_from([1, 2])), draw(st.booleans())
     for number in range(count):
@@ -116,13 +116,13 @@ def cases(draw: st.DrawFn, *, max_classes: int = 2, resources: list[int] | None 
         )
         classes.append(Ranks(step, seconds, issue, 0 if one_root else number, on_root))
     return Case(
-        classes, draw(st.integers(1, 3)), host_computes, draw(st.sampled_from([0, 0, 1])), bool(beside)
+        classes, draw(st.integers(1, 3)), host_computes, draw(st.sampled_from([0, 0, 1])), bool(overlapped)
     )
 
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_the_native_machine_equals_the_slow_one(case: Case) -> None:
+def test_native_machine_equals_reference_machine(case: Case) -> None:
     slow = case.reference()
     try:
         step_s = slow.run()
@@ -168,7 +168,7 @@ def check_path(case: Case, found: _native.Timeline, slow: Machine) -> None:
 
 @given(cases(max_classes=3))
 @settings(max_examples=100, deadline=None)
-def test_no_step_is_shorter_than_its_busiest_resource(case: Case) -> None:
+def test_step_is_at_least_as_long_as_busiest_resource(case: Case) -> None:
     try:
         found = case.run()
     except ValueError:
@@ -179,7 +179,7 @@ def test_no_step_is_shorter_than_its_busiest_resource(case: Case) -> None:
 
 @given(cases(max_classes=3), st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
-def test_no_step_is_shorter_than_what_its_ops_wait_for(case: Case, times: int) -> None:
+def test_step_is_at_least_as_long_as_its_dependencies(case: Case, times: int) -> None:
     case.times = times
     try:
         found = case.run()
@@ -200,7 +200,7 @@ def test_no_step_is_shorter_than_what_its_ops_wait_for(case: Case, times: int) -
 
 @given(cases(max_classes=1, resources=[COMPUTE]), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_faster_resource_is_never_slower_in_fifo_order(case: Case, data: st.DataObject) -> None:
+def test_faster_resource_never_slows_fifo_schedule(case: Case, data: st.DataObject) -> None:
     step = case.classes[0].step
     plain = step.with_ops(stream=np.zeros(step.ops.n, np.uint8))
     slow = Case([replace(case.classes[0], step=plain)], case.times, case.host_computes)
@@ -212,7 +212,7 @@ def test_a_faster_resource_is_never_slower_in_fifo_order(case: Case, data: st.Da
 
 @given(cases(max_classes=1, resources=[COMPUTE, Resource.NOTHING]))
 @settings(max_examples=60, deadline=None)
-def test_without_transfers_bytes_follow_the_program(case: Case) -> None:
+def test_live_bytes_follow_program_without_transfers(case: Case) -> None:
     case.times, step = 1, case.classes[0].step
     plain = step.with_ops(stream=np.zeros(step.ops.n, np.uint8))
     case.classes[0].step = plain
@@ -230,7 +230,7 @@ def chain(*ops: tuple[int, int], **columns: Any) -> Ranks:
     return Ranks(step, [seconds for _, seconds in ops], [0] * len(ops))
 
 
-def test_two_devices_on_one_root_take_twice_the_time() -> None:
+def test_copies_of_two_devices_share_root() -> None:
     one = chain((TO_DEVICE, 4))
     assert Case([replace(one, ranks_on_root=2)]).run().step_s == 8
     assert Case([one, replace(one, root=1)]).run().step_s == 4
@@ -241,31 +241,31 @@ def test_two_devices_on_one_root_take_twice_the_time() -> None:
     assert Case([one, chain((TO_HOST, 4))]).run().step_s == 4  # the other direction
 
 
-def test_copies_in_turn_have_the_root_to_themselves() -> None:
+def test_sequential_copies_have_root_to_themselves() -> None:
     """First come first served: one is through in its own time, the other as late as when they share."""
     one, two = chain((TO_HOST, 4)), chain((TO_HOST, 4), (TO_HOST, 2))
 
-    def finishes(*classes: Ranks, roots: tuple[int, int] = (0, 0), in_turn: bool = True) -> list[float]:
+    def finishes(*classes: Ranks, roots: tuple[int, int] = (0, 0), sequential: bool = True) -> list[float]:
         columns = [columns_of(each.step, each.op_s, each.issue_s) for each in classes]
         places = [(root, 1) for root in roots]
-        found = _native.schedule(columns, places, 1, host_computes=False, copies_in_turn=in_turn)
+        found = _native.schedule(columns, places, 1, host_computes=False, copies_in_turn=sequential)
         return [each.finish_s for each in found.classes]
 
-    assert finishes(one, one, in_turn=False) == pytest.approx([8, 8])
+    assert finishes(one, one, sequential=False) == pytest.approx([8, 8])
     assert finishes(one, one) == pytest.approx([4, 8])
     assert finishes(two, one) == pytest.approx([10, 8])  # its second copy comes last
     assert finishes(one, one, roots=(0, 1)) == pytest.approx([4, 4])
     assert finishes(one, chain((TO_DEVICE, 4))) == pytest.approx([4, 4])  # the other direction
 
 
-def test_compute_is_slower_beside_a_collective() -> None:
+def test_collective_slows_overlapped_compute() -> None:
     found = Case([chain((LINK, 4), (COMPUTE, 4))], slowdown=1).run()
     assert found.step_s == 6  # 2 of its 4 s done after 4 s, the rest at full speed
     assert found.classes[0].busy_s[COMPUTE] == 6
     assert found.classes[0].busy_s[LINK] == 4
 
 
-def test_a_receive_waits_for_its_send_and_both_end_together() -> None:
+def test_receive_waits_for_send_and_both_end_together() -> None:
     sender, receiver = (
         chain((COMPUTE, 3), (LINK, 2), ops_match=[0, 7]),
         chain((LINK, 1), (COMPUTE, 5), ops_match=[7, 0]),
@@ -278,13 +278,13 @@ def test_a_receive_waits_for_its_send_and_both_end_together() -> None:
     assert (list(op), list(start)) == ([0, 1], [0, 3])
 
 
-def test_collectives_in_another_order_are_named() -> None:
+def test_mismatched_collective_order_is_named() -> None:
     one, other = chain((LINK, 1), (LINK, 1), ops_match=[1, 2]), chain((LINK, 1), (LINK, 1), ops_match=[2, 1])
     with pytest.raises(ValueError, match="op 0 of rank class 0 waits forever"):
         Case([one, other]).run()
 
 
-def test_a_side_stream_goes_first() -> None:
+def test_side_stream_is_served_first() -> None:
     ops = [(LINK, 4), (LINK, 2), (LINK, 1), (COMPUTE, 1)]
     read = {"uses_op": [2, 3], "uses_storage": [0, 0], "storages_producer": [2], "storages": 1}
     assert Case([chain(*ops, **read)]).run().step_s == 4 + 2 + 1 + 1
@@ -295,7 +295,7 @@ def test_a_side_stream_goes_first() -> None:
         2,
         1,
         0,
-    ]  # compute runs beside the second link op to start
+    ]  # compute overlaps the second link op to start
 
 
 @pytest.mark.parametrize(
@@ -306,13 +306,13 @@ def test_a_side_stream_goes_first() -> None:
         (2, 10 + 4 + 3),  # the second one when compute has come to the first one, which nothing holds back
     ],
 )
-def test_how_far_a_fetch_runs_ahead(depth: int, step_s: int) -> None:
+def test_prefetch_distance_limits_fetch(depth: int, step_s: int) -> None:
     ops = [(COMPUTE, 10), (TO_DEVICE, 4), (COMPUTE, 3), (TO_DEVICE, 4), (COMPUTE, 3)]
     fetched = {"storages_producer": [1, 3], "storages": 2, "uses_op": [2, 4], "uses_storage": [0, 1]}
     assert Case([chain(*ops, ops_prefetch=[0, depth, 0, depth, 0], **fetched)]).run().step_s == step_s
 
 
-def test_a_late_transfer_keeps_its_source_alive() -> None:
+def test_delayed_transfer_keeps_source_alive() -> None:
     """Storage 0 is copied to the host slowly; no op waits for the copy, so the storage is still resident for
     later ones.
     """
@@ -331,13 +331,13 @@ def test_a_late_transfer_keeps_its_source_alive() -> None:
         [chain((COMPUTE, 1), (TO_HOST, 1), (COMPUTE, 1), (COMPUTE, 1), **copy)], host_computes=True
     ).run()
     assert in_time.classes[0].peak_bytes[Tier.DEVICE] == 100
-    # Held until op 2 it is let go there, and compute waits for the copy before it goes on.
+    # Held until op 2, it is freed there, and compute first waits for the copy.
     waited = Case([chain(*ops, storages_held_until=[2, -1], **copy)]).run()
     assert waited.step_s == 11
     assert waited.classes[0].peak_bytes[Tier.DEVICE] == 100
 
 
-def test_the_stream_of_storages_is_the_allocators_input() -> None:
+def test_storage_events_equal_allocator_events() -> None:
     case = Case(
         [
             chain(
@@ -357,7 +357,7 @@ def test_the_stream_of_storages_is_the_allocators_input() -> None:
 
 
 @pytest.mark.parametrize("host_computes", [False, True])
-def test_single_ops_and_empty_programs(host_computes: bool) -> None:
+def test_machine_accepts_single_ops_and_empty_programs(host_computes: bool) -> None:
     empty = Case(
         [Ranks(make_step(0, 1, storages_producer=[-1], storages_held_until=[FOREVER]), [], [])],
         host_computes=host_computes,
@@ -383,13 +383,13 @@ def test_single_ops_and_empty_programs(host_computes: bool) -> None:
     assert Case([]).run().step_s == 0
 
 
-def test_the_body_repeats_and_boundary_ops_do_not() -> None:
+def test_machine_repeats_body_but_not_boundary_ops() -> None:
     phases = [Phase.PROLOGUE, Phase.FORWARD, Phase.BOUNDARY, Phase.BACKWARD, Phase.OPTIMIZER]
     case = Case([chain(*[(COMPUTE, s) for s in (1, 2, 4, 8, 16)], ops_phase=phases)], times=3)
     assert case.run().step_s == 1 + 3 * (2 + 8) + 4 + 16
 
 
-def test_what_does_not_make_sense_is_refused() -> None:
+def test_machine_refuses_invalid_columns() -> None:
     columns = [columns_of(chain((COMPUTE, 1)).step, [1], [0])]
     with pytest.raises(ValueError, match="accumulate"):
         _native.schedule(columns, [(0, 1)], 0)
@@ -402,7 +402,7 @@ def test_what_does_not_make_sense_is_refused() -> None:
         Case([twice]).run()
 
 
-def test_a_prediction_says_what_compute_waits_for() -> None:
+def test_prediction_lists_ops_that_compute_waits_for() -> None:
     step = make_step(
         3,
         1,
@@ -439,7 +439,7 @@ def test_a_prediction_says_what_compute_waits_for() -> None:
     assert time_lines(simulate(Program((RankClass(1, step),), micro_batch=1), gpu).to_dict()) == []
 
 
-def test_communicators_and_shared_roots_reach_predictions() -> None:
+def test_prediction_includes_communicators_and_shared_roots() -> None:
     gpu = replace(hardware.find("a100-80g"), gpus_per_pcie_root=2)
     step = make_step(
         3, 0, ops_resource=[LINK, LINK, TO_HOST], ops_group=[8, 8, 0], ops_traffic_bytes=[10, 10, 10**9]
@@ -453,7 +453,7 @@ def test_communicators_and_shared_roots_reach_predictions() -> None:
         )
 
 
-def test_where_rank_classes_stand() -> None:
+def test_places_assigns_rank_classes_to_roots() -> None:
     step = make_step(1, 0)
     gpu = replace(hardware.find("a100-80g"), gpus_per_pcie_root=2)
     assert places(Program((RankClass(1, step), RankClass(1, step), RankClass(5, step)), 1), gpu) == [
@@ -464,7 +464,7 @@ def test_where_rank_classes_stand() -> None:
     assert places(Program((RankClass(1, step), RankClass(2, step)), 1), gpu) == [(0, 1), (0, 1)]
 
 
-def test_rank_classes_that_name_their_ranks_are_behind_the_roots_of_those() -> None:
+def test_places_uses_listed_ranks_of_classes() -> None:
     """Four ranks, two behind each root: 2 and 3 share one, wherever their classes stand."""
     step, gpu = make_step(1, 0), replace(hardware.find("a100-80g"), gpus_per_pcie_root=2)
     by_peak = [RankClass(1, step, (rank,)) for rank in (2, 0, 3, 1)]
@@ -474,7 +474,7 @@ def test_rank_classes_that_name_their_ranks_are_behind_the_roots_of_those() -> N
     assert places(Program((RankClass(5, step, (1, 2, 3, 4, 7)),), 1), gpu) == [(1, 2)]
 
 
-def test_cross_mapping_is_simulated_behind_the_roots_that_it_was_made_for() -> None:
+def test_places_follows_cross_mapping_of_roots() -> None:
     """Ranks 0 and 1, behind one root, copy at the same time: twice as long as ranks 0 and 2 do, though
     classes go by peak.
     """
@@ -498,7 +498,7 @@ def test_cross_mapping_is_simulated_behind_the_roots_that_it_was_made_for() -> N
     assert (step_s(0, 1), step_s(0, 2)) == pytest.approx((2.0, 1.0))
 
 
-def test_on_a_cpu_nothing_hides_behind_compute_that_needs_its_cores() -> None:
+def test_cpu_compute_does_not_overlap_work_on_its_cores() -> None:
     """Three seconds each of compute, a copy and a host update, all started at once, have a third of the cores
     each.
     """
@@ -508,7 +508,7 @@ def test_on_a_cpu_nothing_hides_behind_compute_that_needs_its_cores() -> None:
     assert list(together.classes[0].busy_s) == pytest.approx([9, 0, 9, 3, 0, 0, 0, 9, 0, 0])
 
 
-def test_links_through_the_host_take_from_copies_behind_the_root() -> None:
+def test_collectives_through_host_slow_copies_behind_root() -> None:
     """A gather of device memory crosses the root, in both directions; a message between hosts does not."""
     gpu = replace(
         hardware.find("a100-80g"),

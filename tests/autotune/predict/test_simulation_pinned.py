@@ -18,7 +18,7 @@ from memtune.testing.drift_check import planned
 GPU, CPU = hardware.find("h100-80g"), hardware.detect("cpu")
 
 
-def test_powers_of_two() -> None:
+def test_next_power_of_two_rounds_up() -> None:
     sizes = np.array([1, 2, 3, 4, 5, 4096, 4097, 3 << 20, 1 << 34, (1 << 34) + 1])
     assert next_power_of_two(sizes).tolist() == [1, 2, 4, 4, 8, 4096, 8192, 4 << 20, 1 << 34, 1 << 35]
 
@@ -26,7 +26,7 @@ def test_powers_of_two() -> None:
 @pytest.mark.parametrize(
     "technique", [CopyOut(min_bytes=0), OptimizerCpu(kind="optimizer_cpu", update="native")]
 )
-def test_copies_are_held_as_powers_of_two_beside_a_gpu_alone(technique: CopyOut | OptimizerCpu) -> None:
+def test_held_bytes_round_pinned_copies_only_on_gpu(technique: CopyOut | OptimizerCpu) -> None:
     """Moments are made on the host: plain memory."""
     program = planned(ZOO["gpt"], technique)[0]
     step = program.step
@@ -44,7 +44,7 @@ def test_copies_are_held_as_powers_of_two_beside_a_gpu_alone(technique: CopyOut 
 
 
 @pytest.mark.slow
-def test_masters_are_casts_and_plain_memory() -> None:
+def test_held_bytes_do_not_round_master_weights() -> None:
     step = planned(ZOO["tobf16"], OptimizerCpu(kind="optimizer_cpu", update="master"))[0].step
     masters = (step.storages.tier == Tier.HOST) & (step.storages.kind == Kind.PARAMETER)
     assert masters.any()

@@ -57,9 +57,7 @@ AGAIN = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 
 @AGAIN
 @given(programs(), TEXTS, TEXTS)
-def test_a_replay_is_what_the_program_would_have_done(
-    tmp_path: Path, rows: list[Row], ran: str, other: str
-) -> None:
+def test_read_trace_replays_as_program_would(tmp_path: Path, rows: list[Row], ran: str, other: str) -> None:
     snapshot, allocator = record(rows, ran, **AllocatorSettings.parse(ran).native())
     trace = read(tmp_path, snapshot)
     assert trace.recorded.settings == ran
@@ -74,7 +72,7 @@ def test_a_replay_is_what_the_program_would_have_done(
 
 @AGAIN
 @given(programs(empties=True), TEXTS)
-def test_calls_of_empty_cache_are_found(tmp_path: Path, rows: list[Row], ran: str) -> None:
+def test_read_trace_detects_empty_cache(tmp_path: Path, rows: list[Row], ran: str) -> None:
     chosen = AllocatorSettings.parse(ran)
     trace = read(tmp_path, record(rows, ran, **chosen.native())[0])
     found, expected = (replay(each, chosen, None).native for each in (trace.events, events_of(rows)))
@@ -84,7 +82,7 @@ def test_calls_of_empty_cache_are_found(tmp_path: Path, rows: list[Row], ran: st
 
 @AGAIN
 @given(programs(), st.integers(1, 40))
-def test_a_trace_that_begins_late_knows_what_was_there(tmp_path: Path, rows: list[Row], last: int) -> None:
+def test_read_trace_recovers_storages_from_before(tmp_path: Path, rows: list[Row], last: int) -> None:
     snapshot, allocator = record(rows, last=last)
     trace = read(tmp_path, snapshot)
     found = replay(trace.events, AllocatorSettings(), None)
@@ -108,7 +106,7 @@ HOLES: list[Row] = [
 ]
 
 
-def test_numbers_of_one_trace(tmp_path: Path) -> None:
+def test_read_trace_reports_recorded_statistics(tmp_path: Path) -> None:
     trace = read(tmp_path, record(HOLES[:5])[0])
     assert trace.entries == 2 * 4 + 2
     assert trace.recorded.peak_reserved_bytes == 110 * MIB
@@ -120,7 +118,7 @@ def test_numbers_of_one_trace(tmp_path: Path) -> None:
     )
 
 
-def test_a_retry_is_told_from_empty_cache_by_the_capacity(tmp_path: Path) -> None:
+def test_read_trace_distinguishes_retry_from_empty_cache_by_capacity(tmp_path: Path) -> None:
     snapshot, _ = record(HOLES[:5], capacity_bytes=100 * MIB)
     assert [each["action"] for each in snapshot["device_traces"][0]].count("segment_free") == 2
     blind, told = read(tmp_path, snapshot), read(tmp_path, snapshot, capacity_bytes=100 * MIB)
@@ -130,7 +128,7 @@ def test_a_retry_is_told_from_empty_cache_by_the_capacity(tmp_path: Path) -> Non
     assert replay(told.events, AllocatorSettings(expandable_segments=True), 100 * MIB).native.retries == 0
 
 
-def test_what_failed_is_asked_for_again(tmp_path: Path) -> None:
+def test_read_trace_requests_failed_allocations_again(tmp_path: Path) -> None:
     trace = read(tmp_path, record(HOLES, capacity_bytes=100 * MIB)[0], capacity_bytes=100 * MIB)
     assert trace.recorded.ooms == 1
     assert trace.recorded.peak_reserved_bytes == 60 * MIB
@@ -138,7 +136,7 @@ def test_what_failed_is_asked_for_again(tmp_path: Path) -> None:
     assert replay(trace.events, AllocatorSettings(), 100 * MIB).native.ooms == 1
 
 
-def test_private_pools_share_nothing(tmp_path: Path) -> None:
+def test_read_trace_separates_private_pools(tmp_path: Path) -> None:
     entries = [
         {"action": "alloc", "addr": 1, "size": 30 * MIB, "stream": 0, "pool_id": (0, 1)},
         {"action": "free_requested", "addr": 1, "size": 30 * MIB, "stream": 0, "pool_id": (0, 1)},
@@ -152,7 +150,7 @@ def test_private_pools_share_nothing(tmp_path: Path) -> None:
     assert "1 entries 'user_defined' ignored" in trace.notes
 
 
-def test_the_longest_trace_is_taken(tmp_path: Path) -> None:
+def test_read_trace_takes_longest_trace(tmp_path: Path) -> None:
     one, more = (
         [{"action": "alloc", "addr": i, "size": 512, "stream": 0} for i in range(count)] for count in (1, 3)
     )
@@ -200,13 +198,13 @@ def test_the_longest_trace_is_taken(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_snapshot_is_refused(tmp_path: Path, snapshot: Any, code: str, says: str) -> None:
+def test_read_trace_refuses_other_files(tmp_path: Path, snapshot: Any, code: str, says: str) -> None:
     with pytest.raises(UsageError) as error:
         read(tmp_path, snapshot)
     assert error.value.code == code
     assert says in error.value.evidence
 
 
-def test_a_missing_file() -> None:
+def test_read_trace_reports_missing_file() -> None:
     with pytest.raises(UsageError, match="no file"):
         read_trace(Path("nowhere.pickle"))

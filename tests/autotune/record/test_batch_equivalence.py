@@ -29,16 +29,16 @@ MEAN = "def loss(m, b): return F.cross_entropy(m(b[0]), b[1][:, 0])\n"
 
 
 @pytest.mark.parametrize("name", ["gpt", "lstm", "autocast", "tobf16", "tied", "lora"])
-def test_a_mean_over_samples_may_be_cut_dropout_or_not(name: str):
+def test_batch_is_lossless_for_mean_over_samples_with_dropout(name: str):
     assert batch_is_lossless(Workload.load(zoo_paths.ZOO[name])) is None
 
 
 @pytest.mark.parametrize("inner", ["nn.Dropout(0.5)", "nn.LayerNorm(8)", "nn.ReLU()"])
-def test_layers_that_look_at_one_sample_may_be_cut(tmp_path: Path, inner: str):
+def test_batch_is_lossless_for_layers_on_single_samples(tmp_path: Path, inner: str):
     assert verdict(tmp_path, MLP.format(inner=inner) + MEAN) == ""
 
 
-def test_functional_dropout_and_attention_dropout_do_not_count(tmp_path: Path):
+def test_batch_is_lossless_with_functional_and_attention_dropout(tmp_path: Path):
     body = """
 class M(nn.Module):
     def __init__(self):
@@ -53,7 +53,7 @@ def model(): return M()
     assert verdict(tmp_path, body + MEAN) == ""
 
 
-def test_dropout_between_recurrent_layers_does_not_count(tmp_path: Path):
+def test_batch_is_lossless_with_dropout_between_recurrent_layers(tmp_path: Path):
     body = """
 class M(nn.Module):
     def __init__(self):
@@ -66,11 +66,11 @@ def model(): return M()
     assert verdict(tmp_path, body + MEAN) == ""
 
 
-def test_batch_norm_is_caught(tmp_path: Path):
+def test_batch_norm_is_not_lossless(tmp_path: Path):
     assert "BatchNorm" in verdict(tmp_path, MLP.format(inner="nn.BatchNorm1d(8)") + MEAN)
 
 
-def test_a_contrastive_loss_is_caught(tmp_path: Path):
+def test_contrastive_loss_is_not_lossless(tmp_path: Path):
     body = """
 def loss(m, b):
     z = F.normalize(m(b[0]), dim=1)
@@ -79,7 +79,7 @@ def loss(m, b):
     assert "contrastive" in verdict(tmp_path, MLP.format(inner="nn.Tanh()") + body)
 
 
-def test_a_mean_over_tokens_is_caught(tmp_path: Path):
+def test_mean_over_tokens_is_not_lossless(tmp_path: Path):
     body = """
 def batch(size):
     y = torch.randint(5, (size, 4))
@@ -92,7 +92,7 @@ def loss(m, b): return F.cross_entropy(m(b[0]).view(-1, 5), b[1].view(-1), ignor
     assert "tokens" in verdict(tmp_path, body)
 
 
-def test_a_sum_over_samples_is_told_from_the_rest(tmp_path: Path):
+def test_sum_over_samples_is_named_as_cause(tmp_path: Path):
     text = verdict(
         tmp_path,
         MLP.format(inner="nn.Tanh()")
@@ -102,12 +102,12 @@ def test_a_sum_over_samples_is_told_from_the_rest(tmp_path: Path):
     assert "loss.mean()" in text
 
 
-def test_other_random_numbers_are_named_as_the_cause(tmp_path: Path):
+def test_random_numbers_outside_dropout_are_named_as_cause(tmp_path: Path):
     body = "def loss(m, b): return (m(b[0] + torch.randn_like(b[0]))**2).mean()\n"
     assert "random numbers" in verdict(tmp_path, MLP.format(inner="nn.Tanh()") + body)
 
 
-def test_a_batch_that_cannot_be_cut_is_a_reason(tmp_path: Path):
+def test_batch_that_cannot_be_split_is_a_reason(tmp_path: Path):
     body = """
 def batch(size): return torch.randn(3, 6 * size)
 def model(): return nn.Linear(24, 2)
@@ -116,13 +116,13 @@ def loss(m, b): return m(b).mean()
     assert "could not be checked" in verdict(tmp_path, body)
 
 
-def test_it_leaves_the_random_state_alone(tmp_path: Path):
+def test_batch_is_lossless_preserves_generator_state(tmp_path: Path):
     before = torch.random.get_rng_state()
     verdict(tmp_path, MLP.format(inner="nn.Tanh()") + MEAN)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_model_larger_than_the_host_is_not_tried(tmp_path: Path):
+def test_model_larger_than_host_memory_is_not_tried(tmp_path: Path):
     path = tmp_path / "model.py"
     path.write_text(HEAD + "def model(): raise RuntimeError('built')\n" + MEAN)
     assert "host memory" in str(batch_is_lossless(Workload.load(path), parameter_bytes=2**50))

@@ -1,4 +1,6 @@
-"""Equal blocks recorded once: column by column the whole recording, or whole with the reason."""
+"""Deduplicated recordings of equal blocks equal the full recording column by column, or are made in full with
+a reason.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +60,14 @@ def loss(model, batch):
 """
 
 
-def written(tmp_path: Path, change: str = "pass", call: str = "block(x)") -> Path:
+def write_model(tmp_path: Path, change: str = "pass", call: str = "block(x)") -> Path:
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("{change}", change).replace("{call}", call))
     return path
 
 
-def deep(path: Path, folder: Path) -> Path:
-    """The workload with ten blocks where it has three or four."""
+def with_ten_blocks(path: Path, folder: Path) -> Path:
+    """Write the workload with ten blocks instead of three or four."""
     text = re.sub(r"(Block|Layer)\(\) for _ in range\(\d\)", r"\1() for _ in range(10)", path.read_text())
     text = text.replace(
         "Sequential(Residual(16, 16, 1), Residual(16, 16, 1))",
@@ -79,14 +81,14 @@ def deep(path: Path, folder: Path) -> Path:
 
 
 def session_of(path: Path) -> Session:
-    """A session that has its optimizer state and folds."""
+    """Return a session that has its optimizer state and deduplicates."""
     session = _with_dedup(start_session(Workload.load(path), "fake"))
     session.warm_up(2)
     return session
 
 
 def assert_same(one: Trace, other: Trace) -> None:
-    """Every column is equal, and all hints; autograd's numbers up to where they begin."""
+    """Check that all columns and hints are equal; autograd's node numbers up to an offset."""
     others = other.step.values()
     for name, mine in one.step.values().items():
         theirs = others[name]
@@ -117,32 +119,32 @@ def assert_same(one: Trace, other: Trace) -> None:
         assert np.array_equal(in_mine, in_theirs)  # the same backward ops
 
 
-def n_written(session: Session, sizes: tuple[int, ...]) -> int:
+def n_expanded(session: Session, sizes: tuple[int, ...]) -> int:
     """Count the `sizes` that were expanded rather than recorded in full; all are compared with full
     recordings.
     """
-    fold, count = session.blocks_fold, 0
-    assert fold is not None
+    dedup, count = session.block_dedup, 0
+    assert dedup is not None
     session.traced(2)
     for size in sizes:
-        whole: list[int] = []
-        plain = Session._whole
+        full: list[int] = []
+        plain = Session._record_full
 
         def counted(
             self: Session,
             size: int,
             plain: Callable[..., Trace] = plain,
-            whole: list[int] = whole,
+            full: list[int] = full,
             **more: int,
         ) -> Trace:
-            whole.append(size)
+            full.append(size)
             return plain(self, size, **more)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Session, "_whole", counted)
+            patch.setattr(Session, "_record_full", counted)
             mine = session.traced(size)
-        count += not whole
-        assert_same(mine, session._whole(size))
+        count += not full
+        assert_same(mine, session._record_full(size))
     return count
 
 
@@ -153,12 +155,12 @@ SLOWER = [
 
 
 @pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.slow), "lora", *SLOWER])
-def test_the_zoo_with_more_blocks_is_recorded_as_whole(model: str, tmp_path: Path) -> None:
-    session = session_of(deep(ZOO[model], tmp_path))
-    assert n_written(session, (4, 1)) == 2, session.blocks_fold and session.blocks_fold.whole
-    assert session.blocks_fold is not None
-    assert session.blocks_fold.whole == ""
-    assert len(session.blocks_fold.left_out) == 5
+def test_block_dedup_equals_full_recording_of_zoo(model: str, tmp_path: Path) -> None:
+    session = session_of(with_ten_blocks(ZOO[model], tmp_path))
+    assert n_expanded(session, (4, 1)) == 2, session.block_dedup and session.block_dedup.disabled_reason
+    assert session.block_dedup is not None
+    assert session.block_dedup.disabled_reason == ""
+    assert len(session.block_dedup.skipped) == 5
 
 
 @pytest.mark.parametrize(
@@ -176,56 +178,58 @@ def test_the_zoo_with_more_blocks_is_recorded_as_whole(model: str, tmp_path: Pat
         "odd.eval()",
     ],
 )
-def test_a_block_that_differs_is_seen_in_its_module(change: str, tmp_path: Path) -> None:
-    model = Workload.load(written(tmp_path, change)).build_model()
-    fold = BlockDedup(model, [f"blocks.{i}" for i in range(10)])
-    assert fold.whole == f"there are no {MIN_EQUAL_BLOCKS} equal blocks in a row"
-    assert not fold.left_out
+def test_block_dedup_is_disabled_if_modules_differ(change: str, tmp_path: Path) -> None:
+    model = Workload.load(write_model(tmp_path, change)).build_model()
+    dedup = BlockDedup(model, [f"blocks.{i}" for i in range(10)])
+    assert dedup.disabled_reason == f"there are no {MIN_EQUAL_BLOCKS} equal blocks in a row"
+    assert not dedup.skipped
 
 
 @pytest.mark.parametrize(
     ("change", "call", "reason"),
     [
-        ("odd.up.weight = blocks[2].up.weight", "block(x)", "they do not hold the same state"),
-        ("pass", "block(x * 2)", "they have other numbers of ops"),
+        ("odd.up.weight = blocks[2].up.weight", "block(x)", "blocks have different numbers of parameters"),
+        ("pass", "block(x * 2)", "blocks have different numbers of ops"),
         ("pass", "block(x * 2 if i == 1 else x)", ""),
-        ("pass", "block(x * 2 if i == 6 else x)", "they have other numbers of ops"),
-        ("pass", "x if i == 5 else block(x)", "they do not hold the same state"),
+        ("pass", "block(x * 2 if i == 6 else x)", "blocks have different numbers of ops"),
+        ("pass", "x if i == 5 else block(x)", "blocks have different numbers of parameters"),
         ("pass", "block(x.detach()) if i == 5 else block(x)", "blocks are called with other arguments"),
-        ("pass", "checkpoint(block, x, use_reentrant=False)", "something runs again in backward"),
+        ("pass", "checkpoint(block, x, use_reentrant=False)", "blocks are recomputed in backward"),
     ],
 )
-def test_a_block_that_is_used_otherwise_is_recorded_whole(
+def test_block_dedup_is_disabled_if_blocks_are_called_differently(
     change: str, call: str, reason: str, tmp_path: Path
 ) -> None:
-    session = session_of(written(tmp_path, change, call))
-    assert session.blocks_fold is not None
-    assert session.blocks_fold.whole == ""
+    session = session_of(write_model(tmp_path, change, call))
+    assert session.block_dedup is not None
+    assert session.block_dedup.disabled_reason == ""
     session.traced(2)
-    assert session.blocks_fold.whole.startswith(reason)
-    assert session.blocks_fold.proven == (not reason)
+    assert session.block_dedup.disabled_reason.startswith(reason)
+    assert session.block_dedup.verified == (not reason)
 
 
-@pytest.mark.parametrize("other", ["x * 2", "x.double().float()", "setattr(self, 'kept', x) or x"])
-def test_a_block_that_does_otherwise_is_seen_in_the_whole_recording(other: str, tmp_path: Path) -> None:
-    path = written(tmp_path)
+@pytest.mark.parametrize("other", ["x * 2", "x.double().float()", "setattr(self, 'last', x) or x"])
+def test_block_dedup_is_disabled_if_full_recording_differs(other: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path)
     path.write_text(
         path.read_text().replace("return x +", f"x = {other} if self.number == 5 else x\n        return x +")
     )
     session = session_of(path)
     session.traced(2)
-    assert session.blocks_fold is not None
-    assert session.blocks_fold.whole.startswith("written down, they differ in")
+    assert session.block_dedup is not None
+    assert session.block_dedup.disabled_reason.startswith(
+        "the expanded recording differs from the full one in"
+    )
 
 
-def test_blocks_that_differ_at_another_micro_batch_only_are_recorded_whole_there(tmp_path: Path) -> None:
-    path = written(tmp_path)
+def test_block_dedup_records_in_full_only_micro_batches_at_which_blocks_differ(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
     path.write_text(
         path.read_text().replace(
             "return x +", "x = x * 2 if len(x) == 3 and self.number == 2 else x\n        return x +"
         )
     )
     session = session_of(path)
-    assert n_written(session, (3, 4)) == 1
-    assert session.blocks_fold is not None
-    assert session.blocks_fold.whole == ""
+    assert n_expanded(session, (3, 4)) == 1
+    assert session.block_dedup is not None
+    assert session.block_dedup.disabled_reason == ""

@@ -107,25 +107,27 @@ def measured(found: Candidate, name: str, ledger: Ledger) -> tuple[int, int]:
         ),
     ],
 )
-def test_peak_is_that_of_a_real_run(name: str, scope: str, axes: dict[str, Any], ledger: Ledger) -> None:
+def test_compiled_recording_peak_equals_real_run(
+    name: str, scope: str, axes: dict[str, Any], ledger: Ledger
+) -> None:
     found = predicted(name, scope, **axes)
     peak, counters = measured(found, name, ledger)
     assert found.program.step.peak_bytes() == pytest.approx(peak - counters, rel=1e-4), (peak, counters)
 
 
-def test_what_cannot_be_compiled_is_a_reason() -> None:
+def test_compiled_recordings_returns_reason_if_compilation_fails() -> None:
     found = candidate("lstm", "model")
     assert isinstance(found, Reason)
     assert "does not support RNN, GRU, or LSTM" in str(found)
 
 
-def test_transformers_in_the_process_changes_nothing() -> None:
+def test_compiled_recording_is_independent_of_imported_transformers() -> None:
     """Models that look at their masks are watched by a dispatch mode, under which Dynamo compiles nothing."""
     pytest.importorskip("transformers")
     assert not isinstance(candidate("lora", "blocks"), Reason)
 
 
-def test_a_compiled_model_is_one_piece_and_equal_choices_are_recorded_once() -> None:
+def test_compiled_model_has_no_blocks_and_equal_choices_share_recording() -> None:
     recordings = compiled("tied")
     assert recordings(Compiling("model", "aot_eager")) is recordings(Compiling("model", "aot_eager"))
     assert not predicted("tied", "model").program.step.blocks
@@ -133,7 +135,7 @@ def test_a_compiled_model_is_one_piece_and_equal_choices_are_recorded_once() -> 
     assert str(found) == "one graph holds all blocks (execution: {compile: blocks})"
 
 
-def test_recorded_backward_ops_are_those_of_the_blocks_they_belong_to() -> None:
+def test_compiled_backward_ops_belong_to_their_blocks() -> None:
     step = predicted("gpt", "blocks").program.step
     backward = step.ops.block[step.ops.phase == Phase.BACKWARD]
     assert (
@@ -142,7 +144,7 @@ def test_recorded_backward_ops_are_those_of_the_blocks_they_belong_to() -> None:
     assert step.saved_bytes(0) == step.saved_bytes(3) > 0
 
 
-def test_freeze_compile_makes_every_execution_compiled() -> None:
+def test_frozen_compile_applies_to_every_execution() -> None:
     rewriter = Rewriter(recording_of(ZOO["tied"]), Target(hardware.detect("cpu")), compiled=compiled("tied"))
     freeze = {"compile": "blocks", "compile_backend": "aot_eager", "recompute": "none"}
     space = build_space(rewriter, 4, axes=("execution",), freeze=freeze)

@@ -44,7 +44,7 @@ def header_lists() -> dict[str, set[str]]:
     return found
 
 
-def test_the_lists_are_torch_s() -> None:
+def test_cuda_lists_equal_torch_headers() -> None:
     cuda, cpu = (
         {
             name[6:]
@@ -65,7 +65,7 @@ def test_the_lists_are_torch_s() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_comes_out_is_what_cuda_s_policies_say(device: str) -> None:
+def test_cuda_autocast_on_cpu_returns_dtypes_of_cuda_policy(device: str) -> None:
     x = torch.randn(4, 4, requires_grad=True)
     target = torch.zeros(4, dtype=torch.long)
     with cuda_autocast_on_cpu(), torch.autocast(device, BF16):
@@ -115,8 +115,8 @@ class Doubled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_code_that_asks_is_told_what_is_on(device: str) -> None:
-    def told() -> list[Any]:
+def test_autocast_queries_report_emulated_state(device: str) -> None:
+    def autocast_state() -> list[Any]:
         return [
             torch.is_autocast_enabled(),
             torch.is_autocast_enabled("cuda"),
@@ -124,19 +124,19 @@ def test_code_that_asks_is_told_what_is_on(device: str) -> None:
         ]
 
     x = torch.randn(4, 4, requires_grad=True)
-    before = told()
+    before = autocast_state()
     with cuda_autocast_on_cpu():
-        assert told() == [False, False, torch.get_autocast_dtype("cuda")]
+        assert autocast_state() == [False, False, torch.get_autocast_dtype("cuda")]
         with torch.autocast(device, BF16):
-            assert told() == [True, True, BF16]
+            assert autocast_state() == [True, True, BF16]
             assert torch.get_autocast_gpu_dtype() == BF16
             with torch.autocast("cuda", enabled=False):
-                assert told()[:2] == [False, False]
+                assert autocast_state()[:2] == [False, False]
             y = Doubled.apply(x)
         assert y.dtype == BF16
         y.sum().backward()
         assert not torch.is_autocast_enabled()
-    assert told() == before == [False, False, torch.float16]
+    assert autocast_state() == before == [False, False, torch.float16]
 
 
 MODEL = """
@@ -155,7 +155,7 @@ def loss(model, x):
     "casts",
     ["casts", "torch.autocast('cuda', torch.bfloat16)", "torch.autocast(x.device.type, torch.bfloat16)"],
 )
-def test_a_recording_for_cuda_casts_as_cuda_does(tmp_path: Path, casts: str) -> None:
+def test_recording_for_cuda_has_casts_of_cuda(tmp_path: Path, casts: str) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(casts=casts))
     with warnings.catch_warnings():

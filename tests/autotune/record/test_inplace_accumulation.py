@@ -90,7 +90,9 @@ def _native(one_thread: None) -> None:
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(("forward", "shape", "wanted"), CASES.values(), ids=CASES)
-def test_what_is_made_in_place(forward: str, shape: str, wanted: set[str], tmp_path: Path) -> None:
+def test_is_in_place_matches_ops_of_a_real_run(
+    forward: str, shape: str, wanted: set[str], tmp_path: Path
+) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("{forward}", forward).replace("{shape}", shape))
     workload = Workload.load(tmp_path / "model.py")
     step = recorded(workload).at(2)
@@ -125,7 +127,7 @@ def native_peak_bytes(workload: Workload) -> int:
     return cpu_allocator.peak_bytes() - base
 
 
-def test_the_optimizer_may_read_numbers(tmp_path: Path) -> None:
+def test_recording_answers_scalar_reads_of_optimizer(tmp_path: Path) -> None:
     text = MODEL.replace("{forward}", TWICE).replace("{shape}", "64 * size, 64").replace("SGD", "Adafactor")
     (tmp_path / "model.py").write_text(text)
     workload = Workload.load(tmp_path / "model.py")
@@ -137,7 +139,7 @@ def test_the_optimizer_may_read_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"])
-def test_a_reduced_loss_holds_the_memory_of_all_its_elements(loss: str, tmp_path: Path) -> None:
+def test_reduced_loss_holds_memory_of_all_elements(loss: str, tmp_path: Path) -> None:
     text = MODEL.replace("{forward}", "x @ self.first").replace("{shape}", "64 * size, 64")
     text = text.replace(
         "model(batch).square().sum()", f"F.{loss}(model(batch).sigmoid(), torch.ones_like(batch))"

@@ -38,7 +38,7 @@ def loss(model, batch):
 
 
 def assert_same(one: Step | None, other: Step | None) -> None:
-    """Every column is equal; autograd's numbers up to where they begin."""
+    """Check that all columns are equal; autograd's node numbers up to an offset."""
     if one is None or other is None:
         assert one is other
         return
@@ -55,31 +55,35 @@ def traced(session: Session, sizes: Sequence[int]) -> list[Trace]:
     return [session.traced(size) for size in sizes]
 
 
-def session_of(path: Any, make: Make | None = None, *, fold: bool) -> Session:
+def session_of(path: Any, make: Make | None = None, *, dedup: bool) -> Session:
     workload = Workload.load(path)
     if make is not None:
         object.__setattr__(workload, "make_optimizer", make)
     session = replace(start_session(workload, "fake"), target="cuda")
     return (
-        replace(session, fold=OptimizerDedup(session.model, session.optimizer, session.blocks))
-        if fold
+        replace(session, optimizer_dedup=OptimizerDedup(session.model, session.optimizer, session.blocks))
+        if dedup
         else session
     )
 
 
-def assert_folds_alike(path: Any, make: Make | None = None, sizes: Sequence[int] = (2, 4)) -> str:
-    """Both recordings are equal; returns why the folded one was whole after all."""
-    folded = session_of(path, make, fold=True)
+def assert_dedup_matches_full_recording(
+    path: Any, make: Make | None = None, sizes: Sequence[int] = (2, 4)
+) -> str:
+    """Check that both recordings are equal; return why deduplication was disabled, or an empty string."""
+    deduplicated = session_of(path, make, dedup=True)
     for mine, theirs in zip(
-        traced(folded, sizes), traced(session_of(path, make, fold=False), sizes), strict=True
+        traced(deduplicated, sizes), traced(session_of(path, make, dedup=False), sizes), strict=True
     ):
         assert_same(mine.step, theirs.step)
         assert_same(mine.hints.foreach, theirs.hints.foreach)
         assert mine.hints.signatures == theirs.hints.signatures
         assert mine.hints.step_counters == theirs.hints.step_counters
-    assert folded.fold is not None
-    assert (folded.fold.n_recorded == 0) == bool(folded.fold.whole)
-    return folded.fold.whole
+    assert deduplicated.optimizer_dedup is not None
+    assert (deduplicated.optimizer_dedup.n_recorded == 0) == bool(
+        deduplicated.optimizer_dedup.disabled_reason
+    )
+    return deduplicated.optimizer_dedup.disabled_reason
 
 
 @pytest.mark.parametrize(
@@ -90,8 +94,8 @@ def assert_folds_alike(path: Any, make: Make | None = None, sizes: Sequence[int]
         if name not in ("moe", "tobf16")
     ],
 )
-def test_the_zoo_is_recorded_as_without_folding(model: str) -> None:
-    assert assert_folds_alike(ZOO[model], sizes=[2]) == ""
+def test_optimizer_dedup_equals_full_recording_of_zoo(model: str) -> None:
+    assert assert_dedup_matches_full_recording(ZOO[model], sizes=[2]) == ""
 
 
 @pytest.fixture
@@ -118,8 +122,8 @@ def tiny(tmp_path: Any) -> Any:
         torch.optim.NAdam,
     ],
 )
-def test_torchs_optimizers_are_recorded_as_without_folding(tiny: Any, make: Make) -> None:
-    assert assert_folds_alike(tiny, make) == ""
+def test_optimizer_dedup_equals_full_recording_of_torch_optimizers(tiny: Any, make: Make) -> None:
+    assert assert_dedup_matches_full_recording(tiny, make) == ""
 
 
 class Own(torch.optim.SGD):
@@ -132,17 +136,17 @@ class Own(torch.optim.SGD):
     [
         (torch.optim.RAdam, "RAdam is not among"),
         (Own, "Own is not among"),
-        (torch.optim.ASGD, "touches what is not its own"),
-        (torch.optim.Rprop, "touches what is not its own"),
+        (torch.optim.ASGD, "uses storages that do not belong to it"),
+        (torch.optim.Rprop, "uses storages that do not belong to it"),
         (lambda params: torch.optim.Adam(params, foreach=True), "many parameters at once"),
-        (lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1)), "a setting that is a tensor"),
+        (lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1)), "one of its settings is a tensor"),
     ],
 )
-def test_what_cannot_be_folded_is_recorded_whole_and_says_why(tiny: Any, make: Make, reason: str) -> None:
-    assert reason in assert_folds_alike(tiny, make)
+def test_optimizer_dedup_is_disabled_with_reason(tiny: Any, make: Make, reason: str) -> None:
+    assert reason in assert_dedup_matches_full_recording(tiny, make)
 
 
-def test_a_step_is_whole_where_something_else_runs_with_it(tiny: Any) -> None:
+def test_optimizer_dedup_is_disabled_by_step_hooks(tiny: Any) -> None:
     seen: list[int] = []
 
     def hooked(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -150,11 +154,11 @@ def test_a_step_is_whole_where_something_else_runs_with_it(tiny: Any) -> None:
         optimizer.register_step_post_hook(lambda *_: seen.append(len(optimizer.param_groups[0]["params"])))
         return optimizer
 
-    assert assert_folds_alike(tiny, hooked) == "other code runs with it"
+    assert assert_dedup_matches_full_recording(tiny, hooked) == "hooks or a replaced step() run with it"
     assert set(seen) == {18}  # two weights and a bias in each of five layers, and three biases more
 
 
-def test_parameters_that_read_each_other_are_recorded_whole(
+def test_optimizer_dedup_is_disabled_if_updates_read_other_parameters(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = torch.optim.SGD.step
@@ -167,6 +171,6 @@ def test_parameters_that_read_each_other_are_recorded_whole(
         return plain(self, closure)
 
     monkeypatch.setattr(torch.optim.SGD, "step", step)
-    assert "parameters do not take their steps one after the other" in assert_folds_alike(
+    assert "parameters are not updated one after the other" in assert_dedup_matches_full_recording(
         tiny, torch.optim.SGD
     )

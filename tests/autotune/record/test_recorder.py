@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_lowest_rung_that_does_and_why_the_others_did_not(model: str) -> None:
+def test_record_uses_lowest_working_rung_and_notes_reasons(model: str) -> None:
     recording = recording_of(ZOO[model])
     assert recording.rung == RUNGS.get(model, "fake")
     failed = [note for note in recording.notes if note.startswith("rung ")]
@@ -57,7 +57,7 @@ def test_lowest_rung_that_does_and_why_the_others_did_not(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_blocks_and_their_ops(model: str) -> None:
+def test_record_assigns_ops_to_blocks(model: str) -> None:
     step = recording_of(ZOO[model]).step
     assert len(step.blocks) == N_BLOCKS[model]
     assert set(step.ops.block[step.ops.phase == 1]) >= set(range(len(step.blocks)))
@@ -66,7 +66,7 @@ def test_blocks_and_their_ops(model: str) -> None:
 # moe: routing follows the data; lstm: oneDNN rounds the reserve of its kernel up in steps.
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("model", [name for name in ZOO if name not in ("moe", "lstm")])
-def test_sizes_at_a_third_micro_batch_lie_on_the_line(model: str) -> None:
+def test_affine_sizes_hold_at_third_micro_batch(model: str) -> None:
     recording = recording_of(ZOO[model])
     session = start_session(Workload.load(ZOO[model]), recording.rung)
     session.warm_up(6)
@@ -78,7 +78,7 @@ def test_sizes_at_a_third_micro_batch_lie_on_the_line(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["moe", "lstm"])
-def test_sizes_off_the_line_are_recorded_at_the_size_that_is_used(model: str) -> None:
+def test_record_records_used_sizes_that_are_not_affine(model: str) -> None:
     recording = recording_of(ZOO[model])
     session = start_session(Workload.load(ZOO[model]), recording.rung)
     session.warm_up(6)
@@ -90,12 +90,12 @@ def test_sizes_off_the_line_are_recorded_at_the_size_that_is_used(model: str) ->
     assert check(checked, session, 6) is checked
 
 
-def test_what_depends_on_the_data_is_said() -> None:
+def test_record_notes_data_dependent_sizes() -> None:
     assert any("depend on the data" in note for note in recording_of(ZOO["moe"]).notes)
     assert any("masks like those recorded with" in note for note in recording_of(ZOO["hf_llama"]).notes)
 
 
-def test_a_recording_is_the_same_each_time_and_leaves_the_random_state_alone() -> None:
+def test_record_is_deterministic_and_preserves_generator_state() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one = record(Workload.load(ZOO["moe"]))
@@ -105,12 +105,12 @@ def test_a_recording_is_the_same_each_time_and_leaves_the_random_state_alone() -
     assert np.array_equal(one.step.storages.bytes, other.step.storages.bytes)
 
 
-def test_without_a_table_the_notes_say_that_workspaces_are_missing() -> None:
+def test_record_notes_missing_workspaces_without_table() -> None:
     assert any("workspaces were not measured" in note for note in recording_of(ZOO["gpt"]).notes)
     assert not (recording_of(ZOO["gpt"]).step.storages.kind == Kind.WORKSPACE).any()
 
 
-def test_the_rung_is_told_with_the_op_and_the_line_that_ruled_out_the_others() -> None:
+def test_record_notes_op_and_line_that_ruled_out_lower_rungs() -> None:
     *failed, used = recording_of(ZOO["moe"]).notes[:4]
     for note in failed:
         assert "aten.nonzero.default (moe.py, line " in note
@@ -134,7 +134,7 @@ def loss(model, batch):
 """
 
 
-def test_views_of_deep_copied_weights_are_no_memory_of_their_own(tmp_path: Path) -> None:
+def test_views_of_deep_copied_weights_share_storage(tmp_path: Path) -> None:
     path = tmp_path / "copies.py"
     path.write_text(DEEP_COPIES)
     step = record(Workload.load(path)).step
@@ -162,7 +162,7 @@ def loss(model, batch):
 """
 
 
-def test_sizes_in_between_are_recorded_only_if_the_largest_is_off_the_line(tmp_path: Path) -> None:
+def test_record_records_between_sizes_only_if_largest_is_not_affine(tmp_path: Path) -> None:
     path = tmp_path / "contrastive.py"
     path.write_text(CONTRASTIVE)
     recording = record(Workload.load(path), sizes={16}, between={8})
@@ -173,7 +173,7 @@ def test_sizes_in_between_are_recorded_only_if_the_largest_is_off_the_line(tmp_p
     assert set(record(Workload.load(ZOO["gpt"]), sizes={16}, between={8}).exact) == {16}
 
 
-def test_what_no_rung_can_run_is_the_users_error_and_torch_logs_no_traceback() -> None:
+def test_record_raises_users_error_if_no_rung_works() -> None:
     logged = logging.getLogger("torch._subclasses.fake_tensor")
     records: list[logging.LogRecord] = []
     logged.addFilter(lambda each: bool(records.append(each)))
@@ -186,7 +186,7 @@ def test_what_no_rung_can_run_is_the_users_error_and_torch_logs_no_traceback() -
     assert not logged.disabled
 
 
-def test_a_batch_that_ignores_its_size_is_said() -> None:
+def test_record_reports_batch_that_ignores_its_size() -> None:
     with pytest.raises(WorkloadError, match="ignores its size"):
         record(Workload.load(BAD["batch_ignores_size"]))
 
@@ -210,7 +210,7 @@ class Real:
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_tensor_bytes_are_those_of_a_real_run(model: str) -> None:
+def test_recorded_tensor_bytes_equal_real_run(model: str) -> None:
     real, ledger = Real(ZOO[model]), ModeLedger()
     ledger.watch(real.model, real.optimizer)
     with ledger:
@@ -236,7 +236,7 @@ def with_workspaces(path: Path, table: WorkspaceTable) -> Recording:
 
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("model", ZOO)
-def test_with_workspaces_the_native_peak_is_explained(model: str, table: WorkspaceTable) -> None:
+def test_recorded_peak_with_workspaces_equals_ledger(model: str, table: WorkspaceTable) -> None:
     recording = with_workspaces(ZOO[model], table)
     step = recording.at(2)
     cpu_allocator.install()
@@ -257,7 +257,7 @@ def test_with_workspaces_the_native_peak_is_explained(model: str, table: Workspa
     )
 
 
-def test_convolutions_have_workspaces_and_a_recompute_has_them_again(table: WorkspaceTable) -> None:
+def test_convolution_workspaces_occur_again_in_recompute(table: WorkspaceTable) -> None:
     from memtune.activations.recompute.recompute_pass import recompute_blocks
 
     step = with_workspaces(ZOO["cnn_bn"], table).at(2)
@@ -270,7 +270,7 @@ def test_convolutions_have_workspaces_and_a_recompute_has_them_again(table: Work
     assert (again.storages.kind == Kind.WORKSPACE).sum() > len(scratch)
 
 
-def test_a_table_that_knows_all_ops_is_not_measured_again(
+def test_complete_workspace_table_is_not_measured_again(
     table: WorkspaceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_workspaces(ZOO["tied"], table)
@@ -300,7 +300,7 @@ def optimizer(params): return torch.optim.SGD(params, lr=1e-3)
 """
 
 
-def test_a_step_with_other_ops_at_each_size_is_recorded_at_the_sizes_that_will_be_used(
+def test_record_records_used_sizes_if_ops_differ_by_size(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "model.py").write_text(PER_ROW.format(sparse=False))
@@ -312,7 +312,7 @@ def test_a_step_with_other_ops_at_each_size_is_recorded_at_the_sizes_that_will_b
     assert peaks[0] < peaks[1] < peaks[2]
 
 
-def test_sparse_gradients_are_refused_with_what_to_change(tmp_path: Path) -> None:
+def test_record_refuses_sparse_gradients_with_fix(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(PER_ROW.format(sparse=True))
     with pytest.raises(WorkloadError, match="sparse=False"):
         record(Workload.load(tmp_path / "model.py"))
@@ -338,7 +338,7 @@ def loss(model, x): return refuses(model(x)).sum()
 """
 
 
-def test_an_op_that_says_no_to_fake_tensors_is_named(tmp_path: Path) -> None:
+def test_record_names_op_that_fails_on_fake_tensors(tmp_path: Path) -> None:
     path = tmp_path / "refuses.py"
     path.write_text(REFUSES)
     recording = record(Workload.load(path))
@@ -368,7 +368,7 @@ def loss(model, batch):
 """
 
 
-def test_a_mask_that_hides_nothing_is_dropped_as_in_training(tmp_path: Path) -> None:
+def test_record_drops_empty_attention_mask_as_in_training(tmp_path: Path) -> None:
     """transformers looks at the mask; it is known while the batch is fake, and that it was looked at
     is seen.
     """

@@ -17,11 +17,11 @@ def found(uses: list[tuple[int, int]], n_storages: int = 10) -> list[int]:
     return owners(n_storages, PARAMETERS, [-1] * n_storages, OPTIMIZER, rows).tolist()
 
 
-def test_an_op_of_one_parameter_owns_what_it_touches() -> None:
+def test_owners_assigns_operands_of_single_parameter_op() -> None:
     assert found([(0, 0), (0, 2), (0, 4), (1, 1), (1, 5)])[:7] == [0, 1, 0, 1, 0, 1, -1]
 
 
-def test_a_fused_op_has_lists_in_one_order() -> None:
+def test_owners_assigns_list_operands_by_position() -> None:
     """Weights, gradients, two moments, counters that an op before has counted up, and a rate that is
     no list.
     """
@@ -42,7 +42,7 @@ def test_a_fused_op_has_lists_in_one_order() -> None:
     ]
 
 
-def test_what_are_no_lists_of_one_length_is_nobody_s() -> None:
+def test_owners_leaves_lists_of_unequal_length_unowned() -> None:
     assert found([(1, each) for each in [0, 1, 3, 2, 4, 5]]) == [0, 1, 0, 1, *[-1] * 6]
     assert found([(1, each) for each in [0, 4, 1, 5]]) == [0, 1, 0, 1, *[-1] * 6]
 
@@ -65,7 +65,7 @@ class Counted(int):
         return int.__ne__(self, other)
 
 
-def test_long_lists_are_work_in_proportion_to_their_length() -> None:
+def test_owners_takes_linear_time_in_list_length() -> None:
     """Each index is looked up a few times; where it is looked for among all before it, 4,000 times on
     average.
     """

@@ -41,7 +41,7 @@ def names(step: Step, phase: Phase) -> list[str]:
     return [step.names[name] for name in step.ops.name[step.ops.phase == phase]]
 
 
-def test_two_layers_by_hand() -> None:
+def test_tracer_rows_of_two_layers_equal_hand_calculation() -> None:
     step = trace(two_layers, lambda model, x: model(x).sum(), ["0", "2"])
     assert names(step, Phase.FORWARD)[:4] == [
         "aten.addmm.default",
@@ -54,7 +54,7 @@ def test_two_layers_by_hand() -> None:
     assert step.storages.bytes[tanh] == 4 * 16 * 4
     assert (
         step.freed_after[int(np.flatnonzero(step.storages.producer == 0)[0])] == 1
-    )  # nobody needs what tanh was given
+    )  # no op needs tanh's input
     rows = np.flatnonzero(step.saves.storage == tanh)
     assert step.saves.is_output[rows].tolist() == [
         1,
@@ -74,13 +74,13 @@ def test_two_layers_by_hand() -> None:
     assert names(step, Phase.OPTIMIZER)
 
 
-def test_fake_and_real_recordings_are_one() -> None:
+def test_tracer_rows_are_equal_on_fake_and_real_tensors() -> None:
     steps = [trace(two_layers, lambda model, x: model(x).sum(), [], fake=fake) for fake in (True, False)]
     assert names(steps[0], Phase.FORWARD) == names(steps[1], Phase.FORWARD)
     assert np.array_equal(steps[0].live_bytes(), steps[1].live_bytes())
 
 
-def test_a_python_reference_holds_and_dropping_it_frees() -> None:
+def test_tracer_records_lifetime_of_python_references() -> None:
     kept: list[Tensor] = []
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -108,21 +108,21 @@ class Writes(nn.Module):
         return y.relu_()
 
 
-def test_backward_of_writes_through_views_belongs_to_the_block_that_wrote() -> None:
+def test_tracer_assigns_backward_of_view_writes_to_writing_block() -> None:
     step = trace(lambda: nn.Sequential(Writes()), lambda model, x: model(x).sum(), ["0"])
     backward = step.ops.phase == Phase.BACKWARD
     inside = {step.names[i] for i in step.ops.name[backward & (step.ops.block == 0)]}
     assert {"aten.threshold_backward.default", "aten.copy_.default", "aten.mm.default"} <= inside
 
 
-def test_an_output_that_is_written_into_a_view_and_saved_counts_as_output() -> None:
+def test_tracer_marks_output_written_into_view_as_output() -> None:
     step = trace(lambda: nn.Sequential(Writes()), lambda model, x: model(x).sum(), ["0"])
     relu = [step.names[i] for i in step.ops.name].index("aten.relu_.default")
     rows = np.flatnonzero(step.saves.packed_before == relu + 1)
     assert 1 in step.saves.is_output[rows]
 
 
-def test_batchnorm_writes_its_statistics_though_its_schema_does_not_say_so() -> None:
+def test_tracer_records_batch_norm_statistics_writes() -> None:
     step = trace(lambda: nn.Sequential(nn.BatchNorm1d(8)), lambda model, x: model(x).sum(), [])
     op = [step.names[i] for i in step.ops.name].index("aten.native_batch_norm.default")
     written = step.uses.storage[(step.uses.op == op) & (step.uses.mode == 1)]
@@ -130,12 +130,12 @@ def test_batchnorm_writes_its_statistics_though_its_schema_does_not_say_so() -> 
     assert len(written) == 2
 
 
-def test_views_and_what_nobody_makes_are_not_ops() -> None:
+def test_tracer_omits_views_and_storages_without_producer() -> None:
     step = trace(two_layers, lambda model, x: model(x.view(2, 2, 8).flatten(0, 1).t().t()).sum(), [])
     assert not any(name.startswith(("aten.view", "aten.t.", "aten._unsafe_view")) for name in step.names)
 
 
-def test_the_trace_changes_no_result() -> None:
+def test_tracer_does_not_change_results() -> None:
     def gradients(watched: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = two_layers()

@@ -51,14 +51,14 @@ def dry(model: str, settings: dict[str, Any], ranks: int = 1, **execution: int) 
 
 
 @pytest.mark.parametrize("model", ["gpt", "cnn_bn", "tobf16"])
-def test_what_the_passes_predict_is_what_the_runtime_does(model: str) -> None:
+def test_dry_run_peak_equals_pass_prediction(model: str) -> None:
     step = dry(model, EVERYTHING)
     assert isinstance(step, Step)
     assert compare(candidate(model, EVERYTHING, 1)[0].program.step, step) == ""
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_ranks_that_are_not_there(ranks: int) -> None:
+def test_dry_run_uses_fake_ranks(ranks: int) -> None:
     step = dry("gpt", FSDP | EVERYTHING, ranks)
     assert isinstance(step, Step)
     assert step.peak_bytes() == candidate("gpt", FSDP | EVERYTHING, ranks)[0].program.step.peak_bytes()
@@ -66,7 +66,7 @@ def test_ranks_that_are_not_there(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])
-def test_divided_states_with_sums_over_micro_batches(kind: str) -> None:
+def test_dry_run_of_sharded_states_with_accumulation(kind: str) -> None:
     settings = EVERYTHING | {"sharding": {"states": {"kind": kind}}}
     step = dry("gpt", settings, 4, accumulate=2)
     assert isinstance(step, Step)
@@ -77,7 +77,7 @@ def test_divided_states_with_sums_over_micro_batches(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", [{"kind": "zero_offload", "bucket_mib": 0.02}, {"kind": "optimizer_cpu", "trigger": "per_layer"}]
 )
-def test_gradients_that_leave_as_they_land_are_summed_on_the_host(kind: dict[str, Any]) -> None:
+def test_dry_run_sums_offloaded_gradients_on_host(kind: dict[str, Any]) -> None:
     settings = {"offload": {"states": {"update": "native", **kind}}}
     step = dry("tied", settings, accumulate=2)
     assert isinstance(step, Step)
@@ -93,14 +93,14 @@ def test_gradients_that_leave_as_they_land_are_summed_on_the_host(kind: dict[str
     )  # the other micro-batch's
 
 
-def test_copies_of_a_sharded_model_have_meshes_of_their_own() -> None:
+def test_dry_runs_of_sharded_model_use_separate_meshes() -> None:
     settings = {"sharding": {"states": {"kind": "fsdp", "degree": 2}}}
     step = dry("gpt", settings, 4)
     assert isinstance(step, Step)
     assert step.peak_bytes() == candidate("gpt", settings, 4)[0].program.step.peak_bytes()
 
 
-def test_many_micro_batches_are_two() -> None:
+def test_dry_run_traces_at_most_two_micro_batches() -> None:
     two, eight = (dry("gpt", {}, accumulate=count) for count in (2, 8))
     assert isinstance(two, Step)
     assert isinstance(eight, Step)
@@ -112,7 +112,7 @@ def test_many_micro_batches_are_two() -> None:
 @pytest.mark.skipif(
     cpu_allocator.available() is not None, reason="no native ledger to measure workspaces with"
 )
-def test_workspaces_are_those_of_the_kernels_that_run() -> None:
+def test_dry_run_uses_workspaces_of_its_kernels() -> None:
     """A recomputed block keeps its tensors, not the scratch of their kernels."""
     table = WorkspaceTable.cached(threads=1)
     recording = record(workload("gpt"), workspace=table, sizes=(4,))
@@ -125,13 +125,13 @@ def test_workspaces_are_those_of_the_kernels_that_run() -> None:
     assert step.peak_bytes() == found.program.step.peak_bytes()
 
 
-def test_what_fake_tensors_cannot_show_is_refused_with_the_reason() -> None:
+def test_dry_run_refuses_techniques_without_fake_form() -> None:
     assert "real tensors only" in str(dry("moe", {}))
     assert "DistributedDataParallel" in str(dry("gpt", {"sharding": {"states": {"kind": "ddp"}}}, 2))
     assert not dist.is_initialized()
 
 
-def test_what_the_runtime_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_returns_runtime_error_as_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no such kernel\nand a long tale")
 
@@ -146,7 +146,7 @@ def shown(report: Any) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def test_a_plan_dry_runs_its_first_rows() -> None:
+def test_plan_exact_dry_runs_first_rows() -> None:
     report = plan(
         PlanOptions(workload=str(ZOO["tied"]), gpu_type="h100-80g", exact=True, axes=("recompute",))
     )
@@ -158,7 +158,7 @@ def test_a_plan_dry_runs_its_first_rows() -> None:
     assert "(+0 B)" in shown(report)
 
 
-def test_a_plan_says_why_there_is_no_dry_run_and_keeps_what_is_predicted() -> None:
+def test_plan_exact_keeps_prediction_and_gives_reason_without_dry_run() -> None:
     report = plan(PlanOptions(workload=str(ZOO["moe"]), gpu_type="h100-80g", exact=True, axes=("recompute",)))
     first = report.front[0]
     assert (first.exact_peak_bytes, first.exact_reason) == (None, "the model runs on real tensors only")

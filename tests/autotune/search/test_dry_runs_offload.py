@@ -15,7 +15,7 @@ from memtune.testing.drift_check import recording_of
 from memtune.workload.workload import Workload
 
 
-def test_blocks_that_come_and_go_under_fsdp_have_a_dry_run() -> None:
+def test_dry_run_of_block_offload_under_fsdp() -> None:
     target = Target(hardware.detect("cpu"), ranks=2)
     settings = {"sharding": {"states": {"kind": "fsdp"}}, "offload": {"states": {"kind": "l2l"}}}
     found = Rewriter(recording_of(ZOO["gpt"]), target).candidate(

@@ -30,7 +30,7 @@ def finished(number: int, **fields) -> TrialFinished:
     )
 
 
-def test_what_is_written_is_read_back_with_the_time_set(tmp_path):
+def test_event_log_round_trip_sets_time(tmp_path):
     path = tmp_path / "deep" / "events.jsonl"
     with EventLog(path) as log:
         written = [log.write(Note(text="a\nb")), log.write(finished(3, losses=[1.5], step_s=0.25))]
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_back_with_the_time_set(tmp_path):
     assert rest[1].elapsed_s >= rest[0].elapsed_s
 
 
-def test_what_was_done_before_the_log_counts_too(tmp_path):
+def test_event_log_elapsed_time_includes_time_before_log(tmp_path):
     with EventLog(tmp_path / "log", time.monotonic() - 100) as log:
         log.write(Note(text="first"))
     with EventLog(
@@ -56,7 +56,7 @@ def test_what_was_done_before_the_log_counts_too(tmp_path):
     assert list(read_events(tmp_path / "log"))[1].elapsed_s >= 100
 
 
-def test_a_diverged_loss_survives_and_the_file_stays_strict_json(tmp_path):
+def test_event_log_keeps_nan_loss_in_strict_json(tmp_path):
     with EventLog(tmp_path / "log") as log:
         log.write(finished(0, losses=[1.0, math.nan, math.inf]))
     for line in (tmp_path / "log").read_text().splitlines():
@@ -67,7 +67,7 @@ def test_a_diverged_loss_survives_and_the_file_stays_strict_json(tmp_path):
     assert losses[2] == math.inf
 
 
-def test_torn_at_every_byte_of_the_last_record_loses_that_record_alone(tmp_path):
+def test_event_log_truncated_in_last_record_loses_only_that_record(tmp_path):
     whole = tmp_path / "whole"
     with EventLog(whole) as log:
         log.write(Note(text="kept"))
@@ -84,27 +84,27 @@ def test_torn_at_every_byte_of_the_last_record_loses_that_record_alone(tmp_path)
         assert torn.read_bytes().endswith(b"\n")  # nothing of the torn record is left behind the new ones
 
 
-def test_a_log_torn_inside_its_first_line_is_begun_again(tmp_path):
+def test_event_log_truncated_in_first_line_is_restarted(tmp_path):
     for cut in range(len(b'{"event":"log_opened","t":1795235119.7')):
         (tmp_path / "log").write_bytes(b'{"event":"log_opened","t":1795235119.7'[:cut])
         EventLog(tmp_path / "log").close()
         assert [e.event for e in read_events(tmp_path / "log")] == ["log_opened"]
 
 
-def test_another_file_is_refused_and_left_as_it_is(tmp_path):
+def test_event_log_refuses_other_file_unchanged(tmp_path):
     (tmp_path / "model.py").write_text("def model():")
     with pytest.raises(EnvironmentFault, match="not an event log"):
         EventLog(tmp_path / "model.py")
     assert (tmp_path / "model.py").read_text() == "def model():"
 
 
-def test_an_unwritable_place_is_said_with_the_reason(tmp_path):
+def test_event_log_reports_unwritable_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be written"):
         EventLog(tmp_path / "file" / "log")
 
 
-def test_half_a_line_on_a_full_disk_does_not_fuse_with_the_next(tmp_path, monkeypatch):
+def test_event_log_separates_partial_line_after_full_disk(tmp_path, monkeypatch):
     log, write = EventLog(tmp_path / "log"), os.write
 
     def full(file, data):
@@ -123,7 +123,7 @@ def test_half_a_line_on_a_full_disk_does_not_fuse_with_the_next(tmp_path, monkey
     assert [e.event for e in read_events(tmp_path / "log")] == ["log_opened", "note"]
 
 
-def test_elapsed_time_goes_on_when_a_log_is_continued(tmp_path, monkeypatch):
+def test_event_log_continues_elapsed_time(tmp_path, monkeypatch):
     clock = itertools.count(0.0, 10.0)
     monkeypatch.setattr(events.time, "monotonic", lambda: next(clock))
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_elapsed_time_goes_on_when_a_log_is_continued(tmp_path, monkeypatch):
     assert elapsed == [10.0, 20.0, 30.0, 40.0]
 
 
-def test_kinds_and_fields_of_a_newer_version_are_kept_or_dropped_but_never_refused():
+def test_event_log_reader_tolerates_newer_kinds_and_fields():
     unknown = parse_event(b'{"event":"power_sampled","watts":300}')
     assert unknown == Unknown(event="power_sampled", raw='{"event":"power_sampled","watts":300}')
     assert parse_event(b'{"event":"note","text":"a","colour":"red"}') == Note(text="a")
@@ -144,11 +144,11 @@ def test_kinds_and_fields_of_a_newer_version_are_kept_or_dropped_but_never_refus
 
 
 @given(st.binary(max_size=60))
-def test_no_line_breaks_the_reader(line):
+def test_event_log_reader_survives_any_line(line):
     assert parse_event(line).event
 
 
-def test_a_tail_sees_each_line_once_and_only_when_whole(tmp_path):
+def test_tail_yields_each_complete_line_once(tmp_path):
     tail = LogTail(tmp_path / "log")
     assert tail.poll() == []
     with EventLog(tmp_path / "log") as log:
@@ -163,7 +163,7 @@ def test_a_tail_sees_each_line_once_and_only_when_whole(tmp_path):
     assert tail.poll() == []
 
 
-def test_following_ends_with_the_search(tmp_path):
+def test_follow_ends_with_search(tmp_path):
     with EventLog(tmp_path / "log") as log:
         reader = read_events(tmp_path / "log", follow=True, poll_s=0.001)
         assert next(reader).event == "log_opened"

@@ -123,7 +123,7 @@ def measured(path: str, settings: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("model", ["cnn_bn", "gpt", "lstm", "tied"])
-def test_moments_are_those_of_a_real_run(model: str, kind: str) -> None:
+def test_lifecycle_peaks_equal_real_run(model: str, kind: str) -> None:
     wanted, found = predicted(ZOO[model], SETTINGS[kind]), measured(str(ZOO[model]), SETTINGS[kind])
     for name in ("first_step", "steady_step", "checkpoint"):
         assert wanted[name].peak_bytes == found[name], name
@@ -132,7 +132,7 @@ def test_moments_are_those_of_a_real_run(model: str, kind: str) -> None:
 
 @native
 @pytest.mark.parametrize("kind", ["plain", "optimizer_cpu"])
-def test_a_resumed_run_starts_with_its_state(kind: str) -> None:
+def test_lifecycle_peak_of_resume_includes_state(kind: str) -> None:
     before = Run(str(ZOO["gpt"]), {})
     before.peak(before.step)
     with tier(HOST):  # as a file would be read
@@ -154,7 +154,7 @@ def on_ranks(path: str, cases: list[dict[str, Any]]) -> list[dict[str, int]]:
 
 @native
 @pytest.mark.slow
-def test_moments_of_a_sharded_model_are_those_of_real_ranks() -> None:
+def test_lifecycle_peaks_of_sharded_model_equal_real_ranks() -> None:
     cases = [FSDP, FSDP | {"recompute": {"kind": "full"}, "offload": {"states": {"kind": "optimizer_cpu"}}}]
     cases += [ZERO1, ZERO1 | {"offload": {"states": {"kind": "optimizer_cpu"}}}]
     for rank in run_ranks(on_ranks, 2, str(ZOO["gpt"]), cases):
@@ -171,7 +171,7 @@ def test_moments_of_a_sharded_model_are_those_of_real_ranks() -> None:
                 )  # whole on every rank
 
 
-def test_a_batch_that_varies_has_a_largest_one(tmp_path: Path) -> None:
+def test_lifecycle_peaks_have_largest_batch_if_sizes_vary(tmp_path: Path) -> None:
     source = ZOO["tied"].read_text()
     head, tail = source.split("def batch(size: int)")
     body = tail.replace("    tokens =", "    SEQ = int(torch.randint(2, 40, ()))\n    tokens =", 1)
@@ -192,13 +192,13 @@ def test_a_batch_that_varies_has_a_largest_one(tmp_path: Path) -> None:
     assert 0.9 * program.step.peak_bytes() <= largest.peak_bytes <= program.step.peak_bytes()
 
 
-def test_a_batch_of_one_size_has_no_largest_one() -> None:
+def test_lifecycle_peaks_have_no_largest_batch_if_sizes_are_equal() -> None:
     workload, target = Workload.load(ZOO["tied"]), Target(hardware.detect("cpu"))
     choice = Choice.from_document({"execution": {"micro_batch": 2}})
     assert largest_batch(workload, recording_of(ZOO["tied"]), target, choice) is None
 
 
-def test_a_certificate_lists_all_moments_and_says_what_exceeds_the_budget() -> None:
+def test_certificate_lists_lifecycle_peaks_over_budget() -> None:
     setup = prepare(
         PlanOptions(workload=str(ZOO["gpt"]), device="cpu", ranks=2, budget_bytes=4 * 2**20), for_trials=False
     )

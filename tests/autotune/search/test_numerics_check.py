@@ -21,8 +21,8 @@ from memtune.executors.local import LocalExecutor
 from memtune.search_spaces.execution import Execution
 
 
-def told(*values: float, losses: tuple[float, ...] = (1.0, 0.5)) -> TrialResult:
-    """A trial that tells of one gradient for each step."""
+def trial_with_gradients(*values: float, losses: tuple[float, ...] = (1.0, 0.5)) -> TrialResult:
+    """Return a trial that reports one gradient per step."""
 
     def step(value: float) -> dict[str, GradientRecord]:
         model = nn.Linear(4, 1, bias=False)
@@ -34,19 +34,21 @@ def told(*values: float, losses: tuple[float, ...] = (1.0, 0.5)) -> TrialResult:
     )
 
 
-def test_the_worst_step_and_parameter_are_named() -> None:
-    found = between(told(1.0, 2.2), told(1.0, 2.0))
+def test_between_names_worst_step_and_parameter() -> None:
+    found = between(trial_with_gradients(1.0, 2.2), trial_with_gradients(1.0, 2.0))
     assert found.at == "weight, step 2"
     assert found.gradient == pytest.approx(0.1, rel=1e-5)
     assert found.loss == 0.0
-    assert between(told(1.0, losses=(1.0, 0.6)), told(1.0)).loss == pytest.approx(0.2)
+    assert between(
+        trial_with_gradients(1.0, losses=(1.0, 0.6)), trial_with_gradients(1.0)
+    ).loss == pytest.approx(0.2)
 
 
-def test_steps_that_were_not_told_of_are_no_agreement() -> None:
-    with pytest.raises(ValueError, match="steps were told of"):
-        between(told(1.0), told(1.0, 2.0))
-    with pytest.raises(ValueError, match="steps were told of"):
-        between(told(), told())
+def test_between_refuses_different_numbers_of_steps() -> None:
+    with pytest.raises(ValueError, match="the trials report gradients"):
+        between(trial_with_gradients(1.0), trial_with_gradients(1.0, 2.0))
+    with pytest.raises(ValueError, match="the trials report gradients"):
+        between(trial_with_gradients(), trial_with_gradients())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_steps_that_were_not_told_of_are_no_agreement() -> None:
         (1e-3, 2e-3, 2e-4, True, 8e-3),
     ],
 )
-def test_the_reference_sets_the_least_tolerance(
+def test_verdict_tolerance_is_at_least_reference_noise(
     winner: float, itself: float, allowed: float, agrees: bool, tolerance: float
 ) -> None:
     said = verdict(Difference(winner), Difference(itself), allowed)
@@ -76,20 +78,20 @@ def test_the_reference_sets_the_least_tolerance(
 
 
 @pytest.mark.parametrize("itself", [0.25, float("inf")])
-def test_a_reference_that_is_all_noise_judges_nothing(itself: float) -> None:
+def test_verdict_is_none_if_reference_is_noise(itself: float) -> None:
     said = verdict(Difference(0.3), Difference(itself), 2e-4)
     assert said["agrees"] is None
     assert said["tolerance"] == "none: the reference differs too much from itself"
 
 
-def test_lossy_techniques_are_shown_but_not_judged() -> None:
+def test_verdict_of_lossy_techniques_is_none() -> None:
     said = verdict(Difference(0.1), Difference(), None)
     assert said["agrees"] is None
     assert said["difference"] == 0.1
 
 
 @pytest.mark.slow
-def test_real_trials_tell_of_their_gradients() -> None:
+def test_numerics_check_compares_gradients_of_real_trials() -> None:
     """A GPT with dropout, whole and in halves: equal but for the order of sums, once nothing is dropped."""
 
     def trial(number: int, execution: dict[str, int], *, dropout: bool) -> Trial:
@@ -127,7 +129,7 @@ def test_real_trials_tell_of_their_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_references_that_fit_no_budget_run_without_one() -> None:
+def test_numerics_reference_over_budget_runs_without_budget() -> None:
     """The plain GPT needs 8.1 MiB, in single samples with full recompute 3.4."""
 
     def references(budget_bytes: int, memory_bytes: int = 2**33) -> list[tuple[str, bool]]:

@@ -38,7 +38,7 @@ def ranking() -> Iterator[PlanReport]:
         yield plan(asked(budget_bytes=BUDGET, top=10))
 
 
-def test_the_ranking_needs_no_gpu_and_puts_the_fastest_that_fit_first(ranking: PlanReport):
+def test_plan_ranks_fastest_fitting_first_without_gpu(ranking: PlanReport):
     fitting = [each for each in ranking.rows if each.status == "ok"]
     assert fitting
     assert list(ranking.rows[: len(fitting)]) == fitting
@@ -49,19 +49,19 @@ def test_the_ranking_needs_no_gpu_and_puts_the_fastest_that_fit_first(ranking: P
     assert len(ranking.rows) <= 10
 
 
-def test_guards_are_in_it_with_what_they_would_need(ranking: PlanReport):
-    plain, full = ranking.guards
-    assert (plain.guard, plain.status) == ("plain", "oom")
+def test_plan_includes_baselines(ranking: PlanReport):
+    plain, full = ranking.baselines
+    assert (plain.baseline, plain.status) == ("plain", "oom")
     assert "over the budget" in plain.reason
-    assert (full.guard, full.status) == ("full recompute", "ok")
+    assert (full.baseline, full.status) == ("full recompute", "ok")
 
 
-def test_the_document_is_plain_and_versioned(ranking: PlanReport):
+def test_plan_document_is_plain_and_versioned(ranking: PlanReport):
     document = json.loads(json.dumps(ranking.to_dict()))
     assert document["schema"] == 1
     assert {
         "candidates",
-        "guards",
+        "baselines",
         "n_candidates",
         "n_pruned",
         "n_unfit",
@@ -75,7 +75,7 @@ def test_the_document_is_plain_and_versioned(ranking: PlanReport):
     assert document["candidates"][0]["prediction"]["calibrated"] is False
 
 
-def test_the_table_is_readable_and_says_uncalibrated(ranking: PlanReport):
+def test_plan_table_is_marked_uncalibrated(ranking: PlanReport):
     console = Console(width=130, record=True, file=open("/dev/null", "w"))
     console.print(render(ranking))
     text = console.export_text()
@@ -87,7 +87,7 @@ def test_the_table_is_readable_and_says_uncalibrated(ranking: PlanReport):
     assert "pruned" in text
 
 
-def test_one_config_is_one_object_with_the_numbers_at_the_top(tmp_path: Path):
+def test_plan_of_config_is_one_object(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
     document = plan(asked(config=config, gpu_type=None, device="cpu")).to_dict()
@@ -98,7 +98,7 @@ def test_one_config_is_one_object_with_the_numbers_at_the_top(tmp_path: Path):
     assert document["peak_reserved_bytes"] >= document["peak_allocated_bytes"] > 2**20
 
 
-def test_a_micro_batch_given_by_hand_wins_over_the_config(tmp_path: Path):
+def test_plan_micro_batch_option_overrides_config(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
     small = plan(asked(config=config, micro_batch=2)).config
@@ -109,7 +109,7 @@ def test_a_micro_batch_given_by_hand_wins_over_the_config(tmp_path: Path):
     assert (small.peak_allocated_bytes or 0) < (large.peak_allocated_bytes or 0)
 
 
-def test_on_cpu_the_size_asked_for_is_recorded_and_kernel_scratch_counted(tmp_path: Path):
+def test_plan_on_cpu_records_size_with_kernel_scratch(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
     report = plan(asked(config=config, micro_batch=6, gpu_type=None, device="cpu"))
@@ -124,7 +124,7 @@ def test_on_cpu_the_size_asked_for_is_recorded_and_kernel_scratch_counted(tmp_pa
     )
 
 
-def test_a_config_that_cannot_be_used_here_is_unfit_with_the_reason(tmp_path: Path):
+def test_plan_of_unusable_config_is_unfit_with_reason(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text("settings: {sharding: {states: {kind: fsdp}}}")
     found = plan(asked(config=config)).config
@@ -133,13 +133,13 @@ def test_a_config_that_cannot_be_used_here_is_unfit_with_the_reason(tmp_path: Pa
     assert found.reason
 
 
-def test_a_batch_that_may_not_be_cut_is_not_cut_and_it_is_said():
+def test_plan_keeps_micro_batch_if_split_is_lossy():
     found = plan(asked(workload=str(zoo_paths.ZOO["cnn_bn"]), axes=("execution", "recompute")))
     assert {each.accumulate for each in found.rows} == {1}
     assert any("BatchNorm" in note for note in found.notes)
 
 
-def test_what_is_misspelt_is_said(tmp_path: Path):
+def test_plan_names_misspelt_options(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text("settings: {recompte: {kind: full}}")
     with pytest.raises(ConfigError, match="recompte"):
@@ -148,13 +148,13 @@ def test_what_is_misspelt_is_said(tmp_path: Path):
         plan(asked(gpu_type="h100-80x"))
 
 
-def test_a_limit_above_what_the_gpu_has_is_refused():
+def test_plan_refuses_budget_above_device_memory():
     with pytest.raises(UsageError, match=r"200 GiB is over the 79\.1 GiB of h100") as caught:
         plan(asked(budget_bytes=200 * 2**30))
     assert caught.value.fix.startswith("--max-memory 78.")
 
 
-def test_planning_loads_neither_optuna_nor_ray():
+def test_plan_imports_neither_optuna_nor_ray():
     code = (
         "import sys, memtune.autotune.search.plan_report; print([m for m in ('optuna', 'ray', 'textual',"
         " 'rich') if m in sys.modules])"
@@ -163,7 +163,7 @@ def test_planning_loads_neither_optuna_nor_ray():
     assert done.stdout.strip() == "[]"
 
 
-def test_the_plan_and_a_real_trial_agree_on_the_peak(tmp_path: Path):
+def test_plan_peak_equals_real_trial(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
     predicted = plan(asked(config=config, gpu_type=None, device="cpu")).config
@@ -176,13 +176,13 @@ def test_the_plan_and_a_real_trial_agree_on_the_peak(tmp_path: Path):
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.02)
 
 
-def test_a_trial_over_its_budget_is_out_of_memory_not_an_error(tmp_path: Path):
+def test_trial_over_budget_is_oom_result(tmp_path: Path):
     result = run_trial(GPT, {"settings": {}}, budget_bytes=3 * 2**20, micro_batch=8)
     assert result.status == "oom"
     assert "out of memory" in result.reason
 
 
-def test_refusals_that_differ_in_bytes_only_are_one_line() -> None:
+def test_plan_merges_refusals_that_differ_in_bytes() -> None:
     refused = {"needs 1.50 TiB (fix)": 2, "other": 3, "needs 900 GiB (fix)": 4, "needs 20 of 3 (fix)": 5}
     assert merged(refused) == {
         "needs 900 GiB (fix) · the least of 2 such": 6,

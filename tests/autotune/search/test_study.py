@@ -27,16 +27,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "prepare", prepared)
 
 
-def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded():
+def test_search_measures_audits_confirms_and_writes_config():
     outcome = run(asked())
     assert outcome.status == "done"
     assert outcome.exit_code == 0
     roles = [each["role"] for each in outcome.trials]
-    assert roles.count("guard") == 2
+    assert roles.count("baseline") == 2
     assert roles.count("audit") == 1
     assert roles.count("confirm") == 1
     assert roles[-1] == "confirm"
-    assert sum(role in ("guard", "search", "audit") for role in roles) == 8
+    assert sum(role in ("baseline", "search", "audit") for role in roles) == 8
     written = load_config("tuned.yaml")
     assert written.document() == outcome.config
     assert outcome.tuned is not None
@@ -47,31 +47,31 @@ def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded(
     assert certificate["confirmed_peak_bytes"] <= BUDGET
     assert set(certificate["moments"]) == {"first_step", "steady_step", "resume", "evaluation", "checkpoint"}
     assert certificate["moments"]["steady_step"]["peak_bytes"] == written.predicted["peak_bytes"]
-    assert written.predicted["ablation"]["whole"]["peak_bytes"] == written.predicted["peak_bytes"]
+    assert written.predicted["ablation"]["all_settings"]["peak_bytes"] == written.predicted["peak_bytes"]
     assert SearchOutcome.from_dict(outcome.to_dict()) == outcome
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(6))
-def test_what_ships_fits_and_is_never_worse_than_a_guard(seed: int):
+def test_search_winner_fits_and_is_no_worse_than_baselines(seed: int):
     options = asked(seed=seed, budget_bytes=[5, 6, 7, 8, 9, 12][seed] * 2**20)
     outcome = run(options, truth(options, peak=0.1, step=1.0))
     assert outcome.measured is not None
     assert outcome.measured["peak_bytes"] <= (options.budget_bytes or 0)
     fitting = [each for each in outcome.trials if each["status"] == "ok"]
-    guards = [each for each in fitting if each["role"] == "guard"]
+    baselines = [each for each in fitting if each["role"] == "baseline"]
     worst_noise = 1.03
-    assert all(outcome.measured["step_s"] <= each["step_s"] * worst_noise for each in guards)
-    searched = {each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")}
-    assert len(searched) == sum(each["role"] in ("guard", "search", "audit") for each in outcome.trials)
+    assert all(outcome.measured["step_s"] <= each["step_s"] * worst_noise for each in baselines)
+    searched = {each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")}
+    assert len(searched) == sum(each["role"] in ("baseline", "search", "audit") for each in outcome.trials)
 
 
-def test_several_trials_at_a_time_keep_the_limit():
+def test_search_with_concurrent_trials_keeps_limit():
     outcome = run(asked(slots=3), slots=3)
-    assert sum(each["role"] in ("guard", "search", "audit") for each in outcome.trials) == 8
+    assert sum(each["role"] in ("baseline", "search", "audit") for each in outcome.trials) == 8
 
 
-def test_the_log_tells_the_whole_story():
+def test_search_log_contains_all_events():
     outcome = run(asked())
     assert len(of(events.TrialFinished)) == len(outcome.trials)
     assert [each.status for each in of(events.SearchFinished)] == ["done"]
@@ -84,7 +84,7 @@ def test_the_log_tells_the_whole_story():
     assert of(events.Calibrated)[-1].n_trials > 3
 
 
-def test_when_the_plain_setting_is_best_it_is_written_and_said():
+def test_search_writes_plain_setting_if_best():
     options = asked(budget_bytes=64 * 2**20)
     honest = truth(options, noise=0.0, step=0.0)
 
@@ -101,7 +101,7 @@ def test_when_the_plain_setting_is_best_it_is_written_and_said():
     assert load_config("tuned.yaml").settings.techniques == ()
 
 
-def test_nothing_fits_says_the_closest_by_how_much_and_what_would_help():
+def test_search_without_fit_reports_closest_and_remedies():
     options = asked(budget_bytes=2 * 2**20, axes=("execution", "recompute"))
     with pytest.raises(NothingFits) as caught:
         run(options, truth(options, peak=0.0))
@@ -114,7 +114,7 @@ def test_nothing_fits_says_the_closest_by_how_much_and_what_would_help():
     assert not Path("tuned.yaml").exists()
 
 
-def test_a_budget_below_the_weights_is_said_before_any_trial():
+def test_search_refuses_budget_below_weights_before_trials():
     def never(trial: Trial) -> TrialResult:
         raise AssertionError("a trial was run")
 
@@ -123,7 +123,7 @@ def test_a_budget_below_the_weights_is_said_before_any_trial():
     assert "234,880 parameters" in caught.value.evidence
 
 
-def test_an_audit_that_fits_widens_the_interval_and_the_search_goes_on():
+def test_search_audit_that_fits_widens_interval():
     options = asked(trials=14)
     honest = truth(options, peak=0.0)
 
@@ -146,28 +146,28 @@ def test_an_audit_that_fits_widens_the_interval_and_the_search_goes_on():
     assert any(each["role"] == "audit" and each["status"] == "ok" for each in outcome.trials)
 
 
-def test_an_audit_that_does_not_fit_is_shown():
+def test_search_reports_audit_that_does_not_fit():
     run(asked())
     assert any(each.text.startswith("audit: the pruned candidate") for each in of(events.Note))
 
 
-def test_no_trial_is_kept_for_an_audit_where_nothing_is_pruned():
+def test_search_reserves_no_audit_without_pruning():
     options = asked(trials=3, budget_bytes=64 * 2**20)
     roles = [each["role"] for each in run(options, truth(options, step=1.0)).trials]
-    assert roles[:3] == ["guard", "guard", "search"]
+    assert roles[:3] == ["baseline", "baseline", "search"]
 
 
-def test_no_trial_is_an_audit_while_nothing_has_fitted():
+def test_search_runs_no_audit_before_first_fit():
     trials = run(asked(trials=3, budget_bytes=4 * 2**20)).trials
     assert [(each["role"], each["status"]) for each in trials[:3]] == [
-        ("guard", "oom"),
-        ("guard", "oom"),
+        ("baseline", "oom"),
+        ("baseline", "oom"),
         ("search", "ok"),
     ]
     assert all(each["role"] != "audit" for each in trials)
 
 
-def test_losses_that_disagree_make_a_trial_invalid():
+def test_search_invalidates_trial_with_different_losses():
     options = asked(axes=("execution", "offload"))
     honest = truth(options)
 
@@ -186,7 +186,7 @@ def test_losses_that_disagree_make_a_trial_invalid():
     assert "activations" not in outcome.config["settings"].get("offload", {})  # type: ignore[index]
 
 
-def test_a_loss_that_is_no_number_is_said():
+def test_search_reports_nan_loss():
     options = asked(axes=("execution",))
     honest = truth(options)
 
@@ -204,7 +204,7 @@ def test_a_loss_that_is_no_number_is_said():
     assert outcome.config is not None
 
 
-def test_the_same_crash_five_times_stops_and_is_shown_once():
+def test_search_stops_after_same_crash_five_times():
     calls = []
 
     def crash(trial: Trial) -> TrialResult:
@@ -223,7 +223,7 @@ def test_the_same_crash_five_times_stops_and_is_shown_once():
     assert len(calls) == 5
 
 
-def test_a_winner_that_fails_when_confirmed_is_replaced_by_the_next():
+def test_search_replaces_winner_that_fails_confirmation():
     options = asked(repeats=0)
     honest = truth(options)
     done: dict[str, int] = {}
@@ -244,15 +244,15 @@ def test_a_winner_that_fails_when_confirmed_is_replaced_by_the_next():
     assert outcome.config["settings"] == confirms[1]["settings"] != confirms[0]["settings"]  # type: ignore[index]
 
 
-def test_a_space_that_is_exhausted_ends_the_search_and_nothing_runs_twice():
+def test_search_ends_with_exhausted_space_without_repeats():
     options = asked(axes=("recompute",), trials=50, budget_bytes=64 * 2**20, repeats=0)
     outcome = run(options, truth(options, step=0.0, noise=0.0))
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
     assert 2 < len(counted) == len(set(counted)) < 10
 
 
 @pytest.mark.slow
-def test_goal_memory_ships_the_lowest_peak_that_was_measured():
+def test_search_goal_memory_writes_lowest_measured_peak():
     outcome = run(asked(goal="memory"))
     assert outcome.measured is not None
     assert outcome.measured["peak_bytes"] == min(
@@ -261,7 +261,7 @@ def test_goal_memory_ships_the_lowest_peak_that_was_measured():
 
 
 @pytest.mark.slow
-def test_goal_batch_ships_the_largest_micro_batch_that_fits():
+def test_search_goal_batch_writes_largest_fitting_micro_batch():
     options = asked(goal="batch", trials=24)
     outcome = run(options, truth(options, peak=0.0))
     assert outcome.config is not None
@@ -279,14 +279,14 @@ def test_goal_batch_ships_the_largest_micro_batch_that_fits():
     assert larger.prediction.peak_allocated_bytes > BUDGET
 
 
-def test_a_dry_run_touches_nothing():
+def test_search_dry_run_writes_nothing():
     outcome = run(asked(dry_run=True))
     assert outcome.status == "dry_run"
     assert len(outcome.trials) == 8
     assert list(Path().iterdir()) == []
 
 
-def test_without_a_name_each_search_gets_its_own_study_and_resume_takes_the_last():
+def test_search_without_name_creates_study_and_resume_takes_last():
     options = asked(study=None)
     assert study.study_folder(options).name == "gpt-1"
     Path(".memtune/gpt-7").mkdir(parents=True)
@@ -295,7 +295,7 @@ def test_without_a_name_each_search_gets_its_own_study_and_resume_takes_the_last
     assert study.study_folder(replace(options, study="elsewhere/s")).path == Path("elsewhere/s")
 
 
-def test_an_existing_output_is_refused_before_anything_runs():
+def test_search_refuses_existing_output_before_trials():
     Path("tuned.yaml").write_text("mine")
     with pytest.raises(UsageError, match="exists"):
         run(asked())
@@ -303,16 +303,16 @@ def test_an_existing_output_is_refused_before_anything_runs():
     assert not Path(".memtune").exists()
 
 
-def test_time_is_a_limit_that_leaves_room_for_the_confirmation():
+def test_search_time_limit_reserves_confirmation():
     options = asked(time_s=0.0, trials=50)
     outcome = run(options)
     roles = [each["role"] for each in outcome.trials]
-    assert roles.count("guard") == 2
+    assert roles.count("baseline") == 2
     assert "search" not in roles
     assert roles[-1] == "confirm"
 
 
-def test_a_pause_holds_back_trials_until_it_ends():
+def test_search_pause_delays_trials():
     options, control = asked(), Control()
     honest = truth(options)
     paused_at: list[float] = []
@@ -332,7 +332,7 @@ def test_a_pause_holds_back_trials_until_it_ends():
     assert outcome.status == "done"
 
 
-def test_drift_of_the_machine_is_flagged():
+def test_search_reports_drift_of_machine():
     options = asked(repeats=2)
     honest = truth(options, noise=0.001)
     outcome = run(options, lambda trial: slower(honest(trial), 1.0 + 0.02 * trial.number))
@@ -349,11 +349,11 @@ def slower(result: TrialResult, factor: float) -> TrialResult:
 
 
 @pytest.mark.slow
-def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
+def test_search_runs_real_trials(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(study, "prepare", preparation.prepare)
     options = asked(trials=3, repeats=0, axes=("recompute",))
     outcome = study.search(options)
-    statuses = {each["name"]: each["status"] for each in outcome.trials if each["role"] == "guard"}
+    statuses = {each["name"]: each["status"] for each in outcome.trials if each["role"] == "baseline"}
     assert statuses == {"plain": "oom", "full recompute": "ok"}
     assert outcome.measured is not None
     assert outcome.measured["peak_bytes"] <= BUDGET
@@ -369,13 +369,13 @@ def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
     assert numerics.get("steps", 2) == 2
 
 
-def test_every_error_is_one_of_ours():
+def test_search_raises_only_memtune_errors():
     with pytest.raises(MemtuneError):
         run(asked(trials=20), lambda trial: TrialResult(number=trial.number, status="timeout", reason="hung"))
 
 
 @pytest.mark.slow
-def test_a_technique_that_refuses_the_live_model_twice_is_not_tried_again():
+def test_search_drops_technique_that_refuses_live_model_twice():
     options = asked(trials=12, goal="memory", axes=("offload", "recompute"))
     honest = truth(options, peak=0.0)
 

@@ -48,7 +48,7 @@ def interrupting(
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
-def test_ctrl_c_keeps_the_best_so_far(after: int):
+def test_ctrl_c_writes_best_so_far(after: int):
     options, control = asked(), Control()
     outcome = run(options, interrupting(truth(options), after, control), control)
     assert outcome.interrupted
@@ -58,7 +58,7 @@ def test_ctrl_c_keeps_the_best_so_far(after: int):
     assert of(events.SearchFinished)[0].status == "interrupted"
 
 
-def test_a_real_ctrl_c_ends_the_search_orderly():
+def test_real_ctrl_c_ends_search_cleanly():
     options, ran = asked(), []
     honest = truth(options)
 
@@ -73,7 +73,7 @@ def test_a_real_ctrl_c_ends_the_search_orderly():
     assert Path("tuned.yaml").exists()
 
 
-def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
+def test_resume_continues_interrupted_search_to_same_result():
     options, control = asked(), Control()
     run(options, interrupting(truth(options), 4, control), control)
     told = [(each.number, each.result) for each in of(events.TrialFinished)]
@@ -82,12 +82,12 @@ def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
     finished = [(each.number, each.result) for each in of(events.TrialFinished)]
     assert finished[: len(told)] == told
     assert [number for number, _ in finished] == [each["number"] for each in outcome.trials]
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
     assert len(counted) == 8
     assert len(set(counted)) == 8
 
 
-def test_a_result_that_a_crash_left_out_of_the_log_is_added():
+def test_resume_adds_results_missing_from_log():
     options, control = asked(), Control()
     run(options, interrupting(truth(options), 3, control), control)
     path = Path(".memtune/s/events.jsonl")
@@ -102,7 +102,7 @@ def test_a_result_that_a_crash_left_out_of_the_log_is_added():
     ]
 
 
-def test_a_finished_study_prints_its_result_however_often():
+def test_resume_of_finished_study_prints_result():
     outcome = run(asked())
 
     def never(trial: Trial) -> TrialResult:
@@ -115,7 +115,7 @@ def test_a_finished_study_prints_its_result_however_often():
         assert load_config("tuned.yaml").document() == outcome.config
 
 
-def test_a_resumed_study_replaces_the_config_that_it_wrote_and_no_other():
+def test_resume_overwrites_only_its_own_config():
     options, control = asked(), Control()
     run(options, interrupting(truth(options), 4, control), control)
     so_far = Path("tuned.yaml").read_text()
@@ -134,30 +134,28 @@ def test_a_resumed_study_replaces_the_config_that_it_wrote_and_no_other():
     assert run(replace(options, resume=True, force=True)).config == load_config("tuned.yaml").document()
 
 
-def test_a_changed_budget_is_refused_with_the_difference():
+def test_resume_refuses_changed_budget():
     control = Control()
     control.stop()
     run(asked(), control=control)
-    with pytest.raises(UsageError, match="made for something else") as caught:
+    with pytest.raises(UsageError, match="made for another setup") as caught:
         run(asked(budget_bytes=BUDGET + 1, resume=True))
     assert f"options.budget_bytes: {BUDGET} → {BUDGET + 1}" in caught.value.evidence
 
 
-def test_a_drive_that_is_not_given_any_more_is_refused_with_the_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resume_refuses_missing_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without it there are fewer techniques to choose from."""
     control = Control()
     control.stop()
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     run(asked(), control=control)
     monkeypatch.delenv(VARIABLE)
-    with pytest.raises(UsageError, match="made for something else") as caught:
+    with pytest.raises(UsageError, match="made for another setup") as caught:
         run(asked(resume=True))
     assert "options.offload_dirs: 1 → unset" in caught.value.evidence
 
 
-def test_a_study_in_use_is_refused_at_once():
+def test_resume_refuses_study_in_use():
     with (
         StudyFolder(Path(".memtune/s")),
         pytest.raises(EnvironmentFault, match=f"in use by pid {os.getpid()}"),
@@ -165,7 +163,7 @@ def test_a_study_in_use_is_refused_at_once():
         run(asked())
 
 
-def test_a_damaged_study_is_rebuilt_from_the_event_log():
+def test_resume_rebuilds_damaged_study_from_log():
     options, control = asked(), Control()
     run(options, interrupting(truth(options), 5, control), control)
     told = {each.summary for each in of(events.TrialFinished)}
@@ -173,7 +171,7 @@ def test_a_damaged_study_is_rebuilt_from_the_event_log():
     outcome = run(replace(options, resume=True))
     assert told <= {each["summary"] for each in outcome.trials}
     assert Path(".memtune/s/study.db.corrupt").exists()
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
     assert len(counted) == len(set(counted)) == 8
 
 
@@ -192,7 +190,7 @@ study.search(OPTIONS, executor=SimulatedExecutor(truth(OPTIONS)))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 17))])
-def test_kill_9_at_a_random_moment_loses_at_most_what_ran(seed: int, tmp_path: Path):
+def test_kill_loses_only_running_trials(seed: int, tmp_path: Path):
     options = asked(force=True, resume=True, study=str(tmp_path / "killed"), out=tmp_path / "tuned.yaml")
     (tmp_path / "test_study_options.py").write_text(
         "from pathlib import Path, PosixPath\nfrom memtune.autotune.space.search_options import"
@@ -222,5 +220,5 @@ def test_kill_9_at_a_random_moment_loses_at_most_what_ran(seed: int, tmp_path: P
     outcome = study.search(options, executor=SimulatedExecutor(truth(options)))
     rows = {each["number"]: each for each in outcome.trials}
     assert kept.keys() <= rows.keys()
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
     assert len(counted) == len(set(counted)) == 8

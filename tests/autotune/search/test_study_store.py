@@ -34,7 +34,7 @@ def holder(tmp_path: Path):
     process.wait()
 
 
-def test_a_study_in_use_is_refused_with_pid_and_time(holder: subprocess.Popen[str], tmp_path: Path):
+def test_study_lock_reports_pid_and_time(holder: subprocess.Popen[str], tmp_path: Path):
     with (
         pytest.raises(EnvironmentFault, match=f"in use by pid {holder.pid} on .* since 20") as caught,
         StudyFolder(tmp_path / "gpt"),
@@ -43,14 +43,14 @@ def test_a_study_in_use_is_refused_with_pid_and_time(holder: subprocess.Popen[st
     assert caught.value.code == "MT401"
 
 
-def test_a_holder_that_was_killed_frees_the_study_at_once(holder: subprocess.Popen[str], tmp_path: Path):
+def test_study_lock_is_released_by_killed_process(holder: subprocess.Popen[str], tmp_path: Path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with StudyFolder(tmp_path / "gpt"):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
+def test_study_store_reports_folder_that_cannot_be_created(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be written"), StudyFolder(tmp_path / "file" / "gpt"):
         pass
@@ -72,7 +72,7 @@ def leaves(data: dict[str, object], prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("name", leaves(MADE_FOR))  # type: ignore[arg-type]
-def test_each_changed_field_refuses_the_resume_and_is_named(tmp_path: Path, name: str):
+def test_study_store_names_changed_field_on_resume(tmp_path: Path, name: str):
     import copy
 
     with StudyFolder(tmp_path / "gpt") as folder:
@@ -89,20 +89,20 @@ def test_each_changed_field_refuses_the_resume_and_is_named(tmp_path: Path, name
         assert "something else" in caught.value.evidence
 
 
-def test_resuming_with_nothing_changed_may_be_repeated(tmp_path: Path):
+def test_study_store_allows_repeated_resume(tmp_path: Path):
     with StudyFolder(tmp_path / "gpt") as folder:
         folder.claim(MADE_FOR, resume=True)
         assert all(folder.claim(MADE_FOR, resume=True) for _ in range(3))
 
 
-def test_an_existing_study_is_not_continued_unasked(tmp_path: Path):
+def test_study_store_refuses_existing_study_without_resume(tmp_path: Path):
     with StudyFolder(tmp_path / "gpt") as folder:
         folder.claim(MADE_FOR, resume=False)
         with pytest.raises(UsageError, match="exists already"):
             folder.claim(MADE_FOR, resume=False)
 
 
-def test_differences_tell_old_and_new():
+def test_differences_give_old_and_new_values():
     assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == [
         "a.c: 2 → 3",
         "d: unset → 4",
@@ -110,7 +110,7 @@ def test_differences_tell_old_and_new():
 
 
 @pytest.mark.parametrize("where", [0, 100, 5000])
-def test_a_damaged_database_is_set_aside(tmp_path: Path, where: int):
+def test_study_store_sets_damaged_database_aside(tmp_path: Path, where: int):
     with StudyFolder(tmp_path / "gpt") as folder:
         with sqlite3.connect(folder.database) as connection:
             connection.execute("create table t (x text)")
@@ -128,7 +128,7 @@ def test_a_damaged_database_is_set_aside(tmp_path: Path, where: int):
         assert not folder.database.exists()
 
 
-def test_the_output_is_checked_at_the_start(tmp_path: Path):
+def test_study_store_checks_output_at_start(tmp_path: Path):
     check_writable(tmp_path / "tuned.yaml", force=False)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "tuned.yaml").write_text("old")

@@ -26,7 +26,12 @@ SETS: tuple[tuple[Technique, ...], ...] = ((), (FULL,), (EVERY,), (HOST,), (FULL
 
 
 def measured(
-    number: int, steps: list[float], *techniques: Technique, guard: str = "", peak: int = 100, micro: int = 4
+    number: int,
+    steps: list[float],
+    *techniques: Technique,
+    baseline: str = "",
+    peak: int = 100,
+    micro: int = 4,
 ) -> Measured:
     choice = Choice.of(Execution(micro_batch=micro), {each.slot: each for each in techniques})
     middle = sorted(steps)[len(steps) // 2]
@@ -38,92 +43,94 @@ def measured(
         peak_allocated_bytes=peak,
         samples_per_s=4 / middle,
     )
-    return Measured(choice, (result,), guard)
+    return Measured(choice, (result,), baseline)
 
 
-def test_a_winner_closer_than_the_spread_loses_to_the_simpler_one():
+def test_verdict_within_spread_prefers_simpler():
     simple, complicated = measured(1, [1.00, 1.02, 1.04], FULL), measured(2, [0.99, 1.01, 1.03], EVERY, HOST)
     verdict = judge([complicated, simple], "throughput")
     assert verdict is not None
     assert verdict.winner is simple
 
 
-def test_a_winner_beyond_the_spread_wins_however_complicated():
+def test_verdict_beyond_spread_prefers_faster():
     simple, complicated = measured(1, [1.00, 1.02, 1.04], FULL), measured(2, [0.80, 0.81, 0.82], EVERY, HOST)
     verdict = judge([simple, complicated], "throughput")
     assert verdict is not None
     assert verdict.winner is complicated
 
 
-def test_one_hiccup_does_not_make_everything_a_tie():
+def test_verdict_ignores_single_outlier():
     slow, fast = measured(1, [1.0] * 9, FULL), measured(2, [0.9] * 8 + [5.0], EVERY, HOST)
     verdict = judge([slow, fast], "throughput")
     assert verdict is not None
     assert verdict.winner is fast
 
 
-def in_turn(
-    number: int, rounds: list[list[float]], *techniques: Technique, first: float = 1.0, guard: str = ""
+def alternating(
+    number: int, rounds: list[list[float]], *techniques: Technique, first: float = 1.0, baseline: str = ""
 ) -> Measured:
     results = [measured(number, each, *techniques).results[0] for each in [[first], *rounds]]
-    return Measured(measured(number, [first], *techniques).choice, tuple(results), guard, tuple(results[1:]))
+    return Measured(
+        measured(number, [first], *techniques).choice, tuple(results), baseline, tuple(results[1:])
+    )
 
 
-def test_a_machine_that_slows_down_between_rounds_slows_all_finalists_alike():
-    slow = in_turn(1, [[1.00, 1.01, 1.02], [2.00, 2.02, 2.04]], FULL)
-    fast = in_turn(2, [[0.90, 0.91, 0.92], [1.80, 1.82, 1.84]], EVERY, HOST)
+def test_verdict_compares_within_rounds():
+    slow = alternating(1, [[1.00, 1.01, 1.02], [2.00, 2.02, 2.04]], FULL)
+    fast = alternating(2, [[0.90, 0.91, 0.92], [1.80, 1.82, 1.84]], EVERY, HOST)
     assert beats(fast, slow, "throughput")
     assert not rounds_disagree([slow, fast], "throughput")
 
 
-def test_a_time_from_before_the_machine_slowed_down_wins_nothing():
+def test_verdict_ignores_times_before_slowdown():
     lucky = measured(1, [0.5, 0.5, 0.5], FULL)  # once, while the machine was quiet
-    first = in_turn(2, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], EVERY, first=0.4)
-    other = in_turn(3, [[1.2, 1.2, 1.2], [1.2, 1.2, 1.2]], HOST, first=0.4)
+    first = alternating(2, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], EVERY, first=0.4)
+    other = alternating(3, [[1.2, 1.2, 1.2], [1.2, 1.2, 1.2]], HOST, first=0.4)
     verdict = judge([lucky, first, other], "throughput")
     assert verdict is not None
     assert verdict.winner is first
     assert verdict.winner.step_s == 1.0
 
 
-def test_rounds_that_name_another_best_ask_for_one_more():
-    one, two = in_turn(1, [[1.0], [1.2]], FULL), in_turn(2, [[1.1], [1.1]], EVERY)
+def test_verdict_requests_round_if_best_changes():
+    one, two = alternating(1, [[1.0], [1.2]], FULL), alternating(2, [[1.1], [1.1]], EVERY)
     assert rounds_disagree([one, two], "throughput")
     assert not rounds_disagree([one, two], "memory")
     assert not rounds_disagree([one], "throughput")
 
 
-def test_rounds_that_tie_each_time_ask_for_none():
-    simple = in_turn(1, [[0.9, 1.0, 1.1], [1.0, 1.1, 1.2]], FULL)
-    other = in_turn(2, [[1.0, 1.01, 1.02], [1.06, 1.07, 1.08]], EVERY, HOST)
+def test_verdict_requests_no_round_if_rounds_tie():
+    simple = alternating(1, [[0.9, 1.0, 1.1], [1.0, 1.1, 1.2]], FULL)
+    other = alternating(2, [[1.0, 1.01, 1.02], [1.06, 1.07, 1.08]], EVERY, HOST)
     assert not rounds_disagree([simple, other], "throughput")
 
 
-def test_when_the_users_own_setting_is_best_it_ships_and_it_is_said():
-    plain = measured(0, [1.0, 1.0, 1.0], guard="plain")
+def test_verdict_returns_users_setting_if_best():
+    plain = measured(0, [1.0, 1.0, 1.0], baseline="plain")
     verdict = judge(
         [
             plain,
-            measured(1, [1.3, 1.3, 1.3], FULL, guard="full recompute"),
+            measured(1, [1.3, 1.3, 1.3], FULL, baseline="full recompute"),
             measured(2, [1.1, 1.1, 1.1], EVERY),
         ],
         "throughput",
     )
     assert verdict is not None
     assert verdict.winner is plain
-    assert not verdict.beats_guards
+    assert not verdict.beats_baselines
     assert "your own setting" in verdict.text
 
 
-def test_memory_is_judged_by_bytes_and_batch_by_samples():
+def test_verdict_compares_bytes_or_samples_by_goal():
     small = measured(1, [2.0], EVERY, HOST, peak=50)
     large = measured(2, [1.0], FULL, peak=90, micro=16)
-    plain = measured(0, [1.0], peak=100, guard="plain")
+    plain = measured(0, [1.0], peak=100, baseline="plain")
     assert judge([plain, small, large], "memory").winner is small  # type: ignore[union-attr]
     assert judge([plain, small, large], "batch").winner is large  # type: ignore[union-attr]
 
 
-def test_nothing_measured_is_no_verdict():
+def test_verdict_is_none_without_measurements():
     assert judge([], "throughput") is None
 
 
@@ -137,21 +144,22 @@ steps = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=9)
 @example(
     [(1, [2.0, 2.0, 0.5, 0.5, 0.5])], [(0, [1.0, 1.0, 1.0]), (1, [1.0, 0.5, 0.5])]
 )  # the best spreads widely
-def test_what_ships_is_never_worse_than_a_guard(
-    others: list[tuple[int, list[float]]], guards: list[tuple[int, list[float]]]
+def test_verdict_is_no_worse_than_baselines(
+    others: list[tuple[int, list[float]]], baselines: list[tuple[int, list[float]]]
 ):
     pool = [measured(i, each, *SETS[which]) for i, (which, each) in enumerate(others)]
     pool += [
-        measured(100 + i, each, *SETS[which], guard=f"guard {i}") for i, (which, each) in enumerate(guards)
+        measured(100 + i, each, *SETS[which], baseline=f"baseline {i}")
+        for i, (which, each) in enumerate(baselines)
     ]
     verdict = judge(pool, "throughput")
     assert verdict is not None
-    for guard in (each for each in pool if each.guard):
-        assert not beats(guard, verdict.winner, "throughput")
-        if verdict.beats_guards:
-            assert beats(verdict.winner, guard, "throughput")
-    if not verdict.winner.guard:
-        assert verdict.beats_guards or not guards
+    for baseline in (each for each in pool if each.baseline):
+        assert not beats(baseline, verdict.winner, "throughput")
+        if verdict.beats_baselines:
+            assert beats(verdict.winner, baseline, "throughput")
+    if not verdict.winner.baseline:
+        assert verdict.beats_baselines or not baselines
 
 
 def choice(*techniques: Technique, micro: int = 4, accumulate: int = 1) -> Choice:
@@ -160,7 +168,7 @@ def choice(*techniques: Technique, micro: int = 4, accumulate: int = 1) -> Choic
     )
 
 
-def test_tolerances_follow_the_class_of_exactness():
+def test_loss_tolerance_follows_exactness():
     unit = 2.0**-24
     same = loss_tolerance(choice(FULL), choice(), unit=unit, draws_random=True)
     cut = loss_tolerance(choice(micro=2, accumulate=2), choice(), unit=unit, draws_random=False)
@@ -172,7 +180,7 @@ def test_tolerances_follow_the_class_of_exactness():
     assert loss_tolerance(choice(FULL), choice(), unit=2.0**-8, draws_random=False) == math.sqrt(2.0**-8)
 
 
-def test_losses_that_disagree_are_told_with_step_and_numbers():
+def test_loss_disagreement_names_step_and_values():
     assert losses_disagree([1.0, 0.9], [1.0, 0.9], 1e-6) is None
     assert losses_disagree([1.0, 0.9, 0.8], [1.0, 0.9], 1e-6) is None
     text = losses_disagree([1.0, 0.8], [1.0, 0.9], 1e-6)

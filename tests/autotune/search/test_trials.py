@@ -21,11 +21,11 @@ from memtune.executors.local import LocalExecutor
         ("ray", "cpu", 1, None, "ray"),
     ],
 )
-def test_auto_is_ray_for_two_gpus_or_an_address(name, device, ranks, address, found) -> None:
+def test_auto_executor_is_ray_for_two_gpus_or_an_address(name, device, ranks, address, found) -> None:
     assert executor_name(name, device=device, ranks=ranks, ray_address=address) == found
 
 
-def test_what_auto_means_is_opened(tmp_path) -> None:
+def test_open_executor_resolves_auto(tmp_path) -> None:
     opened = make_executor(device="cpu", ranks=2, log_dir=tmp_path)
     assert isinstance(opened, LocalExecutor)
     opened.close()

@@ -48,7 +48,7 @@ def ablation(setup: Setup) -> Ablation:
     return found
 
 
-def test_each_setting_is_left_out_and_the_rest_stays(setup: Setup, ablation: Ablation):
+def test_ablation_removes_one_setting_at_a_time(setup: Setup, ablation: Ablation):
     assert [each.setting for each in ablation.without] == [
         "execution.accumulate",
         "recompute",
@@ -68,12 +68,12 @@ def test_each_setting_is_left_out_and_the_rest_stays(setup: Setup, ablation: Abl
     assert "choose ddp" in sharding.unfit
 
 
-def test_recompute_costs_time_and_saves_memory(ablation: Ablation):
+def test_ablation_of_recompute_costs_time_and_saves_memory(ablation: Ablation):
     recompute = ablation.without[1]
     assert recompute.taken is not None
-    found = trade(ablation.whole, recompute.taken)
-    assert found["costs"]["step_s"] == pytest.approx(ablation.whole.step_s - recompute.taken.step_s)
-    assert found["saves"]["peak_bytes"] == recompute.taken.peak_bytes - ablation.whole.peak_bytes > 0
+    found = trade(ablation.all_settings, recompute.taken)
+    assert found["costs"]["step_s"] == pytest.approx(ablation.all_settings.step_s - recompute.taken.step_s)
+    assert found["saves"]["peak_bytes"] == recompute.taken.peak_bytes - ablation.all_settings.peak_bytes > 0
 
 
 WHOLE = StepCost(step_s=1.0, peak_bytes=6 * 2**30, reserved_bytes=6 * 2**30, host_bytes=2**30, ssd_bytes=0)
@@ -113,22 +113,20 @@ def without(**values: Any) -> AblatedSetting:
         ),
     ],
 )
-def test_why_a_setting_is_there_follows_from_what_is_predicted_without(
-    row: AblatedSetting, reason: str, text: str
-):
+def test_ablation_reason_follows_prediction_without_setting(row: AblatedSetting, reason: str, text: str):
     assert ablation_reason(WHOLE, row, 8 * 2**30).startswith(reason)
     if row.taken is not None:
         assert trade_text(WHOLE, row.taken) == text
 
 
-def test_a_config_keeps_it_until_its_settings_are_edited(ablation: Ablation):
+def test_config_keeps_ablation_until_settings_are_edited(ablation: Ablation):
     choice = Choice.from_document(SETTINGS)
     assert Ablation.read(json.loads(json.dumps(ablation.document())), choice) == ablation
     other = Choice.from_document({**SETTINGS, "recompute": {"kind": "selective"}})
     assert Ablation.read(ablation.document(), other) is None
     for path, value in (
-        (("whole", "step_s"), "soon"),
-        (("whole",), 3),
+        (("all_settings", "step_s"), "soon"),
+        (("all_settings",), 3),
         (("without", "recompute"), []),
         (("without",), None),
     ):
@@ -141,7 +139,7 @@ def test_a_config_keeps_it_until_its_settings_are_edited(ablation: Ablation):
     assert Ablation.read("yes", choice) is None
 
 
-def test_explain_says_where_the_figures_are_from(
+def test_explain_gives_source_of_figures(
     ablation: Ablation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     config = tmp_path / "tuned.yaml"
@@ -162,7 +160,7 @@ def test_explain_says_where_the_figures_are_from(
     assert "the settings were changed since" in capsys.readouterr().out
 
 
-def test_explain_records_the_model_where_it_is_told_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_explain_records_given_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "model.py").write_text(
         "import torch\n"
         "def model(): return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])\n"
@@ -180,7 +178,7 @@ def test_explain_records_the_model_where_it_is_told_which(tmp_path: Path, capsys
     found = json.loads(capsys.readouterr().out)
     assert found["costs_and_savings"].startswith("simulated now")
     (offload,) = found["settings"]
-    assert offload["why"] == "it needs less memory"
+    assert offload["reason"] == "it needs less memory"
     assert offload["without"]["saves"]["peak_bytes"] > 0
     assert offload["without"]["costs"]["host_bytes"] > 0
-    assert found["execution_trade"]["execution.accumulate"]["without"]["instead"] == "micro_batch=512"
+    assert found["execution_trade"]["execution.accumulate"]["without"]["replacement"] == "micro_batch=512"

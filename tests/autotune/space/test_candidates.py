@@ -30,7 +30,7 @@ MOVE = technique("offload.activations", "copy_out")
 HOST = technique("offload.states", "optimizer_cpu")
 
 
-def test_a_common_prefix_is_rewritten_once():
+def test_rewriter_rewrites_common_prefix_once():
     made = rewriter()
     first = made.candidate(choice(a=FULL, b=MOVE))
     passes = made.n_passes
@@ -41,7 +41,7 @@ def test_a_common_prefix_is_rewritten_once():
     assert made.candidate(choice(a=FULL, b=MOVE)).program is first.program  # type: ignore[union-attr]
 
 
-def test_a_prefix_from_memory_equals_one_that_is_made_anew():
+def test_rewriter_cached_prefix_equals_fresh_one():
     made = rewriter()
     for each in (choice(a=FULL), choice(a=FULL, b=MOVE), choice(a=FULL, b=MOVE, c=HOST)):
         made.candidate(each)
@@ -52,7 +52,7 @@ def test_a_prefix_from_memory_equals_one_that_is_made_anew():
     np.testing.assert_array_equal(fresh.step.live_bytes(), kept.step.live_bytes())
 
 
-def test_programs_are_the_same_after_all_were_forgotten():
+def test_rewriter_programs_are_equal_after_cache_is_cleared():
     made = rewriter()
     before = made.program(choice(a=FULL))
     made.forget()
@@ -79,7 +79,7 @@ class Nosy(Technique):
         return {"nosy": "offload.states" in target.chosen}
 
 
-def test_what_a_technique_saw_of_other_slots_is_part_of_the_memory():
+def test_rewriter_cache_key_includes_observed_slots():
     made, nosy = rewriter(), Nosy(kind="nosy")
     assert isinstance(made.candidate(choice(a=nosy)), Candidate)
     assert isinstance(made.candidate(choice(a=nosy, c=HOST)), Reason)
@@ -97,7 +97,7 @@ class Slow(Nosy):
         return None
 
 
-def test_a_verdict_that_depends_on_other_slots_is_not_looked_for_beforehand():
+def test_rewriter_does_not_cache_refusals_that_depend_on_other_slots():
     made = rewriter()
     assert made.refusal(Slow(), PLAIN) is None
     assert "offload" in str(made.program(choice(a=Nosy(), b=HOST)))
@@ -105,7 +105,7 @@ def test_a_verdict_that_depends_on_other_slots_is_not_looked_for_beforehand():
     assert "only one rank" in str(made.refusal(own, PLAIN))
 
 
-def test_what_divides_states_is_judged_where_the_model_is_in_parts():
+def test_rewriter_checks_state_sharding_on_model_parts():
     """Parts share micro-batches, so that a step of one has sums to divide; of copies there are fewer than
     ranks.
     """
@@ -114,37 +114,37 @@ def test_what_divides_states_is_judged_where_the_model_is_in_parts():
         recording(), Target(rewriter().target.hardware, 4, cut=lambda *_: Reason("nothing is cut"))
     )
     zero2 = find("sharding.states", "zero2")(kind="zero2")
-    assert "no sums to divide" in str(whole.refusal(zero2, PLAIN))
+    assert "no sums to shard" in str(whole.refusal(zero2, PLAIN))
     assert parts.refusal(zero2, PLAIN) is None
 
 
-def test_choices_with_equal_records_have_one_key():
+def test_choices_with_equal_records_share_key():
     made = rewriter()
     assert made.key(choice(a=FULL)) == made.key(choice(a=technique("recompute", "every_nth", n=1)))
     assert made.key(choice(a=FULL)) != made.key(choice(a=technique("recompute", "every_nth", n=2)))
     assert made.key(choice()) != made.key(choice(Execution(micro_batch=4, accumulate=2)))
 
 
-def test_allocator_knobs_change_the_key_but_not_the_program():
+def test_allocator_knobs_change_key_but_not_program():
     made = rewriter()
     tuned = choice(d=technique("allocator", "native", max_split_size_mb=128))
     assert made.key(choice()) != made.key(tuned)
     assert made.program(choice()) is made.program(tuned)
 
 
-def test_accumulation_runs_the_step_of_a_later_micro_batch():
+def test_rewriter_accumulation_uses_step_of_later_micro_batch():
     program = rewriter().program(choice(Execution(micro_batch=4, accumulate=2)))
     assert isinstance(program, Program)
     assert (program.micro_batch, program.accumulate) == (4, 2)
     assert program.step.peak_bytes() == accumulate_gradients(recording().at(4)).peak_bytes()
 
 
-def test_a_choice_that_does_not_fit_is_a_reason():
+def test_rewriter_returns_reason_for_unfit_choice():
     assert isinstance(rewriter().candidate(choice(a=technique("recompute", "every_nth", n=4))), Reason)
     assert isinstance(rewriter().candidate(choice(Execution())), Reason)
 
 
-def test_a_broken_rewrite_is_an_exception():
+def test_rewriter_raises_on_broken_rewrite():
     class Broken(Nosy):
         kind: Literal["broken"] = "broken"  # type: ignore[assignment]
 
@@ -156,7 +156,7 @@ def test_a_broken_rewrite_is_an_exception():
         rewriter().candidate(choice(a=Broken(kind="broken")))
 
 
-def test_choices_survive_plain_data():
+def test_choice_round_trips_through_plain_data():
     made = choice(
         Execution(micro_batch=4, accumulate=2), a=technique("recompute", "every_nth", n=3), b=MOVE, c=HOST
     )
@@ -167,13 +167,13 @@ def test_choices_survive_plain_data():
     }
 
 
-def test_fewer_slots_then_fewer_knobs_are_simpler():
+def test_choice_complexity_orders_by_slots_then_knobs():
     plain, one = choice(), choice(a=technique("recompute", "every_nth"))
     knob, two = choice(a=technique("recompute", "every_nth", n=3)), choice(a=FULL, b=MOVE)
     assert sorted([two, knob, one, plain], key=lambda each: each.complexity) == [plain, one, knob, two]
 
 
-def test_techniques_with_equal_records_share_their_pass_and_its_prediction():
+def test_equal_techniques_share_pass_and_prediction():
     made = rewriter(ranks=2)
     scorer = Scorer(made)
     left_out, given, kept = (
@@ -192,9 +192,9 @@ def test_techniques_with_equal_records_share_their_pass_and_its_prediction():
     assert isinstance(refused, Reason)
 
 
-def test_equal_techniques_are_one_whichever_object_they_are():
+def test_equal_technique_objects_share_cache():
     made = rewriter()
     first = made.program(choice(a=FULL))
-    for _ in range(3):  # objects that come and go, at addresses that come again
+    for _ in range(3):  # short-lived objects whose addresses are reused
         assert made.program(choice(a=technique("recompute", "full"))) is first
         assert made.program(choice(a=technique("recompute", "selective"))) is not first

@@ -28,7 +28,7 @@ def scored(rate: float, peak: int, slots: int) -> Any:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(100, 900), st.integers(0, 3)), max_size=30))
 @settings(deadline=None)
-def test_the_front_is_what_nothing_beats(points: list[tuple[int, int, int]]) -> None:
+def test_front_contains_undominated_candidates(points: list[tuple[int, int, int]]) -> None:
     front = pareto_front([scored(1.0 * rate, peak, slots) for rate, peak, slots in points])
     found = [(each.prediction.samples_per_s, each.prediction.peak_allocated_bytes) for each in front]
     for rate, peak in found:
@@ -47,7 +47,7 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[int, int, int]]) -> 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(100, 900)), max_size=30))
 @settings(deadline=None)
-def test_the_simulated_front_is_that_of_all_where_enough_are_simulated(
+def test_simulated_front_equals_front_of_all(
     points: list[tuple[int, int, int]],
 ) -> None:
     def at(level: str, key: int, slower: int, rate: int, peak: int) -> Any:
@@ -70,7 +70,7 @@ def test_the_simulated_front_is_that_of_all_where_enough_are_simulated(
     assert all(each.prediction.level == "events" for each in refined_front(every, refine, most=2))
 
 
-def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+def test_largest_micro_batch_is_last_that_fits() -> None:
     scorer = Scorer(Rewriter(record(Workload.load(ZOO["gpt"])), Target(hardware.find("h100-80g"))))
     for techniques in ({}, {"recompute": find("recompute", "full")(kind="full")}):
         choice = Choice.of(Execution(micro_batch=2), techniques)

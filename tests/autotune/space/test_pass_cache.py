@@ -26,7 +26,7 @@ def choice(size: int, *slots: str) -> Choice:
     return Choice.of(Execution(micro_batch=size), held)
 
 
-def test_a_prefix_in_use_outlives_what_was_made_below_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_cache_evicts_used_prefix_last(monkeypatch: pytest.MonkeyPatch) -> None:
     made = rewriter()
     program = made.program(choice(1, "recompute"))
     assert isinstance(program, Program)
@@ -46,7 +46,7 @@ def test_a_prefix_in_use_outlives_what_was_made_below_others(monkeypatch: pytest
     assert held == made._memory._n_rows <= 18 * program.step.ops.n  # one path may come on top
 
 
-def test_a_path_larger_than_the_memory_is_made_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_cache_does_not_keep_path_over_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_cache, "MAX_ROWS", 1)
     made = rewriter()
     first = made.program(choice(2, "recompute", "offload.states"))
@@ -57,7 +57,7 @@ def test_a_path_larger_than_the_memory_is_made_and_forgotten(monkeypatch: pytest
     np.testing.assert_array_equal(first.step.live_bytes(), second.step.live_bytes())
 
 
-def test_what_comes_after_equal_programs_is_made_once_and_each_keeps_its_plan() -> None:
+def test_pass_cache_shares_suffix_of_equal_programs_with_own_plans() -> None:
     made, on_host = rewriter(), OptimizerCpu()
 
     def candidate(**knobs: Any) -> Candidate:
@@ -70,7 +70,7 @@ def test_what_comes_after_equal_programs_is_made_once_and_each_keeps_its_plan() 
     programs = []
     for more in (1, 2):
         passes = made.n_passes
-        one = candidate(budget_bytes=budget_bytes + more, spare=0.0)
+        one = candidate(budget_bytes=budget_bytes + more, headroom=0.0)
         assert one.plans["recompute"].budget_bytes == budget_bytes + more
         assert made.n_passes == passes + 1, "the optimizer's pass was run again"
         programs.append(one.program)

@@ -33,7 +33,7 @@ def proposer(tmp_path: Path) -> Proposer:
     return Proposer(mine, scorer, Sampler(tmp_path / "study.db", space, 0), "throughput", lambda *_: None)
 
 
-def test_the_fastest_comes_first(proposer: Proposer) -> None:
+def test_proposer_proposes_fastest_first(proposer: Proposer) -> None:
     first = proposer.next(Pruner(None), set(), None, Effects())
     assert first is not None
     known = proposer.scores.by_key.values()
@@ -41,7 +41,7 @@ def test_the_fastest_comes_first(proposer: Proposer) -> None:
     assert first.scored.rank("throughput") == min(each.rank("throughput") for each in known)
 
 
-def test_what_trials_showed_to_be_slow_waits(proposer: Proposer) -> None:
+def test_proposer_delays_techniques_that_trials_showed_slow(proposer: Proposer) -> None:
     """The techniques of what would come next turn out to be four times as slow, so something else comes."""
     naive = proposer.next(Pruner(None), set(), None, Effects())
     assert naive is not None
@@ -51,7 +51,7 @@ def test_what_trials_showed_to_be_slow_waits(proposer: Proposer) -> None:
     assert slow.of(found.scored.choice) < slow.of(naive.scored.choice)
 
 
-def test_a_candidate_that_only_looked_better_is_put_where_it_belongs(proposer: Proposer) -> None:
+def test_proposer_reorders_after_simulation_by_events(proposer: Proposer) -> None:
     """A coarse candidate is simulated op by op before it is run, and then compared with the others."""
     far = [each for each in proposer.scores.by_key.values() if each.prediction.level == "events"]
     tried = {each.key for each in far}
@@ -63,7 +63,7 @@ def test_a_candidate_that_only_looked_better_is_put_where_it_belongs(proposer: P
 
 
 @pytest.mark.parametrize("closer", [0, 2])
-def test_what_a_closer_look_prunes_is_not_run(
+def test_proposer_skips_candidates_pruned_by_events(
     proposer: Proposer, monkeypatch: pytest.MonkeyPatch, closer: int
 ) -> None:
     """However many have been looked at: what fits by the coarse level alone does not fit."""

@@ -30,7 +30,7 @@ def some() -> list[Scored]:
 
 
 @given(st.integers(1, 2**24))
-def test_pruned_means_that_the_lower_end_exceeds_the_budget(budget: int):
+def test_pruner_prunes_if_lower_bound_exceeds_budget(budget: int):
     pruner = Pruner(budget)
     for each in some():
         low = pruner.peak_low_bytes(each.prediction)
@@ -38,11 +38,11 @@ def test_pruned_means_that_the_lower_end_exceeds_the_budget(budget: int):
         assert (pruner.reason(each.prediction) is not None) == (low > budget)
 
 
-def test_without_a_budget_nothing_is_pruned():
+def test_pruner_prunes_nothing_without_budget():
     assert all(Pruner(None).reason(each.prediction) is None for each in some())
 
 
-def test_the_reason_tells_need_prediction_and_budget():
+def test_pruner_reason_gives_need_prediction_and_budget():
     prediction = some()[0].prediction
     text = Pruner(2**20).reason(prediction)
     assert text is not None
@@ -52,7 +52,7 @@ def test_the_reason_tells_need_prediction_and_budget():
 
 
 @given(st.integers(2**20, 2**24))
-def test_the_borderline_is_the_pruned_one_closest_to_the_budget(budget: int):
+def test_borderline_is_pruned_candidate_closest_to_budget(budget: int):
     pruner = Pruner(budget)
     lows = sorted(low for each in some() if (low := pruner.peak_low_bytes(each.prediction)) > budget)
     found = pruner.borderline(some())
@@ -62,7 +62,7 @@ def test_the_borderline_is_the_pruned_one_closest_to_the_budget(budget: int):
 
 
 @given(st.floats(0.3, 0.84))
-def test_an_audit_that_fits_widens_the_interval_for_all_like_it(ratio: float):
+def test_audit_that_fits_widens_interval_of_similar_candidates(ratio: float):
     prediction = some()[0].prediction
     budget = round(prediction.peak_allocated_bytes * ratio)
     pruner = Pruner(budget)
@@ -72,7 +72,7 @@ def test_an_audit_that_fits_widens_the_interval_for_all_like_it(ratio: float):
     assert after.peak_low_bytes(prediction) <= budget
 
 
-def test_trials_narrow_the_interval():
+def test_pruner_interval_narrows_with_trials():
     prediction = some()[0].prediction
     calibration = Calibration()
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_trials_narrow_the_interval():
     assert Pruner(1).calibrated(calibration).peak_low_bytes(prediction) > Pruner(1).peak_low_bytes(prediction)
 
 
-def test_equal_candidates_are_merged_and_the_simpler_one_stays():
+def test_scores_merge_equal_candidates_keeping_simpler():
     made = rewriter()
     space = build_space(made, 8, axes=AXES)
     every_block = tuple(
@@ -96,7 +96,7 @@ def test_equal_candidates_are_merged_and_the_simpler_one_stays():
     assert len(found.by_key) + found.n_merged + found.n_unfit == found.n_candidates
 
 
-def test_scores_are_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch):
+def test_scores_are_equal_on_several_cores(monkeypatch: pytest.MonkeyPatch):
     axes = ("recompute", "offload")
     found = {}
     for cores in (1, 2):
@@ -110,9 +110,7 @@ def test_scores_are_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("goal", ["throughput", "memory"])
-def test_a_sample_and_what_lies_around_its_best_hold_the_best_of_all(
-    goal: Goal, monkeypatch: pytest.MonkeyPatch
-):
+def test_sample_and_neighbours_contain_best_candidate(goal: Goal, monkeypatch: pytest.MonkeyPatch):
     made = rewriter(budget_bytes=6 * 2**20)
     space = build_space(made, 8, axes=AXES)
 
@@ -133,7 +131,7 @@ def test_a_sample_and_what_lies_around_its_best_hold_the_best_of_all(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("goal", ["throughput", "memory"])
-def test_fewer_are_looked_around_and_the_best_of_all_is_found(goal: Goal, monkeypatch: pytest.MonkeyPatch):
+def test_scoring_finds_best_with_fewer_neighbours(goal: Goal, monkeypatch: pytest.MonkeyPatch):
     """Than where whatever is the best of its kind is looked around, each time that it has become better."""
     made = rewriter(budget_bytes=6 * 2**20)
     space = build_space(made, 8, axes=("recompute", "offload"))
@@ -164,7 +162,7 @@ def test_fewer_are_looked_around_and_the_best_of_all_is_found(goal: Goal, monkey
     assert some.n_candidates <= often.n_candidates <= whole.n_candidates
 
 
-def test_the_best_fitting_are_simulated_op_by_op():
+def test_scoring_simulates_best_fitting_by_events():
     budget = 2**23
     found = scores(budget)
     fitting = [each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= budget]

@@ -25,42 +25,42 @@ def ok(number: int) -> TrialResult:
     return TrialResult(number=number, status="ok", step_s=1.0, peak_allocated_bytes=10, losses=[2.0, 1.0])
 
 
-def test_what_is_asked_for_comes_back_and_is_kept_with_its_result(space: Space, tmp_path: Path):
+def test_sampler_returns_and_stores_requested_choice(space: Space, tmp_path: Path):
     wanted = list(space)[7]
     sampler = Sampler(tmp_path / "s.db", space, 0)
-    number, choice = sampler.ask(wanted, role="guard", name="plain")
+    number, choice = sampler.ask(wanted, role="baseline", name="plain")
     assert choice == wanted
     sampler.tell(number, ok(number), 1.0)
     sampler.close()
     (kept,) = Sampler(tmp_path / "s.db", space, 0).trials()
-    assert (kept.number, kept.outcome, kept.role, kept.name) == (0, "told", "guard", "plain")
+    assert (kept.number, kept.outcome, kept.role, kept.name) == (0, "complete", "baseline", "plain")
     assert kept.result == ok(0)
     assert kept.settings is not None
     assert Choice.from_document(kept.settings) == wanted
 
 
-def test_a_study_of_other_choices_is_refused(space: Space, tmp_path: Path):
+def test_sampler_refuses_study_of_another_space(space: Space, tmp_path: Path):
     sampler = Sampler(tmp_path / "s.db", space, 0)
     number, _ = sampler.ask()
     sampler.tell(number, ok(number), 1.0)
     sampler.close()
     slot = next(slot for slot, among in space.slots.items() if len({each.kind for each in among}) > 1)
     fewer = replace(space, slots={**space.slots, slot: space.slots[slot][:1]})
-    with pytest.raises(UsageError, match="made with other choices") as caught:
+    with pytest.raises(UsageError, match="made with a different search space") as caught:
         Sampler(tmp_path / "s.db", fewer, 0).ask()
     assert caught.value.code == "MT406"
 
 
-def test_a_choice_outside_the_space_is_a_trial_too(space: Space, tmp_path: Path):
+def test_sampler_stores_choice_outside_space(space: Space, tmp_path: Path):
     outside = Choice.of(Execution(micro_batch=5), {})
     sampler = Sampler(tmp_path / "s.db", space, 0)
-    number, choice = sampler.ask(outside, role="guard")
+    number, choice = sampler.ask(outside, role="baseline")
     assert choice == outside
     sampler.tell(number, ok(number), 1.0)
     assert sampler.ask()[1] is not None
 
 
-def test_suggestions_are_choices_of_the_space_and_repeat_by_seed(space: Space, tmp_path: Path):
+def test_sampler_suggestions_repeat_by_seed(space: Space, tmp_path: Path):
     every = {(each.execution, each.techniques) for each in space}
 
     def drawn(name: str, seed: int) -> list[Choice | None]:
@@ -78,7 +78,7 @@ def test_suggestions_are_choices_of_the_space_and_repeat_by_seed(space: Space, t
     assert first != drawn("c.db", 2)
 
 
-def test_a_process_that_died_leaves_its_trial_running(space: Space, tmp_path: Path):
+def test_sampler_keeps_trial_of_dead_process_running(space: Space, tmp_path: Path):
     sampler = Sampler(tmp_path / "s.db", space, 0)
     sampler.ask(next(iter(space)))
     (left,) = Sampler(tmp_path / "s.db", space, 0).trials()
@@ -86,21 +86,21 @@ def test_a_process_that_died_leaves_its_trial_running(space: Space, tmp_path: Pa
     assert left.settings is not None
 
 
-def test_what_did_not_run_or_fit_is_kept_with_its_reason(space: Space, tmp_path: Path):
+def test_sampler_stores_failed_trials_with_reason(space: Space, tmp_path: Path):
     sampler = Sampler(tmp_path / "s.db", space, 0)
     pruned, oom, crash = (sampler.ask(each)[0] for each in list(space)[:3])
     sampler.prune(pruned, "needs at least 9 GiB")
     sampler.tell(oom, TrialResult(number=oom, status="oom", reason="out of memory"), None, over_bytes=5.0)
     sampler.tell(crash, TrialResult(number=crash, status="crash", reason="boom"), None)
     kept = sampler.trials()
-    assert [each.outcome for each in kept] == ["pruned", "told", "failed"]
+    assert [each.outcome for each in kept] == ["pruned", "complete", "failed"]
     assert kept[0].reason == "needs at least 9 GiB"
     assert kept[1].result is not None
     assert kept[1].result.status == "oom"
     assert kept[2].result is not None
 
 
-def test_the_study_holds_slots_and_knobs_for_other_tools(space: Space, tmp_path: Path):
+def test_study_contains_slots_and_knobs(space: Space, tmp_path: Path):
     sampler = Sampler(tmp_path / "s.db", space, 0)
     wanted = next(each for each in space if each.technique("recompute").kind == "every_nth")
     sampler.ask(wanted)
@@ -115,7 +115,7 @@ def test_the_study_holds_slots_and_knobs_for_other_tools(space: Space, tmp_path:
     "content",
     [b"not a database at all, and long enough to be read as one" * 20, b"SQLite format 3\0" + b"\xff" * 4096],
 )
-def test_a_file_that_is_no_study_is_one_message_with_its_path(space: Space, tmp_path: Path, content: bytes):
+def test_sampler_reports_file_that_is_no_study(space: Space, tmp_path: Path, content: bytes):
     (tmp_path / "s.db").write_bytes(content)
     with pytest.raises(EnvironmentFault, match=r"s\.db cannot be read") as caught:
         Sampler(tmp_path / "s.db", space, 0)
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_study_is_one_message_with_its_path(space: Space, tmp_
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_message_and_keeps_what_was_told(space: Space, tmp_path: Path):
+def test_sampler_on_full_disk_raises_and_keeps_results(space: Space, tmp_path: Path):
     import resource
     import subprocess
     import sys
@@ -157,4 +157,4 @@ except EnvironmentFault as error:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["MT402"], done.stderr
     kept = Sampler(tmp_path / "s.db", space, 0).trials()
-    assert [each.outcome for each in kept[:3]] == ["told"] * 3
+    assert [each.outcome for each in kept[:3]] == ["complete"] * 3

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.search.prepared_search import rewriter
 
-from memtune.autotune.search.baselines import guards
+from memtune.autotune.search.baselines import baselines
 from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.autotune.space.scoring import Scorer
 from memtune.autotune.space.search_space import batch_sizes, build_space, executions, variants
@@ -18,7 +18,7 @@ from memtune.technique import Reason
 
 
 @given(st.integers(1, 512), st.integers(1, 8))
-def test_every_execution_makes_the_global_batch(each: int, ranks: int):
+def test_executions_make_global_batch(each: int, ranks: int):
     found = executions(each * ranks, ranks)
     assert all((one.micro_batch or 0) * one.accumulate * ranks == each * ranks for one in found)
     assert found[0].micro_batch == each
@@ -26,7 +26,7 @@ def test_every_execution_makes_the_global_batch(each: int, ranks: int):
     assert len(set(found)) == len(found)
 
 
-def test_ranks_that_do_not_share_the_batch_are_told_the_nearest():
+def test_space_suggests_nearest_divisible_batch():
     with pytest.raises(UsageError, match="global_batch=10") as caught:
         executions(10, 4)
     assert "8 or 12" in caught.value.fix
@@ -39,7 +39,7 @@ def test_batch_sizes_are_dense_enough_to_bisect():
     assert all(larger <= 2 * smaller for larger, smaller in itertools.pairwise(sizes))
 
 
-def test_the_space_holds_every_kind_that_fits_and_reasons_for_the_rest():
+def test_space_contains_fitting_kinds_and_reasons_for_others():
     space = build_space(rewriter(), 8)
     assert {each.kind for each in space.slots["recompute"]} >= {"none", "full", "every_nth", "selective"}
     assert "recompute: every_nth" not in space.unfit
@@ -49,7 +49,7 @@ def test_the_space_holds_every_kind_that_fits_and_reasons_for_the_rest():
     assert {"sharding.states: ddp", "sharding.states: fsdp"} <= space.unfit.keys()
 
 
-def test_several_ranks_must_average_their_gradients():
+def test_space_requires_gradient_averaging_on_several_ranks():
     space = build_space(rewriter(ranks=2), 8)
     assert {each.kind for each in space.slots["sharding.states"]} == {
         "ddp",
@@ -61,7 +61,7 @@ def test_several_ranks_must_average_their_gradients():
     assert "train different models" in str(space.unfit["sharding.states: none"])
 
 
-def test_axes_that_are_not_searched_hold_their_default():
+def test_unsearched_axes_have_default():
     space = build_space(rewriter(ranks=2), 8, axes=("recompute",))
     assert len(space.executions) == 1
     assert [each.kind for each in space.slots["sharding.states"]] == ["ddp"]
@@ -69,14 +69,14 @@ def test_axes_that_are_not_searched_hold_their_default():
     assert len(space.slots["recompute"]) > 1
 
 
-def test_an_axis_stands_for_all_its_slots():
+def test_axis_selects_all_its_slots():
     space = build_space(rewriter(), 8, axes=("offload",))
     assert len(space.slots["offload.states"]) > 1
     assert len(space.slots["offload.activations"]) > 1
     assert len(space.slots["recompute"]) == 1
 
 
-def test_freezing_keeps_the_knobs_of_the_kind():
+def test_freeze_keeps_knobs_of_kind():
     space = build_space(rewriter(), 8, freeze={"recompute": "every_nth", "micro_batch": "4"})
     assert {each.kind for each in space.slots["recompute"]} == {"every_nth"}
     assert len(space.slots["recompute"]) > 1
@@ -94,20 +94,20 @@ def test_freezing_keeps_the_knobs_of_the_kind():
         ((), {"sharding.states": "fsdp"}, UsageError, "No technique for sharding.states"),
     ],
 )
-def test_what_cannot_be_asked_is_said(
+def test_space_reports_invalid_requests(
     axes: tuple[str, ...], freeze: dict[str, str], error: type[Exception], text: str
 ):
     with pytest.raises(error, match=text):
         build_space(rewriter(), 8, axes=axes, freeze=freeze)
 
 
-def test_a_batch_that_may_not_be_cut_freezes_the_axis_and_says_so():
+def test_lossy_batch_split_freezes_execution_with_note():
     space = build_space(rewriter(), 8, batch_frozen=Reason("BatchNorm"))
     assert [one.accumulate for one in space.executions] == [1]
     assert "BatchNorm" in space.notes[0]
 
 
-def test_a_sample_holds_different_choices_of_the_space_and_repeats_by_seed():
+def test_sample_contains_distinct_choices_and_repeats_by_seed():
     space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
     drawn = space.sample(space.size // 4, seed=3)
     assert drawn == space.sample(space.size // 4, seed=3) != space.sample(space.size // 4, seed=4)
@@ -120,7 +120,7 @@ def test_a_sample_holds_different_choices_of_the_space_and_repeats_by_seed():
     assert [order[each] for each in drawn] == sorted(order[each] for each in drawn)
 
 
-def test_a_sample_holds_every_combination_of_kinds_with_default_knobs():
+def test_sample_contains_all_combinations_of_kinds():
     space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
     combined = [{each.kind: each for each in reversed(some)}.values() for some in space.slots.values()]
     drawn = set(space.sample(math.prod(map(len, combined)) * len(space.executions), seed=0))
@@ -130,7 +130,7 @@ def test_a_sample_holds_every_combination_of_kinds_with_default_knobs():
             assert Choice.of(execution, {each.slot: each for each in kinds}) in drawn
 
 
-def test_a_small_sample_holds_every_pair_of_kinds():
+def test_small_sample_contains_every_pair_of_kinds():
     space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
     drawn = space.sample(1, seed=0)
     assert len(drawn) < space.size / 3
@@ -141,7 +141,7 @@ def test_a_small_sample_holds_every_pair_of_kinds():
             assert any(wanted <= each for each in held), wanted
 
 
-def test_around_a_choice_is_what_differs_in_one_slot():
+def test_neighbours_differ_in_one_slot():
     space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload"))
     middle = list(space)[space.size // 2]
     found = space.around([middle])
@@ -155,7 +155,7 @@ def test_around_a_choice_is_what_differs_in_one_slot():
         assert len(apart) + (each.execution != middle.execution) <= 1
 
 
-def test_variants_begin_with_the_defaults():
+def test_variants_begin_with_defaults():
     technique = find("allocator", "native")
     found = variants(technique, rewriter().target)
     assert found[0] == technique(kind="native")
@@ -165,9 +165,9 @@ def test_variants_begin_with_the_defaults():
 @pytest.mark.parametrize(
     ("ranks", "names"), [(1, ["plain", "full recompute"]), (2, ["plain", "full recompute", "plain fsdp"])]
 )
-def test_guards_are_the_settings_that_need_no_search(ranks: int, names: list[str]):
+def test_baselines_are_plain_full_recompute_and_fsdp(ranks: int, names: list[str]):
     scorer = Scorer(rewriter(ranks=ranks))
-    found, refused = guards(scorer, 8)
+    found, refused = baselines(scorer, 8)
     assert [each.name for each in found] == names
     assert not refused
     assert all(each.scored.choice.execution.micro_batch == 8 // ranks for each in found)

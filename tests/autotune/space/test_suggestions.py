@@ -37,7 +37,7 @@ def closest(rewriter: Rewriter, micro_batch: int) -> Scored:
     return found
 
 
-def test_what_is_named_fits_and_the_cheapest_comes_first(rewriter: Rewriter) -> None:
+def test_suggestions_fit_and_cheapest_is_first(rewriter: Rewriter) -> None:
     start = closest(rewriter, 8)
     budget = start.prediction.peak_allocated_bytes * 3 // 4
     found = remedies(rewriter, start, budget)
@@ -48,7 +48,7 @@ def test_what_is_named_fits_and_the_cheapest_comes_first(rewriter: Rewriter) -> 
     assert found[-1].peak_bytes == start.prediction.peak_allocated_bytes
 
 
-def test_two_changes_where_one_is_not_enough(rewriter: Rewriter) -> None:
+def test_suggestions_combine_two_changes_if_needed(rewriter: Rewriter) -> None:
     start = closest(rewriter, 8)
     scorer = Scorer(rewriter)
     smallest = min(
@@ -59,7 +59,7 @@ def test_two_changes_where_one_is_not_enough(rewriter: Rewriter) -> None:
     assert all(" and " in each.change and each.peak_bytes < smallest for each in found[:-1])
 
 
-def test_two_changes_are_named_before_more_ranks_where_those_alone_are_enough() -> None:
+def test_suggestions_prefer_two_changes_to_more_ranks() -> None:
     """Frozen weights, which most optimizer-state stores cannot free: no single change is as good as more
     ranks.
     """
@@ -73,23 +73,23 @@ def test_two_changes_are_named_before_more_ranks_where_those_alone_are_enough() 
     )
 
 
-def test_where_no_change_is_enough_only_the_limit_is_left(rewriter: Rewriter) -> None:
+def test_suggestions_raise_limit_if_no_change_suffices(rewriter: Rewriter) -> None:
     assert len(remedies(rewriter, closest(rewriter, 2), 1000)) == 1
 
 
-def test_a_limit_above_what_the_gpu_has_is_no_remedy() -> None:
+def test_suggestions_never_exceed_device_memory() -> None:
     gpu = hardware.find("h100-80g")
     assert more_memory(gpu, 70 * 2**30) == "--max-memory 70GiB or a card with more memory"
     assert more_memory(gpu, 90 * 2**30) == "a card with 90GiB of memory"
 
 
-def test_a_rounded_size_is_never_too_small() -> None:
+def test_suggested_limit_is_rounded_up() -> None:
     for n_bytes in (1, 2**20, 2**20 + 1, 7 * 2**30 + 5, 123_456_789):
         assert parse_bytes(rounded_up(n_bytes)) >= n_bytes
 
 
 @pytest.mark.parametrize("name", ["h100-80g", "a100-80g"])
-def test_a_limit_that_the_gpu_has_is_not_rounded_up_to_one_that_it_has_not(name: str) -> None:
+def test_suggested_limit_is_not_rounded_above_device_memory(name: str) -> None:
     gpu = hardware.find(name)
     for n_bytes in (
         gpu.memory_bytes,
@@ -101,6 +101,6 @@ def test_a_limit_that_the_gpu_has_is_not_rounded_up_to_one_that_it_has_not(name:
         assert n_bytes <= parse_bytes(limit) <= gpu.memory_bytes
 
 
-def test_in_one_line() -> None:
+def test_suggestion_fits_one_line() -> None:
     assert describe(Remedy("8 ranks", 2**20, 1.25)) == "8 ranks: 1.00 MiB, 1.2× the time per sample"
     assert describe(Remedy("8 ranks", 2**20, 1.0)) == "8 ranks: 1.00 MiB"

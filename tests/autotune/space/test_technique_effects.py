@@ -21,7 +21,7 @@ STORE = choice(offload={"states": {"kind": "l2l"}})
 BOTH = choice(recompute={"kind": "full"}, offload={"states": {"kind": "l2l"}})
 
 
-def test_what_one_trial_showed_counts_half_beside_the_others() -> None:
+def test_effect_of_single_trial_counts_half() -> None:
     told = effects([(kinds(PLAIN), 0.5), (kinds(PLAIN), 0.5), (kinds(PLAIN), 0.5), (kinds(STORE), 2.0)])
     # Minimum of 3 (c - log 0.5)² + (c + e - log 2)² + e²: 3 (c - log 0.5) = e, so e (1 + 1 + 1/3) = log 4.
     assert told.of(STORE) == pytest.approx(4 ** (3 / 7))
@@ -29,7 +29,7 @@ def test_what_one_trial_showed_counts_half_beside_the_others() -> None:
     assert told.of(PLAIN) == 1
 
 
-def test_a_technique_is_found_behind_others_and_noise() -> None:
+def test_effects_recover_technique_among_others_and_noise() -> None:
     draw = random.Random(0)
     rows = [
         (kinds(each), 1.3 * (2.0 if each in (STORE, BOTH) else 1.0) * math.exp(draw.gauss(0, 0.02)))
@@ -43,10 +43,12 @@ def test_a_technique_is_found_behind_others_and_noise() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [(kinds(STORE), 7.0)], [(kinds(PLAIN), 1.0), (kinds(PLAIN), 3.0)]])
-def test_too_few_trials_say_nothing(rows: list[tuple[frozenset[tuple[str, str]], float]]) -> None:
+def test_effects_are_neutral_with_too_few_trials(
+    rows: list[tuple[frozenset[tuple[str, str]], float]],
+) -> None:
     assert effects(rows).of(BOTH) == 1
 
 
-def test_no_factor_is_beyond_four() -> None:
+def test_effects_are_clipped_to_factor_four() -> None:
     told = effects([(kinds(PLAIN), 1.0)] * 50 + [(kinds(STORE), 1e6)] * 50)
     assert told.of(STORE) == 4

@@ -9,7 +9,7 @@ def trial(*names: str) -> Kinds:
     return frozenset(("slot", name) for name in names)
 
 
-def test_what_all_have_in_common_and_nothing_that_works_has() -> None:
+def test_refusal_culprit_is_common_to_refused_and_absent_from_working() -> None:
     assert refusing_techniques([trial("a", "x")], []) == []
     assert refusing_techniques([trial("a", "x"), trial("a", "y")], [trial("x"), trial("y")]) == [trial("a")]
     assert refusing_techniques([trial("a", "b", "x"), trial("a", "b", "y")], [trial("b")]) == [
@@ -19,13 +19,13 @@ def test_what_all_have_in_common_and_nothing_that_works_has() -> None:
     assert refusing_techniques([trial("a"), trial("b")], []) == []
 
 
-def test_more_trials_make_it_more_general() -> None:
+def test_refusal_culprit_generalizes_with_trials() -> None:
     assert refusing_techniques([trial("a", "b", "x"), trial("a", "b", "y"), trial("a", "x")], []) == [
         trial("a")
     ]
 
 
-def test_one_refusal_of_several_techniques() -> None:
+def test_single_refusal_blames_combination() -> None:
     """Nothing is common to all of them."""
     assert refusing_techniques([trial("a", "x"), trial("a", "y"), trial("b", "z"), trial("b", "y")], []) == [
         trial("a"),
@@ -33,7 +33,7 @@ def test_one_refusal_of_several_techniques() -> None:
     ]
 
 
-def test_what_stands_beside_two_culprits_is_cleared_by_more_trials_of_them() -> None:
+def test_techniques_next_to_two_culprits_are_cleared_by_more_trials() -> None:
     seen = [trial("a", "x"), trial("b", "x")]
     assert refusing_techniques(seen, []) == [trial("x")]
     assert refusing_techniques([*seen, trial("a", "y"), trial("b", "z"), trial("a", "w")], []) == [
@@ -42,5 +42,5 @@ def test_what_stands_beside_two_culprits_is_cleared_by_more_trials_of_them() -> 
     ]
 
 
-def test_a_trial_that_is_explained_is_no_proof_against_another_technique() -> None:
+def test_explained_refusal_does_not_blame_another_technique() -> None:
     assert refusing_techniques([trial("a", "x"), trial("a", "y"), trial("b", "x")], []) == [trial("a")]

@@ -69,7 +69,7 @@ def recorded(path: Path) -> Recording:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_batch_norms_are_what_torch_s_cudnn_ops_save(tmp_path: Path, name: str) -> None:
+def test_translated_batch_norms_save_tensors_of_cudnn_ops(tmp_path: Path, name: str) -> None:
     ours = translate(recorded(written(tmp_path, cuda=False, frozen=CASES[name])), find("a100"))
     path = written(tmp_path, cuda=True, frozen=CASES[name])
     truth = recorded(path)
@@ -96,7 +96,7 @@ def test_batch_norms_are_what_torch_s_cudnn_ops_save(tmp_path: Path, name: str) 
     ("dtype", "arguments", "gpu"),
     [("bfloat16", ", dtype=DTYPE", "a100"), ("float32", ", affine=False", "a100"), ("float32", "", "mi300x")],
 )
-def test_what_cudnn_does_not_do_stays_torch_s_own(
+def test_batch_norms_unsupported_by_cudnn_remain_native(
     tmp_path: Path, dtype: str, arguments: str, gpu: str
 ) -> None:
     step = translate(recorded(written(tmp_path, dtype, cuda=False, arguments=arguments)), find(gpu)).step
@@ -108,7 +108,7 @@ def test_what_cudnn_does_not_do_stays_torch_s_own(
     assert step.storages.bytes[made[1:]].tolist() == [32, 32]  # of eight channels, in float32
 
 
-def test_which_kernel_is_chosen() -> None:
+def test_batch_norm_kernel_choice() -> None:
     x, weight = ("float32", (2, 8, 4, 4), (128, 16, 4, 1)), ("float32", (8,), (1,))
 
     def chosen(x: table.Shaped, weight: table.Shaped | None = weight, *, training: bool = True) -> bool:

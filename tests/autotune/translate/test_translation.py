@@ -132,7 +132,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "drop", "kv", "gpu"), CASES)
-def test_attention_and_dropout_are_what_torch_s_cuda_ops_save(
+def test_translated_attention_and_dropout_save_tensors_of_cuda_ops(
     tmp_path: Path, kernel: str, dtype: str, drop: float, kv: int, gpu: str
 ) -> None:
     plain = recorded(tmp_path, cuda=False, dtype=dtype, drop=drop, kv=kv)
@@ -148,7 +148,7 @@ def test_attention_and_dropout_are_what_torch_s_cuda_ops_save(
         assert min(b[2] - a[2] for a, b in zip(got, want, strict=True)) == 0
     assert truth.step.saved_bytes() - ours.step.saved_bytes() == seeds
     assert any(f"{kernel} attention × 2" in note for note in ours.notes)
-    # What autograd packs, in which order and until when: plans address tensors by it.
+    # Order and lifetimes of saved tensors: plans address tensors by them.
     for column in ("packed_before", "is_output", "call", "held_until", "unpacked_before"):
         assert np.array_equal(getattr(ours.step.saves, column), getattr(truth.step.saves, column)), column
     sizes = [each.storages.bytes[each.saves.storage] for each in (ours.step, truth.step)]
@@ -158,7 +158,7 @@ def test_attention_and_dropout_are_what_torch_s_cuda_ops_save(
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "drop", "kv", "gpu"), CASES)
-def test_a_frozen_schedule_finds_the_ops_that_the_live_model_runs(
+def test_translated_schedule_addresses_match_live_ops(
     tmp_path: Path, kernel: str, dtype: str, drop: float, kv: int, gpu: str
 ) -> None:
     """The region of the translated step and the one that the runtime captures of CUDA's ops are one graph."""
@@ -168,7 +168,7 @@ def test_a_frozen_schedule_finds_the_ops_that_the_live_model_runs(
 
 
 @pytest.mark.parametrize(("seq", "mask"), [(32, "bool"), (24, "bool"), (24, "float32")])
-def test_a_mask_is_made_and_padded_by_ops_of_its_own(tmp_path: Path, seq: int, mask: str) -> None:
+def test_translated_attention_mask_is_made_and_padded(tmp_path: Path, seq: int, mask: str) -> None:
     """Efficient attention pads a mask to rows of 16; CPU takes it as it is."""
     text = MODEL.format(
         cuda=False, kernel="", dtype="float32", drop=0.1, kv=4, optimizer="SGD", extra="", foreach=""
@@ -205,9 +205,9 @@ def test_a_mask_is_made_and_padded_by_ops_of_its_own(tmp_path: Path, seq: int, m
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("head", "flash_attention"), ("lstm", "_cudnn_rnn")])
-def test_what_stands_for_several_ops_is_not_frozen(tmp_path: Path, name: str, kernel: str) -> None:
-    """Heads of 10 are padded by ops of their own, and cuDNN's weights are laid out anew: neither is
-    foreseen.
+def test_ops_that_represent_several_are_not_frozen(tmp_path: Path, name: str, kernel: str) -> None:
+    """Heads of 10 are padded by extra ops, and cuDNN's weights are copied to another layout; schedules
+    support neither.
     """
     plain, path = (
         record(Workload.load(ZOO["lstm"]), target="cuda") if name == "lstm" else None,
@@ -227,7 +227,7 @@ def test_what_stands_for_several_ops_is_not_frozen(tmp_path: Path, name: str, ke
     assert not not_foreseen(whole, region)
 
 
-def test_an_rms_norm_saves_what_a_layer_norm_does_but_the_mean(tmp_path: Path) -> None:
+def test_translated_rms_norm_saves_layer_norm_tensors_except_mean(tmp_path: Path) -> None:
     """Both are one CUDA op: input, weight and fp32 statistics are saved. CPU has that op for layer norm
     alone.
     """
@@ -254,7 +254,7 @@ def test_an_rms_norm_saves_what_a_layer_norm_does_but_the_mean(tmp_path: Path) -
     assert sorted(set(difference.tolist())) == [0, 4 * rows, 2 * 4 * rows]
 
 
-def test_attention_without_a_kernel_is_recorded_as_what_it_is_composed_of(tmp_path: Path) -> None:
+def test_attention_without_kernel_is_recorded_as_composite(tmp_path: Path) -> None:
     """Grouped queries in float32: CUDA runs torch's composite, which keeps the scaled and repeated operands
     and the weights.
     """
@@ -285,7 +285,7 @@ def test_attention_without_a_kernel_is_recorded_as_what_it_is_composed_of(tmp_pa
     ("optimizer", "extra"),
     [("AdamW", ""), ("SGD", ", momentum=0.9, weight_decay=0.1"), ("RMSprop", ", momentum=0.5")],
 )
-def test_the_optimizer_is_torch_s_foreach_one(tmp_path: Path, optimizer: str, extra: str) -> None:
+def test_translated_optimizer_is_foreach(tmp_path: Path, optimizer: str, extra: str) -> None:
     ours = translate(recorded(tmp_path, cuda=False, optimizer=optimizer, extra=extra), find("a100"))
     truth = recorded(tmp_path, cuda=True, optimizer=optimizer, extra=extra)
     start = len(profile(ours, 2))
@@ -303,13 +303,13 @@ def test_the_optimizer_is_torch_s_foreach_one(tmp_path: Path, optimizer: str, ex
     assert (ours.step.storages.owner[made] >= 0).all()  # a sharding pass divides them
 
 
-def test_real_values_survive_recording_of_the_foreach_phase() -> None:
+def test_foreach_recording_preserves_values() -> None:
     translated = translate(record(Workload.load(ZOO["moe"]), target="cuda"), find("a100"))
     assert translated.rung == "real-step"
     assert "aten._foreach_sqrt.default" in translated.step.names
 
 
-def test_the_table_chooses_as_torch_does() -> None:
+def test_attention_backend_choice_equals_torch() -> None:
     call = table.Attention(2, 8, 128, 64, 8, 128, 64, "bfloat16")
     chosen = {
         "h100": ("cudnn", call),
@@ -355,7 +355,7 @@ def test_the_table_chooses_as_torch_does() -> None:
         ({"B": 1, "H": 12, "Q": 512, "K": 1024}, 2),  # 96 blocks: 192 of 216 slots
     ],
 )
-def test_flash_attention_cuts_the_keys_of_few_queries(changes: dict[str, Any], splits: int) -> None:
+def test_flash_attention_splits_keys_for_few_queries(changes: dict[str, Any], splits: int) -> None:
     call = replace(table.Attention(2, 32, 512, 128, 32, 512, 128, "bfloat16"), **changes)
     assert table.flash_splits(call) == splits
     scratch = table.ATTENTION["flash"].forward_scratch(call)
@@ -372,12 +372,12 @@ def test_flash_attention_cuts_the_keys_of_few_queries(changes: dict[str, Any], s
         ("nonsense", 32 << 20),
     ],
 )
-def test_cublas_workspaces(config: str | None, n_bytes: int) -> None:
+def test_cublas_workspace_bytes(config: str | None, n_bytes: int) -> None:
     assert table.cublas_workspace_bytes("sm90", config) == n_bytes
     assert table.cublas_workspace_bytes("sm80") == 8519680
 
 
-def test_workspaces_are_there_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_workspaces_exist_before_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     plain = recorded(tmp_path, cuda=False)
     step = translate(plain, find("a100")).step
@@ -392,7 +392,7 @@ def test_workspaces_are_there_from_the_start(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["gpt", "lstm", "tobf16", "cnn_bn"])
-def test_every_translation_is_a_valid_step_without_unknown_ops(name: str) -> None:
+def test_translation_is_valid_step_without_unknown_ops(name: str) -> None:
     plain = record(Workload.load(ZOO[name]), target="cuda")
     ours = translate(plain, find("h100"))
     for size in (2, 4, 7):
@@ -403,7 +403,7 @@ def test_every_translation_is_a_valid_step_without_unknown_ops(name: str) -> Non
     assert np.array_equal(order, np.arange(len(order)))  # what the translation sorts new saves into
 
 
-def test_ops_of_others_are_named(tmp_path: Path) -> None:
+def test_translation_names_unknown_ops(tmp_path: Path) -> None:
     plain = recorded(tmp_path, cuda=False)
     names = tuple("mylib.fused.default" if name == "aten.add.Tensor" else name for name in plain.step.names)
     ours = translate(replace(plain, step=replace(plain.step, names=names)), find("a100"))
@@ -412,7 +412,9 @@ def test_ops_of_others_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "drop"), [("bfloat16", 0.0), ("bfloat16", 0.1), ("float32", 0.0)])
-def test_live_bytes_follow_a_real_cuda_run(tmp_path: Path, device: str, dtype: str, drop: float) -> None:
+def test_translated_live_bytes_equal_real_cuda_run(
+    tmp_path: Path, device: str, dtype: str, drop: float
+) -> None:
     """Op by op: what torch says is allocated on the device against the translated step."""
     if device == "cpu":
         pytest.skip("compares with CUDA's own allocator")

@@ -56,7 +56,7 @@ def running_search():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_screen_shows_counts_best_guards_error_running_and_trials(tmp_path, size):
+def test_screen_shows_counts_best_baselines_and_trials(tmp_path, size):
     lines = show(tmp_path, running_search(), size, control=Control())
     whole = "\n".join(lines)
     assert len(lines) == size[1]
@@ -74,7 +74,7 @@ def test_the_screen_shows_counts_best_guards_error_running_and_trials(tmp_path, 
     assert ("● trial" in whole) == (size[0] == 100)
 
 
-def test_repeats_beyond_the_trials_that_were_asked_for_are_not_counted_against_them(tmp_path):
+def test_screen_counts_repeats_separately(tmp_path):
     fewer = [
         each.model_copy(update={"max_trials": 5}) if hasattr(each, "max_trials") else each
         for each in running_search()
@@ -83,11 +83,11 @@ def test_repeats_beyond_the_trials_that_were_asked_for_are_not_counted_against_t
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_empty_log_is_shown_too(tmp_path, size):
+def test_screen_shows_empty_log(tmp_path, size):
     assert "waiting for it to start" in "\n".join(show(tmp_path, [], size))
 
 
-def test_the_scatter_puts_best_at_the_top_and_the_limit_at_the_right(tmp_path):
+def test_scatter_has_best_on_top_and_limit_on_right(tmp_path):
     lines = show(tmp_path, running_search(), (60, 24), keys=["g"])
     top = next(line for line in lines if line.startswith(" 18.9 │"))
     bottom = next(line for line in lines if line.startswith(" 12.1 │"))
@@ -95,7 +95,7 @@ def test_the_scatter_puts_best_at_the_top_and_the_limit_at_the_right(tmp_path):
     assert bottom.index("◆") < top.index("★")
 
 
-def test_opening_a_trial_shows_settings_reason_memory_and_errors(tmp_path):
+def test_trial_view_shows_settings_reason_and_memory(tmp_path):
     opened = "\n".join(show(tmp_path, running_search(), (100, 30), keys=["k", "k", "enter"]))
     assert "trial 4" in opened
     assert "recompute: {kind: every_nth, n: 2}" in opened
@@ -105,7 +105,7 @@ def test_opening_a_trial_shows_settings_reason_memory_and_errors(tmp_path):
     assert "aten::addmm asked for 24 MiB" in reason
 
 
-def test_the_log_of_a_crash_can_be_scrolled_to(tmp_path):
+def test_trial_view_scrolls_to_crash_log(tmp_path):
     events = [*stream.opening(), *stream.trial_events(stream.TRIALS[7])]
     before = "\n".join(show(tmp_path, events, (100, 30), keys=["enter"]))
     after = "\n".join(show(tmp_path, [], (100, 30), keys=["enter", *["j"] * 40]))
@@ -114,7 +114,7 @@ def test_the_log_of_a_crash_can_be_scrolled_to(tmp_path):
     assert "log line 39" in after
 
 
-def test_pruned_candidates_are_listed_with_their_proof(tmp_path):
+def test_screen_lists_pruned_candidates_with_reason(tmp_path):
     listed = "\n".join(show(tmp_path, running_search(), (100, 30), keys=["n"]))
     assert "#100" in listed
     assert "at least  850 MiB, predicted  900 MiB" in listed
@@ -133,7 +133,7 @@ def test_pruned_candidates_are_listed_with_their_proof(tmp_path):
         (["ctrl+c"], lambda c: c.exit_code == 130 and c.stopping),
     ],
 )
-def test_keys_reach_the_search(tmp_path, keys, wish):
+def test_keys_control_search(tmp_path, keys, wish):
     control = Control()
     show(tmp_path, running_search(), (100, 30), keys, control)
     assert wish(control)
@@ -197,7 +197,7 @@ def test_keys_on_a_real_terminal_pause_open_and_stop(terminal):
     shown.child.send("\r")
     shown.until("predicted against measured")
     shown.child.send("\r")
-    shown.until("★ best ◆ guard")  # was behind the page
+    shown.until("★ best ◆ baseline")  # was behind the page
     shown.child.send("s")
     shown.until(None)
     assert b"result: stopped" in shown.bytes
@@ -207,7 +207,7 @@ def test_keys_on_a_real_terminal_pause_open_and_stop(terminal):
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("how", "exit_code"), [("SIGTERM", 143), ("SIGINT", 130), ("ctrl-c", 130)])
-def test_signals_stop_in_order_and_restore_the_terminal(terminal, how, exit_code):
+def test_signals_stop_search_and_restore_terminal(terminal, how, exit_code):
     shown = terminal(0.1)
     shown.until("12.1 samples/s")
     if how == "ctrl-c":
@@ -220,14 +220,14 @@ def test_signals_stop_in_order_and_restore_the_terminal(terminal, how, exit_code
     shown.assert_restored()
 
 
-def test_the_display_ends_with_the_search(terminal):
+def test_display_ends_with_search(terminal):
     shown = terminal(0.02)
     shown.until(None)
     assert b"result: done" in shown.bytes
     shown.assert_restored()
 
 
-def test_a_search_that_is_refused_at_once_shows_no_display(tmp_path):
+def test_refused_search_shows_no_display(tmp_path):
     def refuse():
         raise ZeroDivisionError
 

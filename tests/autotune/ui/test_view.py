@@ -45,14 +45,14 @@ def printed(events, color=False) -> str:
     return out.getvalue()
 
 
-def test_a_whole_search_is_counted_and_its_best_known():
+def test_view_counts_trials_and_knows_best():
     view = fold(stream.all_events())
     assert len(view.done) == 10
     assert view.running == []
     assert (view.count("ok"), view.count("oom"), view.count("crash")) == (6, 3, 1)
     assert view.n_pruned == 2
     assert view.best.number == 4
-    assert [formatting.outcome(guard) for guard in view.guards] == [
+    assert [formatting.outcome(baseline) for baseline in view.baselines] == [
         "out of memory",
         "12.1 samples/s",
         "out of memory",
@@ -65,7 +65,7 @@ def test_a_whole_search_is_counted_and_its_best_known():
     assert view.finished.out == "tuned.yaml"
 
 
-def test_progress_reaches_a_running_trial_and_no_other():
+def test_view_applies_progress_to_running_trial_only():
     view = fold(
         [
             TrialStarted(number=1),
@@ -78,7 +78,7 @@ def test_progress_reaches_a_running_trial_and_no_other():
     assert [(t.stage, t.device_bytes) for t in view.running] == [("starting", None), ("step 2/3", 7)]
 
 
-def test_errors_are_measured_from_the_trials_until_a_calibration_says_them():
+def test_view_errors_come_from_trials_until_calibration():
     def trial(number, predicted, measured):
         result = TrialResult(number=number, status="ok", peak_allocated_bytes=measured, step_s=2.0)
         return TrialFinished(
@@ -92,7 +92,7 @@ def test_errors_are_measured_from_the_trials_until_a_calibration_says_them():
     assert fold([]).peak_error is None
 
 
-def test_eta_comes_from_durations_and_the_time_limit():
+def test_view_eta_uses_durations_and_time_limit():
     started = SearchStarted(study="s", workload="m.py", device="cpu", max_trials=10, time_limit_s=300.0)
     done = [
         event
@@ -109,7 +109,7 @@ def test_eta_comes_from_durations_and_the_time_limit():
     assert fold([]).eta_s() is None
 
 
-def test_a_resumed_search_has_no_trial_left_running_from_before():
+def test_view_of_resumed_search_has_no_stale_running_trial():
     view = fold([*stream.opening(), TrialStarted(number=5), Paused()])
     assert view.paused
     view.apply(LogOpened(pid=7))
@@ -120,13 +120,13 @@ def test_a_resumed_search_has_no_trial_left_running_from_before():
     assert len(view.running) == 1
 
 
-def test_what_is_unknown_changes_nothing():
+def test_view_ignores_unknown_events():
     view = SearchView()
     view.apply(Unknown(event="from the future", raw="{}"))
     assert view == SearchView()
 
 
-def test_one_aligned_line_per_trial():
+def test_printer_prints_one_aligned_line_per_trial():
     out = printed(stream.all_events())
     lines = out.splitlines()
     trials = [line for line in lines if line[:4].strip().isdigit()]
@@ -144,7 +144,7 @@ def test_one_aligned_line_per_trial():
     assert "\x1b" not in out
 
 
-def test_a_part_that_rounds_to_nothing_has_no_minus():
+def test_printer_prints_no_negative_zero():
     assert [formatting.percent(each, signed=True) for each in (-0.0004, 0.0, -0.0006, None)] == [
         "+0.0 %",
         "+0.0 %",
@@ -153,7 +153,7 @@ def test_a_part_that_rounds_to_nothing_has_no_minus():
     ]
 
 
-def test_what_is_not_used_is_one_line_by_slot():
+def test_printer_prints_unused_techniques_by_slot():
     reasons = {
         "recompute: coop": "on CUDA",
         "allocator: async": "no effect on CPU",
@@ -164,7 +164,7 @@ def test_what_is_not_used_is_one_line_by_slot():
     assert len(printed([CandidatesScored(n_candidates=3)]).splitlines()) == 1
 
 
-def test_colour_is_for_terminals_that_want_it(monkeypatch):
+def test_printer_uses_colour_only_on_terminals(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -185,7 +185,7 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch):
     assert not coloured(Terminal())
 
 
-def test_a_heartbeat_at_most_once_a_minute():
+def test_printer_heartbeat_at_most_once_a_minute():
     out = io.StringIO()
     printer = LinePrinter(out, color=False)
     printer.apply(TrialStarted(number=4))
@@ -196,7 +196,7 @@ def test_a_heartbeat_at_most_once_a_minute():
     assert "#4 starting" in beats[0]
 
 
-def test_a_closed_pipe_does_not_end_the_search():
+def test_printer_survives_closed_pipe():
     class Closed(io.StringIO):
         def write(self, *_):
             raise BrokenPipeError
@@ -204,7 +204,7 @@ def test_a_closed_pipe_does_not_end_the_search():
     LinePrinter(Closed(), color=False).apply(Note(text="n"))
 
 
-def test_last_lines_say_what_was_written_against_plain_and_how_to_use_it():
+def test_printer_ends_with_result_against_plain_and_usage():
     lines = summary_lines(fold(stream.all_events()), see_why="memtune report gpt-7f3a")
     assert lines == [
         (
@@ -219,7 +219,7 @@ def test_last_lines_say_what_was_written_against_plain_and_how_to_use_it():
     assert summary_lines(fold(stream.opening())) == []
 
 
-def test_what_a_step_writes_to_ssd_is_shown_of_the_best_and_of_each_trial():
+def test_printer_shows_ssd_writes_of_best_and_trials():
     """Drives wear."""
     view = fold(stream.all_events())
     assert view.best is not None
@@ -236,7 +236,7 @@ def test_what_a_step_writes_to_ssd_is_shown_of_the_best_and_of_each_trial():
     assert wear in tui_details._comparison(view, view.best).plain
 
 
-def test_lines_follow_the_log_and_the_value_comes_back(tmp_path):
+def test_follow_prints_log_and_returns_value(tmp_path):
     out = io.StringIO()
     value = with_lines(
         lambda: stream.search(tmp_path / "log", Control(), 0.0),
@@ -248,7 +248,7 @@ def test_lines_follow_the_log_and_the_value_comes_back(tmp_path):
     assert "   9  confirm" in out.getvalue()
 
 
-def test_an_error_of_the_search_comes_through_the_lines(tmp_path):
+def test_follow_raises_error_of_search(tmp_path):
     def search():
         with EventLog(tmp_path / "log") as log:
             log.write(Note(text="said before"))
@@ -272,7 +272,7 @@ def test_control_first_signal_asks_second_raises():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_control_wishes():
+def test_control_requests():
     control = Control()
     control.pause()
     assert control.paused
@@ -287,7 +287,7 @@ def test_control_wishes():
     with_signals.join()
 
 
-def test_paused_and_ended_trials_are_said():
+def test_printer_reports_paused_and_ended_trials():
     out = printed(
         [
             TrialStarted(number=1, summary="fsdp"),
@@ -304,12 +304,12 @@ def test_paused_and_ended_trials_are_said():
 @pytest.mark.parametrize(
     ("value", "shown"), [(None, "–"), (0.5, "0.500"), (18.94, "18.9"), (15, "15.0"), (1240.4, "1,240")]
 )
-def test_rates(value, shown):
+def test_rate_format(value, shown):
     assert formatting.rate(value) == shown
 
 
 @pytest.mark.parametrize(
     ("fraction", "shown"), [(0, "░░░░"), (0.5, "██░░"), (1, "████"), (3, "████"), (0.3, "█▏░░"), (-1, "░░░░")]
 )
-def test_bars_are_of_one_width(fraction, shown):
+def test_bars_have_equal_width(fraction, shown):
     assert formatting.bar(fraction, 4) == shown

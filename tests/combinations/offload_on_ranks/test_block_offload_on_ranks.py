@@ -1,6 +1,4 @@
-"""Blocks that come and go on several ranks: weights, bytes on links, peaks, checkpoints, and what is refused
-by name.
-"""
+"""Offloaded blocks on several ranks: weights, bytes on links, peaks, checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards_pass import gathers_of
 from memtune.offload.gradients.block_grad_ready_pass import weights_are_free
 from memtune.program.parameter_columns import columns_of
-from memtune.program.residency import order_of_use, window
+from memtune.program.residency import order_of_use, window_residency
 from memtune.program.step import Kind, Resource, Tier
 from memtune.search_spaces import find
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
@@ -43,7 +41,7 @@ LAYERS, CHUNKS = OptimizerCpu(update="native"), OptimizerCpu()
 REPLICAS, DIVIDED = Ddp(), Fsdp(kind="fsdp")
 STORES: dict[str, tuple[Technique, Technique]] = {
     "l2l": (L2L(), LAYERS),
-    "stronghold": (Stronghold(window=2, late=(0, 1)), LAYERS),
+    "stronghold": (Stronghold(window=2, deferred=(0, 1)), LAYERS),
     "patrickstar": (PatrickStar(), CHUNKS),
     "elixir": (Elixir(), CHUNKS),
 }
@@ -55,8 +53,8 @@ def under(states: Technique, *names: str) -> dict[str, tuple[Technique, Techniqu
 
 
 def test_layers_train_as_one_rank(tmp_path: Path) -> None:
-    """Replicas move what one rank moves, and average each gradient once; divided ones move their rows, half
-    of it.
+    """Replicas copy the bytes of one rank, and average each gradient once; sharded ranks copy their rows,
+    half of it.
     """
     steps = check_on_ranks(
         {states.kind: (states, *STORES["l2l"]) for states in (REPLICAS, DIVIDED)}, tmp_path
@@ -80,55 +78,63 @@ def test_layers_train_as_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
-def test_every_store_trains_replicas_as_one_rank(tmp_path: Path, parts: int) -> None:
-    """With accumulation a gradient is averaged in each micro-batch, before it is added up: another order of
-    the same sum.
+def test_every_offloader_trains_replicas_as_one_rank(tmp_path: Path, parts: int) -> None:
+    """With accumulation a gradient is averaged in each micro-batch, before it is summed: another order of the
+    same sum.
     """
     check_on_ranks(under(REPLICAS, *STORES), tmp_path, parts=parts, bitwise=parts == 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
-def test_three_ranks(tmp_path: Path, states: Technique) -> None:
-    """Which do not divide the rows: those of the last rank are padded."""
+def test_three_ranks_pad_rows(tmp_path: Path, states: Technique) -> None:
+    """Three ranks do not divide the rows: those of the last rank are padded."""
     check_on_ranks(under(states, "stronghold", "patrickstar"), tmp_path, ranks=3, bitwise=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
-def test_every_store_trains_divided_blocks_as_one_rank(tmp_path: Path, parts: int) -> None:
-    """To the bit as FSDP2 with the optimizer on the host, with accumulation as well: the host adds up in the
-    same order.
+def test_every_offloader_trains_sharded_blocks_as_one_rank(tmp_path: Path, parts: int) -> None:
+    """Bitwise as FSDP2 with the optimizer on the host, also with accumulation: the host sums in the same
+    order.
     """
     check_on_ranks(under(DIVIDED, *STORES), tmp_path, parts=parts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
-@pytest.mark.parametrize("beside", [Full(), Selective(), CopyOut(min_bytes=0)], ids=lambda each: each.kind)
-def test_beside_recompute_and_moved_activations(tmp_path: Path, states: Technique, beside: Technique) -> None:
-    check_on_ranks(under(states, "stronghold", "elixir"), tmp_path, beside=(beside,))
+@pytest.mark.parametrize(
+    "other_slots", [Full(), Selective(), CopyOut(min_bytes=0)], ids=lambda each: each.kind
+)
+def test_training_with_recompute_and_offloaded_activations(
+    tmp_path: Path, states: Technique, other_slots: Technique
+) -> None:
+    check_on_ranks(under(states, "stronghold", "elixir"), tmp_path, other_slots=(other_slots,))
 
 
 @pytest.mark.slow
-def test_beside_planned_recompute(tmp_path: Path) -> None:
-    """The plan is made on what comes and goes by now, for a budget that neither recompute of nothing nor of
-    all is made for.
+def test_training_with_planned_recompute(tmp_path: Path) -> None:
+    """The plan includes the offloaded blocks, for a budget that neither no recompute nor full recompute
+    meets.
     """
     low, high = (
         candidate((DIVIDED, L2L(), *others), 1, RANKS).program.step.peak_bytes() for others in ((Full(),), ())
     )
     budget = (low + high) // 2
-    step = check_on_ranks(under(DIVIDED, "l2l"), tmp_path, beside=(Planned(),), budget_bytes=budget)["l2l"]
+    step = check_on_ranks(under(DIVIDED, "l2l"), tmp_path, other_slots=(Planned(),), budget_bytes=budget)[
+        "l2l"
+    ]
     assert low < step.peak_bytes() <= budget < high
 
 
-def test_what_stays_is_averaged_where_it_is() -> None:
-    """Replicas send each gradient around once wherever it is updated, and none of what stays to the host."""
+def test_gradients_of_resident_chunks_are_averaged_on_the_device() -> None:
+    """Replicas average each gradient once for any place of its update, and offload none of resident
+    chunks.
+    """
     for technique in (PatrickStar(), Elixir()):
         steps = {budget: candidate((REPLICAS, technique), 1, RANKS, budget) for budget in (None, AMPLE_BYTES)}
         host, there = (each.program.step for each in steps.values())
-        assert steps[AMPLE_BYTES].plans["offload.states"].staying > 0
+        assert steps[AMPLE_BYTES].plans["offload.states"].resident_parameters > 0
         assert (
             total(there, Resource.INTRA_LINK)
             == total(host, Resource.INTRA_LINK)
@@ -140,7 +146,7 @@ def test_what_stays_is_averaged_where_it_is() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
-def test_chunks_that_stay_are_updated_on_the_device(tmp_path: Path, states: Technique, parts: int) -> None:
+def test_resident_chunks_are_updated_on_the_device(tmp_path: Path, states: Technique, parts: int) -> None:
     bitwise = parts == 1 or states is DIVIDED
     cases = under(states, "patrickstar", "elixir")
     for step in check_on_ranks(
@@ -160,19 +166,19 @@ def test_chunks_that_stay_are_updated_on_the_device(tmp_path: Path, states: Tech
 def test_replicas_average_gradients_before_they_are_in_place(
     tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where no moment gains by it."""
+    """Also if no moment gains by it."""
     monkeypatch.setattr(patrickstar, "_leaves_more_room", lambda program: weights_are_free(program.step))
     found = candidate((REPLICAS, PatrickStar()), parts, RANKS).plans["offload.states"].document()
-    assert found["gradients"] == "in place"
+    assert found["gradients"] == "in_place"
     check_on_ranks(under(REPLICAS, "patrickstar"), tmp_path, parts=parts, bitwise=parts == 1)
 
 
-def test_rows_come_in_where_they_are_gathered() -> None:
-    """The mechanism: in backward one block ahead. At every moment a window's rows are there, the one gathered
-    among them.
+def test_rows_are_loaded_before_their_gather() -> None:
+    """The mechanism: in backward one block earlier. At every moment a window's rows are resident, including
+    the gathered ones.
     """
     for slots in (1, 2, 6):
-        residency = window(6, slots, gathered=True)
+        residency = window_residency(6, slots, gathered=True)
         for used, there in zip(order_of_use(6, gathered=True), residency.resident(), strict=False):
             assert len(there) == slots
             assert used in there or used < 0
@@ -180,8 +186,8 @@ def test_rows_come_in_where_they_are_gathered() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_gathers_use_rows_that_are_there(slots: int) -> None:
-    """Each all-gather of a block reads what came in for it, after its copy from the host."""
+def test_gathers_read_resident_rows(slots: int) -> None:
+    """Each all-gather of a block reads the rows loaded for it, after their H2D copy."""
     step = candidate((DIVIDED, Stronghold(window=slots)), 1, RANKS).program.step
     gathers = gathers_of(step)
     assert gathers is not None
@@ -195,8 +201,8 @@ def test_gathers_use_rows_that_are_there(slots: int) -> None:
             assert (step.ops.resource[copies] == Resource.HOST_TO_DEVICE).sum() == len(mine)
 
 
-def test_gradients_of_blocks_are_in_no_bucket_of_ddp() -> None:
-    """The mechanism: eager. A block is averaged, sent and updated before the backward of the block before it
+def test_gradients_of_blocks_bypass_ddp_buckets() -> None:
+    """The mechanism: a block is averaged, offloaded and updated before the backward of the block before it
     computes.
     """
     step = candidate((REPLICAS, L2L()), 1, RANKS).program.step
@@ -246,19 +252,19 @@ def test_other_ways_to_gather_are_refused(knobs: dict[str, Any], sent: str | Non
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_replicas_that_need_not_have_every_gradient_are_refused(name: str) -> None:
-    """Gradients of blocks are averaged one by one as they land: a rank that lacks one would average it with
+def test_replicas_with_unused_parameters_are_refused(name: str) -> None:
+    """Gradients of blocks are averaged one by one when ready: a rank that lacks one would average it with
     another.
     """
     mine, some = STORES[name][0], Ddp(find_unused_parameters=True)
     assert mine.fits(plain_program(CHAIN), replace(target_of(mine, REPLICAS), ranks=RANKS)) is None
     said = str(mine.fits(plain_program(CHAIN), replace(target_of(mine, some), ranks=RANKS)))
-    assert "every rank must have each of them" in said
+    assert "every rank must have all of them" in said
     assert "find_unused_parameters: false" in said
 
 
 def refusals(names: list[str]) -> list[str]:
-    """What `apply` says of stores beside ZeRO-1, and of one beside other gathers."""
+    """Return the errors of `apply` for offloaders with ZeRO-1, and for one with other gathers."""
     wrong = [({"kind": "zero1"}, name) for name in names]
     wrong += [({"kind": "fsdp", **knobs}, "l2l") for knobs in ({"blocks_per_unit": 2}, {"prefetch": 1})]
     wrong += [({"kind": "fsdp", "reshard_after_forward": False}, "l2l")]
@@ -273,7 +279,7 @@ def refusals(names: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_apply_refuses_them_too() -> None:
+def test_apply_refuses_them_by_name() -> None:
     for said in run_ranks(refusals, RANKS, list(STORES)):
         assert ["gathered from all" in each for _, each in zip(STORES, said, strict=False)] == [True] * len(
             STORES

@@ -1,5 +1,5 @@
-"""Experts on replicas, each of which uses others, and rows of them under FSDP2: weights, bytes on links,
-peaks, checkpoints.
+"""Experts on replicas that use different ones, and their rows under FSDP2: weights, bytes on links, peaks,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from memtune.ssd import offload_dir
 from memtune.technique import Target, Technique
 from memtune.testing.drift_check import plain_program, recording_of, target_of
 from memtune.testing.training import build, settings_of
-from memtune.workload.expert_modules import trace
+from memtune.workload.expert_modules import expert_traffic
 
 RANKS, STEPS, REPLICAS, DIVIDED = 2, 5, Ddp(kind="ddp"), Fsdp(kind="fsdp")
 FEW = Moesys(kind="moesys", cache=6, on_device=1)
@@ -59,14 +59,14 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "ssd")]
 
 
 def started(path: str, config: dict[str, Any]) -> tuple[Any, Tuned]:
-    """The model under `config`; SGD, since Adam makes updates of what is zero but for rounding."""
+    """Return the model under `config` with SGD, since Adam updates near-zero weights by rounding noise."""
     workload, model, _ = build(Path(path))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     return workload, apply(model, optimizer, config, loss=workload.loss, strict=False)
 
 
 def trained(directory: str, path: str, config: dict[str, Any], parts: int, ranks: int) -> dict[str, Any]:
-    """Weights after five steps and what the last one moved."""
+    """Return weights after five steps and the bytes of the last one."""
     os.environ[offload_dir.VARIABLE] = directory
     workload, tuned = started(path, config)
     names = {parameter: name for name, parameter in tuned.model.named_parameters()}
@@ -91,7 +91,7 @@ def trained(directory: str, path: str, config: dict[str, Any], parts: int, ranks
 def on_rank(
     directory: str, path: str, config: dict[str, Any], reference: dict[str, Any], parts: int, ledger: bool
 ) -> dict[str, Any]:
-    """What is checked on this rank."""
+    """Run the checks of this rank."""
     found = trained(directory, path, config, parts, dist.get_world_size())
     found["wanted"] = (
         trained(directory, path, reference, parts, dist.get_world_size())["weights"] if reference else {}
@@ -117,22 +117,20 @@ def check(
     directory: Path,
     parts: int,
     states: Technique = REPLICAS,
-    beside: tuple[Technique, ...] = (),
+    other_slots: tuple[Technique, ...] = (),
     experts: Moesys = FEW,
 ) -> list[dict[str, Any]]:
-    """Raise AssertionError where ranks do not train as one rank does, or move or hold other bytes than
-    predicted.
+    """Assert that ranks train as one rank does, and move and hold the predicted bytes.
 
     Args:
         path: The model.
-        directory: For tensors on SSD.
+        directory: Directory for tensors on SSD.
         parts: Micro-batches of a rank's step.
-        states: What divides or copies states; where it divides them, weights are those of it alone, to the
-            bit.
-        beside: Techniques of other slots.
-        experts: What is done to experts.
+        states: Sharding of states; if it is not `ddp`, weights are bitwise those of the sharding alone.
+        other_slots: Techniques of other slots.
+        experts: Expert offload.
     """
-    techniques = (states, experts, *beside)
+    techniques = (states, experts, *other_slots)
     found, divided = candidate(path, directory, parts, techniques), states.kind != "ddp"
     config, ledger = config_of(found, techniques), cpu_allocator.available() is None
     reference = {"settings": settings_of(states)} if divided else {}
@@ -151,7 +149,7 @@ def check(
     kept = (step.ops.resource == Resource.DEVICE_TO_HOST) & (step.ops.phase == Phase.OPTIMIZER)
     predicted["device_to_host"] -= int(step.ops.traffic_bytes[kept].sum()) // 3
     for rank in ranks:
-        if not divided:  # whoever looks at gradients that are used sees their average
+        if not divided:  # gradients that hooks can read are averages
             assert rank["shown"]
             assert all(torch.equal(value, ranks[0]["shown"][name]) for name, value in rank["shown"].items())
         for name, weight in alone.items():
@@ -179,39 +177,41 @@ def check(
 
 
 def divided_by(moved: dict[str, int], gathered: bool) -> dict[str, int]:
-    """Of what is gathered and scattered a rank gets all but its own part."""
+    """Return gathered and scattered bytes of a rank: all but its own part."""
     return moved | ({"intra_link": moved["intra_link"] * RANKS // (RANKS - 1)} if gathered else {})
 
 
 def np_times(phase: Any, parts: int) -> Any:
-    """How often each op runs in a step."""
+    """Return how often each op runs in a step."""
     return 1 + (parts - 1) * (phase < Phase.BOUNDARY)
 
 
 def test_replicas_train_as_one_rank(ssd: Path) -> None:
-    """The mechanism: an expert's gradients are averaged, whoever used it, before each rank updates its copy
-    of it.
+    """The mechanism: an expert's gradients are averaged, even if only one rank used it, before each rank's
+    update.
     """
     check(ZOO["moe"], ssd, 1)
 
 
 @pytest.mark.slow
-def test_replicas_that_use_other_experts(ssd: Path) -> None:
-    """With the averages off, or without the zeros of ranks that did not use an expert, weights differ from
-    rank to rank.
+def test_replicas_that_use_different_experts(ssd: Path) -> None:
+    """Without the averages, or without zeros from ranks that did not use an expert, weights differ from rank
+    to rank.
     """
     for rank in check(HASHED, ssd, 3):
-        assert rank["audit"]["made_up"] > 0
+        assert rank["audit"]["caught_up"] > 0
 
 
-def test_divided_experts_train_as_fsdp_does(ssd: Path) -> None:
-    """The mechanism: a rank reads, updates and writes its rows of each expert, and their gradients stay
-    nowhere on the device.
+def test_sharded_experts_train_as_fsdp(ssd: Path) -> None:
+    """The mechanism: a rank reads, updates and writes its rows of each expert, and their gradients are never
+    resident.
     """
     ranks = check(ZOO["moe"], ssd, 1, DIVIDED)
     whole, step = (candidate(ZOO["moe"], ssd, 1, (each, FEW)).program.step for each in (REPLICAS, DIVIDED))
     expert = 12 * (48 * 96 + 96 + 96 * 48 + 48)  # weight and two moments of two linear layers
-    moved = trace([0] * 4 + [1] * 4, 2, FEW.cache, FEW.rule, FEW.ahead, FEW.on_device, gathered=True)
+    moved = expert_traffic(
+        [0] * 4 + [1] * 4, 2, FEW.cache, FEW.eviction, FEW.read_prefetch, FEW.on_device, gathered=True
+    )
     assert on_link(step, Resource.SSD_READ) == sum(len(each.read) for each in moved) * expert // RANKS
     assert on_link(step, Resource.SSD_WRITE) == sum(len(each.written) for each in moved) * expert // RANKS > 0
     assert on_link(step, Resource.DEVICE_TO_HOST) == 8 * (expert // 3) // RANKS
@@ -225,46 +225,48 @@ def on_link(step: Step, link: Resource) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("states", "parts", "beside"),
+    ("states", "parts", "other_slots"),
     [(DIVIDED, 3, ()), (Zero3(kind="zero3"), 1, ()), (DIVIDED, 1, (Full(),)), (DIVIDED, 1, (Selective(),))],
     ids=["accumulation", "zero3", "full", "selective"],
 )
-def test_divided_experts_in_other_steps(
-    ssd: Path, states: Technique, parts: int, beside: tuple[Technique, ...]
+def test_sharded_experts_in_other_steps(
+    ssd: Path, states: Technique, parts: int, other_slots: tuple[Technique, ...]
 ) -> None:
-    check(ZOO["moe"], ssd, parts, states, beside)
+    check(ZOO["moe"], ssd, parts, states, other_slots)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=["replicas", "divided"])
-def test_kept_steps_move_what_is_predicted(ssd: Path, states: Technique) -> None:
-    """What each rank has changed, its part of what stays, and a message that it is kept."""
+def test_kept_steps_write_the_predicted_bytes(ssd: Path, states: Technique) -> None:
+    """Each rank writes its changes, its part of resident parameters, and a message that the step is
+    complete.
+    """
     ranks = check(ZOO["moe"], ssd, 1, states, experts=FEW.model_copy(update={"resume": "last_step"}))
     program = candidate(ZOO["moe"], ssd, 1, (states, FEW.model_copy(update={"resume": "last_step"}))).program
     assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * program.step.peak_bytes(Tier.SSD)  # trained with SGD
 
 
 @pytest.mark.slow
-def test_replicas_of_a_model_with_parameters_that_get_no_gradient(ssd: Path, tmp_path: Path) -> None:
-    """DDP asks which of its own parameters have none; ranks ask each other about experts."""
+def test_replicas_with_unused_parameters(ssd: Path, tmp_path: Path) -> None:
+    """DDP searches its own parameters without gradient; ranks ask each other about experts."""
     path = tmp_path / "spare.py"
     path.write_text(ZOO["moe"].read_text().replace("def model()", "def whole()") + SPARE)
     check(path, ssd, 1, Ddp(kind="ddp", find_unused_parameters=True))
 
 
 @pytest.mark.slow
-def test_divided_experts_that_no_row_is_sent_to(ssd: Path) -> None:
-    """They are gathered all the same, and get zeros from all ranks as under FSDP2 alone."""
+def test_sharded_experts_without_tokens(ssd: Path) -> None:
+    """They are gathered as well, and get zeros from all ranks as under FSDP2 alone."""
     check(HASHED, ssd, 3, DIVIDED)
 
 
-def test_what_it_cannot_do_is_refused(ssd: Path) -> None:
+def test_fits_refuses_by_name(ssd: Path) -> None:
     program = plain_program(ZOO["moe"])
     why = FEW.fits(program, replace(target_of(Zero1(kind="zero1")), ranks=RANKS, offload_dir=str(ssd)))
     assert "whole on each, or gathered from all" in str(why)
     asks = replace(target_of(Ddp(kind="ddp", find_unused_parameters=True)), ranks=RANKS, offload_dir=str(ssd))
     assert FEW.fits(program, asks) is None
-    assert "one by one as they land" in str(L2L(kind="l2l").fits(program, asks))
+    assert "one by one when they are ready" in str(L2L(kind="l2l").fits(program, asks))
 
 
 def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
@@ -277,6 +279,6 @@ def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_apply_refuses_it_too(ssd: Path) -> None:
+def test_apply_refuses_by_name(ssd: Path) -> None:
     config = {"settings": settings_of(Zero1(kind="zero1"), FEW)}
     assert all("replicas" in said for said in run_ranks(refusal, RANKS, str(ssd), str(ZOO["moe"]), config))

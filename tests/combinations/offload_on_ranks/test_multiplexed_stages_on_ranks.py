@@ -1,5 +1,5 @@
-"""Stages of Mobius and packs of Harmony-PP on several ranks: trained as one rank does, bytes by formula,
-peaks as predicted.
+"""Stages of Mobius and packs of Harmony-PP on several ranks: trained as on one, bytes by formula, peaks as
+predicted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import UsageError
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
-from memtune.offload.layer_major.pack_offloader import PackStore
-from memtune.offload.layer_major.packs import OnRanks
+from memtune.offload.layer_major.pack_offloader import PackOffloader
+from memtune.offload.layer_major.packs import StageLayout
 from memtune.offload.multiplexed.stage_placement_planner import step_s
 from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Kind, Phase, Program, RankClass, Resource, Tier
@@ -46,7 +46,7 @@ PASSED = SIZE * 8 * 16 * 4
 """Bytes of a block's output in `CHAIN`."""
 STEPS = 3
 MOBIUS: dict[str, Any] = {"kind": "mobius", "stages": 4}
-HARMONY: dict[str, Any] = {"kind": "harmony", "across": "pipeline", "backward": 2}
+HARMONY: dict[str, Any] = {"kind": "harmony", "parallelism": "pipeline", "backward": 2}
 
 
 def settings(accumulate: int, states: dict[str, Any]) -> dict[str, Any]:
@@ -80,29 +80,31 @@ def config(ranks: int, accumulate: int = 2, path: Path = CHAIN, **states: Any) -
 # -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
-def _never(
-    self: PackStore, pack: Any, *, update: bool, stays: bool = False, end: Any = PackStore.end
+def _never_resident(
+    self: PackOffloader, pack: Any, *, update: bool, resident: bool = False, end: Any = PackOffloader.end
 ) -> None:
     end(self, pack, update=update)
 
 
-def _all_stay(
-    self: PackStore, pack: Any, *, update: bool, stays: bool = False, end: Any = PackStore.end
+def _all_resident(
+    self: PackOffloader, pack: Any, *, update: bool, resident: bool = False, end: Any = PackOffloader.end
 ) -> None:
-    end(self, pack, update=update, stays=True)
+    end(self, pack, update=update, resident=True)
 
 
 DEFECTS: dict[str, Callable[[], Any]] = {
     "": nullcontext,
-    "no stage stays": lambda: patch.object(PackStore, "end", _never),
-    "all stages stay": lambda: patch.object(PackStore, "end", _all_stay),
+    "no stage is resident": lambda: patch.object(PackOffloader, "end", _never_resident),
+    "all stages are resident": lambda: patch.object(PackOffloader, "end", _all_resident),
 }
 
 
 def trained(
     path: Path, ranks: int, config: dict[str, Any], accumulate: int, defect: str = ""
 ) -> dict[str, Any]:
-    """A few steps; each rank brings its own samples, and one rank alone all of them in the order of turns."""
+    """Run a few steps; each rank provides its own samples, and one rank alone all of them in the order of
+    rotation.
+    """
     torch.set_num_threads(1)
     gc.collect()
     with DEFECTS[defect]():
@@ -166,13 +168,13 @@ def check(
     return runs
 
 
-def layout(ranks: int, **states: Any) -> OnRanks:
+def layout(ranks: int, **states: Any) -> StageLayout:
     told = candidate(ranks, **states).plans["offload.states"].document()
-    return OnRanks(tuple(map(tuple, told["spans"])), tuple(told["ranks"]))
+    return StageLayout(tuple(map(tuple, told["spans"])), tuple(told["ranks"]))
 
 
 def assert_bytes(ranks: int, runs: list[Any], **states: Any) -> None:
-    """Weights in twice, but for each rank's last stage; gradients out once; boundaries by way of the
+    """Assert weights twice H2D, except for each rank's last stage; gradients once D2H; boundaries through the
     hosts.
     """
     step, where, count = rewriter(CHAIN, ranks).recording.at(SIZE), layout(ranks, **states), 2 * ranks
@@ -187,51 +189,53 @@ def assert_bytes(ranks: int, runs: list[Any], **states: Any) -> None:
     before = sum(n_bytes for name, n_bytes in outside.items() if name.startswith("w"))
     moved = 0
     for rank, run in enumerate(runs):
-        mine = where.mine(rank)
+        mine = where.stages_of(rank)
         own = {stage: sum(sizes[slice(*where.stages[stage])]) for stage in mine}
-        beside = before * (rank == first) + (sum(outside.values()) - before) * (rank == ends)
+        outside_bytes = before * (rank == first) + (sum(outside.values()) - before) * (rank == ends)
         weights = 2 * sum(own.values()) - own[mine[-1]]
         again = states["kind"] == "mobius" or states.get("boundaries") == "host"
         given = sum(
             (stage > 0) * (1 + again * (stage < last)) + (stage < last) for stage in mine
         )  # forward, again, gradient
         passed = sum((stage < last) + (stage > 0) for stage in mine)
-        assert run["counted"]["host_to_device"] == weights + beside + given * count * PASSED + 2 * batch
-        assert run["counted"]["device_to_host"] == sum(own.values()) + beside + passed * count * PASSED
+        assert (
+            run["counted"]["host_to_device"] == weights + outside_bytes + given * count * PASSED + 2 * batch
+        )
+        assert run["counted"]["device_to_host"] == sum(own.values()) + outside_bytes + passed * count * PASSED
         assert run["here"] < sum(sizes)  # nothing of another rank's stages
         moved += weights + sum(own.values())
     assert moved == candidate(ranks, **states).plans["offload.states"].moved_bytes
 
 
-def test_mobius_on_two_ranks_trains_as_one_and_moves_what_the_formula_says() -> None:
-    """Some blocks are updated beside the next step's forward: the first, the last, and one of a stage."""
-    states = {**MOBIUS, "late": (0, 3, 7)}
+def test_mobius_on_two_ranks_trains_as_one_with_bytes_by_formula() -> None:
+    """Updates of some blocks are deferred: the first, the last, and one inside a stage."""
+    states = {**MOBIUS, "deferred": (0, 3, 7)}
     runs = check(2, **states)
     assert_bytes(2, runs, **states)
     where = layout(2, **states)
     late = [
-        sum(block in states["late"] for stage in where.mine(rank) for block in where.blocks(stage))
+        sum(block in states["deferred"] for stage in where.stages_of(rank) for block in where.blocks(stage))
         for rank in range(2)
     ]
-    assert [run["audit"]["offload.states"]["late_blocks"] for run in runs] == late
+    assert [run["audit"]["offload.states"]["deferred_blocks"] for run in runs] == late
     assert all(late)
     kinds = [list(dict.fromkeys((kind, stage) for kind, stage, _ in run["order"])) for run in runs]
     assert kinds[0] == [("forward", 0), ("forward", 2), ("backward", 2), ("backward", 0)]
-    assert kinds[1] == [("forward", 1), ("turn", 3), ("backward", 1)]
+    assert kinds[1] == [("forward", 1), ("turnaround", 3), ("backward", 1)]
     assert [index for kind, stage, index in runs[0]["order"] if (kind, stage) == ("backward", 2)] == [
         0,
         1,
         2,
         3,
     ]
-    assert [run["audit"]["offload.states"]["mine"] for run in runs] == [[0, 2], [1, 3]]
+    assert [run["audit"]["offload.states"]["own_stages"] for run in runs] == [[0, 2], [1, 3]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "states", [{**MOBIUS, "stages": 8}, {"kind": "mobius", "stages": 4}, HARMONY], ids=lambda s: s["kind"]
 )
-def test_on_four_ranks(states: dict[str, Any]) -> None:
+def test_training_on_four_ranks(states: dict[str, Any]) -> None:
     assert_bytes(4, check(4, **states), **states)
 
 
@@ -247,14 +251,14 @@ def test_on_four_ranks(states: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_on_two_ranks(states: dict[str, Any], accumulate: int) -> None:
+def test_training_on_two_ranks(states: dict[str, Any], accumulate: int) -> None:
     runs = check(2, accumulate, **states)
     if accumulate == 2:
         assert_bytes(2, runs, **states)
 
 
 @pytest.mark.slow
-def test_a_tied_head_gets_the_sum_of_both_stages(tmp_path: Path) -> None:
+def test_tied_head_gets_the_sum_of_both_stages(tmp_path: Path) -> None:
     path, head = (
         tmp_path / "tied.py",
         "        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB)\n",
@@ -266,7 +270,7 @@ def test_a_tied_head_gets_the_sum_of_both_stages(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [each for each in DEFECTS if each])
-def test_bytes_and_peaks_tell_whether_stages_come_and_go(defect: str) -> None:
+def test_bytes_and_peaks_detect_resident_stages(defect: str) -> None:
     with pytest.raises(AssertionError):
         assert_bytes(2, check(2, defect=defect, **MOBIUS), **MOBIUS)
 
@@ -274,18 +278,18 @@ def test_bytes_and_peaks_tell_whether_stages_come_and_go(defect: str) -> None:
 # -- what the pass and the plan say --------------------------------------------------------------------------
 
 
-def test_all_ranks_together_move_what_one_would() -> None:
+def test_all_ranks_together_copy_the_bytes_of_one() -> None:
     """Harmony-PP: 3|W| over all ranks, less the last pack of each; Harmony-DP: that on every rank."""
     step = rewriter(CHAIN, 4).recording.at(SIZE)
     sizes = block_bytes(step)
     pp = candidate(4, **HARMONY).plans["offload.states"].moved_bytes
     assert pp == 3 * sum(sizes) - 4 * 2 * sizes[0]
-    dp = candidate(4, **{**HARMONY, "across": "data"}).plans["offload.states"].swapped_bytes
+    dp = candidate(4, **{**HARMONY, "parallelism": "data"}).plans["offload.states"].swapped_bytes
     assert dp == 3 * sum(sizes) - 2 * sizes[0]
     assert 4 * dp > 3 * pp
 
 
-def test_each_rank_holds_its_stages_alone() -> None:
+def test_each_rank_holds_its_stages_only() -> None:
     made = candidate(4, **{**MOBIUS, "stages": 8})
     program, where = made.program, made.plans["offload.states"].ranks
     assert (len(program.rank_classes), program.unrolled, program.sharers, program.samples) == (
@@ -297,7 +301,7 @@ def test_each_rank_holds_its_stages_alone() -> None:
     names = [p.name for each in program.rank_classes for p in each.step.parameters]
     plain = rewriter(CHAIN, 4).recording.at(SIZE)
     assert sorted(names) == sorted(p.name for p in plain.parameters)
-    for each in program.rank_classes:  # by peak; which rank's it is decides what copies beside it
+    for each in program.rank_classes:  # sorted by peak
         assert {(where[int(p.name.split(".")[1])],) for p in each.step.parameters if p.block >= 0} == {
             each.ranks
         }
@@ -305,12 +309,12 @@ def test_each_rank_holds_its_stages_alone() -> None:
         assert each.step.peak_bytes(Tier.HOST) > 3 * device  # weights and two moments
 
 
-def test_a_step_takes_less_when_stages_come_in_early() -> None:
+def test_prefetch_of_stages_shortens_the_step() -> None:
     slow = replace(CPU, host_to_device_bytes_per_s=3e7)
     planner = Rewriter(rewriter(CHAIN, 2).recording, replace(rewriter(CHAIN, 2).target, hardware=slow))
 
     def step_of(prefetch: bool) -> float:
-        packs = {"kind": "harmony", "across": "pipeline", "backward": 1, "prefetch": prefetch}
+        packs = {"kind": "harmony", "parallelism": "pipeline", "backward": 1, "prefetch": prefetch}
         made = planner.candidate(Choice.from_document(settings(2, packs)))
         assert isinstance(made, Candidate), made
         return simulate(made.program, slow, level="events").step_s
@@ -318,9 +322,9 @@ def test_a_step_takes_less_when_stages_come_in_early() -> None:
     assert step_of(prefetch=True) < 0.98 * step_of(prefetch=False)
 
 
-def test_weights_and_gradients_move_in_parts_between_micro_batches() -> None:
-    """What a micro-batch starts from never waits for all of the next stage, nor for all gradients of the last
-    one.
+def test_weights_and_gradients_are_copied_in_parts_between_micro_batches() -> None:
+    """A micro-batch's input never waits for all of the next stage's weights, nor for all gradients of the
+    last one.
     """
     program, micro_batches = candidate(2, **{**MOBIUS, "stages": 8}).program, 4
     for step in (each.step for each in program.rank_classes):
@@ -336,10 +340,10 @@ def test_weights_and_gradients_move_in_parts_between_micro_batches() -> None:
             assert len(between) > (micro_batches - 1) * (times - 1)
 
 
-def test_the_fewest_packs_that_fit_are_taken() -> None:
+def test_plan_has_the_fewest_packs_that_fit() -> None:
     def packs(budget: int | None) -> tuple[int, int]:
         target = rewriter(CHAIN, 2).target
-        choice = Choice.from_document(settings(2, {"kind": "harmony", "across": "pipeline"}))
+        choice = Choice.from_document(settings(2, {"kind": "harmony", "parallelism": "pipeline"}))
         made = Rewriter(rewriter(CHAIN, 2).recording, replace(target, budget_bytes=budget)).candidate(choice)
         assert isinstance(made, Candidate)
         return len(made.plans["offload.states"].spans), made.program.step.peak_bytes()
@@ -354,7 +358,7 @@ def test_the_fewest_packs_that_fit_are_taken() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.85, 0.7])
 def test_no_partition_within_the_budget_is_faster(share: float) -> None:
-    """All 64 partitions, each rewritten: the planner's is the fastest of those whose every rank stays within
+    """All 64 partitions, each rewritten: the planner's is the fastest of those that keep every rank within
     the budget.
     """
     made, target = rewriter(CHAIN, 2), rewriter(CHAIN, 2).target
@@ -375,7 +379,7 @@ def test_no_partition_within_the_budget_is_faster(share: float) -> None:
     assert isinstance(found, Candidate), found
     told = found.plans["offload.states"].document()
     assert found.program.step.peak_bytes() <= budget
-    chosen = OnRanks(tuple(map(tuple, told["spans"])), tuple(told["ranks"]))
+    chosen = StageLayout(tuple(map(tuple, told["spans"])), tuple(told["ranks"]))
     assert step_s(each.costs, chosen, 4) == pytest.approx(least)
 
 
@@ -384,7 +388,7 @@ def test_no_partition_within_the_budget_is_faster(share: float) -> None:
     [
         ({"kind": "mobius", "stages": 3}, "no multiple of 2 ranks"),
         ({"kind": "mobius", "stages": 10}, "8 blocks are fewer than 10 stages"),
-        ({**MOBIUS, "late": (8,)}, "no block 8 to update late"),
+        ({**MOBIUS, "deferred": (8,)}, "no block 8 to defer"),
         ({**HARMONY, "forward": 3}, "forward and backward alike"),
         ({**HARMONY, "group": 1}, "forward and backward alike"),
     ],
@@ -393,7 +397,7 @@ def test_refusals(states: dict[str, Any], reason: str) -> None:
     assert reason in str(_found(CHAIN, 2, 2, tuple(states.items())))
 
 
-def test_what_packs_start_from_waits_where_the_option_says() -> None:
+def test_pack_inputs_are_kept_on_the_chosen_tier() -> None:
     count, programs = (
         4,
         [candidate(2, **{**HARMONY, "boundaries": where}).program for where in ("device", "host")],
@@ -410,12 +414,12 @@ def test_what_packs_start_from_waits_where_the_option_says() -> None:
     assert ups[1] - ups[0] == 2 * count  # of the two packs between the first and the last
 
 
-def test_packs_are_as_the_option_says() -> None:
-    """`balanced`: even in bytes; `greedy`: filled from the last block on, up to three, then cut for each rank
-    to have as many.
+def test_packing_follows_the_knob() -> None:
+    """`balanced`: even in bytes; `greedy`: filled from the last block on, up to three, then split for equal
+    numbers per rank.
     """
     spans = {
-        packing: layout(2, kind="harmony", across="pipeline", backward=3, packing=packing).stages
+        packing: layout(2, kind="harmony", parallelism="pipeline", backward=3, packing=packing).stages
         for packing in ("balanced", "greedy")
     }
     assert spans == {"balanced": ((0, 2), (2, 4), (4, 6), (6, 8)), "greedy": ((0, 2), (2, 3), (3, 5), (5, 8))}
@@ -425,7 +429,7 @@ def test_across_is_no_setting_of_one_rank() -> None:
     target = rewriter(CHAIN, 2).target
     records = [
         [
-            Harmony(kind="harmony", across=each).record(replace(target, ranks=n))
+            Harmony(kind="harmony", parallelism=each).record(replace(target, ranks=n))
             for each in ("data", "pipeline")
         ]
         for n in (1, 2)
@@ -434,12 +438,12 @@ def test_across_is_no_setting_of_one_rank() -> None:
     assert records[1][0] != records[1][1]
 
 
-def test_a_search_pays_nothing_unless_somebody_asks() -> None:
+def test_search_solves_stages_on_request_only() -> None:
     plain = Rewriter(rewriter(CHAIN, 2).recording, replace(rewriter(CHAIN, 2).target, cut=None))
     found = [
         plain.candidate(Choice.from_document(settings(2, each))) for each in ({"kind": "mobius"}, MOBIUS)
     ]
-    assert "when somebody asks" in str(found[0])
+    assert "on request only" in str(found[0])
     assert isinstance(found[1], Candidate)
 
 
@@ -459,7 +463,7 @@ def wrong_plan(path: Path, config: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [MOBIUS, HARMONY], ids=lambda each: str(each["kind"]))
-def test_blocks_may_return_a_tensor_among_constants(tmp_path: Path, states: dict[str, Any]) -> None:
+def test_blocks_that_return_a_tensor_among_constants(tmp_path: Path, states: dict[str, Any]) -> None:
     check(
         2,
         path=chain_returning(
@@ -470,7 +474,7 @@ def test_blocks_may_return_a_tensor_among_constants(tmp_path: Path, states: dict
 
 
 @pytest.mark.slow
-def test_a_plan_for_other_ranks_is_refused() -> None:
+def test_apply_refuses_a_plan_for_other_ranks() -> None:
     for told in run_ranks(wrong_plan, 2, CHAIN, config(4, **{**MOBIUS, "stages": 8})):
         assert "was made for other ranks" in told
     damaged = {**config(2, **MOBIUS), "plan": {"offload.states": {"spans": [[0, 8]]}}}

@@ -1,5 +1,5 @@
-"""Offload of states on several ranks: the bits of the native update under the same sharding, counted bytes,
-and the peaks.
+"""Offload of states on several ranks: bits of the native update under the same sharding, counted bytes, and
+peaks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 FSDP = Fsdp(kind="fsdp")
 SHARDINGS = [Ddp(kind="ddp"), Zero1(kind="zero1"), FSDP]
 BUCKETS = ZeroOffload(kind="zero_offload", bucket_mib=0.005)
-AS_THEY_LAND = [
+WHEN_READY = [
     BUCKETS,
     ZeroOffload(kind="zero_offload"),
     OptimizerCpu(kind="optimizer_cpu", update="native", trigger="per_layer"),
@@ -67,22 +67,24 @@ def named(each: Any) -> str:
     "technique", [SmartInfinity(kind="smart_infinity"), ZeroInfinity(kind="zero_infinity")], ids=named
 )
 def test_state_on_ssd(tmp_path: Path, technique: Technique, sharding: Technique) -> None:
-    """Each rank has its part of the state in files, or updaters, of its own."""
+    """Each rank has its part of the state in its own files, or updaters."""
     check_on_ranks(tmp_path, technique, sharding, NATIVE)
 
 
-def test_gradients_leave_once_they_are_reduced(tmp_path: Path) -> None:
-    """ZeRO-Offload beside FSDP: each rank's rows go down, and are updated on its host."""
+def test_zero_offload_offloads_reduced_gradients(tmp_path: Path) -> None:
+    """ZeRO-Offload with FSDP: each rank's rows are offloaded, and updated on its host."""
     check_on_ranks(tmp_path, BUCKETS, FSDP, NATIVE, model="tied", host_rel=0.02, parts=2)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize(("sharding", "parts"), REDUCING, ids=str)
-@pytest.mark.parametrize("technique", AS_THEY_LAND, ids=named)
-def test_gradients_that_leave(tmp_path: Path, technique: Technique, sharding: Technique, parts: int) -> None:
-    """Under all that reduces a gradient before backward has ended; with updates beside backward the host's
-    peak is a race.
+@pytest.mark.parametrize("technique", WHEN_READY, ids=named)
+def test_offloaded_gradients_under_every_reducing_technique(
+    tmp_path: Path, technique: Technique, sharding: Technique, parts: int
+) -> None:
+    """With every technique that reduces gradients in backward; if updates overlap with it, the host's peak is
+    a race.
     """
     host_rel = None if isinstance(technique, OptimizerCpu) else 0.02
     check_on_ranks(tmp_path, technique, sharding, NATIVE, host_rel=host_rel, parts=parts)
@@ -91,10 +93,12 @@ def test_gradients_that_leave(tmp_path: Path, technique: Technique, sharding: Te
 @pytest.mark.slow
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("technique", AS_THEY_LAND, ids=named)
-def test_replicas_average_each_gradient_as_it_lands(tmp_path: Path, technique: Technique, parts: int) -> None:
-    """The bits of DDP's buckets in one micro-batch; of several, a sum of averages and not an average
-    of sums.
+@pytest.mark.parametrize("technique", WHEN_READY, ids=named)
+def test_replicas_average_each_gradient_when_it_is_ready(
+    tmp_path: Path, technique: Technique, parts: int
+) -> None:
+    """Bitwise DDP's buckets with one micro-batch; with several, a sum of averages and not an average of
+    sums.
     """
     host_rel = None if isinstance(technique, OptimizerCpu) else 0.02
     tolerance = 1e-5 if parts > 1 else 0.0
@@ -106,7 +110,7 @@ def test_replicas_average_each_gradient_as_it_lands(tmp_path: Path, technique: T
 def on_own_samples(
     path: str, settings: list[dict[str, Any]], micro_batches: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Under each of `settings`, the weights after three steps with samples of this rank's own."""
+    """Return for each of `settings` the weights after three steps with this rank's own samples."""
     found = []
     for each in settings:
         workload, model, optimizer = build(Path(path))
@@ -119,20 +123,20 @@ def on_own_samples(
 
 
 @pytest.mark.slow
-def test_replicas_with_other_samples_train_as_ddp_does() -> None:
+def test_replicas_with_different_samples_train_as_ddp() -> None:
     """Equal weights on all ranks, and those of DDP up to the order of the sum over micro-batches."""
-    settings = [settings_of(DDP, each) for each in (NATIVE, *AS_THEY_LAND[:3])]
+    settings = [settings_of(DDP, each) for each in (NATIVE, *WHEN_READY[:3])]
     first, second = run_ranks(on_own_samples, 2, str(ZOO["tied"]), settings, 3)
     for mine, theirs in zip(first, second, strict=True):
         assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
         assert max(float((value - first[0][name]).abs().max()) for name, value in mine.items()) < 1e-5
 
 
-def test_a_replica_s_link_carries_each_gradient_once_a_micro_batch() -> None:
-    """The mechanism: one message for each gradient beside backward, in the place of DDP's buckets, before it
-    goes down.
+def test_link_of_a_replica_carries_each_gradient_once_per_micro_batch() -> None:
+    """The mechanism: one message per gradient, overlapped with backward, instead of DDP's buckets, before its
+    offload.
     """
-    for technique in AS_THEY_LAND[:3]:
+    for technique in WHEN_READY[:3]:
         step = predicted(DDP, technique, 2)
         averages = np.flatnonzero(step.ops.name == step.names.index("memtune.all_reduce_.default"))
         trained = [p for p in step.parameters if p.trainable]
@@ -155,9 +159,9 @@ def test_a_replica_s_link_carries_each_gradient_once_a_micro_batch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "parts"), [*REDUCING, (DDP, 1), (DDP, 3)], ids=str)
-def test_a_part_that_stays(tmp_path: Path, sharding: Technique, parts: int) -> None:
-    """Each rank keeps the state of its rows of what comes first: the user's own update there, the native one
-    for the rest.
+def test_ratio_keeps_a_part_of_each_rank_s_rows(tmp_path: Path, sharding: Technique, parts: int) -> None:
+    """Each rank keeps the state of its rows of the first parameters: the user's own update there, the native
+    one for the rest.
     """
     partly = BUCKETS.model_copy(update={"ratio": 0.4})
     own = OptimizerCpu(kind="optimizer_cpu")
@@ -166,9 +170,11 @@ def test_a_part_that_stays(tmp_path: Path, sharding: Technique, parts: int) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "parts"), [*REDUCING[1::2], (DDP, 3)], ids=str)
-def test_as_much_stays_as_the_budget_holds(tmp_path: Path, sharding: Technique, parts: int) -> None:
-    """Half way between the peaks with all and with nothing on the host; of each rank's rows as many
-    parameters stay.
+def test_solved_ratio_keeps_as_much_as_the_budget_holds(
+    tmp_path: Path, sharding: Technique, parts: int
+) -> None:
+    """Half way between the peaks with all and with nothing on the host; the same number of parameters for
+    each rank's rows.
     """
     peaks = [
         predicted(sharding, BUCKETS.model_copy(update={"ratio": ratio}), parts).peak_bytes()
@@ -196,14 +202,14 @@ def predicted(sharding: Technique, technique: Technique, parts: int, budget_byte
 
 
 def five_steps(path: str, settings: dict[str, Any] | None, micro_batches: int) -> Any:
-    """Losses and weights after five steps; every rank has the same samples."""
+    """Return losses and weights after five steps; every rank has the same samples."""
     config = None if settings is None else {"settings": settings}
     return replace(train_under(Path(path), config, steps=5, micro_batches=micro_batches), gradients=[])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "parts"), [*REDUCING, (DDP, 3)], ids=str)
-def test_five_steps_are_those_of_one_rank(sharding: Technique, parts: int) -> None:
+def test_five_steps_equal_those_of_one_rank(sharding: Technique, parts: int) -> None:
     """All ranks train on the same samples, so their mean gradient is one rank's up to the order of the
     sum.
     """
@@ -219,7 +225,7 @@ def test_five_steps_are_those_of_one_rank(sharding: Technique, parts: int) -> No
 
 
 def after_clipping(path: str, settings: dict[str, Any]) -> str:
-    """What the optimizer's step says when the norm has been clipped."""
+    """Return the error of the optimizer's step after the norm has been clipped."""
     workload, model, optimizer = build(Path(path))
     tuned = apply(model, optimizer, {"settings": settings}, strict=False)
     assert tuned._context.loop.sync is not None
@@ -235,19 +241,19 @@ def after_clipping(path: str, settings: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [FSDP, Zero2(kind="zero2"), DDP], ids=named)
-def test_clipping_by_norm_is_noticed_on_every_rank(sharding: Technique) -> None:
-    for technique in (BUCKETS, AS_THEY_LAND[2]):
+def test_clipping_by_norm_is_refused_on_every_rank(sharding: Technique) -> None:
+    for technique in (BUCKETS, WHEN_READY[2]):
         said = run_ranks(after_clipping, 2, str(ZOO["tied"]), settings_of(sharding, technique))
         assert all("Gradients were changed" in each for each in said)
 
 
-def test_gradients_that_change_until_the_step_stay() -> None:
+def test_gradients_that_change_until_the_step_are_not_offloaded() -> None:
     program = plain_program(ZOO["gpt"])
     target = replace(target_of(Mics(kind="mics", group=2)), ranks=4)
     assert "under mics gradients are on the device" in str(BUCKETS.fits(program, target))
     assert "zero2" in str(BUCKETS.fits(program, target))
     unused = Ddp(kind="ddp", find_unused_parameters=True)
-    assert "one by one as they land" in str(BUCKETS.fits(program, replace(target_of(unused), ranks=4)))
+    assert "one by one when they are ready" in str(BUCKETS.fits(program, replace(target_of(unused), ranks=4)))
     cut = replace(target_of(FSDP, TensorParallel(kind="tensor", degree=2)), ranks=4)
     assert "not for tensor" in str(BUCKETS.fits(program, cut))
     late = BUCKETS.model_copy(update={"delayed": True})
@@ -266,12 +272,12 @@ def refused(path: str, settings: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_apply_refuses_what_does_not_fit() -> None:
+def test_apply_refuses_by_name() -> None:
     late = BUCKETS.model_copy(update={"delayed": True})
     for sharding, technique, why in (
         (Mics(kind="mics", group=2), BUCKETS, "until backward has ended"),
-        (Ddp(kind="ddp", find_unused_parameters=True), BUCKETS, "every rank must have each of them"),
-        (Zero1(kind="zero1"), late, "delayed weights would be late"),
+        (Ddp(kind="ddp", find_unused_parameters=True), BUCKETS, "every rank must have all of them"),
+        (Zero1(kind="zero1"), late, "copies of delayed weights would be stale"),
     ):
         said = run_ranks(
             refused,

@@ -1,5 +1,5 @@
-"""Pages of weights on replicas and of rows under FSDP2: weights, bytes, peaks, checkpoints, clipping, and
-what is refused.
+"""Pages of weights on replicas, and of rows under FSDP2: weights, bytes, peaks, checkpoints, clipping, and
+refusals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RANKS, REPLICAS, DIVIDED, OWN = 2, Ddp(kind="ddp"), Fsdp(kind="fsdp"), Optimizer
 PAGES = AngelPtm(kind="angel_ptm", page_mib=0.004)
 ON_SSD = PAGES.model_copy(update={"optimizer": "ssd"})
 LOCK_FREE = PAGES.model_copy(update={"lock_free": True, "max_staleness": 2})
-LATE_ON_SSD = LOCK_FREE.model_copy(update={"optimizer": "ssd"})
+LOCK_FREE_ON_SSD = LOCK_FREE.model_copy(update={"optimizer": "ssd"})
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 BUDGET_BYTES, AMPLE_BYTES = 600_000, 1_000_000
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,20 +58,20 @@ def cases(
 
 
 def pages_of(states: Technique, budget_bytes: int | None = None) -> tuple[Step, Pages, int]:
-    """The step of pages on ranks, the pages, and the bytes that come in."""
+    """Return the step of pages on ranks, the pages, and the loaded bytes."""
     decisions = candidate((states, PAGES), 1, RANKS, budget_bytes).plans["offload.states"].document()
     divided = candidate((states,), 1, RANKS).program.step
     cached = decisions.get("cached", 0)
     sizes = (each[cached:] for each in sizes_in_blocks(divided))
     pages = paged(*sizes, decisions["page_bytes"], decisions["frames"], gathers_of(divided) is not None)
     moved = sum(
-        pages.filled[page] for comes in timeline(pages, tuple(decisions["ahead"])).loads for page in comes
+        pages.filled[page] for comes in timeline(pages, tuple(decisions["prefetch"])).loads for page in comes
     )
     return divided, pages, moved
 
 
 def test_ranks_train_as_one(tmp_path: Path) -> None:
-    """The mechanism: replicas average each gradient once before it leaves; divided ones move the pages of
+    """The mechanism: replicas average each gradient once before its offload; sharded ranks load the pages of
     their rows.
     """
     both = {each.kind: (each, PAGES, OWN) for each in (REPLICAS, DIVIDED)}
@@ -104,39 +104,39 @@ def test_replicas_with_the_optimizer_on_ssd_and_accumulation(tmp_path: Path, par
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("states", [DIVIDED, Zero3(kind="zero3")], ids=lambda each: each.kind)
-def test_divided_with_the_optimizer_on_ssd_and_accumulation(
+def test_sharded_ranks_with_the_optimizer_on_ssd_and_accumulation(
     tmp_path: Path, states: Technique, parts: int
 ) -> None:
-    """To the bit: the host adds up in the order in which FSDP2 does."""
+    """Bitwise: the host sums in the order of FSDP2."""
     check_on_ranks(cases(states, ssd=ON_SSD, pages=PAGES), tmp_path, parts=parts)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_host_and_the_drive_hold_what_is_predicted(tmp_path: Path, parts: int) -> None:
-    """Adam on the zoo's gpt: bytes of every link, SSD among them, and the peaks of both tiers."""
+def test_host_and_drive_hold_the_predicted_bytes(tmp_path: Path, parts: int) -> None:
+    """Adam on the zoo's gpt: bytes of every link, including SSD, and the peaks of both tiers."""
     optimizer_offload_on_ranks.check_on_ranks(tmp_path, PAGES, DIVIDED, OWN, host_rel=0.02, parts=parts)
     optimizer_offload_on_ranks.check_on_ranks(tmp_path, ON_SSD, DIVIDED, NATIVE, host_rel=0.02, parts=parts)
 
 
 @pytest.mark.slow
-def test_three_ranks(tmp_path: Path) -> None:
-    """Which do not divide the rows: pages hold them padded."""
+def test_three_ranks_pad_rows(tmp_path: Path) -> None:
+    """Three ranks do not divide the rows: pages hold them padded."""
     check_on_ranks(cases(DIVIDED, pages=PAGES), tmp_path, ranks=3, bitwise=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", [Full(), Selective()], ids=lambda each: each.kind)
-def test_beside_recompute(tmp_path: Path, beside: Technique) -> None:
-    check_on_ranks(cases(DIVIDED, pages=PAGES), tmp_path, beside=(beside,))
+@pytest.mark.parametrize("other_slots", [Full(), Selective()], ids=lambda each: each.kind)
+def test_training_with_recompute(tmp_path: Path, other_slots: Technique) -> None:
+    check_on_ranks(cases(DIVIDED, pages=PAGES), tmp_path, other_slots=(other_slots,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget_bytes", "parts"), [(BUDGET_BYTES, 1), (AMPLE_BYTES, 1), (AMPLE_BYTES, 3)])
-def test_a_budget(tmp_path: Path, budget_bytes: int, parts: int) -> None:
-    """Below what FSDP2 alone needs in the first case; in the others it holds optimizer state of some
-    parameters of a block.
+def test_training_within_a_budget(tmp_path: Path, budget_bytes: int, parts: int) -> None:
+    """Below FSDP2's own peak in the first case; in the others it holds optimizer state of some parameters of
+    a block.
     """
     step = check_on_ranks(cases(DIVIDED, pages=PAGES), tmp_path, budget_bytes=budget_bytes, parts=parts)[
         "pages"
@@ -151,8 +151,8 @@ def test_a_budget(tmp_path: Path, budget_bytes: int, parts: int) -> None:
     assert total(step, Resource.HOST_TO_DEVICE) > moved
 
 
-def test_frames_fill_what_the_budget_leaves() -> None:
-    """FSDP2's own buffers are no chunks that could go: counted as such, frames would exceed the budget."""
+def test_frames_fill_the_rest_of_the_budget() -> None:
+    """FSDP2's own buffers cannot be evicted; if they counted as chunks, frames would exceed the budget."""
     frames = []
     for budget_bytes in (BUDGET_BYTES, BUDGET_BYTES + 20 * 4096):
         found = candidate((DIVIDED, PAGES), 1, RANKS, budget_bytes)
@@ -161,9 +161,9 @@ def test_frames_fill_what_the_budget_leaves() -> None:
     assert frames[0] < frames[1]
 
 
-def test_only_what_somebody_averages_is_cached() -> None:
-    """Replicas' gradients of what stays would be averaged by nobody, FSDP2 reduces those of rows as it does
-    all others.
+def test_cached_parameters_have_averaged_gradients() -> None:
+    """Replicas cache none, since no component averages their gradients on the device; FSDP2 reduces those of
+    rows.
     """
     ample = 1 << 30
     assert candidate((PAGES,), 1, 1, ample).plans["offload.states"].cached > 0
@@ -175,7 +175,9 @@ def test_only_what_somebody_averages_is_cached() -> None:
 
 
 def swept(config: dict[str, Any], waits: bool) -> dict[str, Any]:
-    """Weights after five steps, and what the audit says; `waits`: after each step for all sweeps."""
+    """Return weights after five steps, and the audit; `waits`: wait after each step for all asynchronous
+    updates.
+    """
     transfer.COUNTERS.take()
     workload, tuned = started(config)
     for step in range(5):
@@ -189,10 +191,10 @@ def swept(config: dict[str, Any], waits: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ssd")
-@pytest.mark.parametrize("technique", [LOCK_FREE, LATE_ON_SSD], ids=["host", "ssd"])
+@pytest.mark.parametrize("technique", [LOCK_FREE, LOCK_FREE_ON_SSD], ids=["host", "ssd"])
 def test_lock_free_rows_are_updated_by_their_rank(tmp_path: Path, technique: AngelPtm) -> None:
-    """Waited for, sweeps make the bits of the native update; not waited for, ranks have the same weights,
-    within the bound.
+    """With waits, updates have the bits of the native update; without, ranks have the same weights, within
+    the bound.
     """
     found = candidate((DIVIDED, technique), 1, RANKS)
     config = config_of(found, (DIVIDED, technique))
@@ -217,11 +219,11 @@ def test_lock_free_rows_are_updated_by_their_rank(tmp_path: Path, technique: Ang
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_fits_refuses_by_name() -> None:
     program = plain_program(CHAIN)
     replicas, whole = (replace(target_of(each), ranks=RANKS) for each in (REPLICAS, Zero1(kind="zero1")))
-    for late in (LOCK_FREE, LATE_ON_SSD):
-        assert "weights of replicas would differ" in str(late.fits(program, replicas))
+    for lock_free in (LOCK_FREE, LOCK_FREE_ON_SSD):
+        assert "weights of replicas would differ" in str(lock_free.fits(program, replicas))
     assert "whole on each, or gathered from all" in str(PAGES.fits(program, whole))
     assert "whole on each, or gathered from all" in str(LOCK_FREE.fits(program, whole))
 
@@ -238,11 +240,16 @@ def refusals(configs: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ssd")
-def test_apply_refuses_it_too() -> None:
+def test_apply_refuses_by_name() -> None:
     plan = config_of(candidate((REPLICAS, PAGES), 1, RANKS), (REPLICAS, PAGES))
     alone = config_of(candidate((PAGES,), 1, 1, 1 << 30), (REPLICAS, PAGES))
     gathered = Fsdp(kind="fsdp", reshard_after_forward=False)
-    others = ((Zero1(kind="zero1"), PAGES), (REPLICAS, LOCK_FREE), (REPLICAS, LATE_ON_SSD), (gathered, PAGES))
+    others = (
+        (Zero1(kind="zero1"), PAGES),
+        (REPLICAS, LOCK_FREE),
+        (REPLICAS, LOCK_FREE_ON_SSD),
+        (gathered, PAGES),
+    )
     configs = [
         {**plan, "settings": config_of(candidate((REPLICAS, PAGES), 1, RANKS), each)["settings"]}
         for each in others

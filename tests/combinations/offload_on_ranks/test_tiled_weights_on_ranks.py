@@ -1,5 +1,5 @@
-"""`zero_infinity` with `tiles` on several ranks: whole weights on each beside DDP, a share of each rank's
-rows beside FSDP.
+"""`zero_infinity` with `tiles` on several ranks: replicated weights with DDP, a share of each rank's rows
+with FSDP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = {"host": ON_HOST, "ssd": ON_SSD, "gradients": ON_SSD.model_copy(update={"
 REPLICAS, DIVIDED = Ddp(), Fsdp(kind="fsdp")
 NATIVE = OptimizerCpu(update="native")
 LARGE = ("qkv.weight", "mlp.0.weight", "mlp.2.weight")
-"""Of a block of the chain; each has 3 · 32 · 32 elements."""
+"""Large weights of a block of the chain; each has 3 · 32 · 32 elements."""
 WEIGHT_BYTES = 3 * 32 * 32 * 4
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("ssd")]
 both = pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
@@ -41,8 +41,8 @@ def predicted(states: Technique, technique: ZeroInfinity, parts: int = 1) -> Ste
 
 
 def most_of(step: Step, parameter: int, kind: Kind, *, least_bytes: int) -> int:
-    """Most bytes of a weight, or of its gradient, that are on the device at once, in pieces of at least so
-    many bytes.
+    """Return the most bytes of a weight, or of its gradient, on the device at once, in pieces of at least
+    `least` bytes.
     """
     mine = (
         (step.storages.owner == parameter)
@@ -60,8 +60,8 @@ def most_of(step: Step, parameter: int, kind: Kind, *, least_bytes: int) -> int:
 
 @both
 @pytest.mark.parametrize("parts", [1, 3])
-def test_no_more_than_two_tiles_of_a_weight_are_on_the_device(states: Technique, parts: int) -> None:
-    """Of a weight and of its gradient: beside FSDP a tile is as large, and a rank brings its share of it."""
+def test_at_most_two_tiles_of_a_weight_are_on_the_device(states: Technique, parts: int) -> None:
+    """Of a weight and of its gradient: with FSDP a tile is as large, and a rank loads its share of it."""
     step, whole = (
         predicted(states, ON_HOST, parts),
         predicted(states, ON_HOST.model_copy(update={"tiles": 1}), parts),
@@ -79,9 +79,9 @@ def test_no_more_than_two_tiles_of_a_weight_are_on_the_device(states: Technique,
 
 
 @both
-def test_every_link_moves_what_it_moved(states: Technique) -> None:
-    """A weight that stays between the passes comes up, or is gathered, once more; what goes down and is
-    averaged is the same.
+def test_links_carry_the_bytes_of_untiled_weights(states: Technique) -> None:
+    """A weight that is resident between the passes is loaded, or gathered, once more; offloads and averages
+    are the same.
     """
     step, whole = predicted(states, ON_HOST), predicted(states, ON_HOST.model_copy(update={"tiles": 1}))
     share = WEIGHT_BYTES // (2 if states is DIVIDED else 1)
@@ -96,7 +96,7 @@ def test_every_link_moves_what_it_moved(states: Technique) -> None:
         assert mine == theirs + more, link.name
 
 
-def test_the_next_tile_is_gathered_while_one_computes() -> None:
+def test_next_tile_is_gathered_while_one_computes() -> None:
     step = predicted(DIVIDED, ON_HOST)
     names = [step.names[i] for i in step.ops.name]
     first = names.index("aten.copy_.default", names.index("aten.new_empty.default")) - 1
@@ -111,26 +111,26 @@ def under(states: Technique, *names: str) -> dict[str, tuple[Technique, Techniqu
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
 @both
-def test_it_trains_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
-    """Up to rounding, since the input's gradient is a sum over tiles; peak and bytes on each link are the
-    predicted ones.
+def test_tiles_train_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
+    """Up to rounding, since the input's gradient is a sum over tiles; peak and bytes on each link are as
+    predicted.
     """
     check_on_ranks(under(states), tmp_path, parts=parts, bitwise=False)
 
 
 @pytest.mark.slow
 @both
-def test_blocks_that_run_again(tmp_path: Path, states: Technique) -> None:
-    check_on_ranks(under(states, "host"), tmp_path, bitwise=False, beside=(Full(),))
+def test_tiles_with_recomputed_blocks(tmp_path: Path, states: Technique) -> None:
+    check_on_ranks(under(states, "host"), tmp_path, bitwise=False, other_slots=(Full(),))
 
 
 @pytest.mark.slow
-def test_state_on_the_host(tmp_path: Path) -> None:
+def test_tiles_with_state_on_the_host(tmp_path: Path) -> None:
     on_host = ON_HOST.model_copy(update={"optimizer": "host"})
     check_on_ranks({"host": (DIVIDED, on_host, NATIVE)}, tmp_path, bitwise=False)
 
 
-def test_a_weight_whose_rows_ranks_do_not_share_evenly_stays_whole() -> None:
+def test_weight_with_uneven_rows_is_not_tiled() -> None:
     """96 rows are three times 32; 32 are not."""
     names = candidate((DIVIDED, ON_HOST), 1, 3).plans["offload.states"].tiled
     assert {name.split(".", 2)[2] for name in names} == {"qkv.weight", "mlp.0.weight"}
@@ -138,14 +138,14 @@ def test_a_weight_whose_rows_ranks_do_not_share_evenly_stays_whole() -> None:
 
 @pytest.mark.slow
 @both
-def test_three_ranks(tmp_path: Path, states: Technique) -> None:
-    """In two tiles, whose messages three ranks divide without a rest."""
+def test_tiles_on_three_ranks(tmp_path: Path, states: Technique) -> None:
+    """In two tiles, whose messages three ranks divide without a remainder."""
     halves = WAYS["gradients"].model_copy(update={"tiles": 2})
     check_on_ranks({"gradients": (states, halves, NATIVE)}, tmp_path, ranks=3, bitwise=False)
 
 
 def refusals() -> list[str]:
-    """What `apply` says to plans that were made for other ranks or another model."""
+    """Return the errors of `apply` for plans of other ranks or another model."""
     found = []
     for names in (["h.0.out.weight"], ["h.0.mlp.weight"], ["h.0.experts.1.up.weight"]):
         try:
@@ -156,8 +156,8 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.slow
-def test_apply_refuses_what_ranks_cannot_share() -> None:
+def test_apply_refuses_tiles_that_ranks_cannot_share() -> None:
     for said in run_ranks(refusals, 3):
         assert "do not divide evenly" in said[0]
         assert "plain nn.Linear" in said[1]
-        assert "other experts than others" in said[2]
+        assert "use different experts" in said[2]

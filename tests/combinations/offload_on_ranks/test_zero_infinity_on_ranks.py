@@ -1,5 +1,5 @@
-"""Weights of blocks between SSD, host and device on several ranks: whole on each beside DDP, a rank's rows
-beside FSDP.
+"""Weights of blocks on SSD, host and device with several ranks: replicated with DDP, a rank's rows with
+FSDP.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def under(states: Technique, *names: str) -> dict[str, tuple[Technique, Techniqu
 
 @pytest.mark.slow
 def test_rows_of_blocks_on_ssd(tmp_path: Path) -> None:
-    """Each rank writes its rows once, and reads them for forward, all but two blocks' again for backward, and
-    in the step.
+    """Each rank writes its rows once, and reads them for forward, except for two blocks again for backward,
+    and in the step.
     """
-    step = check_on_ranks(under(DIVIDED, "gradients"), tmp_path, beside=(Full(),))["gradients"]
+    step = check_on_ranks(under(DIVIDED, "gradients"), tmp_path, other_slots=(Full(),))["gradients"]
     columns = columns_of(step.parameters)
     sizes = columns.numel * columns.itemsize
     inside, everything = int(sizes[columns.block >= 0].sum()), int(sizes.sum())
     written = int(step.ops.traffic_bytes[step.ops.resource == Resource.SSD_WRITE].sum())
     assert (
         written == 3 * everything + 2 * inside
-    )  # master and moments; the weight and the gradient of what comes and goes
+    )  # master and moments; weight and gradient of offloaded parameters
     assert step.peak_bytes(Tier.SSD) == written
 
 
@@ -64,14 +64,14 @@ def test_rows_of_blocks_on_ssd(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
 def test_every_tier_trains_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
-    """Replicas add up averages, not what each has, so with accumulation their sums have another order."""
+    """Replicas sum averages, not their own gradients, so with accumulation their sums have another order."""
     check_on_ranks(under(states), tmp_path, parts=parts, bitwise=parts == 1 or states is DIVIDED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
-def test_three_ranks(tmp_path: Path, states: Technique) -> None:
-    """Which do not divide the rows."""
+def test_three_ranks_pad_rows(tmp_path: Path, states: Technique) -> None:
+    """Three ranks do not divide the rows."""
     check_on_ranks(under(states, "gradients"), tmp_path, ranks=3, bitwise=False)
 
 
@@ -89,7 +89,7 @@ def test_other_ways_to_use_ranks_are_refused() -> None:
 
 
 def refusals() -> list[str]:
-    """What `apply` says."""
+    """Return the errors of `apply`."""
     found = []
     for states in (Zero1(kind="zero1"), DIVIDED.model_copy(update={"prefetch": 1})):
         try:
@@ -100,7 +100,7 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.slow
-def test_apply_refuses_them_too() -> None:
+def test_apply_refuses_them_by_name() -> None:
     for said in run_ranks(refusals, 2):
         assert [
             why in each for why, each in zip(("gathered from all", "an order of its own"), said, strict=True)

@@ -1,4 +1,4 @@
-"""Plans by budget where ranks hold parts of a model: the budget is that of each rank, and the measured peak
+"""Plans by budget for ranks with parts of a model: the budget is that of each rank, and the measured peak
 keeps it.
 """
 
@@ -27,7 +27,7 @@ PLANNED = {
 
 
 def settings(kind: str, states: str, how: str, **knobs: Any) -> dict[str, Any]:
-    """With 16 samples at once, so that activations are most of what a rank holds; `knobs` None: nothing is
+    """Return settings with 16 samples at once, so that activations dominate; `knobs` None: nothing is
     planned.
     """
     found = {
@@ -60,9 +60,7 @@ Case = tuple[str, str, str]
 
 
 def check(cases: list[Case]) -> None:
-    """Half of the way from the smallest peak to the plain one, less what stays spare, is met by prediction
-    and ranks.
-    """
+    """Check that prediction and ranks meet a budget half way from the smallest peak to the plain one."""
     configs, budgets, peaks = [], [], []
     for kind, states, how in cases:
         least, plain = predicted(kind, states, how, share=0.0)[1], predicted(kind, states, how)[1]
@@ -83,19 +81,19 @@ def check(cases: list[Case]) -> None:
         assert measured == pytest.approx(peak, rel=0.02), case
 
 
-def test_the_measured_peak_keeps_the_budget() -> None:
+def test_measured_peak_keeps_the_budget() -> None:
     check([("tensor", "zero3", "planned")])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context"])
 @pytest.mark.parametrize("how", list(PLANNED))
-def test_the_measured_peak_keeps_the_budget_under_every_division(kind: str, how: str) -> None:
+def test_measured_peak_keeps_the_budget_under_every_division(kind: str, how: str) -> None:
     check([(kind, states, how) for states in ("ddp", "zero1", "zero2", "zero3")])
 
 
-def test_what_cannot_be_met_is_refused_with_what_the_parts_need() -> None:
-    """The smallest peak that is told is that of a rank with its part, not of one with all of the model."""
+def test_unreachable_budget_is_refused_with_the_peak_of_a_part() -> None:
+    """The reported smallest peak is that of a rank with its part, not of one with the full model."""
     asked = Choice.from_document(settings("tensor", "zero3", "planned", budget_bytes=1000))
     reason = rewriter(PATH, RANKS).candidate(asked)
     assert isinstance(reason, Reason)

@@ -1,5 +1,5 @@
-"""States divided in groups, and collectives by node, among ranks that hold the same part of a model: four
-copies of two parts.
+"""Group sharding, and collectives by node, among ranks with the same part of a model: four copies of two
+parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATH = MODELS / "momentum.py"
 RANKS, PARTS, COPIES, NODE = 8, 2, 4, 4
 """Two copies of each part share a node."""
 FLAGS = 4096
-"""Bytes at most: one number for each parameter and hop of a message."""
+"""Most bytes of flags: one number for each parameter and hop of a message."""
 FROZEN = "h.0.mlp.0.weight"
 FSDP = {"kind": "fsdp"}
 FACTORS = {
@@ -108,7 +108,9 @@ def test_refusals_name_what_is_in_the_way() -> None:
 
 
 def on_rank(cases: dict[str, dict[str, Any]], ranks: int) -> dict[str, dict[str, Any]]:
-    """Per config: five steps; the ledger's peak; what a step receives inside a node and between nodes."""
+    """Run five steps of each config; return the ledger's peak, and a step's received bytes inside a node and
+    between nodes.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     found = {}
     for case, asked in cases.items():
@@ -128,8 +130,8 @@ def on_rank(cases: dict[str, dict[str, Any]], ranks: int) -> dict[str, dict[str,
 
 
 def _averaged_inside(kind: str) -> int:
-    """Bytes that ranks of a copy exchange because each has seen other samples or positions, before states are
-    divided.
+    """Return the bytes that ranks of a copy exchange for other samples or positions, before states are
+    sharded.
     """
     made = candidate(kind, PATH, RANKS, degree=PARTS)
     plan, step = made.plans["sharding.parallel"], made.program.step
@@ -142,9 +144,7 @@ def _averaged_inside(kind: str) -> int:
 
 
 def formula(kind: str, case: str) -> tuple[float, float]:
-    """Bytes inside a node and between nodes that a step sends, less those that it sends inside a node under
-    `ddp`.
-    """
+    """Return a step's bytes inside a node and between nodes, less those inside a node under `ddp`."""
     step, turns = candidate(kind, PATH, RANKS, degree=PARTS).program.step, 2 if kind == "rtp" else 2 * PARTS
     whole = {p.name: math.prod(p.shape) * p.itemsize for p in step.parameters}
     every, frozen = float(sum(whole.values())), float(whole[FROZEN])
@@ -173,9 +173,9 @@ def formula(kind: str, case: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "more", [[name for name in FACTORS if name != "ddp"], list(COLLECTIVES)], ids=["factors", "collectives"]
 )
-def test_copies_of_a_part_divide_and_gather_as_any_ranks_do(kind: str, more: list[str]) -> None:
-    """Trained as one rank does, peaks within 2 %, bytes as the formula says beside what the parts themselves
-    send.
+def test_copies_of_a_part_shard_and_gather_as_any_ranks(kind: str, more: list[str]) -> None:
+    """Trained as on one rank, peaks within 2 %, bytes by formula in addition to those of the parts
+    themselves.
     """
     asked = {case: config(kind, case) for case in ("ddp", *more)}
     torch.set_num_threads(1)
@@ -202,7 +202,7 @@ def test_copies_of_a_part_divide_and_gather_as_any_ranks_do(kind: str, more: lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hierarchical", "ho_ring", "zeropp"])
-def test_ranks_that_divide_positions_gather_by_node(how: str) -> None:
+def test_sequence_parallel_ranks_gather_by_node(how: str) -> None:
     sharding = {
         "parallel": {"kind": "head_context"},
         "states": FSDP,

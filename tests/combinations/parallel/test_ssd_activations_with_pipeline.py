@@ -1,4 +1,4 @@
-"""Saved activations on SSD in the stages of a pipeline: several micro-batches wait there at once."""
+"""Saved activations on SSD in the stages of a pipeline, for several micro-batches at once."""
 
 from __future__ import annotations
 
@@ -38,10 +38,16 @@ LINKS = {
 }
 
 
-def moved(ahead: int | None = None, **knobs: Any) -> dict[str, Any]:
+def moved(prefetch: int | None = None, **knobs: Any) -> dict[str, Any]:
     return {
         "offload": {
-            "activations": {"kind": "copy_out", "target": "ssd", "min_bytes": 256, "ahead": ahead, **knobs}
+            "activations": {
+                "kind": "copy_out",
+                "target": "ssd",
+                "min_bytes": 256,
+                "prefetch": prefetch,
+                **knobs,
+            }
         }
     }
 
@@ -52,9 +58,9 @@ def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def ranks(schedule: str, ahead: int, accumulate: int) -> list[Step]:
-    """The step of each rank, the fullest first."""
-    made = candidate(CHAIN, RANKS, moved(ahead), accumulate=accumulate, schedule=schedule)
+def ranks(schedule: str, prefetch: int, accumulate: int) -> list[Step]:
+    """Return the step of each rank, the one of highest peak first."""
+    made = candidate(CHAIN, RANKS, moved(prefetch), accumulate=accumulate, schedule=schedule)
     return [each.step for each in made.program.rank_classes]
 
 
@@ -65,7 +71,7 @@ def bytes_on(step: Step, link: Resource) -> int:
 # -- what the pass says --------------------------------------------------------------------------------------
 
 
-def test_each_micro_batch_is_written_and_read_once_and_those_in_flight_are_on_ssd() -> None:
+def test_micro_batches_in_flight_are_on_ssd_and_written_and_read_once() -> None:
     """1F1B has p - i micro-batches in flight on stage i, GPipe all of them."""
     for schedule, in_flight in (("1f1b", [2, 1]), ("gpipe", [MICRO_BATCHES, MICRO_BATCHES])):
         for step, n in zip(ranks(schedule, 2, ACCUMULATE), in_flight, strict=True):
@@ -75,12 +81,12 @@ def test_each_micro_batch_is_written_and_read_once_and_those_in_flight_are_on_ss
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_host_memory_is_held_as_the_rules_of_the_shelf_say(schedule: str, ahead: int) -> None:
-    """Op by op: two tensors being written at most, those of an earlier micro-batch too, and `ahead` read of
-    the same one.
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_host_memory_follows_the_rules_of_the_ssd_spill(schedule: str, prefetch: int) -> None:
+    """Op by op: at most two tensors being written, also of an earlier micro-batch, and `prefetch` read of the
+    same one.
     """
-    for step in ranks(schedule, ahead, ACCUMULATE):
+    for step in ranks(schedule, prefetch, ACCUMULATE):
         write, read = (
             np.flatnonzero(step.ops.resource == link) for link in (Resource.SSD_WRITE, Resource.SSD_READ)
         )
@@ -92,7 +98,7 @@ def test_host_memory_is_held_as_the_rules_of_the_shelf_say(schedule: str, ahead:
             writing = writing[len(finished) :]
             writing += [source[op]] if op in source else []
         assert not writing
-        assert_read_for_the_backward_that_runs(step, read, ahead)
+        assert_read_for_the_backward_that_runs(step, read, prefetch)
 
 
 def storage_of(step: Step, op: int, tier: Tier) -> int:
@@ -102,9 +108,9 @@ def storage_of(step: Step, op: int, tier: Tier) -> int:
     return found
 
 
-def assert_read_for_the_backward_that_runs(step: Step, read: Any, ahead: int) -> None:
-    """Nothing that was read waits from one backward to the next, and no more than `ahead` and what is asked
-    for.
+def assert_read_for_the_backward_that_runs(step: Step, read: Any, prefetch: int) -> None:
+    """Assert that no read tensor is kept from one backward to the next, and at most `prefetch` and the
+    requested one are.
     """
     came = {
         int(op): int(np.flatnonzero((step.storages.producer == op) & (step.storages.tier == Tier.HOST))[0])
@@ -113,10 +119,10 @@ def assert_read_for_the_backward_that_runs(step: Step, read: Any, ahead: int) ->
     backward = step.ops.phase > Phase.FORWARD
     for op, storage in came.items():
         assert backward[op : step.freed_after[storage] + 1].all()
-        assert sum(other <= op <= step.freed_after[each] for other, each in came.items()) <= ahead + 1
+        assert sum(other <= op <= step.freed_after[each] for other, each in came.items()) <= prefetch + 1
 
 
-def test_the_simulator_says_what_is_written() -> None:
+def test_simulator_reports_written_bytes() -> None:
     made = candidate(CHAIN, RANKS, moved(2), accumulate=ACCUMULATE)
     found = simulate(made.program, find("a100-80g"), level="events")
     assert found.ssd_written_bytes == made.program.accumulate * bytes_on(
@@ -137,7 +143,7 @@ def on_rank(path: Path, plain: dict[str, Any], config: dict[str, Any], folder: s
 
 
 def measured(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Bytes by link of the last of four steps and its peaks, by tier; and what is on SSD after it."""
+    """Return bytes by link of the last of four steps, peaks by tier, and the bytes on SSD after it."""
     gc.collect()
     ledger = Ledger.open("cpu")
     empty = ledger.live_bytes(), ledger.live_bytes(HOST)
@@ -145,8 +151,8 @@ def measured(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
     on_ssd, put = [0], SSDSpill.put
 
-    def noted(shelf: SSDSpill, entry: Any) -> None:
-        put(shelf, entry)
+    def noted(spill: SSDSpill, entry: Any) -> None:
+        put(spill, entry)
         on_ssd.append(ssd_tensors.current().used_bytes)
 
     SSDSpill.put = noted  # type: ignore[method-assign]
@@ -184,20 +190,18 @@ def wide(folder: Path) -> Path:
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize(
     "knobs",
-    [{}, {"ahead": 0, "ratio": 0.6}, {"schedule": "interleaved_1f1b"}, {"recompute": "full"}],
+    [{}, {"prefetch": 0, "ratio": 0.6}, {"schedule": "interleaved_1f1b"}, {"recompute": "full"}],
     ids=str,
 )
-def test_two_ranks_have_the_bits_of_a_run_without_it_and_use_every_tier_as_predicted(
-    knobs: dict[str, Any], tmp_path: Path
-) -> None:
-    own = {name: value for name, value in knobs.items() if name in ("ahead", "ratio")}
+def test_two_ranks_are_bitwise_and_use_every_tier_as_predicted(knobs: dict[str, Any], tmp_path: Path) -> None:
+    own = {name: value for name, value in knobs.items() if name in ("prefetch", "ratio")}
     recompute = {"recompute": {"kind": knobs.get("recompute", "none")}}
-    beside = {**moved(**{"min_bytes": 4096, **own}), **recompute}
+    other_slots = {**moved(**{"min_bytes": 4096, **own}), **recompute}
     how = {"accumulate": ACCUMULATE, "schedule": knobs.get("schedule", "1f1b")}
     path = wide(tmp_path)
-    plain, config = document(path, RANKS, recompute, **how), document(path, RANKS, beside, **how)
+    plain, config = document(path, RANKS, recompute, **how), document(path, RANKS, other_slots, **how)
     found = run_ranks(on_rank, RANKS, path, plain, config, str(tmp_path), deadline_s=200)
-    made = candidate(path, RANKS, beside, **how)
+    made = candidate(path, RANKS, other_slots, **how)
     steps = [each.step for each in made.program.rank_classes for _ in range(each.count)]
     assert len(steps) == RANKS
     of_rank = sorted(found, key=lambda each: -each["peaks"][2])

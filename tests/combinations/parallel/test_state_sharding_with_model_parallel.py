@@ -1,5 +1,5 @@
-"""States divided among the ranks that hold the same part of a model: gloo ranks train as one, peaks and bytes
-as predicted.
+"""States sharded among ranks with the same part of a model: gloo ranks train as one, peaks and bytes as
+predicted.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from memtune.testing.training import build
 PATH = MODELS / "momentum.py"
 RANKS, PARTS, COPIES = 4, 2, 2
 HIDDEN = SIZE * 16 * 32 * 4
-"""Bytes of what a block is given."""
+"""Bytes of a block's input."""
 FROZEN = "h.0.mlp.0.weight"
 Case = tuple[str, dict[str, Any], int, bool]
-"""What is parallel, how states are divided, accumulation, clipping."""
+"""Kind of parallelism, sharding of states, accumulation, clipping."""
 
 STATES = {
     "ddp": {"kind": "ddp"},
@@ -97,7 +97,7 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "has no copies of a part" in refused("rtp", {"kind": "fsdp"})
     assert "all 2 ranks are in one group" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
     kept = {"kind": "fsdp", "reshard_after_forward": 2}
-    assert "neighbours, which share layers" in refused("tensor", kept, degree=2)
+    assert "neighbouring ranks, which share layers" in refused("tensor", kept, degree=2)
     assert "degree=4 is more than the 2 ranks" in refused("tensor", {"kind": "fsdp", "degree": 4}, degree=2)
 
 
@@ -108,7 +108,7 @@ def collectives(step: Step, name: str) -> list[int]:
     return [op for op in range(step.ops.n) if name in step.names[step.ops.name[op]]]
 
 
-def test_a_rank_has_its_rows_of_its_part() -> None:
+def test_rank_has_its_rows_of_its_part() -> None:
     step = predicted("tensor", STATES["zero3"]).program.step
     shapes = {p.name: p.shape for p in step.parameters}
     assert shapes["h.1.attn.q_proj.weight"] == (8, 32)
@@ -120,11 +120,9 @@ def test_a_rank_has_its_rows_of_its_part() -> None:
     ("parts", "copies", "link", "rate"),
     [(2, 4, Resource.INTRA_LINK, 1.0), (2, 16, Resource.INTRA_LINK, 4.0), (8, 4, Resource.INTER_LINK, 1.0)],
 )
-def test_copies_talk_on_the_links_that_lie_between_them(
-    parts: int, copies: int, link: Resource, rate: float
-) -> None:
+def test_copies_use_the_links_between_them(parts: int, copies: int, link: Resource, rate: float) -> None:
     """On nodes of 8: four copies of a part share a node, or one; a ring over nodes has the cards of its own
-    ranks alone.
+    ranks only.
     """
     here = hardware.find("h100-80g")
     before = Program((RankClass(parts * copies, rewriter(PATH, RANKS).recording.at(SIZE)),), SIZE)
@@ -151,8 +149,8 @@ def test_copies_talk_on_the_links_that_lie_between_them(
 
 
 def on_rank(cases: list[tuple[dict[str, Any], int, bool]], folder: str) -> list[dict[str, Any]]:
-    """Per config: five steps; the ledger's peak; what a step receives inside a node of `PARTS` ranks and
-    between nodes.
+    """Run five steps of each config; return the ledger's peak, and a step's received bytes inside a node of
+    `PARTS` ranks and between nodes.
     """
     os.environ["LOCAL_WORLD_SIZE"] = str(PARTS)
     found = []
@@ -175,8 +173,9 @@ def on_rank(cases: list[tuple[dict[str, Any], int, bool]], folder: str) -> list[
 
 
 def between_copies(kind: str, states: str, accumulate: int) -> int:
-    """Bytes that a rank receives from the other copies of its part in a step: the formulas of
-    `memtune.parallel.sharding.factors`, with padding.
+    """Return the bytes that a rank receives from the other copies of its part in a step.
+
+    These are the formulas of `memtune.parallel.sharding.factors`, with padding.
     """
     parts = kind != "head_context"
     ranks = COPIES if parts else RANKS
@@ -200,7 +199,7 @@ def between_copies(kind: str, states: str, accumulate: int) -> int:
 
 
 def check(cases: list[tuple[str, str, int, bool]], folder: Path) -> None:
-    """Trained as one rank does, peaks within 2 %, bytes as the formula says, and checkpoints that the plain
+    """Check training against one rank, peaks within 2 %, bytes by formula, and checkpoints that the plain
     model loads.
     """
     asked = [
@@ -226,7 +225,7 @@ def check(cases: list[tuple[str, str, int, bool]], folder: Path) -> None:
 
 
 def loaded_plain(folder: Path, saved: dict[str, Any]) -> None:
-    """By one process, with nothing divided."""
+    """Return the checkpoint loaded in one process without sharding."""
     workload, model, optimizer = build(PATH)
     tuned = apply(model, optimizer, {"settings": {}}, loss=workload.loss, strict=False)
     tuned.load(folder)
@@ -249,7 +248,7 @@ def refusals(documents: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def test_configs_that_say_it_all_the_same_are_refused() -> None:
+def test_edited_configs_are_refused() -> None:
     two, four = (
         model_parallel_runs.config("rtp", RANKS, path=PATH, degree=degree) for degree in (PARTS, RANKS)
     )
@@ -283,7 +282,7 @@ def test_configs_that_say_it_all_the_same_are_refused() -> None:
             assert said in error
 
 
-def test_four_ranks_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
+def test_four_ranks_train_as_one_and_save(tmp_path: Path) -> None:
     check(
         [("sequence_parallel", "zero3", 4, True), ("tensor", "ddp", 1, False), (IN_PLACE, "zero3", 1, True)],
         tmp_path,
@@ -293,7 +292,7 @@ def test_four_ranks_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context", "rtp", IN_PLACE])
 @pytest.mark.parametrize("states", list(STATES))
-def test_every_division_of_states(kind: str, states: str, tmp_path: Path) -> None:
+def test_every_sharding_of_states(kind: str, states: str, tmp_path: Path) -> None:
     one_is_zero1 = states == "zero2" and _kind(kind) == "rtp"  # its ranks take no turns
     times = (4,) if one_is_zero1 else (1, 4)
     check([(kind, states, accumulate, clip) for accumulate in times for clip in (False, True)], tmp_path)

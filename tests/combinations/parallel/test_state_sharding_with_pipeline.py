@@ -1,5 +1,5 @@
-"""States divided or replicated among the copies of a pipeline's stages: gloo ranks train as one, peaks and
-bytes as predicted.
+"""States sharded or replicated among copies of a pipeline's stages: gloo ranks train as one, peaks and bytes
+as predicted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from support.ranks.pipeline_runs import (
     STATES,
     Found,
     assert_as_predicted,
-    beside,
     candidate,
     counted,
     document,
     link_bytes,
     measured_and_trained,
+    other_slots,
     portable,
     trained,
 )
@@ -36,7 +36,7 @@ from memtune.testing.training import build
 
 
 def asked(states: str, accumulate: int, more: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
-    return document(CHAIN, RANKS, beside(states, more, **knobs), accumulate=accumulate, degree=STAGES)
+    return document(CHAIN, RANKS, other_slots(states, more, **knobs), accumulate=accumulate, degree=STAGES)
 
 
 # -- what fits -----------------------------------------------------------------------------------------------
@@ -52,22 +52,22 @@ def refused(
 def test_refusals_name_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.ranks.model_parallel_runs.rewriter", lambda path: rewriter(path, RANKS))
     zero3 = {"kind": "zero3"}
-    assert "zero3: the first and the last stage both have" in refused(zero3, path=SEPARATE)
-    assert "zero3 works on one stage of a rank" in refused(zero3, schedule="interleaved_1f1b")
+    assert "zero3: the first and the last stage share" in refused(zero3, path=SEPARATE)
+    assert "zero3 needs one stage per rank" in refused(zero3, schedule="interleaved_1f1b")
     assert "zero3: with one pipeline there is one copy" in refused(zero3, degree=4)
     assert "may lie in two stages" in refused({**zero3, "blocks_per_unit": 2})
     assert "all 2 ranks in one group are fsdp" in refused({"kind": "mics", "group": 2})
     assert "paro does not work on the stages" in refused({"kind": "paro", "group": 2})
 
 
-def test_what_is_in_no_block_is_gathered_before_copies_back() -> None:
-    """What is in no block of the first stage is gathered before the copies back of its last block, which no
-    module asks for.
+def test_parameters_outside_of_blocks_are_gathered_before_reloads() -> None:
+    """The first stage's parameters in no block are gathered before the H2D copies of its last block, although
+    no module's call requests them.
     """
     made = candidate(
-        CHAIN, RANKS, beside("zero3", {"offload": {"activations": MOVED}}), accumulate=1, degree=STAGES
+        CHAIN, RANKS, other_slots("zero3", {"offload": {"activations": MOVED}}), accumulate=1, degree=STAGES
     )
-    alone = candidate(CHAIN, RANKS, beside("zero3"), accumulate=1, degree=STAGES)
+    alone = candidate(CHAIN, RANKS, other_slots("zero3"), accumulate=1, degree=STAGES)
     assert made.program.step.peak_bytes() < alone.program.step.peak_bytes()
 
 
@@ -82,7 +82,7 @@ def on_rank(cases: list[tuple[dict[str, Any], bool, int]]) -> list[tuple[Found, 
 
 
 def check(cases: list[tuple[str, bool, int, dict[str, Any] | None]]) -> None:
-    """Trained as one rank does, peaks within 2 %, bytes as the formulas say."""
+    """Check training against one rank, peaks within 2 %, and bytes by formula."""
     configs = [
         (asked(states, accumulate, more), clip, accumulate) for states, clip, accumulate, more in cases
     ]
@@ -97,7 +97,7 @@ def check(cases: list[tuple[str, bool, int, dict[str, Any] | None]]) -> None:
     for number, (states, clip, accumulate, more) in enumerate(cases):
         found = [each[number][0] for each in ranks]
         assert_as_predicted(
-            found, candidate(CHAIN, RANKS, beside(states, more), accumulate=accumulate, degree=STAGES)
+            found, candidate(CHAIN, RANKS, other_slots(states, more), accumulate=accumulate, degree=STAGES)
         )
         assert_trained_as_one([run for _, run in found], wanted[clip, accumulate], atol=2e-6)
         for rank, each in enumerate(ranks):
@@ -109,13 +109,13 @@ def check(cases: list[tuple[str, bool, int, dict[str, Any] | None]]) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_with_gathered_stages_train_as_one_as_predicted() -> None:
+def test_four_ranks_with_gathered_stages_train_as_one() -> None:
     check([("zero3", True, 2, None)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", list(STATES))
-def test_every_division_of_states(states: str) -> None:
+def test_every_sharding_of_states(states: str) -> None:
     check(
         [
             (states, clip, accumulate, None)
@@ -134,13 +134,13 @@ def test_every_division_of_states(states: str) -> None:
     ],
     ids=["full", "selective", "copy_out"],
 )
-def test_beside_what_claims_activations(more: dict[str, Any]) -> None:
+def test_training_with_activation_techniques(more: dict[str, Any]) -> None:
     check([(states, True, 2, more) for states in ("zero2", "zero3", "kept")])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", ["ddp", "zero2", "zero3"])
-def test_divided_stages_are_in_no_checkpoint(states: str, tmp_path: Path) -> None:
+def test_checkpoints_do_not_depend_on_sharded_stages(states: str, tmp_path: Path) -> None:
     found = run_ranks(portable_chain, RANKS, str(tmp_path), asked(states, 1))
     _, model, _ = build(CHAIN)
     for run in found:
@@ -159,7 +159,7 @@ def portable_chain(folder: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def errors(config: dict[str, Any], kinds: list[dict[str, Any]]) -> list[str]:
-    """What an edited config is told that no search would have written."""
+    """Return the errors of edited configs that no search would write."""
     said = []
     for kind in kinds:
         workload, model, optimizer = build(SEPARATE)
@@ -177,6 +177,6 @@ def errors(config: dict[str, Any], kinds: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.slow
 def test_edited_configs_are_refused() -> None:
     """The head of this model is tied to its embedding."""
-    asked_of = document(SEPARATE, RANKS, beside("zero1"), accumulate=2, degree=STAGES)
+    asked_of = document(SEPARATE, RANKS, other_slots("zero1"), accumulate=2, degree=STAGES)
     for said in run_ranks(errors, RANKS, asked_of, [{"kind": "zero2"}, {"kind": "zero3"}]):
         assert all("does not work on these stages" in each and "both have" in each for each in said)

@@ -36,8 +36,13 @@ from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.mobius import Mobius
-from memtune.search_spaces.recompute._block_planner.budget import Budget, Solution, after_later, within
-from memtune.search_spaces.recompute._block_planner.measured_options import rewritten as levels_rewritten
+from memtune.search_spaces.recompute._block_planner.budget import (
+    Budget,
+    Solution,
+    apply_later_passes,
+    solve_budget,
+)
+from memtune.search_spaces.recompute._block_planner.measured_options import apply_options as levels_rewritten
 from memtune.technique import Reason, Technique
 from memtune.testing import differences
 from memtune.testing.drift_check import compare, recording_of, target_of
@@ -48,13 +53,13 @@ PAIRS = Harmony(kind="harmony", backward=2)
 UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", boundaries="host", prefetch=True)
 GROUPS = Harmony(kind="harmony", backward=2, group=2)
 WHOLE = Harmony(kind="harmony", backward=6)
-LAYERS = L2L(kind="l2l", micro_batches="together")
+LAYERS = L2L(kind="l2l", order="layer_major")
 STAGES = Mobius(kind="mobius", stages=3)
-IN_TURN = Mobius(kind="mobius", stages=4)
-PIPELINE = Harmony(kind="harmony", across="pipeline", backward=2)
+LAYER_MAJOR = Mobius(kind="mobius", stages=4)
+PIPELINE = Harmony(kind="harmony", parallelism="pipeline", backward=2)
 MICRO_BATCHES = 3
 ON_RANKS = MODELS / "chain.py"
-"""Whose blocks return one tensor, which can be sent."""
+"""Models whose blocks return one tensor, which can be sent."""
 
 
 def recompute(kind: str, **knobs: Any) -> Technique:
@@ -71,7 +76,7 @@ SCHEDULES = (
     recompute("attention_boundary"),
     recompute("megtaichi", ratio=0.5),
 )
-"""Each block by one of its own."""
+"""Techniques that give each block a schedule of its own."""
 ALL = [
     (packs, again)
     for packs in (PAIRS, UNEVEN, GROUPS, WHOLE, STAGES, LAYERS)
@@ -111,8 +116,8 @@ def config(packs: Technique, *others: Technique, ranks: int = 1) -> dict[str, An
 
 
 def check_bits(packs: Technique, again: Technique) -> None:
-    """Raise AssertionError where three steps differ in a bit from those of one micro-batch after the other,
-    nothing run again.
+    """Raise AssertionError if three steps differ in a bit from one micro-batch after the other without
+    recompute.
     """
     run = train_under(CHAIN, config(packs, again), steps=3, micro_batches=MICRO_BATCHES)
     run.gradients.clear()
@@ -120,7 +125,7 @@ def check_bits(packs: Technique, again: Technique) -> None:
 
 
 def check_ops(packs: Technique, again: Technique, ranks: int = 1) -> None:
-    """Raise AssertionError where the pass has another op, or another byte on a tier at an op, than the
+    """Raise AssertionError if the pass has another op, or another byte on a tier at an op, than the
     runtime.
     """
     candidate = planned(packs, again, ranks=ranks)
@@ -152,9 +157,9 @@ class TestOneRank:
 
     @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
     @pytest.mark.parametrize("again", [FULL, PLANNED], ids=named)
-    def test_under_a_budget_that_packs_alone_exceed(self, again: Technique) -> None:
-        """What recompute is for here: peak as predicted, bytes on links as counted, gradients clipped,
-        nothing left over.
+    def test_recompute_meets_budget_that_packs_alone_exceed(self, again: Technique) -> None:
+        """The purpose of recompute here: peak as predicted, bytes on links as counted, gradients clipped,
+        nothing leaked.
         """
         candidate = planned(PAIRS, again)
         step, alone = candidate.program.step, planned(PAIRS).program.step.peak_bytes()
@@ -178,31 +183,31 @@ class TestOneRank:
     @pytest.mark.slow
     @pytest.mark.parametrize("packs", [PAIRS, STAGES], ids=named)
     def test_schedules_are_planned_for_the_packs(self, packs: Technique) -> None:
-        """Peaks that are planned are those after the packs, within the budget; more room is never slower."""
+        """Planned peaks are those after the packs, within the budget; a larger budget is never slower."""
         known = list[tuple[int, float]]()
         for ratio in (0.0, 0.25, 0.5, 0.75):
             found = planned(packs, recompute("dtr", ratio=ratio))
-            told = found.plans["recompute"].document()
+            plan = found.plans["recompute"].document()
             assert (
                 max(each.step.peak_bytes() for each in found.program.rank_classes)
-                == told["peak_bytes"]
-                <= told["budget_bytes"]
+                == plan["peak_bytes"]
+                <= plan["budget_bytes"]
             )
-            known.append((told["peak_bytes"], told["again_s"]))
+            known.append((plan["peak_bytes"], plan["recompute_s"]))
         assert [seconds for _, seconds in known] == sorted((seconds for _, seconds in known), reverse=True)
         assert len(set(known)) > 2
 
     @pytest.mark.slow
     def test_schedules_of_a_forward_pack_keep_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The mechanism: without it, what backward would need is held until the pack has run forward."""
+        """The mechanism: without it, values for backward are held until the pack has run forward."""
         monkeypatch.setattr(scheduled_region, "saves_are_dropped", lambda: False)
         with pytest.raises(AssertionError):
             check_ops(PAIRS, SCHEDULE)
 
     @pytest.mark.parametrize("packs", [PAIRS, STAGES], ids=named)
-    def test_planned_prices_packs_as_they_are(self, packs: Technique) -> None:
-        """The mechanism: packs do not share the budget. Plans priced as those of a plain step, where blocks
-        do, meet none.
+    def test_planned_prices_each_pack_by_itself(self, packs: Technique) -> None:
+        """The mechanism: packs do not share the budget. Plans priced as in a plain step, where blocks share
+        it, meet none.
         """
         target = replace(target_of(packs), chosen={"offload.states": packs, "recompute": PLANNED})
         step = accumulate_gradients(recording_of(CHAIN).at(2))
@@ -210,11 +215,11 @@ class TestOneRank:
 
         def peak(solution: Solution, choice: I32) -> int:
             after = levels_rewritten(step, solution.levels.chosen(choice))
-            return after_later(program.with_step(after), (packs,), target.hardware).step.peak_bytes()
+            return apply_later_passes(program.with_step(after), (packs,), target.hardware).step.peak_bytes()
 
         known = list[tuple[int, float]]()
         for share in (0.0, 0.2, 0.4, 0.6, 0.8):
-            solution = within(program, Budget(share=share, host=False), target)
+            solution = solve_budget(program, Budget(share=share, host=False), target)
             assert solution.is_within
             assert solution.peak_bytes == peak(solution, solution.choice)
             spare = solution.budget_bytes - solution.peak_bytes
@@ -224,9 +229,7 @@ class TestOneRank:
         assert len(set(known)) == len(known)
 
     def test_blocks_of_a_forward_pack_claim_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The mechanism: without it, what blocks would run again from is held until the pack has run
-        forward.
-        """
+        """The mechanism: without it, inputs of recomputed blocks are held until the pack has run forward."""
         again = planned(WHOLE, FULL).program.step
         recomputed = (again.ops.phase == Phase.RECOMPUTE) & (again.ops.call >= 0)
         assert recomputed.any()
@@ -245,8 +248,8 @@ class TestOneRank:
         tuned.step([workload.make_batch(2) for _ in range(MICRO_BATCHES)])
         assert len(begun) > 6 * MICRO_BATCHES
 
-    def test_fewer_packs_fit_into_a_budget(self) -> None:
-        """A pack's blocks save less, so packs may be larger, and what the last one holds is not moved."""
+    def test_recompute_allows_fewer_packs_within_a_budget(self) -> None:
+        """A pack's blocks save less, so packs may be larger, and what the last one holds is not offloaded."""
         free = Harmony(kind="harmony")
         budget = planned(Harmony(kind="harmony", backward=3), FULL).program.step.peak_bytes()
         plain, again = rewritten(free, budget=budget), rewritten(free, FULL, budget=budget)
@@ -259,14 +262,16 @@ class TestOneRank:
     @pytest.mark.parametrize(
         ("other", "why"),
         [
-            (recompute("dtr", ratio=0.6, online=True), "with its own calls alone"),
+            (recompute("dtr", ratio=0.6, online=True), "at its own calls only"),
             (find("offload.activations", "copy_out")(kind="copy_out", min_bytes=0), "used at once"),
         ],
         ids=lambda each: getattr(each, "kind", ""),
     )
     @pytest.mark.parametrize("packs", [PAIRS, STAGES], ids=named)
-    def test_others_are_refused_by_name_twice(self, packs: Technique, other: Technique, why: str) -> None:
-        """By `fits`, and by `apply` of a config that says it all the same."""
+    def test_fits_and_apply_refuse_other_techniques_by_name(
+        self, packs: Technique, other: Technique, why: str
+    ) -> None:
+        """By `fits`, and by `apply` of a config that names them anyway."""
         assert why in str(rewritten(packs, other))
         alone = rewritten(recompute("none"), other)
         assert isinstance(alone, Candidate)
@@ -286,8 +291,8 @@ class TestOneRank:
 
 
 def on_rank(documents: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """Of each of `documents`: losses, weights, counted bytes and peaks of three steps; one rank alone takes
-    all samples.
+    """Return losses, weights, counted bytes and peaks of three steps of each of `documents`; one rank alone
+    takes all samples.
     """
     torch.set_num_threads(1)
     return [_trained(document, ranks) for document in documents]
@@ -318,8 +323,8 @@ def _trained(document: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def check_on_ranks(packs: Technique, ways: tuple[Technique, ...]) -> None:
-    """Raise AssertionError where a bit is not that of nothing run again, or bytes or a peak not those
-    predicted.
+    """Raise AssertionError if a bit differs from a run without recompute, or bytes or a peak from the
+    prediction.
     """
     found = [planned(packs, ranks=2), *(planned(packs, each, ranks=2) for each in ways)]
     documents = [config(packs, ranks=2), *(config(packs, each, ranks=2) for each in ways)]
@@ -337,7 +342,7 @@ def check_on_ranks(packs: Technique, ways: tuple[Technique, ...]) -> None:
 
 
 def _its_step(candidate: Candidate, run: dict[str, Any]) -> Step:
-    """The step of the rank that `run` is of."""
+    """Return the step of the rank of `run`."""
     down = run["counted"]["device_to_host"]
     steps = [each.step for each in candidate.program.rank_classes]
     return min(
@@ -350,8 +355,8 @@ def _its_step(candidate: Candidate, run: dict[str, Any]) -> Step:
 
 
 def _beyond(candidate: Candidate, run: dict[str, Any]) -> tuple[int, int]:
-    """Predicted bytes up and down that were not counted: the upload of what other ranks have brought is none
-    of a rank's own.
+    """Return predicted D2H and H2D bytes that were not counted: uploads of other ranks' results are not this
+    rank's.
     """
     step, counted = _its_step(candidate, run), run["counted"]
     up, down = total(step, Resource.HOST_TO_DEVICE), total(step, Resource.DEVICE_TO_HOST)
@@ -359,11 +364,9 @@ def _beyond(candidate: Candidate, run: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packs", [IN_TURN, PIPELINE, PAIRS], ids=["mobius", "pipeline", "data"])
+@pytest.mark.parametrize("packs", [LAYER_MAJOR, PIPELINE, PAIRS], ids=["mobius", "pipeline", "data"])
 def test_on_two_ranks(packs: Technique) -> None:
-    """With each rank's own samples; `test_in_turn` and `test_harmony` hold the plain ones to one rank that
-    has all.
-    """
+    """Each rank has its own samples."""
     check_on_ranks(packs, (FULL, SELECTIVE, EVERY_NTH, PLANNED, SCHEDULE))
 
 
@@ -373,7 +376,7 @@ def test_the_pass_is_a_rank_s_step() -> None:
 
 
 def test_stages_on_ranks_need_less() -> None:
-    for packs in (IN_TURN, PIPELINE):
+    for packs in (LAYER_MAJOR, PIPELINE):
         peaks = [
             max(step.step.peak_bytes() for step in planned(*each, ranks=2).program.rank_classes)
             for each in ((packs, FULL), (packs,))

@@ -1,5 +1,5 @@
-"""Offload beside recompute, on one rank and on two: bits, peaks, and by name what is refused, for every way
-to divide states.
+"""Offload with recompute, on one rank and on two: bits, peaks, and refusals by name, for every way to shard
+states.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OFFLOADS = {
     "patrickstar": states("patrickstar"),
     "mobius": states("mobius", stages=2),
     "harmony": states("harmony"),
-    "harmony, a pipeline": states("harmony", across="pipeline"),
+    "harmony, a pipeline": states("harmony", parallelism="pipeline"),
     "orchestrated": states("orchestrated", group=2),
     "zero_infinity": states("zero_infinity"),
     "zero_infinity, weights on the host": states("zero_infinity", parameters="host"),
@@ -82,8 +82,8 @@ RECOMPUTES = {
     for kind in ("full", "selective", "planned", "every_nth", "checkmate")
 }
 CHECKMATE = RECOMPUTES["checkmate"]
-AROUND = made("recompute", "planned", share=0.5, host=False)
-"""Plans for what another technique moves."""
+AROUND = made("recompute", "planned", share=0.5, offload=False)
+"""Techniques that plan for the offload of another one."""
 DIVISIONS = ("one rank", "ddp", "zero2", "fsdp", "zero3")
 STORES = (
     "l2l",
@@ -100,41 +100,39 @@ ACTIVATIONS = ("copy_out", "copy_out, half to SSD", "pipelined", "tsplit")
 BY_BLOCK = ("full", "selective", "every_nth", "planned", "checkmate")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
-    ("nothing could be let go that is worth computing again", ("copy_out",), DIVISIONS, ("checkmate",)),
+    ("no tensor is worth freeing and recomputing", ("copy_out",), DIVISIONS, ("checkmate",)),
     ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
-    ("draws random numbers, and their order would be another", PACKS, ("one rank",), BY_BLOCK),
+    ("draws random numbers, and their order would change", PACKS, ("one rank",), BY_BLOCK),
     ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
     ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
     ("one rank has the link to itself", ("orchestrated",), ("one rank",), tuple(RECOMPUTES)),
     (
-        "it is for replicas: sharded weights come and go by themselves",
+        "it needs replicas: sharded weights are unsharded and resharded by hooks of their own",
         ("orchestrated",),
         RANKS[1:],
         tuple(RECOMPUTES),
     ),
 ]
-"""Why, which offload, under which division of states, beside which recompute. The first reason that holds is
-the one given.
+"""Reason, offload techniques, sharding of states, recompute techniques. The first matching reason is the one
+given.
 """
 BRIEFLY = {
     "one rank": [("stronghold", "checkmate"), ("pipelined", "planned"), ("pipelined", "checkmate")],
     "fsdp": [("zero_infinity, all on SSD", "planned")],
 }
-"""What a short run trains."""
+"""Cells that a short run trains."""
 REFERENCES = {
     "none": (),
     "own": (OFFLOADS["optimizer_cpu"],),
     "native": (NATIVE,),
     "a part": (OFFLOADS["zero_offload, a part"],),
 }
-"""What updates in the same way with nothing run again; `test_on_ranks` holds the one by parts to plain
-updates.
-"""
+"""Technique with the same update but no recompute."""
 
 
 def reference_of(row: str) -> str:
-    """Of `REFERENCES`: the user's own optimizer, the native update, or for each part of the state another
-    one.
+    """Return the one of `REFERENCES`: the user's optimizer, the native update, or another one for each part
+    of the state.
     """
     own = ("optimizer_cpu", "elixir", "patrickstar", "orchestrated", "angel_ptm")
     return {
@@ -154,12 +152,14 @@ def techniques(row: str, division: str, recompute: str) -> list[Technique]:
 
 
 def parts_of(division: str) -> int:
-    """Micro-batches: sums of replicas' averages have another order, and with one there is no ZeRO-2."""
+    """Return the micro-batches: sums of replicas' averages have another order, and with one there is no
+    ZeRO-2.
+    """
     return 1 if division == "ddp" else 2
 
 
 def candidate(row: str, division: str, recompute: str) -> Candidate | Reason:
-    """What the passes make of it."""
+    """Return the candidate after its passes."""
     settings = settings_of(*techniques(row, division, recompute))
     execution = {"micro_batch": SAMPLES, "accumulate": parts_of(division)}
     return rewriter(division).candidate(Choice.from_document({**settings, "execution": execution}))
@@ -175,7 +175,7 @@ def rewriter(division: str) -> Rewriter:
 
 
 def why_refused(row: str, division: str, recompute: str) -> str:
-    """What is listed; '' for what must train."""
+    """Return the listed reason, "" for cells that must train."""
     for why, rows, divisions, recomputes in REFUSED:
         if row in rows and division in divisions and recompute in recomputes:
             return why
@@ -186,8 +186,8 @@ def why_refused(row: str, division: str, recompute: str) -> str:
 
 
 def trained(config: dict[str, Any], parts: int, ledger: Ledger | None) -> dict[str, Any]:
-    """Losses and weights of a few steps in which each rank has samples of its own, and the peak of the last
-    one.
+    """Return losses and weights of a few steps in which each rank has its own samples, and the peak of the
+    last one.
     """
     gc.collect()  # the model before is in cycles
     empty = ledger.live_bytes() if ledger else 0
@@ -210,7 +210,7 @@ def trained(config: dict[str, Any], parts: int, ledger: Ledger | None) -> dict[s
 def on_rank(
     drive: str, division: str, cells: dict[Cell, Config], ledger: bool
 ) -> dict[Cell, tuple[float, bool, int]]:
-    """Of each of `cells`: how far weights are from those of its reference, whether losses are equal, and the
+    """Return, for each of `cells`, the distance of weights from its reference, equality of losses, and the
     peak.
     """
     os.environ[offload_dir.VARIABLE] = drive
@@ -235,8 +235,8 @@ def on_rank(
 
 
 def check(drive: Path, division: str, cells: list[Cell]) -> None:
-    """Raise AssertionError for cells that differ from their reference in a bit, or whose peak is not the
-    predicted one.
+    """Raise AssertionError for cells that differ from their reference in a bit, or from the
+    predicted peak.
     """
     found = {(row, recompute): candidate(row, division, recompute) for row, recompute in cells}
     assert not (
@@ -273,8 +273,8 @@ def test_some_are_exact(tmp_path: Path, division: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_all_that_are_not_refused_are_exact(tmp_path: Path, division: str) -> None:
-    """To the bit as the same division of states without offload and recompute, with the predicted peak."""
+def test_pairs_that_fit_are_exact(tmp_path: Path, division: str) -> None:
+    """Equal, to the bit, to the same sharding without offload and recompute, with the predicted peak."""
     check(
         tmp_path, division, [(r, c) for r in OFFLOADS for c in RECOMPUTES if not why_refused(r, division, c)]
     )
@@ -304,14 +304,14 @@ def test_together_under_a_budget_that_the_plain_step_exceeds(row: str, recompute
     trains_where_the_plain_model_is_out_of_memory(MODEL, OFFLOADS[row], recompute)
 
 
-def test_plans_are_for_what_moves() -> None:
-    """Peaks that are planned are those after the move, within the budget, whatever of a block moves by
+def test_plans_price_offloaded_blocks() -> None:
+    """Planned peaks are those after the offload, within the budget, however much of a block is offloaded by
     then.
     """
     plain = plain_program(MODEL, SAMPLES)
     for mover in (activations("copy_out", min_bytes=0, ratio=0.5), OFFLOADS["tsplit"]):
         for share in (0.2, 0.5, 0.8):
-            mine = made("recompute", "planned", share=share, host=False)
+            mine = made("recompute", "planned", share=share, offload=False)
             target = target_of(mine, mover)
             assert mine.fits(plain, target) is None
             plan = mine.plan(plain, target)
@@ -324,34 +324,34 @@ def test_plans_are_for_what_moves() -> None:
 
 @pytest.mark.parametrize("row", ["stronghold", "zero_offload", "angel_ptm"])
 def test_a_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
-    """A plan for each block is what `memtune search` writes; a config may say the other all the same."""
-    alone, beside = (planned(MODEL, *each)[1] for each in ((CHECKMATE,), (CHECKMATE, OFFLOADS[row])))
+    """`memtune search` writes a plan for each block; a config may name the other one anyway."""
+    alone, combined = (planned(MODEL, *each)[1] for each in ((CHECKMATE,), (CHECKMATE, OFFLOADS[row])))
     assert (
         "schedule" in alone["recompute"].document(),
-        "block_schedules" in beside["recompute"].document(),
+        "block_schedules" in combined["recompute"].document(),
     ) == (True, True)
     settings, plan = (
         settings_of(CHECKMATE, OFFLOADS[row]),
-        {slot: each.document() for slot, each in (beside | alone).items()},
+        {slot: each.document() for slot, each in (combined | alone).items()},
     )
     workload, model, optimizer = build(MODEL)
     with pytest.raises(
-        ApplyError, match=r"checkmate.* does not work beside what this config has under offload.states"
+        ApplyError, match=r"checkmate.* does not work with this config's technique under offload.states"
     ):
         apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
 
 
-def test_weights_in_tiles_beside_schedules_are_refused_twice() -> None:
-    """By `fits`, before any schedule is looked for, and by `apply`."""
+def test_fits_and_apply_refuse_tiled_weights_with_schedules() -> None:
+    """By `fits`, before any schedule is searched, and by `apply`."""
     whole = states("zero_infinity", parameters="host")
     tiled = whole.model_copy(update={"tiles": 2})
-    assert "weights in tiles" in str(
+    assert "tiled weights" in str(
         CHECKMATE.fits(plain_program(MODEL, SAMPLES), target_of(CHECKMATE, tiled))
     )
     plans = planned(MODEL, CHECKMATE, whole)[1]
     plan = {slot: each.document() for slot, each in plans.items()} | {"offload.states": {"tiled": []}}
     workload, model, optimizer = build(MODEL)
-    with pytest.raises(ApplyError, match="weights in tiles"):
+    with pytest.raises(ApplyError, match="tiled weights"):
         apply(
             model,
             optimizer,
@@ -361,19 +361,19 @@ def test_weights_in_tiles_beside_schedules_are_refused_twice() -> None:
         )
 
 
-def test_online_is_refused_where_gradients_leave_with_calls() -> None:
+def test_online_is_refused_with_grad_offload_per_call() -> None:
     online = made("recompute", "dtr", ratio=0.6, online=True)
-    said = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))
-    assert "l2l moves a block's parameters or gradients with its own calls alone" in said
+    message = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))
+    assert "l2l moves a block's parameters or gradients at its own calls only" in message
 
 
 @pytest.mark.parametrize("kind", ["checkmate", "dtr", "planned"])
-def test_searches_leave_out_what_takes_seconds_to_solve(kind: str) -> None:
-    """A config that says the budget is solved for; `fsdp`, where one solution serves many, is searched as
-    ever.
+def test_search_skips_plans_that_take_seconds_to_solve(kind: str) -> None:
+    """A config with its own budget is solved; `fsdp`, where one solution serves many candidates, is searched
+    as usual.
     """
     row, technique = "harmony" if kind == "planned" else "l2l", made("recompute", kind)
     target = replace(target_of(technique, OFFLOADS[row]), budget_bytes=1_000_000)
-    said = str(technique.fits(plain_program(MODEL, SAMPLES), target))
-    assert f"beside {row} it is planned for a budget of its own" in said
-    assert "budget_bytes: 1000000" in said
+    message = str(technique.fits(plain_program(MODEL, SAMPLES), target))
+    assert f"with {row} it needs a budget of its own" in message
+    assert "budget_bytes: 1000000" in message

@@ -1,5 +1,5 @@
-"""Schedules of the whole model beside what averages gradients and divides states: bits, bytes on the link,
-and peaks.
+"""Schedules of the whole model with techniques that average gradients or shard states: bits, link bytes and
+peaks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from memtune.runtime.memory_tiers import HOST, local, tier
 from memtune.runtime.training_step import upload
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.recompute._block_planner.fits import is_attention
-from memtune.search_spaces.recompute._schedule_planner.placement import place_of
+from memtune.search_spaces.recompute._schedule_planner.placement import placement_of
 from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.checkmate import Checkmate
 from memtune.search_spaces.recompute.coop import Coop
@@ -68,7 +68,7 @@ HIDDEN, LOG_SUM_EXP = SAMPLES * 32 * 64 * 4, SAMPLES * 4 * 32 * 4
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train, told to the ranks as plain data."""
+    """A way to train, passed to the ranks as plain data."""
 
     states: dict[str, Any]
     config: dict[str, Any]
@@ -86,7 +86,7 @@ class Case:
 
 @dataclass
 class Ran:
-    """What training under a config gave on this rank."""
+    """Results of training under a config on this rank."""
 
     tensors: list[Tensor]
     link_bytes: int
@@ -98,8 +98,8 @@ class Ran:
 
 
 def differences(path: str, cases: list[Case]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Per case: what differs from the same states without a schedule, the peak in bytes, and facts of the
-    audit.
+    """Return, per case, the differences from the same states without a schedule, the peak in bytes, and the
+    audit's facts.
     """
     found, plain = [], {}
     ledger = Ledger.open("cpu") if cpu_allocator.available() is None else None
@@ -118,8 +118,8 @@ def differences(path: str, cases: list[Case]) -> list[tuple[str, int, dict[str, 
 
 
 def trained(path: Path, config: dict[str, Any], case: Case, ledger: Ledger | None) -> Ran:
-    """A few steps on samples of this rank's own; losses, gradients as the optimizer sees them, and the
-    weights at the end.
+    """Return losses, gradients as the optimizer sees them and final weights of a few steps on this rank's
+    samples.
     """
     gc.collect()  # the model before is in cycles
     empty = ledger.live_bytes() if ledger else 0
@@ -157,7 +157,7 @@ def trained(path: Path, config: dict[str, Any], case: Case, ledger: Ledger | Non
 
 
 class _Counted(TorchDispatchMode):
-    """How often each op runs on tensors of this rank."""
+    """Number of runs of each op on this rank's tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _Counted(TorchDispatchMode):
 
 
 def counted(path: str, configs: list[dict[str, Any]]) -> list[Counter[str]]:
-    """Per config: the ops of the second step's forward and backward."""
+    """Return, per config, the ops of the second step's forward and backward."""
     found = []
     for config in configs:
         workload, model, optimizer = build(Path(path))
@@ -186,7 +186,7 @@ def counted(path: str, configs: list[dict[str, Any]]) -> list[Counter[str]]:
     return found
 
 
-# -- what they are told --------------------------------------------------------------------------------------
+# -- predictions ---------------------------------------------------------------------------------------------
 
 
 @cache
@@ -195,8 +195,8 @@ def rewriter(path: Path, ranks: int) -> Rewriter:
 
 
 def recorded(path: Path) -> Recording:
-    """With kernels' scratch, as a search records it; gpt's have next to none. Products of bfloat16 take 3 %
-    of a peak.
+    """Return a recording with kernels' workspace, as in a search; gpt has almost none, bfloat16 products take
+    3 % of a peak.
     """
     if path == ZOO["gpt"] or cpu_allocator.available() is not None:
         return recording_of(path)
@@ -240,7 +240,7 @@ def check(path: Path, ranks: int, cases: list[Case]) -> None:
                 assert peak_bytes == pytest.approx(case.predicted_bytes, rel=0.02), case.name
 
 
-def test_gradients_bytes_and_peak_are_those_beside_the_plain_model() -> None:
+def test_gradients_bytes_and_peak_equal_those_of_plain_model() -> None:
     path, ranks = ZOO["gpt"], 2
     cases = [
         case_of(path, ranks, Ddp(), Checkmate(share=0.3), 1, clip=True),
@@ -273,7 +273,7 @@ WHOLE = (
 def those_that_fit(
     techniques: tuple[Technique, ...], ranks: int, accumulate: int, states: Technique
 ) -> list[Technique]:
-    """Of `techniques` those that fit `gpt` beside `states`; skips the test where `states` does not."""
+    """Return those of `techniques` that fit `gpt` with `states`; skip the test if `states` does not."""
     if isinstance(why := candidate(ZOO["gpt"], ranks, accumulate, states), Reason):
         pytest.skip(str(why))
     return [
@@ -288,7 +288,7 @@ def those_that_fit(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("states", WHOLE, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_schedule_beside_whole_parameters(ranks: int, states: Technique, accumulate: int) -> None:
+def test_every_schedule_with_replicated_parameters(ranks: int, states: Technique, accumulate: int) -> None:
     path, fitting = ZOO["gpt"], those_that_fit(RECOMPUTE, ranks, accumulate, states)
     check(
         path,
@@ -315,10 +315,10 @@ DIVIDED = (
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("states", DIVIDED, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_schedule_of_blocks_beside_divided_parameters(
+def test_every_schedule_of_blocks_with_sharded_parameters(
     ranks: int, states: Technique, accumulate: int
 ) -> None:
-    """Bytes on the link are those without a schedule: what runs again finds the parameters of the block's own
+    """Link bytes are those without a schedule: recomputed ops use the parameters of the block's own
     backward.
     """
     path, fitting = ZOO["gpt"], those_that_fit(RECOMPUTE, ranks, accumulate, states)
@@ -331,15 +331,17 @@ def test_every_schedule_of_blocks_beside_divided_parameters(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_schedules_of_blocks_beside_what_is_outside_of_them() -> None:
+def test_schedules_of_blocks_with_parameters_outside_blocks() -> None:
     path, ranks = ZOO["gpt"], 4
-    beside = (
+    settings = (
         (Fsdp(), Checkmate(share=0.3), Hierarchical(ranks_per_node=2)),
         (Zero3(), Dtr(ratio=0.3), ZeroPp(ranks_per_node=2)),
         (Fsdp(), Dtr(ratio=0.3), Tiled()),
     )
     check(
-        path, ranks, [case_of(path, ranks, states, one, 2, other, clip=True) for states, one, other in beside]
+        path,
+        ranks,
+        [case_of(path, ranks, states, one, 2, other, clip=True) for states, one, other in settings],
     )
 
 
@@ -368,7 +370,7 @@ def test_blocks_run_again_what_their_schedules_say_and_nothing_is_gathered_for_i
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("states", [Fsdp(), Zero3()], ids=lambda each: each.kind)
-def test_attention_runs_once_where_parameters_come_and_go(states: Technique) -> None:
+def test_attention_runs_once_with_parameters_unsharded_per_block(states: Technique) -> None:
     path, ranks = ZOO["gpt"], 2
     configs = [
         case_of(path, ranks, states, one, 1, clip=False).config for one in (AttentionBoundary(), Full())
@@ -412,28 +414,28 @@ def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
 
 @pytest.mark.parametrize("recompute", [Dtr(ratio=0.8, online=True)], ids=lambda each: each.kind)
 @pytest.mark.parametrize("states", [Fsdp(), Zero3(), Mics(group=2), Amsp()], ids=lambda each: each.kind)
-def test_what_runs_ops_of_all_blocks_is_refused_by_name(states: Technique, recompute: Technique) -> None:
+def test_schedule_of_all_blocks_is_refused_by_name(states: Technique, recompute: Technique) -> None:
     found = candidate(ZOO["gpt"], 4, 2, states, recompute)
-    assert f"{states.kind} gathers a block's parameters for its own calls alone" in str(found)
+    assert f"{states.kind} unshards a block's parameters for its own calls only" in str(found)
 
 
-def test_what_a_refusal_says_is_enough_is_enough() -> None:
-    for spare in (0.0, 0.01):
+def test_sufficient_budget_of_a_refusal_is_accepted() -> None:
+    for headroom in (0.0, 0.01):
         hopeless = candidate(
-            ZOO["gpt"], 2, 1, Fsdp(), Planned(budget_bytes=1_000_000, spare=spare, by_schedule=True)
+            ZOO["gpt"], 2, 1, Fsdp(), Planned(budget_bytes=1_000_000, headroom=headroom, by_schedule=True)
         )
         assert isinstance(hopeless, Reason)
         enough = int(hopeless.fix.removeprefix("budget_bytes: "))
         found = candidate(
-            ZOO["gpt"], 2, 1, Fsdp(), Planned(budget_bytes=enough, spare=spare, by_schedule=True)
+            ZOO["gpt"], 2, 1, Fsdp(), Planned(budget_bytes=enough, headroom=headroom, by_schedule=True)
         )
         assert isinstance(found, Candidate), (hopeless, found)
 
 
 def test_a_residual_stream_that_another_block_makes_is_not_rebuilt() -> None:
     found = candidate(ZOO["gpt"], 2, 1, Fsdp(), AttentionBoundary(residual_every=2))
-    assert "what enters a block is made by another one" in str(found)
-    assert "residual_every: 1, or leave it out" in str(found)
+    assert "another block makes a block's input" in str(found)
+    assert "residual_every: 1, or omit it" in str(found)
     assert isinstance(candidate(ZOO["gpt"], 2, 1, Ddp(), AttentionBoundary(residual_every=2)), Candidate)
 
 
@@ -445,22 +447,24 @@ def test_blocks_with_parts_of_their_own_are_refused_by_name() -> None:
 
 
 def refused_when_applied(path: str, asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
-    """The message for each of these settings and plans; and that the model's forward is its own again."""
-    said = []
+    """Return the message for each of these settings and plans, and whether the model's forward is
+    restored.
+    """
+    message = []
     for settings, plan in asked:
         workload, model, optimizer = build(Path(path))
         with pytest.raises(ApplyError) as caught:
             apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
         assert "forward" not in vars(model)
-        said.append(str(caught.value))
-    return said
+        message.append(str(caught.value))
+    return message
 
 
-def test_what_fits_refuses_apply_refuses_too() -> None:
+def test_apply_refuses_what_fits_refuses() -> None:
     path, online = ZOO["gpt"], Dtr(ratio=0.8, online=True)
     looking = Ddp(find_unused_parameters=True)
     target = Target(hardware.detect("cpu"), 2, chosen={looking.slot: looking})
-    assert "DDP cannot look for unused parameters" in str(online.fits(program_of(path, 2), target))
+    assert "DDP cannot search for unused parameters" in str(online.fits(program_of(path, 2), target))
     asked = []
     for states, recompute in ((Fsdp(), Checkmate(share=0.3)), (Fsdp(), online), (looking, online)):
         found = candidate(path, 2, 1, Ddp(), recompute)
@@ -472,24 +476,24 @@ def test_what_fits_refuses_apply_refuses_too() -> None:
     asked.append(
         (settings_of(Fsdp(), Dtr(ratio=0.3)), {"recompute": {**decided, "blocks": decided["blocks"][1:]}})
     )
-    for said in run_ranks(refused_when_applied, 2, str(path), asked):
-        assert ["parameters are divided" in each for each in said] == [True, True, False, False]
-        assert "the plan is for 3 blocks, the model has 4" in said[3]
-        assert "dtr} does not work beside find_unused_parameters: true" in said[2]
+    for message in run_ranks(refused_when_applied, 2, str(path), asked):
+        assert ["parameters sharded over ranks" in each for each in message] == [True, True, False, False]
+        assert "the plan is for 3 blocks, the model has 4" in message[3]
+        assert "dtr} does not work with find_unused_parameters: true" in message[2]
 
 
 def program_of(path: Path, ranks: int) -> Program:
     return Program((RankClass(ranks, recording_of(path).at(SAMPLES)),), SAMPLES)
 
 
-def test_a_budget_is_of_what_the_later_passes_leave() -> None:
-    """Buckets are there besides; a bound that no schedule gets below counts them, and divided optimizer state
-    as it is.
+def test_budget_counts_memory_of_later_passes() -> None:
+    """Gradient buckets are live as well; the lower bound on schedules counts them, and sharded optimizer
+    state as sharded.
     """
     path, target = ZOO["gpt"], Target(hardware.detect("cpu"), 2)
     program = program_of(path, 2)
     alone, ddp, zero = (
-        place_of(program, replace(target, chosen={each.slot: each for each in chosen}))
+        placement_of(program, replace(target, chosen={each.slot: each for each in chosen}))
         for chosen in ((), (Ddp(),), (Zero1(),))
     )
     gradients = sum(p.numel() * 4 for p in build(path)[1].parameters())

@@ -1,5 +1,5 @@
-"""Blocks by schedules whose kept values move: every op and byte, what moves and when, and what is refused by
-name.
+"""Blocks by schedules whose kept values are offloaded: every op and byte, the tensors offloaded, and refusals
+by name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOVES = (
     moves("tsplit", share=0.5, parts=1, min_bytes=64),
 )
 NO_USE = [(each, ALL) for each in SCHEDULES if each is not BOUNDARY]
-"""Where all that is kept leaves, nothing is gained by keeping less."""
+"""Cases where all kept values are offloaded, so that keeping fewer frees nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +67,9 @@ def test_all_passes_are_the_runtime(again: Technique, move: Technique) -> None:
     assert drift(CHAIN, again, move, micro_batch=SAMPLES) == ""
 
 
-def test_what_a_schedule_keeps_leaves_once_and_comes_back_once() -> None:
-    """Under `attention_boundary`: of each block what enters it, attention's output and log-sum-exp; of all
-    the scale once.
+def test_values_kept_by_schedule_are_offloaded_and_reloaded_once() -> None:
+    """Under `attention_boundary`: each block's input, attention's output and log-sum-exp; the scale of all
+    blocks once.
     """
     step = planned(CHAIN, BOUNDARY, ALL, micro_batch=SAMPLES)[0].step
     kept_bytes = 4 * (SEQ + LAYERS * SAMPLES * SEQ * (2 * DIM + HEADS))
@@ -79,29 +79,29 @@ def test_what_a_schedule_keeps_leaves_once_and_comes_back_once() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_claims_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mechanism: what a schedule keeps goes through the claims on its block."""
+def test_without_claims_nothing_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mechanism: values kept by a schedule pass through the claims on its block."""
     monkeypatch.setattr(scheduled_region, "hooks_of_table", lambda: None)
     assert drift(CHAIN, BOUNDARY, HALF, micro_batch=SAMPLES) != ""
 
 
-def test_schedules_of_the_whole_model_are_refused_twice() -> None:
-    """Online by `fits`; by `apply` where a config says so all the same."""
+def test_fits_and_apply_refuse_schedule_of_whole_model() -> None:
+    """Online by `fits`; by `apply` for a config that names it anyway."""
     online = recompute("dtr", ratio=0.6, online=True)
     assert "copy_out moves what each block keeps" in str(
         online.fits(plain_program(CHAIN, SAMPLES), target_of(online, HALF))
     )
     model = ZOO["gpt"]
-    alone, beside = (planned(model, *each, micro_batch=6)[1] for each in ((DTR,), (DTR, HALF)))
+    alone, combined = (planned(model, *each, micro_batch=6)[1] for each in ((DTR,), (DTR, HALF)))
     assert (
         "schedule" in alone["recompute"].document(),
-        "block_schedules" in beside["recompute"].document(),
+        "block_schedules" in combined["recompute"].document(),
     ) == (True, True)
-    plan = {slot: each.document() for slot, each in (beside | alone).items()}
+    plan = {slot: each.document() for slot, each in (combined | alone).items()}
     workload, module, optimizer = build(model)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(
-        ApplyError, match=r"dtr.* does not work beside what this config has under offload.activations"
+        ApplyError, match=r"dtr.* does not work with this config's technique under offload.activations"
     ):
         apply(
             module,

@@ -10,7 +10,7 @@ from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.ray.address import _parts, check_reachable
 
 
-def test_a_listening_port_is_reached_and_a_closed_one_is_said_at_once() -> None:
+def test_check_reachable_accepts_open_port_and_reports_closed_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         check_reachable(f"127.0.0.1:{port}")
@@ -20,12 +20,12 @@ def test_a_listening_port_is_reached_and_a_closed_one_is_said_at_once() -> None:
     assert "refused" in str(caught.value)
 
 
-def test_a_name_that_does_not_resolve_is_said() -> None:
+def test_check_reachable_reports_unresolved_name() -> None:
     with pytest.raises(EnvironmentFault, match="cannot be reached"):
         check_reachable("no-such-host.invalid:6379")
 
 
-def test_what_ray_looks_up_itself_is_left_to_it() -> None:
+def test_check_reachable_skips_addresses_that_ray_resolves() -> None:
     check_reachable("auto")
 
 
@@ -38,11 +38,11 @@ def test_what_ray_looks_up_itself_is_left_to_it() -> None:
         ("[::1]:6379", ("::1", 6379)),
     ],
 )
-def test_forms(address: str, parts: tuple[str, int]) -> None:
+def test_address_forms(address: str, parts: tuple[str, int]) -> None:
     assert _parts(address) == parts
 
 
 @pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:port", "head:70000", "ray://head:x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_check_reachable_refuses_malformed_address(address: str) -> None:
     with pytest.raises(UsageError, match="is no address"):
         check_reachable(address)

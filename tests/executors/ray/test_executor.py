@@ -86,14 +86,14 @@ def actor_of(rank_pid):
     return psutil.Process(rank_pid).parent().parent()
 
 
-def test_ranks_meet_and_agree(arena):
+def test_ray_ranks_meet_and_agree(arena):
     arena.cluster.submit(arena.trial("gloo_sum"))
     result = arena.result()
     assert (result.status, result.losses, result.retried) == ("ok", [12.0], False)
 
 
 @pytest.mark.slow
-def test_progress_arrives(arena):
+def test_ray_progress_is_yielded(arena):
     arena.cluster.submit(arena.trial("well"))
     events = []
     while not any(isinstance(event, TrialResult) for event in events):
@@ -108,18 +108,20 @@ def test_progress_arrives(arena):
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("victim", ["rank", "shim", "actor"])
-def test_worker_killed_in_the_middle_of_a_trial(arena, victim):
+@pytest.mark.parametrize("victim", ["rank", "supervisor", "actor"])
+def test_ray_trial_is_repeated_after_killed_worker(arena, victim):
     arena.cluster.submit(arena.trial("lost_once"))
     arena.pid("rank-0")
     pid = arena.pid("rank-1")
-    {"rank": psutil.Process(pid), "shim": psutil.Process(pid).parent(), "actor": actor_of(pid)}[victim].kill()
+    {"rank": psutil.Process(pid), "supervisor": psutil.Process(pid).parent(), "actor": actor_of(pid)}[
+        victim
+    ].kill()
     result = arena.result()
     assert (result.status, result.retried) == ("ok", True)
 
 
 @pytest.mark.slow
-def test_worker_killed_twice_is_a_result_and_the_next_trial_runs(arena):
+def test_ray_worker_killed_twice_is_a_crash_and_next_trial_runs(arena):
     arena.cluster.submit(arena.trial("daemon_then_sleep", number=1, ranks=1))
     for _ in range(2):
         pid = arena.pid("rank-0")
@@ -134,7 +136,7 @@ def test_worker_killed_twice_is_a_result_and_the_next_trial_runs(arena):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("daemon", ["gcs_server", "raylet"])
-def test_a_cluster_that_ends_is_replaced(arena, daemon):
+def test_ray_cluster_that_ended_is_replaced(arena, daemon):
     arena.cluster.submit(arena.trial("lost_once"))
     arena.pid("rank-0")
     arena.pid("rank-1")
@@ -149,8 +151,8 @@ def test_a_cluster_that_ends_is_replaced(arena, daemon):
     assert not os.path.exists(before.folder)
 
 
-@pytest.mark.slow  # the shim's part of it is in test_group
-def test_crash_and_hang_bring_their_evidence(arena):
+@pytest.mark.slow  # the supervisor's part is in test_rank_group
+def test_ray_crash_and_hang_have_evidence(arena):
     arena.cluster.submit(arena.trial("segfault", number=1, on=1))
     result = arena.result()
     assert (result.status, result.reason) == ("crash", "rank 1 was ended by SIGSEGV")
@@ -162,7 +164,7 @@ def test_crash_and_hang_bring_their_evidence(arena):
     assert "in sleep_long" in result.log_tail
 
 
-def test_cancelled(arena):
+def test_ray_trial_can_be_cancelled(arena):
     arena.cluster.submit(arena.trial("daemon_then_sleep", number=5))
     arena.pid("rank-0")
     arena.cluster.cancel(5)
@@ -170,19 +172,19 @@ def test_cancelled(arena):
     assert not [event for event in arena.cluster.wait(0.3) if isinstance(event, TrialResult)]
 
 
-def test_more_ranks_than_the_cluster_has(arena):
+def test_ray_refuses_more_ranks_than_cluster_has(arena):
     arena.cluster.submit(arena.trial("well", ranks=9))
     assert arena.result().reason == "needs 9 CPUs; the Ray cluster has 2"
 
 
 @pytest.mark.slow
-def test_a_missing_command_is_a_crash(arena, monkeypatch):
+def test_ray_missing_command_is_a_crash(arena, monkeypatch):
     monkeypatch.setattr(arena.cluster, "command", ("/nowhere/python",))
     arena.cluster.submit(arena.trial("well"))
     assert "cannot start /nowhere/python" in arena.result().reason
 
 
-def test_nobody_joins_without_the_token(cluster):
+def test_ray_cluster_requires_token(cluster):
     address = cluster.ray.get_runtime_context().gcs_address
     outside = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     outside["HOME"] = "/nonexistent"
@@ -192,18 +194,18 @@ def test_nobody_joins_without_the_token(cluster):
     assert asked.stdout.strip() == "AuthenticationError"
 
 
-def test_one_cluster_a_process(cluster):
+def test_ray_allows_one_cluster_per_process(cluster):
     with pytest.raises(EnvironmentFault, match="in use"):
         RayExecutor()
 
 
-def test_a_cluster_open_to_all_is_refused(monkeypatch):
+def test_ray_cluster_without_token_is_refused(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(EnvironmentFault, match="anyone on the network"):
         RayExecutor()
 
 
-def test_ray_missing_says_what_to_install(monkeypatch):
+def test_missing_ray_names_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(EnvironmentFault, match=r"ray is needed") as fault:
         RayExecutor()
@@ -221,7 +223,7 @@ def start_driver(ground, address, trial, **env):
 
 
 @pytest.mark.slow
-def test_joins_a_cluster_by_address_and_leaves_it_running(cluster, ground):
+def test_ray_executor_joins_address_and_leaves_cluster_running(cluster, ground):
     address = cluster.ray.get_runtime_context().gcs_address
     output, _ = start_driver(ground, address, ground.trial("gloo_sum", ranks=2), **access()).communicate(
         timeout=60
@@ -231,7 +233,7 @@ def test_joins_a_cluster_by_address_and_leaves_it_running(cluster, ground):
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_driver_and_no_foreign_cluster_is_joined(ground):
+def test_ray_processes_end_with_killed_driver_and_no_foreign_cluster_is_joined(ground):
     """A foreign address in the environment and a stale address file are there; the driver says nothing on the
     terminal.
     """
@@ -246,7 +248,9 @@ def test_nothing_outlives_a_killed_driver_and_no_foreign_cluster_is_joined(groun
     actor_of(pids[1]).kill()
     for name in ("rank-0", "rank-1", "daemon"):
         ground.pid(name)
-    assert len(ground.left()) > 10  # the driver, the daemons of Ray, two actors, shims, ranks and daemons
+    assert (
+        len(ground.left()) > 10
+    )  # the driver, the daemons of Ray, two actors, supervisors, ranks and daemons
     driver.kill()
     assert driver.wait() == -9
     ground.until(lambda: not ground.left(), 10)

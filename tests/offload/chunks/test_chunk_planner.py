@@ -9,12 +9,12 @@ from support.chunk_packings import Sizes, all_packings, models
 
 from memtune.offload.chunks.chunk_planner import as_few_as_used, fewest_bytes_moved, least_waste, slots_in
 from memtune.offload.core.parameter_layout import pack
-from memtune.program.residency import cached
+from memtune.program.residency import cache_residency
 
 
 @given(models(), st.integers(1, 30))
 @settings(deadline=None, max_examples=60)
-def test_parameters_lie_side_by_side_and_none_in_two_chunks(sizes: Sizes, spare: int) -> None:
+def test_packed_parameters_are_adjacent_and_in_one_chunk_each(sizes: Sizes, spare: int) -> None:
     n_bytes, block = sizes
     chunks = pack(n_bytes, block, max(n_bytes) + spare)
     places = list(zip(chunks.chunk, chunks.offset, n_bytes, strict=True))
@@ -26,16 +26,14 @@ def test_parameters_lie_side_by_side_and_none_in_two_chunks(sizes: Sizes, spare:
         assert chunk in chunks.of_block[of]
 
 
-def test_a_parameter_larger_than_a_chunk_has_no_place() -> None:
+def test_parameter_larger_than_a_chunk_raises() -> None:
     with pytest.raises(ValueError, match="9 bytes has no place"):
         pack((3, 9), (0, 1), 8)
 
 
 @given(models(), st.none() | st.integers(0, 60), st.data())
 @settings(deadline=None, max_examples=80)
-def test_no_size_wastes_less_in_the_room_there_is(
-    sizes: Sizes, base: int | None, data: st.DataObject
-) -> None:
+def test_least_waste_is_optimal_within_the_room(sizes: Sizes, base: int | None, data: st.DataObject) -> None:
     n_moments = 2 * (sizes[1][-1] + 1)
     room = None if base is None else tuple(base + data.draw(st.integers(0, 9)) for _ in range(n_moments))
     found = least_waste(*sizes, room)
@@ -52,16 +50,16 @@ def test_no_size_wastes_less_in_the_room_there_is(
 
 @given(models(), st.none() | st.integers(0, 90), st.integers(0, 1))
 @settings(deadline=None, max_examples=80)
-def test_no_size_and_no_cache_moves_fewer_bytes(sizes: Sizes, capacity: int | None, ahead: int) -> None:
-    found = fewest_bytes_moved(*sizes, capacity, ahead)
+def test_fewest_bytes_moved_is_optimal(sizes: Sizes, capacity: int | None, prefetch: int) -> None:
+    found = fewest_bytes_moved(*sizes, capacity, prefetch)
     prices = []
     for chunks in all_packings(sizes):
-        uses, least = chunks.uses(ahead), as_few_as_used(chunks, ahead)[0]
+        uses, least = chunks.uses(prefetch), as_few_as_used(chunks, prefetch)[0]
         for slots in range(least, least + 1 if capacity is None else chunks.count + 1):
             if capacity is None or slots * chunks.chunk_bytes <= capacity:
-                moves = cached(uses, (slots,) * len(uses), "lru").moves
+                moves = cache_residency(uses, (slots,) * len(uses), "lru").moves
                 prices.append((moves * chunks.chunk_bytes, slots * chunks.chunk_bytes, chunks.chunk_bytes))
     size, slots = found.chunks.chunk_bytes, found.slots[0]
-    uses = found.chunks.uses(ahead)
-    price = cached(uses, found.slots, "lru").moves * size, slots * size, size
-    assert price == min(prices) if prices else slots == as_few_as_used(found.chunks, ahead)[0]
+    uses = found.chunks.uses(prefetch)
+    price = cache_residency(uses, found.slots, "lru").moves * size, slots * size, size
+    assert price == min(prices) if prices else slots == as_few_as_used(found.chunks, prefetch)[0]

@@ -20,7 +20,7 @@ from memtune.testing.training import build, settings_of, train, train_under
 
 CHUNKS = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
 pytestmark = pytest.mark.usefixtures("one_thread")
-LATE = "self.norm(x))", "self.norm(x * self.norm.weight.detach()))"
+READS_WEIGHT_LATER = "self.norm(x))", "self.norm(x * self.norm.weight.detach()))"
 
 
 def document(model: Path, **changed: Any) -> dict[str, Any]:
@@ -35,16 +35,16 @@ def started(model: Path, config: dict[str, Any]) -> tuple[Any, Tuned]:
 
 
 @pytest.fixture(scope="module")
-def late_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose backward reads a weight after its gradient has landed."""
+def model_reading_weight_later(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose backward reads a weight after its gradient is ready."""
     text = ZOO["tied"].read_text()
-    assert LATE[0] in text
+    assert READS_WEIGHT_LATER[0] in text
     path = tmp_path_factory.mktemp("late") / "late.py"
-    path.write_text(text.replace(*LATE))
+    path.write_text(text.replace(*READS_WEIGHT_LATER))
     return path
 
 
-def test_a_block_that_is_called_while_its_gradients_are_there_has_its_weights() -> None:
+def test_block_called_while_its_gradients_are_in_place_has_its_weights() -> None:
     """Call it inside backward when the first block's begins: the gradients of the others are in chunks of
     their own.
     """
@@ -75,7 +75,7 @@ def test_a_block_that_is_called_while_its_gradients_are_there_has_its_weights() 
     )
 
 
-def test_backward_may_run_again_over_a_kept_graph() -> None:
+def test_backward_can_run_again_over_a_retained_graph() -> None:
     """Gradients of two passes add up; the weight that autograd saved is restored with the version that it
     saved.
     """
@@ -91,18 +91,24 @@ def test_backward_may_run_again_over_a_kept_graph() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(*grads, strict=True))
 
 
-def test_where_a_weight_is_needed_later_gradients_leave_from_where_they_are(late_reader: Path) -> None:
-    config = document(late_reader)
+def test_gradients_are_offloaded_in_their_own_memory_if_a_weight_is_read_later(
+    model_reading_weight_later: Path,
+) -> None:
+    config = document(model_reading_weight_later)
     assert "gradients" not in config["plan"]["offload.states"]
-    assert [weights_are_free(plain_program(each).step) for each in (late_reader, ZOO["tied"])] == [
+    assert [
+        weights_are_free(plain_program(each).step) for each in (model_reading_weight_later, ZOO["tied"])
+    ] == [
         False,
         True,
     ]
-    got, wanted = train_under(late_reader, config), train(late_reader, OWN)
+    got, wanted = train_under(model_reading_weight_later, config), train(model_reading_weight_later, OWN)
     assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
 
 
-def test_a_plan_that_overlooks_it_fails_and_computes_nothing_wrong(late_reader: Path) -> None:
-    workload, tuned = started(late_reader, document(late_reader, gradients="in place"))
+def test_in_place_plan_for_a_weight_read_later_raises(model_reading_weight_later: Path) -> None:
+    workload, tuned = started(
+        model_reading_weight_later, document(model_reading_weight_later, gradients="in_place")
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         tuned.step([workload.make_batch(2)])

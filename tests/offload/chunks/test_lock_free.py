@@ -52,35 +52,40 @@ class Seen:
 
     step: int = 0
     sweeps: list[int] = field(default_factory=list)
-    """Steps in each."""
+    """Number of steps in each sweep."""
     began: list[int] = field(default_factory=list)
-    """In which step each one did."""
+    """The step in which each sweep began."""
 
 
 @contextmanager
 def observed(gated: bool) -> Iterator[Seen]:
     """Observe training inside this context; `gated`: no sweep ends before training waits for it."""
     gate, seen = threading.Event(), Seen()
-    make, take_up = Sweeps.__init__, Sweeps._take_up
+    make, adopt = Sweeps.__init__, Sweeps._adopt
 
     def made(
-        self: Sweeps, bound: int, half: Any, prepare: Callable[[Gradients], Any], *args: Any, **kwargs: Any
+        self: Sweeps,
+        bound: int,
+        partial_step: Any,
+        prepare: Callable[[Gradients], Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         def prepared(gradients: Gradients) -> Callable[[], None]:
-            seen.sweeps.append(self._taken)
+            seen.sweeps.append(self._n_in_sweep)
             seen.began.append(seen.step)
             run = prepare(gradients)
             return lambda: run() if not gated or gate.wait(60) else None
 
-        make(self, bound, half, prepared, *args, **kwargs)
+        make(self, bound, partial_step, prepared, *args, **kwargs)
 
     def opening(self: Sweeps, *, wait: bool) -> None:
         if wait:
             gate.set()
-        take_up(self, wait=wait)
+        adopt(self, wait=wait)
         gate.clear()
 
-    with patch.object(Sweeps, "__init__", made), patch.object(Sweeps, "_take_up", opening):
+    with patch.object(Sweeps, "__init__", made), patch.object(Sweeps, "_adopt", opening):
         yield seen
 
 
@@ -108,7 +113,7 @@ def numel_of(step: Step) -> int:
 
 
 def gradients_at(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Of one step of the plain model with these weights."""
+    """Return the gradients of one step of the plain model with these weights."""
     workload, model, _ = build(ZOO["tied"])
     model.load_state_dict(weights)
     torch.manual_seed(seed)
@@ -117,7 +122,7 @@ def gradients_at(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def sum_of(gradients: list[Tensor]) -> Tensor | None:
-    """In the order of delivery."""
+    """Return the sum of `gradients`, added in the order of delivery."""
     together = gradients[0].clone() if gradients else None
     for each in gradients[1:]:
         assert together is not None
@@ -126,13 +131,14 @@ def sum_of(gradients: list[Tensor]) -> Tensor | None:
 
 
 def rate_of(step: int) -> float:
-    """A schedule's, which changes while sweeps are under way."""
+    """Return the learning rate of a schedule, which changes while sweeps run."""
     return 1e-2 / (1 + step)
 
 
 def by_hand(seen: Seen, used: list[int]) -> dict[str, Tensor]:
-    """Weights of Adam on the gradients in the order of delivery; `used`: the version that each step trained
-    with.
+    """Return weights of Adam on the gradients in the order of delivery.
+
+    `used`: the version that each step trained with.
     """
     _, reference, optimizer = build(ZOO["tied"])
     apply(reference, optimizer, config_of(ZOO["tied"], NATIVE), strict=False)
@@ -155,10 +161,8 @@ def by_hand(seen: Seen, used: list[int]) -> dict[str, Tensor]:
 
 @BOTH
 @pytest.mark.parametrize("gated", [True, False])
-def test_it_is_adam_without_locks_in_the_order_of_delivery(technique: AngelPtm, gated: bool) -> None:
-    """The mechanism (the updater): each sweep applies the sum of what was delivered, training uses the
-    version at hand.
-    """
+def test_sweeps_equal_adam_in_the_order_of_delivery(technique: AngelPtm, gated: bool) -> None:
+    """Each sweep applies the sum of the delivered gradients; training uses the latest adopted version."""
     transfer.COUNTERS.take()
     with observed(gated) as seen:
         workload, model, optimizer, tuned = begun(technique)
@@ -190,7 +194,7 @@ def test_it_is_adam_without_locks_in_the_order_of_delivery(technique: AngelPtm, 
         pytest.param("gpt", ON_SSD, marks=pytest.mark.slow),
     ],
 )
-def test_a_sweep_runs_beside_the_step_that_follows(model: str, technique: AngelPtm) -> None:
+def test_sweep_overlaps_with_the_next_step(model: str, technique: AngelPtm) -> None:
     assert not drift(ZOO[model], technique)
     step = rewritten(ZOO[model], technique)
     updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default"))
@@ -199,7 +203,7 @@ def test_a_sweep_runs_beside_the_step_that_follows(model: str, technique: AngelP
     assert (technique.exactly(), SMALL.exactly()) == (Exactness.LOSSY, Exactness.REORDERED)
 
 
-def test_bytes_on_ssd_and_on_the_host_are_those_of_the_formula() -> None:
+def test_ssd_and_host_bytes_equal_the_formula() -> None:
     """One sweep per step, the maximum: 12 bytes per parameter each way; weights twice in pages, once of all
     others.
     """
@@ -232,10 +236,8 @@ def test_bytes_on_ssd_and_on_the_host_are_those_of_the_formula() -> None:
     assert int(step.storages.bytes[there & (step.storages.kind == Kind.GRADIENT)].sum()) == 4 * numel
 
 
-def test_what_is_loaded_is_trained_on_and_what_is_saved_lacks_no_step() -> None:
-    """A state dict waits, and so does loading one, of the model or by `Tuned`; sweeps after it begin with
-    what was loaded.
-    """
+def test_checkpoints_lack_no_step_and_training_starts_from_loaded_weights() -> None:
+    """State dicts and loads (of the model, or by `Tuned`) wait; later sweeps start from loaded weights."""
     workload, model, optimizer, tuned = begun()
     _run(3, workload, model, optimizer, tuned)
     kept = deepcopy(tuned.state_dict())
@@ -260,7 +262,7 @@ def _after(workload: Any, model: nn.Module, optimizer: Any, tuned: Tuned) -> dic
 
 
 @BOTH
-def test_weights_loaded_into_the_model_are_those_of_every_version_after_it(technique: AngelPtm) -> None:
+def test_weights_loaded_into_the_model_are_in_every_later_version(technique: AngelPtm) -> None:
     """Weights that are not trained are included, which no sweep writes."""
     workload, model, optimizer = build(ZOO["tied"])
     frozen = next(
@@ -278,14 +280,14 @@ def test_weights_loaded_into_the_model_are_those_of_every_version_after_it(techn
             assert torch.allclose(value, others[name], atol=1e-6), (step, name)
 
 
-def test_a_damaged_file_ends_training_with_the_name_of_what_was_read() -> None:
+def test_damaged_file_raises_with_the_name_of_the_tensor() -> None:
     workload, model, optimizer, tuned = begun()
     one_step(workload, model, optimizer, tuned, seed=SEED)
     path = ssd_tensors.current().path
     size = path.stat().st_size
     os.truncate(path, 0)
     with pytest.raises(
-        EnvironmentFault, match=r"The file with the optimizer state of \S+ on SSD has been cut off"
+        EnvironmentFault, match=r"The file with the optimizer state of \S+ on SSD has been truncated"
     ) as caught:
         _run(4, workload, model, optimizer, tuned)
     assert caught.value.code == "MT364"
@@ -296,7 +298,7 @@ def test_a_damaged_file_ends_training_with_the_name_of_what_was_read() -> None:
     gc.collect()
 
 
-def test_what_is_dropped_while_a_sweep_is_under_way_is_gone_when_that_ends() -> None:
+def test_tensors_dropped_during_a_sweep_are_freed_when_it_ends() -> None:
     gate = threading.Event()
     with patch.object(LockFreeOnSsd, "_settings_of", _slowly(gate)):
         _run(2, *begun())
@@ -318,8 +320,8 @@ def _slowly(gate: threading.Event) -> Callable[[LockFreeOnSsd, Piece], dict[str,
     return settings_of
 
 
-def test_no_step_is_kept_while_updates_go_on() -> None:
-    with pytest.raises(ValidationError, match="no step is complete while updates go on"):
+def test_last_step_is_not_kept_while_updates_run() -> None:
+    with pytest.raises(ValidationError, match="no step is complete while updates continue"):
         AngelPtm(kind="angel_ptm", lock_free=True, optimizer="ssd", resume="last_step")
 
 
@@ -333,7 +335,7 @@ def _waits(self: Sweeps, last: bool) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="needs the native ledger")
-def test_the_host_holds_what_is_predicted_where_sweeps_keep_pace() -> None:
+def test_host_bytes_equal_the_prediction_if_sweeps_keep_pace() -> None:
     """Two further steps' gradients at most, waiting ones and those of the sweep, where sweeps are slower."""
     step = rewritten(ZOO["gpt"], ON_SSD)
     predicted, gradients = step.peak_bytes(Tier.HOST), 4 * numel_of(rewritten(ZOO["gpt"]))
@@ -361,6 +363,6 @@ def test_the_host_holds_what_is_predicted_where_sweeps_keep_pace() -> None:
 
 @pytest.mark.slow
 @BOTH
-def test_stale_weights_reach_about_the_same_loss(technique: AngelPtm) -> None:
+def test_stale_weights_reach_a_similar_loss(technique: AngelPtm) -> None:
     found, wanted = (train(ZOO["gpt"], each, steps=20).losses for each in (technique, NATIVE))
     assert float(sum(found[-4:])) == pytest.approx(float(sum(wanted[-4:])), rel=0.02)

@@ -24,7 +24,7 @@ def models(draw: st.DrawFn) -> Sizes:
 
 
 def windows(pages: Pages) -> list[range]:
-    """The moments in which each page may come in."""
+    """Return the moments in which each page may be loaded."""
     loads = loads_of(pages)
     return [
         range(min(opens, needed), needed + 1)
@@ -33,7 +33,7 @@ def windows(pages: Pages) -> list[range]:
 
 
 def fewest_s(pages: Pages, compute_s: list[int], load_s: int) -> float:
-    """Over all moments in which each page may come in."""
+    """Return the shortest duration over all placements of page loads."""
     best = float("inf")
     for moments in product(*windows(pages)):
         beside, waited = [0] * len(compute_s), 0
@@ -55,7 +55,7 @@ def fewest_s(pages: Pages, compute_s: list[int], load_s: int) -> float:
 )
 @example(((2, 2, 4), (0, 1, 2)), 4, None, 4, [1, 3, 0, 0, 0, 0])  # where one more than is hidden costs least
 @settings(deadline=None, max_examples=120)
-def test_no_placement_of_the_moves_takes_less_time(
+def test_schedule_of_page_loads_is_optimal(
     sizes: Sizes, page_bytes: int, room: int | None, load_s: int, seconds: list[int]
 ) -> None:
     pages = in_frames(*sizes, page_bytes, room)
@@ -69,7 +69,7 @@ def test_no_placement_of_the_moves_takes_less_time(
 
 @given(models(), st.integers(2, 6), st.integers(0, 80))
 @settings(deadline=None, max_examples=120)
-def test_frames_are_as_many_as_the_room_holds(sizes: Sizes, page_bytes: int, room: int) -> None:
+def test_in_frames_uses_all_frames_that_the_room_holds(sizes: Sizes, page_bytes: int, room: int) -> None:
     pages = in_frames(*sizes, page_bytes, room)
     holding = []
     for frames in range(1, 2 * sum(sizes[0])):

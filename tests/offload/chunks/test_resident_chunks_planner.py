@@ -18,7 +18,7 @@ from memtune.offload.chunks.resident_chunks_planner import (
     resident_counts,
 )
 from memtune.offload.core.parameter_layout import Chunks, pack
-from memtune.program.residency import cached
+from memtune.program.residency import cache_residency
 
 
 def on_device(sizes: Sizes, state: int) -> OnDevice:
@@ -26,23 +26,25 @@ def on_device(sizes: Sizes, state: int) -> OnDevice:
     return OnDevice(tuple(n * (1 + state) for n in n_bytes), n_bytes, block)
 
 
-def taken_in(sizes: Sizes, staying: int, state: int, moment: int, moments: int) -> int:
-    """Return the bytes of the first `staying` parameters in a moment."""
+def taken_in(sizes: Sizes, n_resident: int, state: int, moment: int, moments: int) -> int:
+    """Return the bytes of the first `n_resident` parameters in a moment."""
     n_bytes, block = sizes
-    landed = [n for n, b in zip(n_bytes[:staying], block, strict=False) if moment >= moments - 1 - b]
-    return sum(n_bytes[:staying]) * (1 + state) + sum(landed)
+    landed = [n for n, b in zip(n_bytes[:n_resident], block, strict=False) if moment >= moments - 1 - b]
+    return sum(n_bytes[:n_resident]) * (1 + state) + sum(landed)
 
 
 @given(models(), st.integers(0, 2), st.lists(st.integers(0, 90), min_size=8, max_size=8))
 @settings(deadline=None, max_examples=60)
-def test_no_more_chunks_have_room_beside_all_others(sizes: Sizes, state: int, rooms: list[int]) -> None:
+def test_most_in_margin_is_the_largest_number_of_resident_chunks(
+    sizes: Sizes, state: int, rooms: list[int]
+) -> None:
     moments = 2 * (sizes[1][-1] + 1)
     room = tuple(rooms[:moments])
     for chunks in all_packings(sizes)[:3]:
         fitting = []
         for kept in range(chunks.count):
-            staying = sum(each < kept for each in chunks.chunk)
-            free = [room[t] - taken_in(sizes, staying, state, t, moments) for t in range(moments)]
+            n_resident = sum(each < kept for each in chunks.chunk)
+            free = [room[t] - taken_in(sizes, n_resident, state, t, moments) for t in range(moments)]
             fitting.append(min(free) >= (chunks.count - kept) * chunks.chunk_bytes)
         wanted = fitting.index(False) - 1 if False in fitting else chunks.count - 1
         assert most_in_margin(chunks, room, on_device(sizes, state).taken(moments)) == wanted
@@ -50,27 +52,29 @@ def test_no_more_chunks_have_room_beside_all_others(sizes: Sizes, state: int, ro
 
 @given(models(), st.data())
 @settings(deadline=None, max_examples=40)
-def test_the_others_lie_as_before(sizes: Sizes, data: st.DataObject) -> None:
+def test_all_resident_keeps_the_places_of_offloaded_parameters(sizes: Sizes, data: st.DataObject) -> None:
     chunks = data.draw(st.sampled_from(all_packings(sizes)))
     kept = data.draw(st.integers(0, chunks.count - 1))
     slots = (chunks.count,) * 2 * (sizes[1][-1] + 1)
     found = all_resident(*sizes, ChunkPlan(chunks, slots), kept)
-    assert found.staying == resident_counts(chunks)[kept]
+    assert found.resident_parameters == resident_counts(chunks)[kept]
     assert found.chunks.count == chunks.count - kept
-    assert found.chunks.offset == chunks.offset[found.staying :]
+    assert found.chunks.offset == chunks.offset[found.resident_parameters :]
     assert set(found.slots) == {chunks.count - kept}
 
 
-def price(sizes: Sizes, chunks: Chunks, staying: int, slots: int, ahead: int, seconds: Seconds) -> float:
-    rest: Chunks = pack(sizes[0][staying:], sizes[1][staying:], chunks.chunk_bytes)
-    uses = rest.uses(ahead)
+def price(
+    sizes: Sizes, chunks: Chunks, n_resident: int, slots: int, prefetch: int, seconds: Seconds
+) -> float:
+    rest: Chunks = pack(sizes[0][n_resident:], sizes[1][n_resident:], chunks.chunk_bytes)
+    uses = rest.uses(prefetch)
     if slots < max(map(len, uses)):
         return np.inf
-    moves = cached(uses, (slots,) * len(uses), "lru").moves
+    moves = cache_residency(uses, (slots,) * len(uses), "lru").moves
     return (
         moves * chunks.chunk_bytes / seconds.up_bytes_per_s
-        + sum(seconds.host[staying:])
-        + sum(seconds.device[:staying])
+        + sum(seconds.host[n_resident:])
+        + sum(seconds.device[:n_resident])
     )
 
 
@@ -83,37 +87,37 @@ def price(sizes: Sizes, chunks: Chunks, staying: int, slots: int, ahead: int, se
     st.booleans(),
 )
 @settings(deadline=None, max_examples=100)
-def test_no_split_takes_less_time(
-    sizes: Sizes, state: int, base: int, ahead: int, up: float, limited: bool
+def test_cheapest_split_is_optimal(
+    sizes: Sizes, state: int, base: int, prefetch: int, up: float, limited: bool
 ) -> None:
-    """Over all chunk sizes, chunks that stay and slots."""
+    """Compared with all chunk sizes, numbers of resident chunks and slots."""
     n_bytes, block = sizes
     moments = 2 * (block[-1] + 1)
     room = tuple(base + t % 3 for t in range(moments))
     seconds = Seconds(up, tuple(2.0 * n for n in n_bytes), tuple(0.25 * n for n in n_bytes))
     most = len(n_bytes) // 2 if limited else None
-    found = cheapest_split(*sizes, room, ahead, on_device(sizes, state), seconds, most=most)
+    found = cheapest_split(*sizes, room, prefetch, on_device(sizes, state), seconds, most=most)
     prices = [np.inf]
     for chunks in all_packings(sizes):
         for kept in range(chunks.count):
-            staying = sum(each < kept for each in chunks.chunk)
-            free = min(room[t] - taken_in(sizes, staying, state, t, moments) for t in range(moments))
-            if most is None or staying <= most:
+            n_resident = sum(each < kept for each in chunks.chunk)
+            free = min(room[t] - taken_in(sizes, n_resident, state, t, moments) for t in range(moments))
+            if most is None or n_resident <= most:
                 slots = min(free // chunks.chunk_bytes, chunks.count - kept)
                 prices += [
-                    price(sizes, chunks, staying, each, ahead, seconds) for each in range(1, slots + 1)
+                    price(sizes, chunks, n_resident, each, prefetch, seconds) for each in range(1, slots + 1)
                 ]
     if found is None:
         assert min(prices) == np.inf
     else:
-        assert price(sizes, found.chunks, found.staying, found.slots[0], ahead, seconds) == pytest.approx(
-            min(prices)
-        )
+        assert price(
+            sizes, found.chunks, found.resident_parameters, found.slots[0], prefetch, seconds
+        ) == pytest.approx(min(prices))
         assert len(set(found.slots)) == 1
 
 
-def test_a_fast_link_caches_and_a_slow_one_keeps() -> None:
-    """The trade-off: the same room, by what copies and the host's updates cost."""
+def test_cheapest_split_caches_on_a_fast_link_and_keeps_resident_on_a_slow_one() -> None:
+    """The same room is used for the cache or for resident chunks, by the costs of copies and host updates."""
     sizes: Sizes = ((4,) * 8, (0, 0, 1, 1, 2, 2, 3, 3))
     update = tuple(0.1 for _ in range(8))
     room = (36,) * 8
@@ -124,6 +128,6 @@ def test_a_fast_link_caches_and_a_slow_one_keeps() -> None:
         return found
 
     cheap, dear = split(0.1), split(100.0)
-    assert cheap.staying == 0
-    assert dear.staying > 0
+    assert cheap.resident_parameters == 0
+    assert dear.resident_parameters > 0
     assert dear.slots[0] * dear.chunks.chunk_bytes < cheap.slots[0] * cheap.chunks.chunk_bytes

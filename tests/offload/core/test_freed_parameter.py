@@ -65,8 +65,8 @@ def weight_of(model: Net, block: int = 1) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("name", SORTS)
-def test_who_reads_or_writes_what_is_let_go_is_told_so(name: str) -> None:
-    """Where torch's kernels would end the process, or look at other weights."""
+def test_access_to_freed_parameter_raises(name: str) -> None:
+    """Without the guard torch's kernels would end the process or read other weights."""
     model, optimizer, _ = made(name)
     step(model, optimizer, 0)
     weight = weight_of(model)
@@ -86,8 +86,8 @@ def test_who_reads_or_writes_what_is_let_go_is_told_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SORTS)
-def test_rows_of_divided_weights_are_looked_at_as_whole_ones_are(name: str) -> None:
-    """On ranks that are not there: what FSDP2 divides, which ended the process."""
+def test_access_to_freed_rows_of_sharded_weight_raises(name: str) -> None:
+    """On a fake process group: access to FSDP2's shards would end the process."""
     with fake_ranks(2):
         model, optimizer = build()
         settings, plan = STORES[name]
@@ -110,21 +110,21 @@ def test_rows_of_divided_weights_are_looked_at_as_whole_ones_are(name: str) -> N
         assert "not on the device" in repr(weight)
         assert model.state_dict()["blocks.1.up.weight"].to_local().shape == (8, 8)
         for upset in (copy.deepcopy, lambda module: module.double()):
-            with pytest.raises(ApplyError, match="let go on the device"):
+            with pytest.raises(ApplyError, match="freed on the device"):
                 upset(model)
         model.to("cpu").float()
         step(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("name", SORTS)
-def test_a_model_whose_weights_are_let_go_is_neither_copied_nor_changed(name: str) -> None:
+def test_model_with_freed_weights_cannot_be_copied_or_converted(name: str) -> None:
     model, optimizer, tuned = made(name)
     step(model, optimizer, 0)
     dtypes = [each.dtype for each in model.parameters()]
     block = model.get_submodule(tuned._context.blocks[0])
     for read in (copy.deepcopy, lambda module: module.double(), lambda module: module.to(torch.bfloat16)):
         for module in (model, block):
-            with pytest.raises(ApplyError, match="let go on the device"):
+            with pytest.raises(ApplyError, match="freed on the device"):
                 read(module)
     assert [each.dtype for each in model.parameters()] == dtypes
     model.to("cpu").float().train()
@@ -133,7 +133,7 @@ def test_a_model_whose_weights_are_let_go_is_neither_copied_nor_changed(name: st
 
 
 @pytest.mark.parametrize("name", SORTS)
-def test_memory_put_in_the_place_of_a_weights_own_is_noticed(name: str) -> None:
+def test_replaced_memory_of_a_weight_raises(name: str) -> None:
     model, _, _ = made(name)
     out = loss(model, batch(0))
     weight = weight_of(model, 3)  # used last, and first in backward
@@ -147,8 +147,8 @@ def test_memory_put_in_the_place_of_a_weights_own_is_noticed(name: str) -> None:
         goes_on()
 
 
-def test_gradients_for_what_is_let_go_are_asked_for_by_name() -> None:
-    """Between forward and backward, of blocks that have been let go."""
+def test_autograd_grad_accepts_freed_parameters() -> None:
+    """Between forward and backward, for blocks that are freed."""
     model, _, _ = made("l2l")
     plain_model, _ = build()
     found = [
@@ -159,7 +159,7 @@ def test_gradients_for_what_is_let_go_are_asked_for_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", [*STORES, "harmony", "parameters on SSD"])
-def test_a_part_of_a_block_is_saved_and_loaded(name: str) -> None:
+def test_part_of_a_block_is_saved_and_loaded(name: str) -> None:
     if name == "harmony":
         model, optimizer = build()
         plan = {"offload.states": {"forward": [[0, 2]], "backward": [[0, 2], [2, 4]], "swapped_bytes": 0}}
@@ -190,8 +190,8 @@ def test_a_part_of_a_block_is_saved_and_loaded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["l2l", "patrickstar"])
-def test_a_model_whose_weights_are_let_go_is_not_pickled(name: str) -> None:
-    """`torch.save(model)`, which would end in torch's own words on a hook; the same of one block."""
+def test_model_with_freed_weights_cannot_be_pickled(name: str) -> None:
+    """`torch.save` of the model or of one block; torch's own error would name a hook."""
     model, _, _ = made(name)
     for module in (model, *model.blocks[1:2]):
         with pytest.raises(ApplyError, match="MT364 The model cannot be pickled here"):

@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 keeps on the device: all in-place changes are noticed, foreach kernels included."""
+"""Version counters of sharded gradients: all in-place changes count, those of foreach kernels included."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_versions_tell_of_every_change(how: str) -> None:
+def test_counted_gradient_has_a_new_version_after_every_change(how: str) -> None:
     with fake_ranks(RANKS):
         mesh = init_device_mesh("cpu", (RANKS,))
         gradients: list[Tensor] = [
@@ -53,7 +53,7 @@ def test_versions_tell_of_every_change(how: str) -> None:
         for gradient in gradients:
             count_changes(gradient)
         before = [gradient._version for gradient in gradients]
-        torch._foreach_norm(gradients)  # looks, and changes nothing
+        torch._foreach_norm(gradients)  # reads only
         assert [gradient._version for gradient in gradients] == before
         CHANGES[how](gradients)
         assert all(gradient._version > version for gradient, version in zip(gradients, before, strict=True))
@@ -62,8 +62,8 @@ def test_versions_tell_of_every_change(how: str) -> None:
 # -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
-def said() -> str:
-    """What a loop of one's own is told that clips by norm with foreach kernels."""
+def error_of_clipping() -> str:
+    """Return the error of a custom loop that clips by norm with foreach kernels."""
     settings = {"sharding": {"states": {"kind": "fsdp"}}, "offload": {"states": {"kind": "l2l"}}}
     workload, tuned = started({"settings": settings})
     with tuned.micro_batch(last=True):
@@ -77,6 +77,6 @@ def said() -> str:
 
 
 @pytest.mark.slow
-def test_gradients_clipped_by_foreach_kernels_are_refused() -> None:
-    for rank in run_ranks(said, RANKS):
+def test_clipping_sharded_gradients_by_foreach_kernels_raises() -> None:
+    for rank in run_ranks(error_of_clipping, RANKS):
         assert "Gradients were changed between backward and the optimizer's step" in rank

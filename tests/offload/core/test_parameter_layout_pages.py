@@ -30,7 +30,7 @@ def paged_if_it_holds(sizes: Sizes, page_bytes: int, frames: int) -> Pages | Non
 
 @given(models(), st.integers(2, 6), st.integers(1, 40))
 @settings(deadline=None, max_examples=150)
-def test_two_parameters_share_a_page_and_less_than_a_page_each_is_wasted(
+def test_pages_hold_two_parameters_and_waste_less_than_a_page_each(
     sizes: Sizes, page_bytes: int, frames: int
 ) -> None:
     pages = paged_if_it_holds(sizes, page_bytes, frames)
@@ -58,7 +58,7 @@ def test_two_parameters_share_a_page_and_less_than_a_page_each_is_wasted(
 
 @given(models(), st.integers(2, 6), st.integers(1, 40), st.data())
 @settings(deadline=None, max_examples=150)
-def test_what_a_moment_uses_is_there_and_no_frame_holds_two_pages(
+def test_timeline_has_used_pages_resident_and_one_page_per_frame(
     sizes: Sizes, page_bytes: int, frames: int, data: st.DataObject
 ) -> None:
     pages = paged_if_it_holds(sizes, page_bytes, frames)
@@ -76,9 +76,7 @@ def test_what_a_moment_uses_is_there_and_no_frame_holds_two_pages(
 
 @given(models(), st.integers(2, 6), st.integers(1, 40), st.sets(st.integers(0, 40)))
 @settings(deadline=None, max_examples=60)
-def test_pages_side_by_side_are_one_copy(
-    sizes: Sizes, page_bytes: int, frames: int, wanted: set[int]
-) -> None:
+def test_runs_join_adjacent_pages(sizes: Sizes, page_bytes: int, frames: int, wanted: set[int]) -> None:
     pages = paged_if_it_holds(sizes, page_bytes, frames)
     if pages is None:
         return
@@ -94,9 +92,8 @@ def test_pages_side_by_side_are_one_copy(
         assert all(pages.filled[page] == page_bytes for page in range(first, last))
 
 
-def test_a_ring_moves_what_any_cache_of_its_size_must_move() -> None:
-    """Forward and back over n pages with f frames, 2n - f are loaded: the last f are resident between the
-    passes.
+def test_ring_of_frames_loads_as_few_pages_as_any_cache() -> None:
+    """Forward and backward over n pages with f frames load 2n - f pages: the last f are resident in between.
     """
     pages = paged((4,) * 12, tuple(range(12)), 4, 5)
     assert residency_moves(pages) == 2 * 12 - 5
@@ -106,7 +103,7 @@ def residency_moves(pages: Pages) -> int:
     return timeline(pages, (0,) * 2 * len(pages.of_block)).moves
 
 
-def test_what_does_not_hold_a_block_or_is_for_another_model_is_refused() -> None:
+def test_paged_raises_for_too_few_frames_and_timeline_for_another_model() -> None:
     with pytest.raises(ValueError, match="do not hold a block"):
         paged((4, 4, 4), (0, 0, 1), 2, 3)
     with pytest.raises(ValueError, match="3 moments for 4"):

@@ -13,24 +13,24 @@ from memtune.offload.core.update_triggers import PendingUpdates, room_bytes
     ("n_bytes", "block", "wanted"),
     [((3, 4, 5), (0, 0, 1), 7), ((3, 9, 5), (0, -1, 1), 9), ((3, 9, 5), (-1, -1, -1), 9), ((), (), 0)],
 )
-def test_room_is_for_the_largest_block_or_gradient_outside(
+def test_room_bytes_is_the_largest_block_or_gradient_outside(
     n_bytes: tuple[int, ...], block: tuple[int, ...], wanted: int
 ) -> None:
     assert room_bytes(n_bytes, block) == wanted
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(0, 20))
-def test_turns_go_in_order_and_stay_within_the_room(sizes: list[int], room: int) -> None:
-    """No more goes than must; a turn that is larger than the room is alone."""
+def test_pending_updates_end_in_order_and_stay_within_the_room(sizes: list[int], room: int) -> None:
+    """Only the rounds that must end are ended; a round larger than the room is alone."""
     waiting, there, gone = PendingUpdates[int](room), list[int](), list[int]()
-    for turn, size in enumerate(sizes):
-        for each in waiting.let_go(size):
+    for number, size in enumerate(sizes):
+        for each in waiting.make_room(size):
             assert there.pop(0) == each
             assert sum(sizes[other] for other in [each, *there]) + size > room
             gone.append(each)
-        waiting.put(turn, size)
-        there.append(turn)
+        waiting.put(number, size)
+        there.append(number)
         held = sum(sizes[each] for each in there)
         assert held <= max(room, size) or size == 0
-    assert gone + list(waiting.rest()) == list(range(len(sizes)))
-    assert not list(waiting.rest())
+    assert gone + list(waiting.drain()) == list(range(len(sizes)))
+    assert not list(waiting.drain())

@@ -1,4 +1,4 @@
-"""A step with experts on SSD is kept whole: what was used, what was missed, and what stays on the device."""
+"""Complete steps with experts on SSD: used and missed experts, and resident parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import memtune
 from memtune.errors import ApplyError, EnvironmentFault
 from memtune.offload.experts import resume_experts
 from memtune.offload.experts.expert_offload import ExpertOptimizer
-from memtune.offload.experts.resume_experts import KeptBeside
+from memtune.offload.experts.resume_experts import ResidentSlots
 from memtune.ssd import ssd_tensors
 from memtune.ssd.last_step import Manifest
 from memtune.ssd.ssd_tensors import TENSORS
@@ -31,7 +31,7 @@ KEEPS = STATES | {"resume": "last_step"}
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(ssd: Path) -> Iterator[None]:
+def _remove_folder(ssd: Path) -> Iterator[None]:
     yield
     ssd_tensors.folder().remove()
 
@@ -41,7 +41,7 @@ def tuned_of(
 ) -> memtune.Tuned:
     optimizer = kind(model.parameters(), **({"lr": 0.05} | settings))  # type: ignore[call-arg]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it goes on
+        warnings.simplefilter("ignore")  # about the resume
         return memtune.apply(
             model,
             optimizer,
@@ -52,15 +52,15 @@ def tuned_of(
 
 
 def optimizer_of(tuned: memtune.Tuned) -> ExpertOptimizer:
-    held: ExpertOptimizer = tuned._context.checks["offload.states"].__self__._held_by  # type: ignore[attr-defined]
+    held: ExpertOptimizer = tuned._context.checks["offload.states"].__self__._expert_optimizer  # type: ignore[attr-defined]
     return held
 
 
-def crashed_after(directory: Path, steps: int, **how: Any) -> tuple[dict[str, Any], int]:
-    """Leave a folder as a run does that is killed after so many steps; returns what all steps give, and
-    updates missed then.
+def crashed_after(directory: Path, steps: int, **options: Any) -> tuple[dict[str, Any], int]:
+    """Leave the folder of a run that was killed after `steps` steps; return the state after all steps, and
+    the number of missed updates at the crash.
     """
-    tuned = tuned_of(routed(), **how)
+    tuned = tuned_of(routed(), **options)
     for batch in BATCHES[:steps]:
         tuned.step([batch])
     missed = sum(map(len, optimizer_of(tuned)._missed.values()))
@@ -73,8 +73,8 @@ def crashed_after(directory: Path, steps: int, **how: Any) -> tuple[dict[str, An
     return found, missed
 
 
-def gone_on(**how: Any) -> tuple[dict[str, Any], int]:
-    tuned = tuned_of(routed(), **how)
+def resumed(**options: Any) -> tuple[dict[str, Any], int]:
+    tuned = tuned_of(routed(), **options)
     for batch in BATCHES[tuned.resumed_steps :]:
         tuned.step([batch])
     return copy.deepcopy(tuned.state_dict()), tuned.resumed_steps
@@ -89,34 +89,30 @@ def same(one: Any, other: Any) -> bool:
 SGD = {"kind": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5}
 
 
-@pytest.mark.parametrize("how", [{}, SGD, {"kind": torch.optim.Adagrad}], ids=["adamw", "sgd", "adagrad"])
-def test_it_goes_on_to_the_bit_with_what_was_missed(ssd: Path, how: dict[str, Any]) -> None:
-    """The mechanism: updates that experts have missed are in the manifest; and so is state that was never
-    made, as none.
-    """
-    wanted, missed = crashed_after(ssd, 3, **how)
+@pytest.mark.parametrize("options", [{}, SGD, {"kind": torch.optim.Adagrad}], ids=["adamw", "sgd", "adagrad"])
+def test_resume_applies_missed_updates_to_the_bit(ssd: Path, options: dict[str, Any]) -> None:
+    """Missed updates are in the manifest, and optimizer state that was never made is absent from it."""
+    wanted, missed = crashed_after(ssd, 3, **options)
     assert missed > 0
-    found, steps = gone_on(**how)
+    found, steps = resumed(**options)
     assert steps == 3
     assert same(found, wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["missed", "weights"])
-def test_without_any_part_of_it_bits_differ(ssd: Path, broken: str) -> None:
+def test_resume_differs_without_missed_updates_or_weights(ssd: Path, broken: str) -> None:
     wanted, _ = crashed_after(ssd, 3)
     wrong = {
-        "missed": patch.object(resume_experts, "_out_of_runs", lambda *_: {}),
-        "weights": patch.object(KeptBeside, "take_up", lambda *_: None),
+        "missed": patch.object(resume_experts, "_run_length_decode", lambda *_: {}),
+        "weights": patch.object(ResidentSlots, "resume_from", lambda *_: None),
     }[broken]
     with wrong:
-        assert not same(gone_on()[0]["model"], wanted["model"])
+        assert not same(resumed()[0]["model"], wanted["model"])
 
 
-def test_missed_updates_are_written_as_runs() -> None:
-    """Each setting once, whoever missed it; steps in which a parameter had no gradient at all are no part of
-    its run.
-    """
+def test_missed_updates_are_encoded_as_runs() -> None:
+    """Each setting is written once; steps in which a parameter had no gradient are not in its runs."""
     steps = [
         {"lr": 0.1 / (1 + at), "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0, "params": object()}
         for at in range(9)
@@ -127,18 +123,18 @@ def test_missed_updates_are_written_as_runs() -> None:
         pieces[1].device: steps,
         pieces[3].device: [*steps[1:3], *steps[7:]],
     }
-    notes = json.loads(json.dumps(resume_experts._in_runs(pieces, missed)))
+    notes = json.loads(json.dumps(resume_experts._run_length_encode(pieces, missed)))
     assert notes["missed"] == {"1": [[0, 9]], "0": [[4, 5]], "3": [[1, 2], [7, 2]]}
     assert len(notes["settings"]) == 9
-    found = resume_experts._out_of_runs(pieces, notes)
+    found = resume_experts._run_length_decode(pieces, notes)
     assert found.keys() == missed.keys()
     for parameter, mine in missed.items():
         assert [each["lr"] for each in found[parameter]] == [each["lr"] for each in mine]
         assert all(tuple(each["betas"]) == (0.9, 0.95) and "params" not in each for each in found[parameter])
 
 
-def test_state_that_the_optimizer_loads_by_itself_is_kept(ssd: Path) -> None:
-    """Of experts that the next step does not use as well."""
+def test_step_keeps_state_loaded_by_the_optimizer(ssd: Path) -> None:
+    """Also the state of experts that the next step does not use."""
     tuned = tuned_of(routed())
     for batch in BATCHES[:2]:
         tuned.step([batch])
@@ -156,7 +152,7 @@ def test_state_that_the_optimizer_loads_by_itself_is_kept(ssd: Path) -> None:
     assert same(copy.deepcopy(again.state_dict()), wanted)
 
 
-def test_damaged_bytes_of_what_stays_are_an_error_and_the_model_is_as_it_was(ssd: Path) -> None:
+def test_damaged_resident_slot_raises_and_restores_the_model(ssd: Path) -> None:
     crashed_after(ssd, 3)
     folder = ssd / "memtune-run-1-killed"
     manifest = max(filter(None, map(Manifest.read, folder.glob("manifest-*"))), key=lambda each: each.step)
@@ -175,8 +171,8 @@ def test_damaged_bytes_of_what_stays_are_an_error_and_the_model_is_as_it_was(ssd
     )
 
 
-def test_a_failure_after_it_was_taken_up_leaves_the_model_as_it_was(ssd: Path) -> None:
-    """Updates that were missed then must not be made up for in what is given back."""
+def test_failed_apply_after_resume_restores_the_model(ssd: Path) -> None:
+    """Missed updates of the resumed step must not be applied to the restored model."""
     _, missed = crashed_after(ssd, 3)
     assert missed > 0
     model = routed()
@@ -190,8 +186,8 @@ def test_a_failure_after_it_was_taken_up_leaves_the_model_as_it_was(ssd: Path) -
     )
 
 
-def test_what_is_added_to_the_optimizer_later_is_refused(ssd: Path) -> None:
-    """Nobody would keep it."""
+def test_step_refuses_parameters_added_after_apply(ssd: Path) -> None:
+    """They would not be kept."""
     tuned = tuned_of(routed())
     tuned.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(ApplyError, match="would not be kept"):

@@ -83,7 +83,7 @@ def scaled() -> GradScaler:
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", STATES)
-def test_training_with_a_scaler_is_training_without(kind: str) -> None:
+def test_training_with_a_scaler_has_the_bits_of_training_without(kind: str) -> None:
     with_one, without = trained(STATES[kind], scaled()), trained(STATES[kind], None)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(with_one, without, strict=True))
     assert not torch.equal(without[0], without[2])
@@ -107,7 +107,7 @@ def _infinite(which: int) -> Callable[[nn.Module], Any]:
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("which", [0, 1], ids=["on the device", "on the host"])
 @pytest.mark.parametrize("kind", ["l2l", "zero_offload", "own", "ssd"])
-def test_what_is_not_finite_anywhere_skips_the_step(kind: str, which: int) -> None:
+def test_nonfinite_gradient_on_any_tier_skips_the_step(kind: str, which: int) -> None:
     scaler = scaled()
     first, second, third = trained(STATES[kind], scaler, _infinite(which))
     assert torch.equal(first, second)
@@ -125,7 +125,7 @@ def test_what_is_not_finite_anywhere_skips_the_step(kind: str, which: int) -> No
     ],
     ids=["l2l", "optimizer_cpu", "roam"],
 )
-def test_what_was_updated_inside_backward_is_refused(technique: Technique) -> None:
+def test_scaler_raises_after_updates_inside_backward(technique: Technique) -> None:
     workload, model, optimizer = build(ZOO["gpt"])
     tuned = apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
     scaler = scaled()
@@ -135,8 +135,8 @@ def test_what_was_updated_inside_backward_is_refused(technique: Technique) -> No
         scaler.unscale_(optimizer)
 
 
-def test_other_optimizers_are_the_scalers_own_business() -> None:
-    """One that was never tuned, after one that was."""
+def test_scaler_handles_other_optimizers_as_without_memtune() -> None:
+    """An optimizer that was never tuned, after one that was."""
     _, model, tuned = build(ZOO["gpt"])
     apply(model, tuned, config_of(ZOO["gpt"], STATES["own"]), strict=False)
     weight = nn.Parameter(torch.ones(3))
@@ -173,5 +173,5 @@ def skipped(sharded: bool) -> tuple[bool, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_one_rank_finds_all_ranks_skip(sharded: bool) -> None:
+def test_nonfinite_gradient_on_one_rank_skips_the_step_on_all(sharded: bool) -> None:
     assert run_ranks(skipped, RANKS, sharded) == [(True, SCALE / 2)] * RANKS

@@ -53,16 +53,16 @@ def trained(model: Net, optimizer: torch.optim.Optimizer, clear: Callable[..., N
     "how", ["model", *(pytest.param(each, marks=pytest.mark.slow) for each in ("to zero", "children"))]
 )
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_of_a_skipped_step_are_let_go_of_by_the_models_own_zero_grad(name: str, how: str) -> None:
+def test_zero_grad_of_the_model_frees_gradients_of_a_skipped_step(name: str, how: str) -> None:
     model, optimizer, _ = made(name)
     assert_equal(trained(model, optimizer, CLEARS[how]), trained(*build(), CLEARS[how]))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_that_are_set_to_none_after_a_skipped_step_are_noticed(name: str) -> None:
+def test_gradients_set_to_none_after_a_skipped_step_raise(name: str) -> None:
     model, optimizer, _ = made(name)
     with pytest.raises(
-        ApplyError, match=r"MT364 \d+ gradients were let go of after a backward(.|\n)*model.zero_grad"
+        ApplyError, match=r"MT364 \d+ gradients were freed after a backward(.|\n)*model.zero_grad"
     ):
         trained(model, optimizer, none)
     model.zero_grad()
@@ -70,7 +70,7 @@ def test_gradients_that_are_set_to_none_after_a_skipped_step_are_noticed(name: s
     optimizer.step()
 
 
-def test_a_copy_of_the_model_clears_its_own_gradients_alone() -> None:
+def test_copy_of_the_model_clears_only_its_own_gradients() -> None:
     model, optimizer, _ = made("zero_offload")
     loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -102,7 +102,7 @@ def clipped(
 
 
 @pytest.mark.parametrize("name", [*ALL, *AT_END])
-def test_clipping_what_the_optimizer_holds_clips_all_gradients(name: str) -> None:
+def test_clipping_through_param_groups_clips_all_gradients(name: str) -> None:
     if name in ("gradients on SSD", "all else on SSD"):
         with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
             clipped(*made(name))
@@ -114,7 +114,7 @@ def test_clipping_what_the_optimizer_holds_clips_all_gradients(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["l2l", "late", "per_gradient", "one by one"])
-def test_clipping_what_has_been_used_inside_backward_is_refused(name: str) -> None:
+def test_clipping_after_updates_inside_backward_raises(name: str) -> None:
     with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
         clipped(*made(name))
 
@@ -127,7 +127,7 @@ class Interrupted(BaseException):
     ("name", "again"),
     [("l2l", True), ("zero_offload", True), ("lohan", True), ("l2l", False), ("native", False)],
 )
-def test_a_step_that_a_hook_interrupted_is_made_up_for_or_let_go_of(name: str, again: bool) -> None:
+def test_step_interrupted_by_a_hook_can_be_repeated_or_dropped(name: str, again: bool) -> None:
     def fails(*_: object) -> None:
         raise Interrupted
 
@@ -150,11 +150,11 @@ def test_a_step_that_a_hook_interrupted_is_made_up_for_or_let_go_of(name: str, a
 
 
 @pytest.mark.parametrize("name", ["l2l", "zero_offload", "lohan", "patrickstar"])
-def test_a_gradient_put_in_the_place_of_one_that_left_is_noticed(name: str) -> None:
+def test_gradient_assigned_over_an_offloaded_one_raises(name: str) -> None:
     model, optimizer, _ = made(name)
     loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
     weight = model.blocks[1].up.weight  # type: ignore[union-attr]
     assert isinstance(weight, nn.Parameter)
     weight.grad = torch.ones(16, 8)
-    with pytest.raises(ApplyError, match="MT364 1 gradients were put in place after a backward"):
+    with pytest.raises(ApplyError, match="MT364 1 gradients were assigned after a backward"):
         optimizer.step()

@@ -66,14 +66,14 @@ def backwards(model: Skips, tuned: Any | None = None) -> Iterator[None]:
         yield
 
 
-def without_witness(kind: str) -> dict[str, Any]:
+def without_sentinel(kind: str) -> dict[str, Any]:
     return {} if kind == "roam" else NATIVE
 
 
 @pytest.mark.parametrize("kind", TECHNIQUES)
-def test_a_layer_that_is_left_out_of_a_step(kind: str) -> None:
+def test_layer_skipped_in_a_step_trains_as_plain(kind: str) -> None:
     ended = []
-    for settings in (without_witness(kind), TECHNIQUES[kind]):
+    for settings in (without_sentinel(kind), TECHNIQUES[kind]):
         model, optimizer = made()
         tuned = apply(model, optimizer, {"settings": settings}, strict=False)
         for _ in backwards(model, tuned):
@@ -84,7 +84,7 @@ def test_a_layer_that_is_left_out_of_a_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TECHNIQUES)
-def test_clipping_of_such_a_step_is_noticed(kind: str) -> None:
+def test_clipping_of_a_step_with_a_placeholder_raises(kind: str) -> None:
     model, optimizer = made()
     tuned = apply(model, optimizer, {"settings": TECHNIQUES[kind]}, strict=False)
     steps = backwards(model, tuned)
@@ -101,9 +101,9 @@ def test_clipping_of_such_a_step_is_noticed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TECHNIQUES)
-def test_a_second_backward_for_the_witness_alone_is_no_change(kind: str) -> None:
+def test_second_backward_for_the_sentinel_alone_counts_as_no_change(kind: str) -> None:
     ended = []
-    for settings in (without_witness(kind), TECHNIQUES[kind]):
+    for settings in (without_sentinel(kind), TECHNIQUES[kind]):
         model, optimizer = made()
         tuned = apply(model, optimizer, {"settings": settings}, strict=False)
         with tuned.micro_batch(last=True):

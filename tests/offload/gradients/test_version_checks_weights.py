@@ -34,7 +34,7 @@ QUICK: dict[str, Technique] = {
     "ssd": ZeroInfinity(kind="zero_infinity"),
 }
 SLOW: dict[str, Technique] = {
-    "late": Stronghold(kind="stronghold", window=2, late=(0, 1, 2, 3)),
+    "late": Stronghold(kind="stronghold", window=2, deferred=(0, 1, 2, 3)),
     "native": OptimizerCpu(kind="optimizer_cpu", update="native"),
     "zero_offload": ZeroOffload(kind="zero_offload"),
     "a part of it": ZeroOffload(kind="zero_offload", ratio=0.5),
@@ -50,7 +50,7 @@ ON_DEVICE = [
     *interrupted_loops.DOWN,
     *(name for name in interrupted_loops.AT_END if name != "smart_infinity"),
 ]
-"""All weights are there between steps."""
+"""Techniques whose weights are all resident between steps."""
 pytestmark = pytest.mark.usefixtures("one_thread", "ssd")
 
 
@@ -61,7 +61,7 @@ def started(technique: Technique) -> tuple[Workload, nn.Module, Any, Tuned]:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("name", "technique"), CASES)
-def test_what_was_loaded_is_what_the_next_step_updates(name: str, technique: Technique, whole: bool) -> None:
+def test_next_step_updates_loaded_weights(name: str, technique: Technique, whole: bool) -> None:
     """The optimizer's next step changes nothing, at a rate of zero: the weights must be those that were
     loaded.
     """
@@ -89,7 +89,7 @@ def test_what_was_loaded_is_what_the_next_step_updates(name: str, technique: Tec
     tuned.finish()
 
 
-def test_updaters_refuse_weights_that_they_have_not_been_given() -> None:
+def test_updaters_refuse_weights_that_they_do_not_have() -> None:
     workload, model, optimizer, tuned = started(SmartInfinity(kind="smart_infinity", domains=1))
     wanted = copy.deepcopy(tuned.state_dict())
     one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -102,7 +102,7 @@ def test_updaters_refuse_weights_that_they_have_not_been_given() -> None:
     one_step(workload, model, optimizer, tuned, seed=SEED + 2)
 
 
-def test_the_hooks_stay_behind_when_the_model_is_copied_or_pickled() -> None:
+def test_copied_or_pickled_model_has_no_load_hooks() -> None:
     _, model, optimizer, _ = started(QUICK["own"])
     hosts = [host.detach().clone() for group in optimizer.param_groups for host in group["params"]]
     file = io.BytesIO()
@@ -117,7 +117,7 @@ def test_the_hooks_stay_behind_when_the_model_is_copied_or_pickled() -> None:
     )
 
 
-def test_a_parameter_added_after_apply_is_refused() -> None:
+def test_parameter_added_after_apply_raises() -> None:
     for technique in (QUICK["own"], QUICK["ssd"]):
         workload, model, optimizer, tuned = started(technique)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
@@ -130,7 +130,7 @@ def test_a_parameter_added_after_apply_is_refused() -> None:
 @pytest.mark.parametrize(
     "technique", [QUICK["ssd"], Lohan(kind="lohan"), SmartInfinity(kind="smart_infinity", domains=1)]
 )
-def test_a_rate_that_is_set_after_a_load_is_used(technique: Technique) -> None:
+def test_learning_rate_set_after_a_load_is_used(technique: Technique) -> None:
     """A load makes new groups: those that the update refers to are still the optimizer's."""
     workload, model, optimizer, tuned = started(technique)
     one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -145,7 +145,7 @@ def test_a_rate_that_is_set_after_a_load_is_used(technique: Technique) -> None:
 @torch.no_grad()
 def write(model: interrupted_loops.Net, inside: bool) -> None:
     model.first.weight.mul_(0.5)
-    model.first.bias.data[1:3].add_(0.25)  # one row of what is shown, which has a version of its own
+    model.first.bias.data[1:3].add_(0.25)  # one row of the data alias, which has a version of its own
     model.last.weight.data = model.last.weight.clamp(-0.1, 0.1)
     model.last.bias.data = model.last.bias.clone()
     model.last.bias.data.mul_(0.5)
@@ -171,7 +171,7 @@ def trained(
 @pytest.mark.parametrize(
     "name", [*interrupted_loops.ALL, *(name for name in interrupted_loops.AT_END if name != "smart_infinity")]
 )
-def test_updates_begin_with_what_was_written(name: str) -> None:
+def test_updates_start_from_user_writes(name: str) -> None:
     inside = name in ON_DEVICE
     interrupted_loops.assert_equal(
         trained(*interrupted_loops.made(name), inside), trained(*interrupted_loops.build(), None, inside)
@@ -180,7 +180,7 @@ def test_updates_begin_with_what_was_written(name: str) -> None:
 
 @torch.no_grad()
 def write_and_put_back(model: interrupted_loops.Net) -> None:
-    """The memory is the same afterwards, and so is a version that restarts."""
+    """Replace `data` and restore it: the memory is the same afterwards, and its version starts again."""
     model.first.weight.data = model.first.weight.data.mul_(0.5)
     shown = model.last.weight.data
     model.last.weight.data = torch.zeros_like(shown)
@@ -188,7 +188,7 @@ def write_and_put_back(model: interrupted_loops.Net) -> None:
     model.last.weight.data = shown
 
 
-def test_what_was_written_and_put_in_the_place_of_the_same_is_noticed() -> None:
+def test_write_through_restored_data_alias_is_found() -> None:
     model, optimizer, _ = interrupted_loops.made("ratio")
     plain, others = interrupted_loops.build()
     for index in range(3):
@@ -198,13 +198,13 @@ def test_what_was_written_and_put_in_the_place_of_the_same_is_noticed() -> None:
     interrupted_loops.assert_equal(interrupted_loops.weights(model), interrupted_loops.weights(plain))
 
 
-def test_updaters_in_processes_of_their_own_refuse_the_next_step() -> None:
+def test_updaters_in_processes_refuse_the_step_after_a_write() -> None:
     model, optimizer, tuned = interrupted_loops.made("smart_infinity")
     with pytest.raises(ApplyError, match=r"MT318 4 weights were loaded(.|\n)*or written on the device"):
         trained(model, optimizer, tuned, False)
 
 
-def test_weights_whose_update_is_late_are_not_to_be_written() -> None:
+def test_write_to_a_weight_with_a_deferred_update_raises() -> None:
     model, optimizer = interrupted_loops.build()
     states: dict[str, Any] = {"kind": "zero_offload", "delayed": True, "delay_after": 1}
     tuned = apply(
@@ -219,7 +219,7 @@ def test_weights_whose_update_is_late_are_not_to_be_written() -> None:
     tuned.step([interrupted_loops.batch(1)])
     write(model, True)
     with pytest.raises(
-        ApplyError, match="MT318 6 weights were written on the device while an update of theirs is under way"
+        ApplyError, match="MT318 6 weights were written on the device while an update of theirs is running"
     ):
         tuned.step([interrupted_loops.batch(2)])
 
@@ -250,5 +250,5 @@ def kept(states: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", ["zero1", "zero2", "fsdp"])
-def test_ranks_begin_with_what_was_written(states: str) -> None:
+def test_ranks_start_from_user_writes(states: str) -> None:
     assert run_ranks(kept, 2, states) == [[], []]

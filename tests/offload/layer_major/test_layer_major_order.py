@@ -1,6 +1,4 @@
-"""Layer-major order: what is refused by name at the first step, user's own loops, evaluation and
-checkpoints.
-"""
+"""Layer-major order: models that are refused, loops of the user's own, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ PLAN = {"offload.states": {"forward": [[0, 1]], "backward": [[0, 1], [1, 3]], "s
 
 
 class Net(nn.Module):
-    """Three blocks between an embedding and a head; `between` is what runs after each block but the last."""
+    """Three blocks between an embedding and a head; `between` runs after each block but the last."""
 
     def __init__(
         self, block: Callable[[], nn.Module], between: Callable[[Tensor], Tensor], skip: bool = False
@@ -92,10 +90,10 @@ def tuned(net: nn.Module) -> Tuned:
 @pytest.mark.parametrize(
     ("net", "why"),
     [
-        (lambda: Net(block, lambda x: x + 1), "aten.add.Tensor uses what blocks.0 returned, outside"),
+        (lambda: Net(block, lambda x: x + 1), "aten.add.Tensor uses the output of blocks.0 outside"),
         (lambda: Net(Noisy, lambda x: x), "draws random numbers"),
-        (lambda: Net(InPlace, lambda x: x), "changes what it is given in place"),
-        (lambda: Net(block, _look_back), "uses what blocks.0 returned, outside"),
+        (lambda: Net(InPlace, lambda x: x), "changes its argument in place"),
+        (lambda: Net(block, _look_back), "uses the output of blocks.0 outside"),
         (lambda: Net(block, lambda x: x, skip=True), "(inp|made).* before the blocks"),
         (
             lambda: Net(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), lambda x: x),
@@ -108,22 +106,22 @@ def tuned(net: nn.Module) -> Tuned:
     ],
     ids=["between", "noisy", "in_place", "look_back", "skip", "dropout", "batch_norm"],
 )
-def test_what_is_no_chain_is_refused_by_name(net: Callable[[], nn.Module], why: str) -> None:
-    """At `apply` or in the first step, and nothing is left on the device."""
+def test_layer_major_refuses_blocks_that_are_no_chain(net: Callable[[], nn.Module], why: str) -> None:
+    """The error at `apply` or in the first step names the module or op."""
     model = net()
     with pytest.raises(ApplyError, match="one after the other") as caught:
         tuned(model).step([torch.randn(3, 4) for _ in range(2)])
     assert re.search(why, str(caught.value), re.IGNORECASE), caught.value
 
 
-def test_plain_blocks_are_a_chain() -> None:
+def test_layer_major_runs_plain_blocks() -> None:
     run = tuned(Net(block, lambda x: x))
     run.step([torch.randn(3, 4) for _ in range(2)])
     assert run.audit()
 
 
-def test_evaluation_checkpoints_and_loops_of_ones_own() -> None:
-    """Outside of a step blocks come in one by one; forward for backward is refused."""
+def test_layer_major_allows_evaluation_and_checkpoints_but_no_user_loop() -> None:
+    """Outside of a step blocks are loaded one by one; a forward that records for backward is refused."""
     technique = Harmony(kind="harmony", backward=2)
     workload, model, optimizer = build(CHAIN)
     run = apply(model, optimizer, config(technique, 2), loss=workload.loss)
@@ -131,9 +129,9 @@ def test_evaluation_checkpoints_and_loops_of_ones_own() -> None:
     run.step(batches)
     with torch.no_grad():
         before = workload.loss(model, batches[0])
-    with pytest.raises(ApplyError, match="has them all"):
+    with pytest.raises(ApplyError, match="has all micro-batches"):
         workload.loss(model, batches[0])
-    with pytest.raises(ApplyError, match="has them all"), run.micro_batch(last=True):
+    with pytest.raises(ApplyError, match="has all micro-batches"), run.micro_batch(last=True):
         pass
     state = copy.deepcopy(run.state_dict())
     _, plain, _ = build(CHAIN)
@@ -146,9 +144,7 @@ def test_evaluation_checkpoints_and_loops_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("model", ["autocast", pytest.param("hf_llama", marks=pytest.mark.slow)])
-def test_packs_run_as_the_user_s_code_would_run_them(model: str) -> None:
-    """Autocast is on in packs where it is in the user's code, and arguments of Hugging Face's blocks reach
-    them.
-    """
+def test_packs_run_under_the_autocast_and_arguments_of_the_user(model: str) -> None:
+    """Autocast is on in packs as in the user's code, and arguments of Hugging Face's blocks reach them."""
     technique = Harmony(kind="harmony", backward=1)
     assert not differences(trained(technique, 2, 2, ZOO[model]), in_place(2, 2, ZOO[model]))

@@ -11,7 +11,7 @@ from memtune.offload.layer_major.pack_planner import balanced, greedy
 from memtune.offload.layer_major.packs import Packs, spans
 
 
-def test_balanced_packs_are_the_best_of_all() -> None:
+def test_balanced_packs_minimize_the_largest() -> None:
     draw = random.Random(3)
     for _ in range(100):
         n_bytes = [draw.randrange(1, 30) for _ in range(draw.randrange(1, 9))]
@@ -21,7 +21,7 @@ def test_balanced_packs_are_the_best_of_all() -> None:
         found = balanced(n_bytes, count)
         assert len(found) == count
         assert max(sum(n_bytes[slice(*each)]) for each in found) == best
-    with pytest.raises(ValueError, match="cannot be 3 packs"):
+    with pytest.raises(ValueError, match="cannot form 3 packs"):
         balanced([1, 1], 3)
 
 
@@ -30,7 +30,7 @@ def test_greedy_packs_are_filled_from_the_last_block() -> None:
     assert greedy([9, 1, 1], 4) == ((0, 1), (1, 3))
 
 
-def test_packs_that_are_no_chain_are_refused() -> None:
+def test_packs_refuse_spans_that_form_no_chain() -> None:
     good = Packs(spans([2]), spans([1, 1, 2]))
     assert good.uses == ((0, 2), (2, 4), (1, 2), (0, 1))
     assert good.groups(3) == (range(3),)

@@ -21,7 +21,7 @@ def partitions(blocks: int) -> Iterator[tuple[Span, ...]]:
             yield tuple(pairwise((0, *inner, blocks)))
 
 
-def test_the_fastest_of_all_partitions_within_the_budget() -> None:
+def test_fastest_stages_is_the_fastest_partition_within_the_budget() -> None:
     """Up to 12 blocks, any number of stages and a given one."""
     draw = random.Random(5)
     for blocks in (1, 2, 3, 5, 7, 9, 12):
@@ -43,9 +43,9 @@ def test_the_fastest_of_all_partitions_within_the_budget() -> None:
                 assert abs(step_s(costs, found) - best) < 1e-9
 
 
-def test_a_prefetch_that_is_hidden_costs_nothing() -> None:
-    """Two equal stages: the load of the second is behind the first one's compute, that of the first back
-    behind the second's.
+def test_step_s_of_a_hidden_prefetch_is_compute_only() -> None:
+    """Two equal stages: the second's load overlaps with the first's compute, and the reload of the first with
+    the second's.
     """
     costs = StageCosts([4, 4], [8, 8], [3, 3], [1, 1], [1, 1], [1, 1])
     assert step_s(costs, ((0, 1), (1, 2))) == 3 + 4 + (4 + 8) + (4 + 8)

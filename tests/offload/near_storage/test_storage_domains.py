@@ -1,4 +1,4 @@
-"""Parameters divided evenly over storage domains, and the order of a step's acts."""
+"""Division of parameters over storage domains, and the order of a step's actions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from memtune.offload.near_storage.storage_domains import (
     ALIGN,
-    DOWN,
-    LATER,
+    OFFLOAD,
     READ,
+    RELOAD,
     SLOTS,
-    UP,
     UPDATE,
-    WRITE,
+    WRITE_MOMENTS,
+    WRITE_WEIGHTS,
     divide,
-    sent,
-    turns,
+    step_actions,
+    topk_layout,
 )
 
 
@@ -28,7 +28,7 @@ from memtune.offload.near_storage.storage_domains import (
     st.integers(1, 4),
     st.integers(1, 30),
 )
-def test_every_element_is_in_one_place_and_parts_are_equal(
+def test_divide_puts_every_element_in_one_place_and_makes_equal_parts(
     sizes: list[tuple[int, int, int]], domains: int, most: int
 ) -> None:
     numel, itemsize, moments = zip(*sizes, strict=True)
@@ -47,32 +47,32 @@ def test_every_element_is_in_one_place_and_parts_are_equal(
             ends[0] += segment.numel
             ends[1] += segment.numel * moments[segment.parameter]
             ends[2] += -(-bytes_ // ALIGN) * ALIGN
-            count, places = sent(segment, itemsize[segment.parameter], 0.25)
+            count, places = topk_layout(segment, itemsize[segment.parameter], 0.25)
             assert (
                 places + 4 * count <= ends[2] - segment.slot
-            )  # what is sent has room where the gradient has
+            )  # values and indices fit into the gradient's slot
         assert ends == [group.numel, group.moments, group.slot_bytes]
     assert found == [(parameter, i) for parameter, count in enumerate(numel) for i in range(count)]
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=3), st.integers(2, 4))
-def test_buffers_and_slots_are_free_when_they_are_used_again(counts: list[int], buffers: int) -> None:
-    order = turns(counts, buffers)
-    at = {turn: i for i, turn in enumerate(order)}
+def test_step_actions_reuse_buffers_and_slots_only_when_free(counts: list[int], buffers: int) -> None:
+    order = step_actions(counts, buffers)
+    at = {action: i for i, action in enumerate(order)}
     wanted = {
-        (what, domain, i) for domain, count in enumerate(counts) for i in range(count) for what in range(6)
+        (kind, domain, i) for domain, count in enumerate(counts) for i in range(count) for kind in range(6)
     }
     assert len(order) == len(at)
     assert set(at) == wanted
     for domain, count in enumerate(counts):
         for i in range(count):
-            acts = [at[what, domain, i] for what in (READ, UPDATE, WRITE, LATER)]
+            acts = [at[kind, domain, i] for kind in (READ, UPDATE, WRITE_WEIGHTS, WRITE_MOMENTS)]
             assert acts == sorted(acts)
-            assert at[DOWN, domain, i] < at[UPDATE, domain, i] < at[UP, domain, i]
+            assert at[OFFLOAD, domain, i] < at[UPDATE, domain, i] < at[RELOAD, domain, i]
             if i >= buffers:
-                assert at[LATER, domain, i - buffers] < at[READ, domain, i]
+                assert at[WRITE_MOMENTS, domain, i - buffers] < at[READ, domain, i]
             if i >= SLOTS:
-                assert at[UP, domain, i - SLOTS] < at[DOWN, domain, i]
-            if i + 1 < count:  # weights go up while the next sub-group is updated, which has been read
-                assert at[UPDATE, domain, i + 1] < at[UP, domain, i]
+                assert at[RELOAD, domain, i - SLOTS] < at[OFFLOAD, domain, i]
+            if i + 1 < count:  # weights are copied while the next sub-group is updated, which has been read
+                assert at[UPDATE, domain, i + 1] < at[RELOAD, domain, i]
                 assert buffers < 3 or at[READ, domain, i + 1] < at[UPDATE, domain, i]

@@ -1,6 +1,4 @@
-"""Only the largest gradients are sent: what is sent and what is kept are together what there was, to
-the bit.
-"""
+"""Top-k compression: sent gradients plus the residual equal all gradients, to the bit."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ import memtune.offload.near_storage.topk_compression  # noqa: F401  (defines tor
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 200), st.floats(0.01, 1.0), st.integers(0, 99))
-def test_the_sum_of_gradients_is_kept(numel: int, share: float, seed: int) -> None:
-    """Without error feedback (what is not sent is dropped) the first comparison fails."""
+def test_largest_keeps_the_sum_of_residual_and_gradient(numel: int, share: float, seed: int) -> None:
+    """Without error feedback (unsent gradients dropped) the first comparison fails."""
     torch.manual_seed(seed)
     kept, count = torch.zeros(numel), max(1, int(share * numel))
     for _ in range(4):
@@ -29,7 +27,7 @@ def test_the_sum_of_gradients_is_kept(numel: int, share: float, seed: int) -> No
         assert count == numel or values.abs().min() >= kept.abs().max()
 
 
-def test_all_that_came_is_sent_or_kept() -> None:
+def test_largest_loses_no_gradient_over_many_steps() -> None:
     """Integers, so that sums are exact in any order."""
     kept, all_of_it, all_sent = torch.zeros(50), torch.zeros(50), torch.zeros(50)
     for step in range(20):

@@ -1,4 +1,4 @@
-"""What an updater asks of its drive first."""
+"""Priorities of an updater's transfers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from memtune.offload.near_storage.update_worker import Updater
 NUMEL = 5000
 
 
-def test_the_drive_takes_reads_before_weights_and_weights_before_moments(tmp_path: Path) -> None:
-    """The mechanism: weights go back first. Those of a later sub-group pass the moments of an earlier one
-    that still wait.
-    """
+def test_updater_orders_reads_before_weights_before_moments(tmp_path: Path) -> None:
+    """Writes of a later sub-group's weights pass an earlier one's moments that still wait."""
     groups = [{"name": f"part {i}", "numel": NUMEL, "moments": 2 * NUMEL, "segments": []} for i in range(2)]
-    told = {
+    spec = {
         "directory": str(tmp_path),
         "slot_bytes": 4096,
         "slots": 1,
@@ -28,7 +26,7 @@ def test_the_drive_takes_reads_before_weights_and_weights_before_moments(tmp_pat
     }
     here, there = socket.socketpair()
     with here, there, mmap.mmap(-1, 4096 + 2 * 3 * NUMEL * 4) as memory:
-        updater = Updater(told, memory, here)
+        updater = Updater(spec, memory, here)
         move, urgency = updater._file.move, []
 
         def moved(write: bool, extent: Any, flat: Any, priority: int) -> Any:
@@ -37,17 +35,17 @@ def test_the_drive_takes_reads_before_weights_and_weights_before_moments(tmp_pat
 
         updater._file.move = moved  # type: ignore[method-assign]
         for order in (
-            ["write", 0, 0],
-            ["later", 0, 0],
-            ["write", 1, 1],
-            ["later", 1, 1],
+            ["write_weights", 0, 0],
+            ["write_moments", 0, 0],
+            ["write_weights", 1, 1],
+            ["write_moments", 1, 1],
             ["settle"],
             ["read", 0, 0],
             ["settle"],
         ):
-            updater.obey(order)
-        told_after = there.recv(1 << 16)
-        assert told_after.count(b"settled") == 2
+            updater.execute(order)
+        replies = there.recv(1 << 16)
+        assert replies.count(b"settled") == 2
         assert [(what, name.partition(" of ")[0]) for _, what, name in sorted(urgency)] == [
             ("read", "the optimizer state"),
             ("read", "the weights"),

@@ -24,8 +24,8 @@ from memtune.offload.optimizer.deferred_updates import SyncedState
 from memtune.search_spaces.offload.states.stronghold import Stronghold
 from memtune.testing.training import SEED, build, config_of, one_step
 
-LATE = Stronghold(kind="stronghold", window=2, late=(0, 1, 2, 3))
-IN_TIME = Stronghold(kind="stronghold", window=2, late=())
+DEFERRED = Stronghold(kind="stronghold", window=2, deferred=(0, 1, 2, 3))
+IN_TIME = Stronghold(kind="stronghold", window=2, deferred=())
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -71,11 +71,11 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_a_value_settles(way: str) -> None:
-    """Every read waits for the updates, and inside `as_it_is` none does."""
+def test_synced_state_waits_on_every_kind_of_read(way: str) -> None:
+    """Every read waits for the updates, and inside `without_sync` none does."""
     waited: list[bool] = []
     state = SyncedState({"a": {}}, lambda: waited.append(True))
-    with state.as_it_is():
+    with state.without_sync():
         WAYS[way](state)
         state["a"] = {}
     assert not waited
@@ -106,24 +106,24 @@ def tensors(states: list[Any]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("read", "loads"), [("key", False), ("key", True), *((read, False) for read in list(READS)[1:])]
 )
-def test_who_reads_the_state_finds_that_of_the_last_step(read: str, loads: bool) -> None:
+def test_read_of_state_returns_that_of_the_last_step(read: str, loads: bool) -> None:
     _, plain = after_two_steps(IN_TIME, loads=loads)
-    _, optimizer = after_two_steps(LATE, delayed=True, loads=loads)
+    _, optimizer = after_two_steps(DEFERRED, delayed=True, loads=loads)
     expected, found = (tensors(READS[read](each)) for each in (plain, optimizer))
     assert len(found) > 20
     assert all(map(torch.equal, expected, found))
 
 
-def test_a_copy_is_a_plain_one() -> None:
+def test_copy_of_synced_state_is_a_plain_dict() -> None:
     state = SyncedState({"a": {}}, lambda: None)
     assert {
         type(each) for each in (copy.deepcopy(state), copy.copy(state), pickle.loads(pickle.dumps(state)))
     } == {defaultdict}
 
 
-def test_a_child_forked_beside_late_updates_has_the_last_steps_weights() -> None:
+def test_forked_child_has_weights_of_the_last_step_despite_deferred_updates() -> None:
     expected = after_two_steps(IN_TIME)[0].state_dict()
-    model, _ = after_two_steps(LATE, delayed=True)
+    model, _ = after_two_steps(DEFERRED, delayed=True)
     child = os.fork()
     if child == 0:
         signal.alarm(10)

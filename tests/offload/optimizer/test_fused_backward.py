@@ -82,7 +82,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("kind", sorted(ONE_BY_ONE))
-def test_every_optimizer_gives_the_bits_of_its_own_step(kind: str, foreach: bool | None) -> None:
+def test_fused_backward_has_the_bits_of_the_optimizers_own_step(kind: str, foreach: bool | None) -> None:
     """Three groups, two schedules of the learning rate (one made before, one after), one to three
     micro-batches, seven steps.
     """
@@ -108,8 +108,8 @@ def test_every_optimizer_gives_the_bits_of_its_own_step(kind: str, foreach: bool
     assert saved["state"].keys() == plain["state"].keys() or len(saved["state"]) == len(plain["state"])
 
 
-def test_gradients_are_let_go_one_by_one() -> None:
-    """While backward goes on no gradient is there but the witness's and the one that lands."""
+def test_gradients_are_freed_one_by_one_in_backward() -> None:
+    """During backward only the sentinel's gradient and the one that is being accumulated exist."""
     model, _, tuned = tuned_net(adamw)
     seen: list[int] = []
     model.shared.weight.register_hook(
@@ -119,13 +119,12 @@ def test_gradients_are_let_go_one_by_one() -> None:
     assert seen == [1]  # `scale`; those of `out` have been used
     seen.clear()
     tuned.step(batches(0, 2))
-    assert seen == [
-        4,
-        2,
-    ]  # the first micro-batch is not the last, all stay; of the last one `scale` and the sum that lands
+    # After the first micro-batch all gradients are kept; in the last one the sentinel's and the one being
+    # summed.
+    assert seen == [4, 2]
 
 
-def test_a_checkpoint_in_the_middle_goes_on_as_the_plain_run() -> None:
+def test_checkpoint_resumes_as_plain_training() -> None:
     model, _, tuned = tuned_net(adamw)
     other, others = made(adamw)
     for step in range(2):
@@ -140,8 +139,8 @@ def test_a_checkpoint_in_the_middle_goes_on_as_the_plain_run() -> None:
     assert equal(again, other)
 
 
-def test_loops_of_ones_own_clip_and_scale_as_ever() -> None:
-    """Nobody says which micro-batch is the last, so gradients stay until the step."""
+def test_custom_loop_clips_and_scales_as_without_memtune() -> None:
+    """Without an announced last micro-batch all gradients are kept until the step."""
     model, optimizer, tuned = tuned_net(adamw)
     other, others = made(adamw)
     with warnings.catch_warnings(record=True) as told:
@@ -154,7 +153,7 @@ def test_loops_of_ones_own_clip_and_scale_as_ever() -> None:
             stepping.step()
             stepping.zero_grad()
     (message,) = (str(each.message) for each in told)
-    assert "saves memory only where it is told" in message
+    assert "saves memory only if the last micro-batch is announced" in message
     assert equal(model, other)
     tuned.step(batches(1, 1))
     by_hand(other, others, batches(1, 1))
@@ -167,7 +166,7 @@ def marked(model: nn.Module, tuned: Tuned, parts: list[Tensor]) -> None:
             (loss_of(model, part) / len(parts)).backward()  # type: ignore[no-untyped-call]
 
 
-def test_loops_of_ones_own_say_which_micro_batch_is_the_last() -> None:
+def test_custom_loop_announces_the_last_micro_batch() -> None:
     model, optimizer, tuned = tuned_net(adamw)
     other, others = made(adamw)
     for step in range(4):
@@ -184,7 +183,7 @@ def test_loops_of_ones_own_say_which_micro_batch_is_the_last() -> None:
         optimizer.step()
 
 
-def test_a_step_that_was_begun_and_not_ended_is_refused() -> None:
+def test_micro_batch_after_an_unfinished_step_raises() -> None:
     """A loop that skips the optimizer's step, after a loss that is not finite, has updated parameters all the
     same.
     """
@@ -207,7 +206,7 @@ def clips(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
 
 
-def test_clipping_in_a_hook_is_refused() -> None:
+def test_clipping_in_a_step_hook_raises() -> None:
     model, optimizer = made(adamw)
     optimizer.register_step_pre_hook(clips)
     with pytest.raises(ApplyError, match=r"MT315 (.|\n)*hook runs before"):
@@ -227,7 +226,7 @@ class Own(torch.optim.AdamW):
     """A subclass may do anything in its step."""
 
 
-def test_what_may_not_be_updated_one_by_one_is_refused_and_nothing_is_left() -> None:
+def test_optimizer_that_updates_parameters_together_is_refused_and_undone() -> None:
     for make in (lambda groups: Own(groups), lambda groups: torch.optim.AdamW(groups, differentiable=True)):
         model, optimizer = made(make)
         with pytest.raises(ApplyError, match="MT315"):
@@ -236,7 +235,7 @@ def test_what_may_not_be_updated_one_by_one_is_refused_and_nothing_is_left() -> 
         assert not optimizer._optimizer_step_post_hooks
 
 
-def test_a_gradient_in_two_parts_is_refused() -> None:
+def test_gradient_accumulated_twice_in_one_backward_raises() -> None:
     """A reentrant checkpoint runs a backward of its own for each use of a shared weight."""
 
     class Reentrant(Net):

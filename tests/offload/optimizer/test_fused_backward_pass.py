@@ -60,14 +60,14 @@ def small(folder: Path, optimizer: str, factor: str = "1") -> Path:
 @pytest.mark.parametrize(
     "optimizer", ["SGD(params, momentum=0.9)", "NAdam(params)", "AdamW(params, fused=True)"]
 )
-def test_it_is_what_a_recording_of_the_live_updates_shows(optimizer: str, tmp_path: Path) -> None:
+def test_pass_equals_a_recording_of_live_updates(optimizer: str, tmp_path: Path) -> None:
     """Ops, and live bytes of every tier at every op."""
     path = small(tmp_path, optimizer)
     assert not_at_gradients(plain_program(path).step) == ""
     assert not drift(path, Roam())
 
 
-def test_kernels_over_parameters_whose_state_nobody_tells_apart_are_refused(tmp_path: Path) -> None:
+def test_kernel_over_parameters_with_inseparable_state_is_refused(tmp_path: Path) -> None:
     why = not_at_gradients(plain_program(small(tmp_path, "AdamW(params, foreach=True)")).step)
     assert " of the optimizer works on no " in why
 
@@ -79,7 +79,7 @@ class Scratch(WorkspaceTable):
         return 12
 
 
-def test_scratch_of_the_optimizers_kernels_stays_with_its_op(tmp_path: Path) -> None:
+def test_workspace_of_optimizer_kernels_moves_with_its_op(tmp_path: Path) -> None:
     step = record(Workload.load(small(tmp_path, "AdamW(params)")), workspace=Scratch()).at(2)
     scratch = (step.storages.kind == Kind.WORKSPACE) & (
         step.ops.phase[step.storages.producer] == Phase.OPTIMIZER
@@ -97,7 +97,7 @@ def test_scratch_of_the_optimizers_kernels_stays_with_its_op(tmp_path: Path) -> 
     assert early.peak_bytes() < step.peak_bytes()
 
 
-def test_a_step_translated_to_cuda_runs_foreach_kernels_per_parameter() -> None:
+def test_foreach_kernels_of_a_step_translated_to_cuda_run_per_parameter() -> None:
     step = translate(record(Workload.load(ZOO["tied"]), target="cuda"), hardware.find("h100-80g")).at(2)
     assert not_at_gradients(step) == ""
     early = updates_at_gradients(step, 1)
@@ -119,10 +119,8 @@ def test_a_step_translated_to_cuda_runs_foreach_kernels_per_parameter() -> None:
     assert early.peak_bytes() < step.peak_bytes()
 
 
-def test_sums_of_micro_batches_are_there_until_the_last_one() -> None:
-    """With two, the last one starts with all sums and lets go of them; with more there is one that keeps
-    them.
-    """
+def test_micro_batch_sums_are_live_until_the_last_micro_batch() -> None:
+    """With two micro-batches the last one frees the sums; with more, one in the middle keeps them all."""
     step = accumulate_gradients(plain_program(ZOO["tied"]).step)
 
     def sums_left(each: Step) -> int:
@@ -140,7 +138,7 @@ def test_sums_of_micro_batches_are_there_until_the_last_one() -> None:
     assert (three.ops.phase == Phase.OPTIMIZER).sum() == (step.ops.phase == Phase.OPTIMIZER).sum()
 
 
-def test_a_weight_that_is_needed_after_its_gradient_is_refused(tmp_path: Path) -> None:
+def test_weight_read_after_its_gradient_is_ready_is_refused(tmp_path: Path) -> None:
     """The last layer's weight, without its gradient, is a factor in the layers whose backward comes later."""
     why = not_at_gradients(
         plain_program(small(tmp_path, "SGD(params)", "self.layers[-1].weight.detach()[0]")).step
@@ -148,7 +146,7 @@ def test_a_weight_that_is_needed_after_its_gradient_is_refused(tmp_path: Path) -
     assert why.endswith("of backward needs layers.3.weight after its gradient is complete")
 
 
-def test_state_of_a_parameter_is_made_at_its_own_first_update() -> None:
+def test_state_is_created_at_the_parameters_first_update() -> None:
     step = plain_program(ZOO["tied"]).step
     early = updates_at_gradients(step, 1)
     # AdamW uses one of the two moments, then the other; all are made at once where all parameters are updated

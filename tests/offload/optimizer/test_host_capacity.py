@@ -50,8 +50,8 @@ def group(root: str, limit: str, used: int, cache: int) -> dict[str, str]:
     return {f"{root}/memory.max": limit, f"{root}/memory.current": f"{used}\n", f"{root}/memory.stat": stat}
 
 
-def test_every_group_around_the_process_is_a_limit(tmp_path: Path) -> None:
-    """Of the second version; what it holds of files can be given back."""
+def test_limits_include_every_control_group_around_the_process(tmp_path: Path) -> None:
+    """Control groups of version 2; page cache counts as available."""
     top = "sys/fs/cgroup"
     inner, outer = (
         group(f"{top}/job/step", "max\n", 1 * GIB, 100),
@@ -69,9 +69,8 @@ def test_every_group_around_the_process_is_a_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mounted", ["/", "/docker/abc"])
-def test_in_a_container_its_own_group_is_the_top(tmp_path: Path, mounted: str) -> None:
-    """Of the first version, whose files are mounted from the container's group on, with the whole path in
-    /proc.
+def test_limits_end_at_the_containers_own_group(tmp_path: Path, mounted: str) -> None:
+    """Version 1: files are mounted from the container's group on, with the whole path in `/proc/self/cgroup`.
     """
     inside = "" if mounted == "/docker/abc" else "/docker/abc"
     at = f"sys/fs/cgroup/memory{inside}"
@@ -85,7 +84,7 @@ def test_in_a_container_its_own_group_is_the_top(tmp_path: Path, mounted: str) -
     assert available_bytes(files(tmp_path, {**MACHINE, **texts})) == GIB // 2 + 8
 
 
-def test_a_group_that_the_process_is_not_in_is_no_limit(tmp_path: Path) -> None:
+def test_limits_exclude_groups_that_the_process_is_not_in(tmp_path: Path) -> None:
     """A second mount, of another container's group."""
     own, other = group("sys/fs/cgroup/a", f"{4 * GIB}", GIB, 1), group("mnt/cg", f"{GIB}", GIB, 1)
     mounts = {
@@ -96,14 +95,14 @@ def test_a_group_that_the_process_is_not_in_is_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("path", "mounted"), [("/../../abc", "/"), ("/", "/..")])
-def test_in_a_name_space_of_groups_the_top_is_a_limit(tmp_path: Path, path: str, mounted: str) -> None:
+def test_limits_include_the_top_group_of_a_cgroup_namespace(tmp_path: Path, path: str, mounted: str) -> None:
     mounts = {"proc/self/mountinfo": V2.replace(" / ", f" {mounted} ", 1), "proc/self/cgroup": f"0::{path}\n"}
     root = files(tmp_path, {**MACHINE, **group("sys/fs/cgroup", f"{4 * GIB}", GIB, 1), **mounts})
     (root / "sys/abc").mkdir()
     assert [each.n_bytes for each in limits(root)] == [3 * GIB + 1, 8 * GIB]
 
 
-def test_two_machines_are_told_apart(tmp_path: Path) -> None:
+def test_limits_distinguish_two_machines(tmp_path: Path) -> None:
     """By their names where the kernel has no number of its start, and clones that have the same by their
     size.
     """
@@ -114,11 +113,11 @@ def test_two_machines_are_told_apart(tmp_path: Path) -> None:
         {},
         {memory: MACHINE[memory].replace("99", "98")},
     ]
-    who = [limits(files(tmp_path / str(i), {**MACHINE, **each}))[0].who for i, each in enumerate(machines)]
+    who = [limits(files(tmp_path / str(i), {**MACHINE, **each}))[0].owner for i, each in enumerate(machines)]
     assert len(set(who)) == 4
 
 
-def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_limits_refuse_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes(tmp_path) is None
     monkeypatch.setattr(host_capacity, "limits", lambda: limits(tmp_path))
     tuned("zero_offload")
@@ -133,7 +132,7 @@ def in_a_group(folder: str, limit: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_control_group_is_seen() -> None:
+def test_limits_find_a_real_control_group() -> None:
     folder = Path(f"/sys/fs/cgroup/memory/memtune-test-{os.getpid()}")
     try:
         folder.mkdir()
@@ -153,9 +152,9 @@ def four_layers() -> nn.Module:
 
 
 def tuned(
-    kind: str, *, strict: bool = True, stepped: bool = False, late: bool = False, **more: Any
+    kind: str, *, strict: bool = True, stepped: bool = False, deferred_init: bool = False, **more: Any
 ) -> memtune.Tuned:
-    model = memtune.deferred(four_layers) if late else four_layers()
+    model = memtune.deferred(four_layers) if deferred_init else four_layers()
     optimizer = torch.optim.AdamW(model.parameters())
     if stepped:
         model(torch.randn(2, 50)).sum().backward()
@@ -176,7 +175,7 @@ def room(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
     monkeypatch.setattr(host_capacity, "limits", lambda: [Limit(n_bytes, "machine", "")])
 
 
-def test_apply_says_it_before_anything_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_raises_before_anything_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     room(monkeypatch, STATE_BYTES - 1)
     with pytest.raises(EnvironmentFault) as caught:
         tuned("zero_offload")
@@ -188,7 +187,7 @@ def test_apply_says_it_before_anything_is_moved(monkeypatch: pytest.MonkeyPatch)
     tuned("zero_offload")
 
 
-def test_a_trial_is_not_told_of_what_only_apply_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_in_a_trial_omits_the_strict_option(monkeypatch: pytest.MonkeyPatch) -> None:
     room(monkeypatch, 1)
     for in_trial in (False, True):
         with pytest.raises(EnvironmentFault) as caught:
@@ -197,17 +196,15 @@ def test_a_trial_is_not_told_of_what_only_apply_has(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("MEMTUNE_TRIAL_FILE", "trial.json")
 
 
-def test_apply_takes_what_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_accepts_the_host_bytes_that_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     room(monkeypatch, 10 * STATE_BYTES)
     more: dict[str, Any] = {"predicted": {"host_peak_bytes": 10 * STATE_BYTES + 1}, "made_for": {"model": ""}}
     with pytest.raises(EnvironmentFault, match="As predicted"):
         tuned("zero_offload", **more)
 
 
-def test_what_is_in_host_memory_already_is_not_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU the state of an optimizer that has made a step, and, where they leave the device, the weights of
-    blocks.
-    """
+def test_state_in_host_memory_already_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU: state of an optimizer that has stepped, and weights of offloaded blocks, exist already."""
     room(monkeypatch, 10)
     tuned("zero_offload", stepped=True)
     weights = STATE_BYTES // 2
@@ -231,8 +228,8 @@ def test_what_is_in_host_memory_already_is_not_taken_anew(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", ALL_ON_HOST)
-def test_what_is_said_to_be_needed_is_no_more_than_a_step_takes(kind: str) -> None:
-    """Moments and, on a GPU, weights of all that is trained: held against the pass."""
+def test_reported_need_is_at_most_the_bytes_of_a_step(kind: str) -> None:
+    """Moments and, on a GPU, weights of all trained parameters; compared with the pass."""
     made = prepared_search.rewriter("tied" if kind in ("harmony", "mobius") else "gpt")  # without dropout
     execution = {"micro_batch": 4, "accumulate": 2}
     found = made.candidate(
@@ -245,32 +242,30 @@ def test_what_is_said_to_be_needed_is_no_more_than_a_step_takes(kind: str) -> No
     assert 3 * parameters <= peak
 
 
-def test_the_weights_of_a_deferred_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made by `apply`; blocks whose weights go to the host's copies are what these take the place
-    of.
-    """
+def test_weights_of_a_deferred_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`apply` materializes them; blocks whose weights are offloaded take no more than their host copies."""
     weights = STATE_BYTES // 2
     for kind, needed in (("none", weights), ("zero_offload", weights + STATE_BYTES)):
         room(monkeypatch, needed - 1)
         with pytest.raises(EnvironmentFault, match=f"at least {format_bytes(needed)} are needed") as caught:
-            tuned(kind, late=True)
+            tuned(kind, deferred_init=True)
         assert "The weights of a deferred model" in caught.value.evidence
         room(monkeypatch, needed)
-        tuned(kind, late=True)
+        tuned(kind, deferred_init=True)
     more: dict[str, Any] = {
         "predicted": {"host_peak_bytes": STATE_BYTES + weights + 5},
         "made_for": {"model": ""},
     }
     room(monkeypatch, weights + STATE_BYTES + 4)
     with pytest.raises(EnvironmentFault, match="as predicted for this config"):
-        tuned("l2l", late=True, **more)
+        tuned("l2l", deferred_init=True, **more)
 
 
 def on_rank(limits: list[int]) -> list[str]:
-    return [said_on_rank(each) for each in limits]
+    return [error_on_rank(each) for each in limits]
 
 
-def said_on_rank(n_bytes: int) -> str:
+def error_on_rank(n_bytes: int) -> str:
     host_capacity.limits = lambda: [Limit(n_bytes, "machine", "")]  # type: ignore[assignment]
     model = nn.Linear(100, 100)
     settings = {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "optimizer_cpu"}}}
@@ -281,7 +276,7 @@ def said_on_rank(n_bytes: int) -> str:
     return ""
 
 
-def test_ranks_on_one_host_take_from_the_same_memory() -> None:
+def test_ranks_on_one_host_share_its_limit() -> None:
     state = 10100 * 8
     for too_little, enough in run_ranks(on_rank, 2, [2 * state - 1, 2 * state]):
         assert (
@@ -291,7 +286,7 @@ def test_ranks_on_one_host_take_from_the_same_memory() -> None:
         assert not enough
 
 
-def test_narrow_moments_take_less() -> None:
+def test_narrow_moments_need_fewer_bytes() -> None:
     model = nn.Linear(10, 10)
     context = type(
         "Context", (), {"optimizer": torch.optim.AdamW(model.parameters()), "device": torch.device("cpu")}

@@ -18,7 +18,7 @@ def step_of(model: str) -> Step:
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_updates_run_on_host_threads_with_all_they_touch_on_the_host(model: str) -> None:
+def test_updates_run_on_host_threads_and_touch_host_memory_only(model: str) -> None:
     new = optimizer_on_host(step_of(model))
     new.validate()
     update = (new.ops.phase == Phase.OPTIMIZER) & (new.ops.resource == Resource.HOST_THREADS)
@@ -28,7 +28,7 @@ def test_updates_run_on_host_threads_with_all_they_touch_on_the_host(model: str)
     assert (new.storages.tier[new.storages.kind == Kind.OPTIMIZER] == Tier.HOST).all()
 
 
-def test_frozen_weights_have_no_copy() -> None:
+def test_frozen_weights_have_no_host_copy() -> None:
     step = step_of("lora")
     new = optimizer_on_host(step)
     trainable = sum(int(step.storages.bytes[p.storage]) for p in step.parameters if p.trainable)
@@ -40,7 +40,7 @@ def test_frozen_weights_have_no_copy() -> None:
     )
 
 
-def test_gradients_are_let_go_one_after_the_other() -> None:
+def test_gradients_are_freed_one_after_the_other() -> None:
     step = step_of("gpt")
     new = optimizer_on_host(step)
     down = np.flatnonzero(new.ops.resource == Resource.DEVICE_TO_HOST)
@@ -48,7 +48,7 @@ def test_gradients_are_let_go_one_after_the_other() -> None:
     assert (np.diff(live) < 0).all()
 
 
-def test_a_step_without_optimizer_is_left_alone() -> None:
+def test_step_without_optimizer_is_unchanged() -> None:
     step = step_of("gpt")
     frozen = replace(
         step, parameters=tuple(p._replace(trainable=False, gradient=-1) for p in step.parameters)

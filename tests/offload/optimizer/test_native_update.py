@@ -82,7 +82,7 @@ def test_adamw_has_the_bits_of_torchs_fused_kernel() -> None:
         assert torch.equal(got, want)
 
 
-def test_scalar_tails_of_torch_differ_by_one_rounding_of_the_second_moment() -> None:
+def test_adamw_differs_from_torchs_scalar_tails_by_one_rounding() -> None:
     weight, gradient = values(15)
     wanted = fused(weight, gradient, steps=1)
     state = update("adamw", weight, gradient, ADAMW, steps=1)
@@ -94,7 +94,7 @@ def test_scalar_tails_of_torch_differ_by_one_rounding_of_the_second_moment() -> 
 @pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "adagrad", "lion"])
-def test_all_instruction_sets_and_numbers_of_threads_give_the_same_bits(
+def test_update_has_the_same_bits_for_all_instruction_sets_and_threads(
     rule: str, moments: str, isa: str
 ) -> None:
     n = 300 * BLOCK + 37
@@ -168,7 +168,7 @@ def test_adagrad_and_lion() -> None:
     torch.testing.assert_close(weight.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_bfloat16_gradients_memory_takes_the_weight() -> None:
+def test_new_bfloat16_weight_is_in_the_gradients_memory() -> None:
     weight, gradient = values()
     narrow = gradient.bfloat16()
     wanted = fused(weight, narrow.float())[0].bfloat16()
@@ -183,7 +183,7 @@ def test_a_bfloat16_gradients_memory_takes_the_weight() -> None:
 
 
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
-def test_narrow_moments_are_right_on_average(moments: str) -> None:
+def test_narrow_moments_are_unbiased(moments: str) -> None:
     """A second moment that changes by less than half a step of its format still gets there."""
     weight, gradient = torch.zeros(64 * BLOCK), torch.full((64 * BLOCK,), 1.0)
     gradient[::BLOCK] = 1.9  # so that the others are not their block's largest
@@ -206,7 +206,7 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.where(codes == 0, 0.0, value) * scale.repeat_interleave(BLOCK)[: len(codes)]
 
 
-def test_draws_follow_from_seed_and_step() -> None:
+def test_stochastic_rounding_follows_from_seed_and_step() -> None:
     def run(seed: int) -> Tensor:
         weight, gradient = values()
         found: Tensor = update("adamw", weight, gradient, ADAMW, moments="bfloat16", seed=seed)["second"]
@@ -216,7 +216,7 @@ def test_draws_follow_from_seed_and_step() -> None:
     assert not torch.equal(run(1), run(2))
 
 
-def test_optimizers_that_it_does_not_know_are_refused_by_name() -> None:
+def test_unsupported_optimizer_is_refused_by_name() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     for optimizer, what in (
         (torch.optim.RMSprop([parameter]), "RMSprop"),
@@ -228,7 +228,7 @@ def test_optimizers_that_it_does_not_know_are_refused_by_name() -> None:
             NativeUpdate(optimizer, "float32")
 
 
-def test_wrong_arrays_are_refused() -> None:
+def test_invalid_arrays_are_refused() -> None:
     weight, numbers = torch.zeros(4), _native.OptimizerNumbers()
     with pytest.raises(ValueError, match="number of moments"):
         _native.optimizer_update("adamw", "float32", weight, weight, None, None, None, None, None, numbers)
@@ -245,7 +245,7 @@ def laid(value: Tensor, how: str) -> Tensor:
 
 @pytest.mark.parametrize("gradient_too", [False, True])
 @pytest.mark.parametrize("how", ["transposed", "gaps"])
-def test_order_in_memory_changes_no_bit(how: str, gradient_too: bool) -> None:
+def test_update_has_the_same_bits_in_any_memory_order(how: str, gradient_too: bool) -> None:
     weight, gradient = (each.view(16, -1) for each in values())
     other, its = laid(weight, how), laid(gradient, how) if gradient_too else gradient
     wanted, got = update("adamw", weight, gradient, ADAMW), update("adamw", other, its, ADAMW)
@@ -261,7 +261,7 @@ STRIDED = Path(__file__).parents[2] / "support" / "models" / "strided_model.py"
 
 
 @pytest.mark.usefixtures("ssd")
-def test_weights_in_any_order_in_memory_train_to_the_bit() -> None:
+def test_training_has_the_same_bits_in_any_memory_order() -> None:
     native = train(STRIDED, OptimizerCpu(kind="optimizer_cpu", update="native"))
     assert not differences(native, plain(STRIDED), 1e-5)
     for technique in (ZeroInfinity(kind="zero_infinity"), Lohan(kind="lohan")):
@@ -278,7 +278,7 @@ def test_weights_in_any_order_in_memory_train_to_the_bit() -> None:
 @pytest.mark.parametrize(
     "technique", [L2L(kind="l2l"), SmartInfinity(kind="smart_infinity")], ids=lambda each: each.kind
 )
-def test_weights_with_gaps_that_cannot_be_taken_are_refused_by_name(technique: Technique) -> None:
+def test_weight_with_gaps_is_refused_by_name(technique: Technique) -> None:
     name = "layers.0.down.weight"
     assert name in str(technique.fits(plain_program(STRIDED), target_of()))
     _, model, optimizer = build(STRIDED)

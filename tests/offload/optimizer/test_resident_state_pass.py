@@ -1,6 +1,4 @@
-"""Some parameters are updated first, the others afterwards: each op once, or in two parts, with all that it
-touches.
-"""
+"""Resident parameters are updated first: ops move or are split in two, with all storages they touch."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from memtune.workload.workload import Workload
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_stays_is_updated_first_and_by_itself(device: str) -> None:
+def test_resident_parameters_are_updated_first_by_their_own_ops(device: str) -> None:
     """On CPU the optimizer goes from parameter to parameter, on CUDA one kernel works on many."""
     if device == "cuda":
         plain = translate(record(Workload.load(ZOO["tied"]), target="cuda"), hardware.find("h100-80g")).at(2)
@@ -42,7 +40,7 @@ def test_what_stays_is_updated_first_and_by_itself(device: str) -> None:
     assert int(step.ops.traffic_bytes[ops].sum()) == pytest.approx(total, rel=1e-3)
     assert (len(ops) > before.sum()) == (device == "cuda")
     assert step.peak_bytes() <= plain.peak_bytes()
-    moved = optimizer_on_host(step, stay=count)
+    moved = optimizer_on_host(step, n_resident_ops=count)
     moved.validate()
     state = (
         (moved.storages.kind == Kind.OPTIMIZER) & (moved.storages.producer < 0) & (moved.storages.owner >= 0)

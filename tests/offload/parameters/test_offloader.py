@@ -33,7 +33,7 @@ from memtune.workload.repeated_blocks import find_blocks
 from memtune.workload.workload import Workload
 
 ONE, TWO = L2L(kind="l2l"), Stronghold(kind="stronghold", window=2)
-LATE = Stronghold(kind="stronghold", window=2, late=(1, 3))
+DEFERRED = Stronghold(kind="stronghold", window=2, deferred=(1, 3))
 CHUNKS = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
 PAGES = AngelPtm(kind="angel_ptm", page_mib=0.02)
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,14 +63,14 @@ def steps(
     [
         pytest.param(ONE, 1, None, marks=pytest.mark.slow),
         pytest.param(TWO, 2, None, marks=pytest.mark.slow),
-        pytest.param(LATE, 1, None, marks=pytest.mark.slow, id="late"),
-        pytest.param(LATE, 2, None, id="late, accumulated"),
+        pytest.param(DEFERRED, 1, None, marks=pytest.mark.slow, id="late"),
+        pytest.param(DEFERRED, 2, None, id="late, accumulated"),
         (CHUNKS, 2, 2_050_000),
         (PAGES, 2, 2_050_000),
         pytest.param(PAGES, 2, 3_000_000, marks=pytest.mark.slow, id="some stay on the device"),
     ],
 )
-def test_peaks_are_the_predicted_ones_and_nothing_is_left(
+def test_peaks_equal_the_prediction_and_nothing_stays_allocated(
     technique: Technique, micro_batches: int, budget_bytes: int | None
 ) -> None:
     """Under a budget that the plain model exceeds; after the third step nothing more is held on any tier."""
@@ -108,7 +108,7 @@ def test_peaks_are_the_predicted_ones_and_nothing_is_left(
         steps(workload, plainly, ledger, micro_batches)
 
 
-def test_a_loop_of_the_users_own_updates_in_the_optimizers_step() -> None:
+def test_custom_loop_updates_in_the_optimizers_step() -> None:
     """The last micro-batch is not announced: gradients wait on the host."""
     runs = []
     for technique in (ONE, NATIVE):
@@ -124,8 +124,8 @@ def test_a_loop_of_the_users_own_updates_in_the_optimizers_step() -> None:
     assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
 
 
-def test_a_backward_through_no_block_is_no_change_of_gradients() -> None:
-    """A penalty on what is in no block, in a backward of its own."""
+def test_backward_through_no_block_counts_as_no_change_of_gradients() -> None:
+    """A penalty on parameters outside of the blocks, in a backward of its own."""
     ended = []
     for technique in (ONE, NATIVE):
         workload, model, optimizer = build(ZOO["tied"])
@@ -143,7 +143,7 @@ def test_a_backward_through_no_block_is_no_change_of_gradients() -> None:
     assert all(torch.equal(ended[0][name], value) for name, value in ended[1].items())
 
 
-def test_clipping_of_a_part_of_the_gradients_is_refused() -> None:
+def test_clipping_of_some_gradients_raises() -> None:
     workload, model, optimizer = build(ZOO["tied"])
     apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)
     workload.loss(model, workload.make_batch(2)).backward()
@@ -153,10 +153,10 @@ def test_clipping_of_a_part_of_the_gradients_is_refused() -> None:
     assert caught.value.code == "MT364"
 
 
-def test_checkpoints_are_whole_and_can_be_loaded_and_evaluation_leaves_nothing() -> None:
+def test_checkpoint_has_all_weights_and_evaluation_leaves_none_resident() -> None:
     path = ZOO["tied"]
     workload, model, optimizer = build(path)
-    late = Stronghold(kind="stronghold", window=2, late=(0, 2))
+    late = Stronghold(kind="stronghold", window=2, deferred=(0, 2))
     tuned = apply(model, optimizer, config_of(path, late), strict=False)
     one_step(workload, model, optimizer, tuned, seed=SEED)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -177,7 +177,7 @@ def test_checkpoints_are_whole_and_can_be_loaded_and_evaluation_leaves_nothing()
 
 
 @pytest.mark.parametrize("technique", [ONE, CHUNKS, PAGES], ids=lambda each: each.kind)
-def test_a_checkpoint_of_all_can_be_loaded(technique: Technique) -> None:
+def test_full_checkpoint_can_be_loaded(technique: Technique) -> None:
     """Weights that are not on the device go to host memory, and no later copy from the device overwrites
     them.
     """
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_all_can_be_loaded(technique: Technique) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in tuned.state_dict()["model"].items())
 
 
-def test_with_recomputation_and_moved_activations() -> None:
+def test_offloader_works_with_recompute_and_offloaded_activations() -> None:
     from memtune.search_spaces.offload.activations.copy_out import CopyOut
     from memtune.search_spaces.recompute.full import Full
 
@@ -204,7 +204,7 @@ def test_with_recomputation_and_moved_activations() -> None:
     assert not differences(found, wanted)
 
 
-def test_blocks_that_share_a_weight_are_refused_before_anything_is_changed() -> None:
+def test_blocks_that_share_a_weight_are_refused_before_any_change() -> None:
     _, model, optimizer = build(ZOO["tied"])
     model.layers[1].up.weight = model.layers[0].up.weight
     optimizer = type(optimizer)(model.parameters())
@@ -213,7 +213,7 @@ def test_blocks_that_share_a_weight_are_refused_before_anything_is_changed() -> 
     assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
 
-def test_a_block_that_returns_what_it_is_given() -> None:
+def test_block_that_returns_its_input_is_skipped() -> None:
     """A layer that stochastic depth skips: its moment is passed over."""
     runs = []
     for technique in (ONE, NATIVE):

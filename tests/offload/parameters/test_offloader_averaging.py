@@ -17,7 +17,7 @@ from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError, MemtuneError
 from memtune.offload.optimizer.host_optimizer import HostOptimizer
 from memtune.offload.parameters.offloader import ParameterOffloader
-from memtune.program.residency import window
+from memtune.program.residency import window_residency
 from memtune.runtime.context import Context
 from memtune.testing.training import build
 from memtune.workload.repeated_blocks import find_blocks
@@ -43,18 +43,18 @@ def skipped(settings: dict[str, Any], index: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 2, -1])
-def test_a_rank_that_skips_a_block_says_so(index: int) -> None:
-    """The other one waits for what never comes, and ends when it has ended: gloo aborts it, or says who
-    failed first.
+def test_rank_that_skips_a_block_raises(index: int) -> None:
+    """The other rank waits in a collective that never starts, and ends when this one has ended: gloo aborts
+    it.
     """
     other, said = run_ranks(skipped, RANKS, REPLICAS, index, may_fail=True, deadline_s=100)
     assert "MT346 12 parameters got no gradient in this backward" in said
-    assert "every rank must have each of them" in said
+    assert "every rank must have all of them" in said
     assert other is None or "Another rank ended" in other
 
 
 @pytest.mark.slow
-def test_ranks_that_all_skip_the_same_block_are_told_alike() -> None:
+def test_ranks_that_all_skip_the_same_block_raise_the_same_error() -> None:
     assert all("12 parameters got no gradient" in said for said in run_ranks(skipped_by_all, RANKS))
 
 
@@ -67,8 +67,8 @@ def skipped_by_all() -> str:
     return str(caught.value)
 
 
-def test_gradients_that_nobody_averages_do_not_leave() -> None:
-    """Several ranks, each with all weights, and no DDP that would have left its blocks to the store."""
+def test_offload_of_gradients_without_averaging_is_refused() -> None:
+    """Several replicas without DDP, whose runner would leave the blocks' gradients to the offloader."""
     _, model, optimizer = build(CHAIN)
     blocks = find_blocks(model)
     with fake_ranks(RANKS):
@@ -76,4 +76,4 @@ def test_gradients_that_nobody_averages_do_not_leave() -> None:
             model, optimizer, blocks, next(model.parameters()).device, ActivationTable(model, blocks)
         )
         with pytest.raises(ApplyError, match="would not be averaged among ranks"):
-            ParameterOffloader(context, window(len(blocks), 1), HostOptimizer(context, "native"))
+            ParameterOffloader(context, window_residency(len(blocks), 1), HostOptimizer(context, "native"))

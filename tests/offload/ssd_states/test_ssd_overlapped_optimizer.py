@@ -1,4 +1,4 @@
-"""Updates from SSD inside backward, for real: bits, bytes by the ledger under a budget, the user's own loops,
+"""Updates from SSD inside backward: bits, bytes by the ledger under a budget, loops of the user's own,
 faults.
 """
 
@@ -42,7 +42,7 @@ def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fused(path: Path) -> tuple[Workload, nn.Module, torch.optim.Optimizer]:
-    """The model, and AdamW in torch's fused form: to its bits the native update keeps."""
+    """The model, and AdamW in torch's fused form, whose bits the native update has."""
     workload, model, _ = build(path)
     return workload, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -67,10 +67,8 @@ def trained(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_five_steps_have_the_bits_of_the_plain_run(micro_batches: int) -> None:
-    """torch's fused AdamW on the device, after backward, without memtune's own update anywhere; with
-    accumulation.
-    """
+def test_ssd_overlapped_optimizer_has_the_bits_of_the_plain_run(micro_batches: int) -> None:
+    """The plain run uses torch's fused AdamW on the device after backward, with accumulation."""
     got, wanted = (
         trained(ZOO["tied"], each, 5, micro_batches)
         for each in (config_of(ZOO["tied"], SMALL), {"settings": {}})
@@ -81,8 +79,8 @@ def test_five_steps_have_the_bits_of_the_plain_run(micro_batches: int) -> None:
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_peaks_are_the_predicted_ones_where_the_plain_run_is_out_of_memory(micro_batches: int) -> None:
-    """Within 2 % per tier; after the third step nothing more is held on any of them."""
+def test_ssd_overlapped_optimizer_peaks_as_predicted_where_plain_is_out_of_memory(micro_batches: int) -> None:
+    """Within 2 % per tier; no tier holds more after the third step."""
     path, machine = ZOO["gpt"], hardware.detect("cpu")
     rewriter = Rewriter(record(Workload.load(path)), Target(machine))
     execution = {"micro_batch": 2, "accumulate": micro_batches}
@@ -128,9 +126,9 @@ def test_peaks_are_the_predicted_ones_where_the_plain_run_is_out_of_memory(micro
         [tuned.step(each) for each in given]
 
 
-def test_audit_says_how_many_were_updated_in_backward() -> None:
-    """All but the witness, in `Tuned.step`; none in a loop that does not say which micro-batch is the last;
-    the same bits.
+def test_audit_counts_parameters_updated_in_backward() -> None:
+    """All but the sentinel in `Tuned.step`; none in a loop that does not announce the last micro-batch; the
+    same bits.
     """
     workload, model, optimizer = fused(ZOO["tied"])
     tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
@@ -148,8 +146,8 @@ def test_audit_says_how_many_were_updated_in_backward() -> None:
     assert all(torch.equal(wanted[name], value) for name, value in own.state_dict().items())
 
 
-def test_a_state_dict_is_whole_at_any_time_and_can_be_loaded() -> None:
-    """Between backward and step too, where pieces are still on their way to SSD."""
+def test_state_dict_is_complete_at_any_time_and_can_be_loaded() -> None:
+    """Also between backward and step, while records are being written to SSD."""
     workload, model, optimizer = fused(ZOO["tied"])
     tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
     tuned.step(batches(workload, 0))
@@ -169,12 +167,12 @@ def test_a_state_dict_is_whole_at_any_time_and_can_be_loaded() -> None:
     optimizer.step()
     late = optimizer.state_dict()["state"]
     same = [torch.equal(early[key]["exp_avg"], late[key]["exp_avg"]) for key in late]
-    assert same.count(False) == 1  # the witness's
+    assert same.count(False) == 1  # the sentinel gradient's
 
 
-def test_what_is_loaded_between_backward_and_step_stays() -> None:
-    """Updates of that backward had gone on, and went up and to SSD over what was loaded; the step can be made
-    anew.
+def test_load_between_backward_and_step_drops_running_updates() -> None:
+    """Updates of that backward were writing weights to the device and to SSD; afterwards the step can run
+    again.
     """
     workload, model, optimizer = fused(ZOO["tied"])
     tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
@@ -195,7 +193,7 @@ def test_what_is_loaded_between_backward_and_step_stays() -> None:
     assert all(torch.equal(got[name], value) for name, value in weights(model).items())
 
 
-def test_clipping_by_norm_is_refused() -> None:
+def test_ssd_overlapped_optimizer_refuses_clipping_by_norm() -> None:
     workload, model, optimizer = fused(ZOO["tied"])
     tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), strict=False)
     assert tuned._context.loop.sync is not None
@@ -207,10 +205,8 @@ def test_clipping_by_norm_is_refused() -> None:
     assert caught.value.code == "MT364"
 
 
-def test_a_gradient_that_lands_twice_is_refused() -> None:
-    """A reentrant checkpoint around each of two uses of a weight: the first part of its gradient is not all
-    of it.
-    """
+def test_ssd_overlapped_optimizer_refuses_a_gradient_that_is_ready_twice() -> None:
+    """A reentrant checkpoint around each of two uses of a weight: the first gradient is only a part."""
     shared, head = nn.Linear(8, 8), nn.Linear(8, 4)
     model = nn.Sequential(shared, head)
     config = {"settings": settings_of(SMALL.model_copy(update={"bucket_mib": 0.0}))}
@@ -224,7 +220,7 @@ def test_a_gradient_that_lands_twice_is_refused() -> None:
     assert caught.value.code == "MT367"
 
 
-def test_a_damaged_file_stops_backward_with_the_name_of_the_parameter() -> None:
+def test_damaged_file_raises_in_backward_with_the_parameter_name() -> None:
     workload, model, optimizer = fused(ZOO["tied"])
     tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
     tuned.step(batches(workload, 0))

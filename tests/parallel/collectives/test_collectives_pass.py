@@ -58,21 +58,21 @@ def predicted_and_real(model: str, *chosen: Any) -> tuple[Step, Step]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]} {case[2]}")
-def test_equals_the_recording(case: tuple[str, Fsdp, Technique]) -> None:
+def test_collectives_pass_equals_recording(case: tuple[str, Fsdp, Technique]) -> None:
     model, states, communication = case
     communication = communication.model_copy(update={"ranks_per_node": LOCAL})
     found = compare(*predicted_and_real(model, states, communication))
     assert not found, found
 
 
-def test_a_pass_that_forgets_the_copy_is_noticed() -> None:
+def test_collectives_pass_without_copy_differs_from_recording() -> None:
     ours, theirs = predicted_and_real("gpt", Fsdp(), ZeroPp(ranks_per_node=LOCAL))
     without, _ = predicted_and_real("gpt", Fsdp(), ZeroPp(hpz=False, ranks_per_node=LOCAL, **LOSSY))
     assert compare(without, theirs)
     assert not compare(ours, theirs)
 
 
-def test_on_cuda_what_gathers_do_has_one_stream() -> None:
+def test_cuda_gather_ops_share_one_stream() -> None:
     chosen = Fsdp(), ZeroPp(ranks_per_node=LOCAL, **LOSSY)
     program = Program((RankClass(RANKS, recording_of(ZOO["gpt"]).at(2)),), 2)
     on = replace(target(RANKS), chosen={each.slot: each for each in chosen})

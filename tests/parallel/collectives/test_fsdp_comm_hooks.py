@@ -158,7 +158,7 @@ def stale(folder: str) -> dict[str, dict[str, list[Tensor]]]:
         for when, between in (("after a step", False), ("before backward", True))
         for how, where in (("", ""), (", loaded", f"{folder}/{when}"))
     }
-    with patch.object(Gather, "_versions", lambda self: ()):  # the defect: nobody notices the write
+    with patch.object(Gather, "_versions", lambda self: ()):  # the defect: the write is not detected
         out["defect"] = {"hpz": overwritten(SETTINGS["hpz"], between=True)}
     return out
 
@@ -202,7 +202,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_collectives_give_the_bits_of_plain_ones(ranks: list[Any], name: str) -> None:
+def test_exact_collectives_are_bitwise_equal_to_fsdp2(ranks: list[Any], name: str) -> None:
     for rank in ranks:
         got, wanted = rank[name], rank["plain"]
         assert got["losses"] == wanted["losses"]
@@ -212,7 +212,7 @@ def test_exact_collectives_give_the_bits_of_plain_ones(ranks: list[Any], name: s
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_collectives_are_close_and_the_same_on_every_rank(ranks: list[Any], name: str) -> None:
+def test_quantised_collectives_are_close_and_equal_on_all_ranks(ranks: list[Any], name: str) -> None:
     first, wanted = ranks[0][name], ranks[0]["plain"]
     for rank in ranks:
         got = rank[name]
@@ -257,7 +257,7 @@ def links(counted: dict[str, int]) -> dict[str, int]:
     return {key: value for key, value in counted.items() if key in ("intra_link", "inter_link")}
 
 
-def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any]) -> None:
+def test_collectives_link_bytes_equal_formula(ranks: list[Any]) -> None:
     others, farther = RANKS - 1, RANKS // LOCAL - 1
     units, again = exact_bytes(ROOT) + 2 * exact_bytes(BLOCKS), 2 * exact_bytes(BLOCKS)
     coded, coded_again = (
@@ -287,23 +287,23 @@ def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any]) -> None:
 @pytest.mark.parametrize(
     "when", [f"{when}{how}" for when in ("after a step", "before backward") for how in ("", ", loaded")]
 )
-def test_no_backward_is_served_by_weights_of_before_a_write(ranks: list[Any], when: str) -> None:
+def test_secondary_shards_are_not_used_after_a_write(ranks: list[Any], when: str) -> None:
     for rank in ranks:
         found = rank["stale"][when]
         assert all(torch.equal(a, b) for a, b in zip(found["hpz"], found["plain"], strict=True))
 
 
-def test_a_write_that_nobody_notices_would_show(ranks: list[Any]) -> None:
+def test_undetected_write_would_change_results(ranks: list[Any]) -> None:
     for rank in ranks:
         wanted = rank["stale"]["before backward"]["plain"]
         assert not all(torch.equal(a, b) for a, b in zip(rank["stale"]["defect"]["hpz"], wanted, strict=True))
 
 
-def test_a_forward_without_backward_keeps_nothing(ranks: list[Any]) -> None:
+def test_forward_without_backward_keeps_no_secondary_shard(ranks: list[Any]) -> None:
     assert [rank["evaluated"] for rank in ranks] == [0] * RANKS
 
 
-def test_copies_of_shards_hold_the_same_weights(ranks: list[Any]) -> None:
+def test_secondary_shards_hold_equal_weights(ranks: list[Any]) -> None:
     first = ranks[0]["two copies"]
     for rank in ranks:
         assert rank["two copies"]["loss"] == first["loss"]
@@ -312,7 +312,7 @@ def test_copies_of_shards_hold_the_same_weights(ranks: list[Any]) -> None:
         )
 
 
-def test_it_is_in_effect_and_refuses_what_it_does_not_change(ranks: list[Any]) -> None:
+def test_audit_detects_collectives_and_refuses_unsharded_model(ranks: list[Any]) -> None:
     said = ranks[0]["hpz"]["audit"]["sharding.communication"]
     assert said == {"units": 3, "ranks_per_node": LOCAL, "gathers": 3, "exchanges": 0}
     assert all("and sharding.states is ddp" in rank["ddp"] for rank in ranks)
@@ -330,7 +330,7 @@ PEAKS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
+def test_collectives_ledger_peak_equals_prediction() -> None:
     from memtune.autotune.record.recorder import record
     from memtune.parallel.collectives.collectives_pass import rewrite_collectives
     from memtune.parallel.collectives.message_layout import Communication
@@ -385,7 +385,7 @@ def converged(path: str, steps: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_small_gpt_trains_to_the_exact_loss_within_a_percent() -> None:
+def test_quantised_training_reaches_exact_loss_within_a_percent() -> None:
     found = run_ranks(converged, RANKS, str(ZOO["gpt"]), 200, deadline_s=900)[0]
     assert found["exact"] < 0.97 * found["exact first"]  # it does learn
     assert found["lossy"] == pytest.approx(found["exact"], rel=0.01)

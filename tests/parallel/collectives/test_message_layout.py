@@ -7,7 +7,7 @@ import pytest
 from memtune.parallel.collectives.message_layout import Form, Row
 
 
-def test_parameters_begin_their_own_blocks_and_kept_ones_lie_together() -> None:
+def test_row_starts_block_per_parameter_and_groups_kept_values() -> None:
     form = Form(8, 4, 0)
     assert form.row([5, 6], [False, False]).lengths == (5, 0, 6)
     assert form.row([5, 6, 7], [True, True, False]).lengths == (0, 11, 7)
@@ -26,11 +26,11 @@ def test_parameters_begin_their_own_blocks_and_kept_ones_lie_together() -> None:
         (Row((), 8, 256), 0),
     ],
 )
-def test_bytes_of_a_row(row: Row, n_bytes: int) -> None:
+def test_row_bytes(row: Row, n_bytes: int) -> None:
     assert row.n_bytes == n_bytes
 
 
-def test_large_messages_are_a_half_or_a_quarter_of_bfloat16_and_scales() -> None:
+def test_large_messages_are_half_or_quarter_of_bfloat16_plus_scales() -> None:
     n = 10**6
     for bits, share in ((8, 0.5), (4, 0.25)):
         assert Row((n,), bits, 256).n_bytes == pytest.approx(2 * n * (share + 4 / (2 * 256)), rel=1e-4)  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ ROWS = st.builds(
     dtype=st.sampled_from(TYPES),
     feedback=st.booleans(),
 )
-def test_native_code_has_the_bits_of_the_reference(
+def test_native_quantization_is_bitwise_equal_to_reference(
     row: Row, nodes: int, local: int, dtype: torch.dtype, feedback: bool
 ) -> None:
     x = values(nodes * local * row.numel, dtype)
@@ -99,7 +99,7 @@ def test_native_code_has_the_bits_of_the_reference(
 
 @settings(deadline=None, max_examples=15)
 @given(row=ROWS, seed=st.integers(0, 9))
-def test_what_is_lost_is_half_a_step_of_its_block_and_nothing_of_what_is_kept(row: Row, seed: int) -> None:
+def test_quantization_error_is_at_most_half_a_step(row: Row, seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(row.numel) * 3
     back = unpacked(row, packed(row, x), torch.float32)
@@ -116,7 +116,7 @@ def test_what_is_lost_is_half_a_step_of_its_block_and_nothing_of_what_is_kept(ro
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_not_finite_stays_so_and_what_is_tiny_becomes_zero(bits: Bits) -> None:
+def test_quantization_keeps_nonfinite_and_zeroes_tiny_values(bits: Bits) -> None:
     row = Form(bits, 16, 0).row([64], [False])
     x = torch.ones(64)
     x[3], x[20], x[32:48] = torch.nan, -torch.inf, 1e-37
@@ -125,14 +125,14 @@ def test_what_is_not_finite_stays_so_and_what_is_tiny_becomes_zero(bits: Bits) -
     assert torch.equal(back[32:], torch.tensor([0.0] * 16 + [1.0] * 16))
 
 
-def test_rows_go_by_rank_of_a_node_and_then_by_node() -> None:
+def test_quantization_orders_rows_by_rank_then_node() -> None:
     row = Form(8, 16, 10**9).row([2], [True])  # kept: 16 bytes a row
     x = torch.arange(12.0)
     rows = packed(row, x, nodes=2).view(6, 16)[:, :8].contiguous().view(torch.float32)
     assert rows[:, 0].tolist() == [0, 6, 2, 8, 4, 10]
 
 
-def test_errors_that_are_fed_back_do_not_add_up() -> None:
+def test_quantization_error_feedback_is_bounded() -> None:
     row = Form(4, 32, 0).row([64], [False])
     torch.manual_seed(1)
     x, error, total = torch.randn(64), torch.zeros(64), torch.zeros(64)
@@ -143,13 +143,13 @@ def test_errors_that_are_fed_back_do_not_add_up() -> None:
     assert torch.allclose(total + error, 50 * x, atol=1e-4)
 
 
-def test_half_precision_takes_the_reference() -> None:
+def test_float16_uses_reference_quantization() -> None:
     row = Form(8, 16, 0).row([40], [False])
     x = torch.linspace(-1, 1, 40).half()
     assert (unpacked(row, packed(row, x), torch.float16) - x).abs().max() <= 0.5 / 127 + 1e-3
 
 
-def test_gpu_kernels_use_no_name_that_triton_refuses() -> None:
+def test_triton_kernels_use_supported_names() -> None:
     """Triton compiles a kernel at its first launch, and takes neither globals nor imports but its own;
     annotations count.
     """
@@ -166,7 +166,7 @@ def test_gpu_kernels_use_no_name_that_triton_refuses() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_kernels_have_the_bits_of_the_reference(device: str) -> None:
+def test_triton_kernels_are_bitwise_equal_to_reference(device: str) -> None:
     if device != "cuda" or importlib.util.find_spec("triton") is None:
         pytest.skip("Triton and a CUDA device are needed")
     for bits in (4, 8):

@@ -54,7 +54,7 @@ def helped(splits: list[Split]) -> list[Found]:
     try:
         for split in splits:
             grid = grid_of(split, "cpu", group, 1, rank)
-            *given, gradient = (grid.layout.own(each, 2) for each in made())
+            *given, gradient = (grid.layout.shard(each, 2) for each in made())
             given = [each.requires_grad_() for each in given]
             COUNTERS.take()
             scores[:] = [0.0, 0.0]
@@ -62,7 +62,7 @@ def helped(splits: list[Split]) -> list[Found]:
             out.backward(gradient)
             mine = [out.detach(), *(each.grad for each in given)]
             off = max(
-                float((one - grid.layout.own(all_, 2)).abs().max())
+                float((one - grid.layout.shard(all_, 2)).abs().max())
                 for one, all_ in zip(mine, whole, strict=True)
             )
             block = (LENGTH // split.contexts) ** 2
@@ -87,12 +87,12 @@ def assert_helped(ranks: int, splits: list[Split]) -> None:
             assert n_bytes == by_link(wanted, ranks).total, (split, rank)
 
 
-def test_four_ranks_give_what_one_computes_with_the_work_of_the_schedule() -> None:
-    assert_helped(4, [Split(1, 4, 4, False, zigzag=False, helpers=True)])
+def test_balanced_attention_on_four_ranks_equals_one_rank() -> None:
+    assert_helped(4, [Split(1, 4, 4, False, zigzag=False, work_sharing=True)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_more_ranks_and_heads(ranks: int) -> None:
+def test_balanced_attention_with_more_ranks_and_heads(ranks: int) -> None:
     shapes = [(h, ranks // h, first) for h in (1, 2, 4) if h <= ranks for first in (False, True)]
-    assert_helped(ranks, [Split(h, c, c, first, zigzag=False, helpers=True) for h, c, first in shapes])
+    assert_helped(ranks, [Split(h, c, c, first, zigzag=False, work_sharing=True) for h, c, first in shapes])

@@ -74,7 +74,7 @@ def check(
 
 @pytest.mark.parametrize("kernel", ["cpu", "plain"])
 @pytest.mark.parametrize(("shared", "causal", "scale"), [(4, True, None), (2, True, 0.3), (1, False, None)])
-def test_blocks_add_up(
+def test_merged_block_attention_equals_full_attention(
     kernel: str, shared: int, causal: bool, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_attention, "_kernel", lambda query: kernel)
@@ -83,7 +83,7 @@ def test_blocks_add_up(
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "plain"])
-def test_outputs_are_laid_out_as_torchs_are(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_attention_outputs_have_layout_of_torch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next op of a block (`transpose(1, 2).flatten(2)`) returns a view of it, or a copy, as without."""
     monkeypatch.setattr(block_attention, "_kernel", lambda query: kernel)
     query, key, value, _ = (each.detach() for each in made(4))
@@ -98,7 +98,9 @@ def test_outputs_are_laid_out_as_torchs_are(kernel: str, monkeypatch: pytest.Mon
     ("dtype", "kernel"), [(torch.bfloat16, "flash"), (torch.float32, "efficient"), (torch.float64, "plain")]
 )
 @pytest.mark.parametrize(("shared", "causal"), [(4, True), (2, True), (2, False)])
-def test_blocks_add_up_on_a_gpu(dtype: torch.dtype, kernel: str, shared: int, causal: bool) -> None:
+def test_merged_block_attention_equals_full_attention_on_gpu(
+    dtype: torch.dtype, kernel: str, shared: int, causal: bool
+) -> None:
     tensors: Any = made(shared, "cuda", dtype)
     assert block_attention._kernel(tensors[0]) == kernel
     check(tensors, causal, None, 3, 3e-2 if dtype == torch.bfloat16 else 1e-4)

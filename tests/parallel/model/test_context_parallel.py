@@ -37,7 +37,7 @@ def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]
     for split in splits:
         grid, off = grid_of(split, "cpu", group, 1, rank), {}
         for causal, whole in wanted.items():
-            *given, gradient = (grid.layout.own(each, 2) for each in made())
+            *given, gradient = (grid.layout.shard(each, 2) for each in made())
             given = [each.requires_grad_() for each in given]
             COUNTERS.take()
             out = divided_attention(grid)(*given, is_causal=causal, enable_gqa=True)
@@ -45,7 +45,7 @@ def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]
             counted = COUNTERS.take()
             mine = [out.detach(), *(each.grad for each in given)]
             off[causal] = max(
-                float((one - grid.layout.own(all_, 2)).abs().max())
+                float((one - grid.layout.shard(all_, 2)).abs().max())
                 for one, all_ in zip(mine, whole, strict=True)
             )
         found.append((counted, off))
@@ -53,7 +53,7 @@ def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]
 
 
 @pytest.mark.slow
-def test_all_splits_of_eight_ranks() -> None:
+def test_context_parallel_splits_of_eight_ranks() -> None:
     query = SAMPLES * HEADS * LENGTH // 8 * HEAD * 4
     for rank in run_ranks(shares, 8, EIGHT, deadline_s=280):
         for split, (counted, off) in zip(EIGHT, rank, strict=True):
@@ -66,7 +66,7 @@ def test_all_splits_of_eight_ranks() -> None:
             assert counted.get("collective", 0) == ring + all_to_all, split
 
 
-def test_attention_that_cannot_be_divided_is_refused_by_name() -> None:
+def test_context_parallel_refuses_unsupported_attention() -> None:
     query, key, value, _ = made()
     square: Any = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     for arguments, said in (
@@ -83,7 +83,7 @@ def test_attention_that_cannot_be_divided_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 2), (2, 2), (4, 4), (8, 8)])
-def test_keys_are_repeated_until_every_rank_has_one(ranks: int, heads: int) -> None:
+def test_require_heads_repeats_keys_for_all_ranks(ranks: int, heads: int) -> None:
     query, key, value, _ = made()
     more, values = require_heads(query, key, value, ranks)
     assert more.shape[1] == heads
@@ -91,7 +91,7 @@ def test_keys_are_repeated_until_every_rank_has_one(ranks: int, heads: int) -> N
     torch.testing.assert_close(F.scaled_dot_product_attention(query, more, values, enable_gqa=True), wanted)
 
 
-def test_torchs_attention_is_back_when_a_block_has_failed() -> None:
+def test_attention_is_restored_after_failed_block() -> None:
     before = F.scaled_dot_product_attention
 
     def fails() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
-from support.ranks.pipeline_runs import CHAIN, RANKS, STAGES, beside, document
+from support.ranks.pipeline_runs import CHAIN, RANKS, STAGES, document, other_slots
 
 from memtune.api import Tuned, apply
 from memtune.errors import ApplyError
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def asked(states: str) -> dict[str, Any]:
-    return document(CHAIN, RANKS, beside(states), accumulate=1, degree=STAGES)
+    return document(CHAIN, RANKS, other_slots(states), accumulate=1, degree=STAGES)
 
 
 def started(config: dict[str, Any]) -> tuple[Any, Tuned]:
@@ -43,7 +43,7 @@ def trained(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Ten
     return found
 
 
-def test_shapes_that_change_in_one_pipeline_alone() -> None:
+def test_pipeline_accepts_shapes_that_change_in_one_pipeline() -> None:
     """A new shape is looked at by a probe, which gathers what FSDP2 has divided: on the ranks of the other
     pipeline as well.
     """
@@ -61,7 +61,7 @@ def counts(config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_pipelines_with_other_numbers_of_micro_batches_are_all_told() -> None:
+def test_pipelines_with_different_micro_batch_counts_all_raise() -> None:
     for said in run_ranks(counts, RANKS, asked("zero3"), deadline_s=100):
         assert "Pipelines that divide each other's stages bring 2 to 4 micro-batches" in said
 
@@ -77,11 +77,11 @@ def refusals(edited: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
     return said
 
 
-def test_edited_configs_are_refused_by_name() -> None:
+def test_pipeline_refuses_edited_configs() -> None:
     plain = asked("zero1")
     moved = {"offload": {"activations": {"kind": "pipelined", "ratio": 0.5, "min_bytes": 256}}}
     waits = {"accumulate": 4, "degree": STAGES, "schedule": "gpipe"}
-    pipelined = document(CHAIN, RANKS, beside("zero1", moved, schedule="gpipe"), **waits)
+    pipelined = document(CHAIN, RANKS, other_slots("zero1", moved, schedule="gpipe"), **waits)
     by_node = {"kind": "hierarchical", "ranks_per_node": 2}
     whole_gradients = {"kind": "amsp", "parameters": 2, "gradients": 1, "optimizer": 2}
     edited = {
@@ -89,11 +89,11 @@ def test_edited_configs_are_refused_by_name() -> None:
             plain,
             {"states": {"kind": "fsdp"}, "communication": by_node},
         ),
-        "{kind: pipelined} does not work beside sharding.states: {kind: zero3}": (
+        "{kind: pipelined} does not work together with sharding.states: {kind: zero3}": (
             pipelined,
             {"states": {"kind": "zero3"}},
         ),
-        "{kind: pipelined} does not work beside sharding.states: {kind: zero2}": (
+        "{kind: pipelined} does not work together with sharding.states: {kind: zero2}": (
             pipelined,
             {"states": {"kind": "zero2"}},
         ),

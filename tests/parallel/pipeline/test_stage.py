@@ -55,7 +55,7 @@ def pieces(outputs: list[str]) -> tuple[nn.Module, Run]:
     return model, run
 
 
-def test_blocks_of_other_stages_return_what_they_would() -> None:
+def test_skipped_blocks_return_planned_structure() -> None:
     torch.manual_seed(0)
     plain, batch = Net(), torch.ones(5, 4)
     model, run = pieces([structure_of((batch, None))] * 3)
@@ -67,7 +67,7 @@ def test_blocks_of_other_stages_return_what_they_would() -> None:
     assert torch.equal(given, plain(batch))
 
 
-def test_a_block_that_returns_something_else_than_it_did_is_refused() -> None:
+def test_block_with_changed_output_structure_is_refused() -> None:
     model, run = pieces([""] * 3)
     with pytest.raises(
         ApplyError, match=r"block 0 returns \{.*null\]\}, and a tensor when the config was made"

@@ -16,7 +16,7 @@ def worst(costs: np.ndarray, starts: tuple[int, ...], end: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_division_is_better(seed: int) -> None:
+def test_stage_planner_equals_brute_force(seed: int) -> None:
     """The slowest stage is the fastest possible within 1 %, and no division that is as fast needs less in its
     fullest stage.
     """
@@ -37,5 +37,5 @@ def test_no_division_is_better(seed: int) -> None:
     assert worst(n_bytes, found, n) == pytest.approx(min(worst(n_bytes, each, n) for each in fast))
 
 
-def test_too_few_cuts_are_none() -> None:
+def test_stage_planner_returns_none_with_too_few_cuts() -> None:
     assert balanced(np.ones(4), np.ones((3, 4)), [2], 3) is None

@@ -10,7 +10,7 @@ from memtune.parallel.ranks.balance_schedule import attention_work, balance_roun
 
 
 @pytest.mark.parametrize("contexts", range(1, 18))
-def test_every_pair_of_contexts_is_one_ranks_piece(contexts: int) -> None:
+def test_balance_rounds_cover_each_pair_of_contexts_once(contexts: int) -> None:
     pieces = []
     for rank in range(contexts):
         pieces.append((rank, rank))
@@ -23,7 +23,7 @@ def test_every_pair_of_contexts_is_one_ranks_piece(contexts: int) -> None:
 
 
 @pytest.mark.parametrize("contexts", range(2, 18))
-def test_work_is_equal_but_for_a_piece_of_the_first_half_where_contexts_are_even(contexts: int) -> None:
+def test_balance_work_differs_by_at_most_one_piece(contexts: int) -> None:
     each = [attention_work(contexts, rank) for rank in range(contexts)]
     assert sum(each) == contexts**2 / 2
     half = contexts // 2
@@ -31,7 +31,7 @@ def test_work_is_equal_but_for_a_piece_of_the_first_half_where_contexts_are_even
 
 
 @pytest.mark.parametrize("contexts", range(2, 18))
-def test_what_is_sent_is_what_the_other_rank_expects(contexts: int) -> None:
+def test_balance_rounds_match_sends_and_receives(contexts: int) -> None:
     steps = [list(balance_rounds(contexts, rank)) for rank in range(contexts)]
     for rank, mine in enumerate(steps):
         for at, turn in enumerate(mine):

@@ -112,21 +112,19 @@ def ranks() -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("name", "by"), [("ddp", "The model is wrapped by DistributedDataParallel"), ("fsdp", "h.0 is wrapped")]
 )
-def test_a_model_that_somebody_has_wrapped_is_refused(
-    ranks: list[dict[str, str]], name: str, by: str
-) -> None:
+def test_require_plain_refuses_wrapped_model(ranks: list[dict[str, str]], name: str, by: str) -> None:
     for rank in ranks:
         assert "MT376" in rank[name]
         assert by in rank[name]
 
 
-def test_ranks_with_different_configs_all_say_so(ranks: list[dict[str, str]]) -> None:
+def test_ranks_with_different_configs_all_raise(ranks: list[dict[str, str]]) -> None:
     assert ranks[0]["config"] == ranks[1]["config"]
     assert "MT379 1 of 2 ranks have another config or model than rank 0" in ranks[0]["config"]
     assert '"full"' in ranks[0]["config"]
 
 
-def test_ranks_with_different_models_all_say_so(ranks: list[dict[str, str]]) -> None:
+def test_ranks_with_different_models_all_raise(ranks: list[dict[str, str]]) -> None:
     assert ranks[0]["model"] == ranks[1]["model"]
     assert "MT379" in ranks[0]["model"]
     assert "model: sha256" in ranks[0]["model"]
@@ -137,25 +135,25 @@ def test_ranks_with_different_models_all_say_so(ranks: list[dict[str, str]]) -> 
     ["fsdp", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [("raises", "Rank 1 failed first: ValueError: there are no more"), ("killed", "no message")],
 )
-def test_all_ranks_end_when_one_fails_and_say_what_failed_first(states: str, how: str, said: str) -> None:
+def test_all_ranks_report_first_failure(states: str, how: str, message: str) -> None:
     first, failed, third = run_ranks(one_fails, 3, states, how, deadline_s=60, may_fail=True)
     assert failed is None
     for rank in (first, third):
         assert "MT377" in rank
-        assert said in rank
+        assert message in rank
 
 
-def test_what_one_rank_alone_refuses_the_others_say() -> None:
+def test_all_ranks_report_refusal_of_one_rank() -> None:
     other, refusal = run_ranks(one_refuses, 2, deadline_s=60, may_fail=True)
     assert "RMSprop" in refusal
     assert other.startswith("MT377")
     assert f"Rank 1 failed first: {refusal}" in other
 
 
-def test_a_process_group_for_another_device_is_refused() -> None:
+def test_require_backend_refuses_group_of_another_device() -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(MemtuneError, match=r"MT378(.|\n)*cpu"):

@@ -44,6 +44,6 @@ def crashes(how: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_process_ends_well_while_gloo_lets_go_of_tensors() -> None:
+def test_process_exits_cleanly_while_gloo_frees_tensors() -> None:
     """Without the wait a part of them dies of SIGABRT: 24 of 40 on a busy machine."""
     assert crashes("waits") == 0

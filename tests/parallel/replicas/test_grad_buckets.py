@@ -71,7 +71,7 @@ def both(steps: list[list[list[int]]]) -> list[list[list[list[float] | None]]]:
     return [branches(steps, in_buckets) for in_buckets in (True, False)]
 
 
-def test_other_branches_on_other_ranks() -> None:
+def test_grad_buckets_with_different_branches_on_ranks() -> None:
     steps = [[[0], [1]], [[0], [1]], [[0, 1], [0]], [[1], [0, 1]], [[1, 0], [0, 1]], [[2], [2]]]
     wanted = alone(steps)
     for found in (found for ways in run_ranks(both, 2, steps) for found in ways):
@@ -99,5 +99,5 @@ def failing() -> list[str]:
     return [*said, str(all(p.grad is not None for p in model.parameters()))]
 
 
-def test_a_backward_that_failed_leaves_nothing_behind() -> None:
+def test_grad_buckets_are_clean_after_failed_backward() -> None:
     assert run_ranks(failing, 2) == [["MT346", "True"]] * 2

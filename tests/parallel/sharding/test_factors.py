@@ -19,7 +19,7 @@ from memtune.parallel.sharding.factors import (
     cheapest,
     dominating,
     every,
-    held,
+    held_bytes,
     seconds,
     traffic,
 )
@@ -49,12 +49,12 @@ def counted(factors: Factors, schedule: Schedule) -> float:
         ((1, 64, 64), 4, 10.0),  # a reduction a micro-batch, one gather a step
     ],
 )
-def test_traffic_of_zero(factors: tuple[int, int, int], micro_batches: int, wanted: float) -> None:
+def test_factors_traffic_of_zero(factors: tuple[int, int, int], micro_batches: int, wanted: float) -> None:
     found = traffic(Factors(*factors), WHOLE, Schedule(64, 8, micro_batches))
     assert found.total == pytest.approx(wanted * 63 / 64)
 
 
-def test_zero_stages_hold_what_the_paper_says() -> None:
+def test_factors_held_bytes_of_zero_equal_paper() -> None:
     n = 64
     for factors, wanted in {
         (1, 1, 1): 16,
@@ -62,24 +62,24 @@ def test_zero_stages_hold_what_the_paper_says() -> None:
         (1, n, n): 2 + 14 / n,
         (n, n, n): 16 / n,
     }.items():
-        assert held(Factors(*factors), WHOLE).total == pytest.approx(wanted)
+        assert held_bytes(Factors(*factors), WHOLE).total == pytest.approx(wanted)
 
 
-def test_mics_sends_one_shard_between_groups_however_many_micro_batches() -> None:
+def test_factors_mics_sends_one_shard_between_groups_per_step() -> None:
     for micro_batches in (1, 4):
         found = traffic(Factors(8, 8, 8), WHOLE, Schedule(64, 8, micro_batches))
         assert found.inter_bytes == pytest.approx(2 * 2.0 / 8 * (1 - 8 / 64))
         assert found.intra_bytes == pytest.approx(micro_batches * 6.0 * 7 / 8)
 
 
-def test_what_is_frequent_stays_inside_the_node() -> None:
+def test_frequent_hops_are_inside_nodes() -> None:
     one, four = (traffic(Factors(8, 8, 64), WHOLE, Schedule(64, 8, a)) for a in (1, 4))
     assert one.inter_bytes == four.inter_bytes == pytest.approx(4.0 / 8 * (1 - 8 / 64))
     assert four.intra_bytes == 4 * one.intra_bytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 12, 64])
-def test_every_way_is_there_once_and_counts_alike(ranks: int) -> None:
+def test_every_yields_each_factors_once(ranks: int) -> None:
     found = every(ranks)
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     wanted = {
@@ -103,7 +103,7 @@ def test_every_way_is_there_once_and_counts_alike(ranks: int) -> None:
         ((2, 1, 4), ""),
     ],
 )
-def test_what_cannot_be_built_is_said(factors: tuple[int, int, int], problem: str) -> None:
+def test_factors_problem_gives_reason(factors: tuple[int, int, int], problem: str) -> None:
     found = Factors(*factors).problem(16)
     assert problem in found
     assert bool(found) == bool(problem)
@@ -116,7 +116,7 @@ def test_what_cannot_be_built_is_said(factors: tuple[int, int, int], problem: st
     a=st.integers(1, 8),
     limits=st.tuples(st.floats(0.1, 20.0), st.floats(0.1, 20.0)),
 )
-def test_the_planner_is_brute_force_and_memory_never_costs_time(
+def test_cheapest_equals_brute_force_and_never_slows_with_memory(
     ranks: int, node: int, a: int, limits: tuple[float, float]
 ) -> None:
     schedule = Schedule(ranks, node, a)
@@ -127,7 +127,7 @@ def test_the_planner_is_brute_force_and_memory_never_costs_time(
         times = [
             seconds(factors, WHOLE, schedule, HARDWARE)
             for factors in itertools.starmap(Factors, itertools.product(divisors, repeat=3))
-            if not factors.problem(ranks) and held(factors, WHOLE).total <= limit
+            if not factors.problem(ranks) and held_bytes(factors, WHOLE).total <= limit
         ]
         assert (found is None) == (not times)
         time = float("inf") if found is None else seconds(found, WHOLE, schedule, HARDWARE)
@@ -138,7 +138,7 @@ def test_the_planner_is_brute_force_and_memory_never_costs_time(
     assert best(loose) <= best(tight)
 
 
-def test_what_is_dominated_has_a_better_one_and_the_best_has_none() -> None:
+def test_dominating_returns_better_factors_or_none() -> None:
     schedule = Schedule(64, 8, 4)
     for factors in every(64):
         better = dominating(factors, every(64), WHOLE, schedule)
@@ -146,6 +146,6 @@ def test_what_is_dominated_has_a_better_one_and_the_best_has_none() -> None:
             ours, theirs = (traffic(each, WHOLE, schedule) for each in (factors, better))
             assert theirs.intra_bytes <= ours.intra_bytes
             assert theirs.inter_bytes <= ours.inter_bytes
-            assert held(better, WHOLE).total <= held(factors, WHOLE).total
+            assert held_bytes(better, WHOLE).total <= held_bytes(factors, WHOLE).total
     assert dominating(Factors(64, 64, 64), every(64), WHOLE, schedule) is None
     assert dominating(Factors(1, 1, 1), every(64), WHOLE, schedule) is not None

@@ -87,7 +87,7 @@ CASES = (
     Case("hf_llama", recompute="full"),
     Case(
         "hf_llama", move=True
-    ),  # every block saves the same rotary embedding: it comes back with the last of them
+    ),  # every block saves the same rotary embedding, which is reloaded with the last of them
     Case("tobf16", micro_batches=2, host=True),
     Case("gpt", degree=2, two_hop=True),
     Case("gpt", degree=2, micro_batches=2, two_hop=True, recompute="selective", blocks_per_unit=2),
@@ -194,7 +194,7 @@ def timeline(step: Step) -> list[tuple[str, int]]:
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_recording_of_fsdp2(case: Case) -> None:
+def test_fsdp_pass_equals_recording(case: Case) -> None:
     ours, theirs = predicted(case), real(case)
     first = next(
         (i for i, (a, b) in enumerate(zip(timeline(ours), timeline(theirs), strict=False)) if a != b), None
@@ -213,7 +213,7 @@ def collectives(step: Step) -> list[tuple[str, int, int]]:
     ]
 
 
-def test_every_rank_holds_a_share_of_the_state() -> None:
+def test_fsdp_pass_shards_state() -> None:
     whole = recorded("gpt")[1].at(2)
     step = shard_states(whole, Sharding(RANKS))
 
@@ -229,7 +229,7 @@ def test_every_rank_holds_a_share_of_the_state() -> None:
     assert bytes_of(step, Kind.GRADIENT) * RANKS == bytes_of(whole, Kind.GRADIENT)
 
 
-def test_copies_are_averaged_over_the_network_between_nodes() -> None:
+def test_fsdp_pass_averages_replicas_over_inter_link() -> None:
     step = shard_states(recorded("tied")[1].at(2), Sharding(2, replicas=2, replicas_across_nodes=True))
     reduced = [
         op for op in range(step.ops.n) if step.names[step.ops.name[op]] == "memtune.all_reduce_.default"

@@ -113,7 +113,7 @@ def branched(others_from: int) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("others_from", "noticed_at"), [(1, 1), (3, 4)])
-def test_other_branches_on_other_ranks_are_an_error(others_from: int, noticed_at: int) -> None:
+def test_fsdp_different_branches_on_ranks_raise(others_from: int, noticed_at: int) -> None:
     assert run_ranks(branched, 2, others_from) == [[noticed_at, "MT346", True]] * 2
 
 
@@ -139,7 +139,9 @@ def test_other_branches_on_other_ranks_are_an_error(others_from: int, noticed_at
         ),
     ],
 )
-def test_other_experts_on_other_ranks(ranks: int, micro_batches: int, states: dict[str, Any]) -> None:
+def test_fsdp_reduces_experts_used_on_some_ranks(
+    ranks: int, micro_batches: int, states: dict[str, Any]
+) -> None:
     wanted = alone(ranks * micro_batches)
     for found in run_ranks(trained, ranks, states, micro_batches):
         assert found.keys() == wanted.keys()

@@ -237,7 +237,7 @@ def close(got: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_trains_as_the_plain_model_on_the_union_batch(
+def test_fsdp_training_equals_plain_model_on_union_batch(
     ranks: list[Any], plain: dict[str, Any], name: str, micro_batches: int
 ) -> None:
     runs = [rank[name][micro_batches] for rank in ranks]
@@ -254,7 +254,7 @@ def test_trains_as_the_plain_model_on_the_union_batch(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_optimizer_is_the_users_own_and_its_scheduler_works(ranks: list[Any], name: str) -> None:
+def test_fsdp_keeps_users_optimizer_and_scheduler(ranks: list[Any], name: str) -> None:
     for rank in ranks:
         run = rank[name][1]
         assert run["same"]
@@ -262,7 +262,7 @@ def test_the_optimizer_is_the_users_own_and_its_scheduler_works(ranks: list[Any]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_state_dicts_are_those_of_the_plain_model(ranks: list[Any], plain: dict[str, Any], name: str) -> None:
+def test_fsdp_state_dicts_equal_plain_model(ranks: list[Any], plain: dict[str, Any], name: str) -> None:
     state, wanted = ranks[1][name][1]["state"], plain["state"]
     assert {k: v.shape for k, v in state["model"].items()} == {k: v.shape for k, v in wanted["model"].items()}
     assert state["optimizer"]["param_groups"][0]["params"] == wanted["optimizer"]["param_groups"][0]["params"]
@@ -275,7 +275,7 @@ def test_state_dicts_are_those_of_the_plain_model(ranks: list[Any], plain: dict[
         )
 
 
-def test_shards_are_shards(ranks: list[Any]) -> None:
+def test_fsdp_parameters_are_shards(ranks: list[Any]) -> None:
     local = [rank["fsdp"][1]["local"] for rank in ranks]
     assert [each["h.0.0.weight"] for each in local] == [(4, DIM), (3, DIM)]  # 7 rows over 2 ranks
     assert [each["wte.weight"] for each in local] == [(6, DIM), (5, DIM)]
@@ -285,7 +285,7 @@ def test_shards_are_shards(ranks: list[Any]) -> None:
     assert ranks[0]["ddp"][1]["local"]["h.0.0.weight"] == (7, DIM)
 
 
-def test_bytes_on_the_link_are_the_formula(ranks: list[Any]) -> None:
+def test_fsdp_link_bytes_equal_formula(ranks: list[Any]) -> None:
     def padded(*rows: tuple[int, int]) -> int:  # bytes of a unit whose rows are rounded up to two ranks
         return sum(4 * -(-n // 2) * 2 * width for n, width in rows)
 
@@ -310,7 +310,7 @@ def test_bytes_on_the_link_are_the_formula(ranks: list[Any]) -> None:
             assert zero == [2 * (reduced * (shard + flags) + shard)] * RANKS
 
 
-def test_state_that_exists_is_resharded(ranks: list[Any]) -> None:
+def test_fsdp_reshards_existing_optimizer_state(ranks: list[Any]) -> None:
     before, after = ranks[0]["resharded"]
     assert before["types"] == {"DTensor"}
     for index, values in before["state"].items():
@@ -318,9 +318,7 @@ def test_state_that_exists_is_resharded(ranks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1"])
-def test_a_failure_half_way_leaves_everything_as_it_was(
-    ranks: list[Any], plain: dict[str, Any], kind: str
-) -> None:
+def test_fsdp_failed_apply_restores_model(ranks: list[Any], plain: dict[str, Any], kind: str) -> None:
     for rank in ranks:
         found = rank["broken"][kind]
         assert found["message"] == "injected"
@@ -330,14 +328,14 @@ def test_a_failure_half_way_leaves_everything_as_it_was(
         assert found["trains"] == plain["losses"]
 
 
-def test_ranks_that_hold_different_weights_are_refused(ranks: list[Any]) -> None:
+def test_fsdp_refuses_ranks_with_different_weights(ranks: list[Any]) -> None:
     assert all(
         "1 parameters differ between the 2 ranks" in rank["different"] and "h.1.0.weight" in rank["different"]
         for rank in ranks
     )
 
 
-def test_one_process_alone_is_told_what_to_do() -> None:
+def test_fsdp_refuses_single_process_with_fix() -> None:
     model, optimizer = build()
     with pytest.raises(ApplyError, match="this one is alone") as caught:
         apply(
@@ -354,7 +352,7 @@ def test_one_process_alone_is_told_what_to_do() -> None:
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
+def test_fsdp_ledger_peak_equals_prediction() -> None:
     from memtune.autotune.record.recorder import record
     from memtune.parallel.replicas.ddp_pass import Replication, replicate
     from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states

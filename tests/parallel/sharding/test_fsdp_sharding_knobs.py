@@ -110,11 +110,11 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_five_steps_are_those_of_one_rank(ranks: list[Any], name: str) -> None:
+def test_fsdp_knobs_train_like_one_rank(ranks: list[Any], name: str) -> None:
     check([rank["trained"][name] for rank in ranks], alone(*build(), batches, 0.05))
 
 
-def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any]) -> None:
+def test_fsdp_knobs_link_bytes_equal_formula(ranks: list[Any]) -> None:
     one = 4 * (EVEN * EVEN + EVEN)
     blocks = BLOCKS * one
     far = (
@@ -137,14 +137,14 @@ def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any]) -> None:
             ], name
 
 
-def test_gradients_in_bfloat16_are_those_in_float32_to_eight_bits(ranks: list[Any]) -> None:
+def test_fsdp_bfloat16_reduction_is_close_to_float32(ranks: list[Any]) -> None:
     before = even()[0].state_dict()["1.weight"]
     for rank in ranks:
         exact, rounded = (before - rank["sent"][name]["weight"] for name in ("plain", "bfloat16"))
         assert 0 < (rounded - exact).abs().max() <= (RANKS + 2) * 2**-8 * exact.abs().max()
 
 
-def test_an_update_after_an_evaluation_reaches_the_next_forward(ranks: list[Any]) -> None:
+def test_fsdp_update_after_evaluation_reaches_next_forward(ranks: list[Any]) -> None:
     wanted = evaluated(None)
     assert wanted[2] < wanted[1] < wanted[0]
     assert all(rank["evaluated"] == pytest.approx(wanted, rel=1e-6) for rank in ranks)

@@ -126,15 +126,15 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: Case) -> None:
+def test_nested_sharding_trains_like_one_rank(ranks: list[Any], case: Case) -> None:
     check([rank["trained"][case] for rank in ranks], plain(case[2]))
 
 
-def test_norms_and_gathers_over_several_dims_are_nothing_to_warn_of(ranks: list[Any]) -> None:
+def test_nested_collectives_do_not_warn(ranks: list[Any]) -> None:
     assert [rank["warnings"] for rank in ranks] == [[], [], [], []]
 
 
-def test_a_loop_that_does_not_say_which_micro_batch_is_last_trains_the_same(ranks: list[Any]) -> None:
+def test_nested_sharding_in_unmarked_loop_trains_equally(ranks: list[Any]) -> None:
     for name in ranks[0]["silent"]:
         check([rank["silent"][name] for rank in ranks], plain(0.05))
 
@@ -145,7 +145,7 @@ def the_grid() -> dict[Case, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_five_steps_of_every_division_are_those_of_one_rank() -> None:
+def test_nested_sharding_of_every_division_equals_one_rank() -> None:
     found = run_ranks(the_grid, 4, deadline_s=3500)
     for case in GRID:
         check([rank[case] for rank in found], plain(case[2]))
@@ -167,7 +167,7 @@ def sent(config: dict[str, Any], parts: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any], parts: int) -> None:
+def test_nested_sharding_link_bytes_equal_formula(ranks: list[Any], parts: int) -> None:
     whole = 3 * 4 * (EVEN * EVEN + EVEN)
     for factors in SENT:
         wanted = traffic(Factors(*factors), Bytes(whole, whole, 0), Schedule(4, 2, parts))
@@ -187,7 +187,7 @@ BLOCK, ROOT, FROZEN = ((7, 6), (7, 1), (6, 7), (6, 1)), ((11, 6), (1, 6)), ((6, 
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_mics_sends_one_shard_between_nodes_once_a_step(ranks: list[Any], parts: int) -> None:
+def test_mics_sends_one_shard_between_nodes_per_step(ranks: list[Any], parts: int) -> None:
     shard = 3 * rows(*BLOCK) + rows(*ROOT)
     gathered = 2 * 3 * rows(*BLOCK) + rows(*ROOT) + rows(*FROZEN)
     for rank in ranks:
@@ -199,12 +199,12 @@ def test_mics_sends_one_shard_between_nodes_once_a_step(ranks: list[Any], parts:
         assert often["intra_link"] == counted["intra_link"]
 
 
-def test_groups_that_cannot_be_are_refused(ranks: list[Any]) -> None:
+def test_nested_sharding_refuses_invalid_groups(ranks: list[Any]) -> None:
     for rank in ranks:
         assert all(
             f"4 ranks cannot be put into equal groups of {group}" in rank["refused"][group]
             for group in (3, 8)
         )
-        assert "not told how many ranks" in rank["refused"]["none"]
+        assert "has no number of ranks" in rank["refused"]["none"]
         copies = (rank["refused"][f"copy of {each}"] for each in (3, 4, 8))
         assert all("is no proper divisor of the 4 ranks that share the model" in said for said in copies)

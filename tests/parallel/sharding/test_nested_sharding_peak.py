@@ -22,7 +22,7 @@ from memtune.technique import Target
 from memtune.workload.workload import Workload
 
 RANKS, MICRO_BATCHES = 4, 2
-BESIDE: dict[str, dict[str, Any]] = {
+OTHER_TECHNIQUES: dict[str, dict[str, Any]] = {
     "alone": {},
     "full": {"recompute": {"kind": "full"}},
     "selective": {"recompute": {"kind": "selective"}},
@@ -41,9 +41,9 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(states: str, beside: str) -> dict[str, Any]:
+def settings(states: str, other_slots: str) -> dict[str, Any]:
     execution = {"micro_batch": 2, "accumulate": MICRO_BATCHES}
-    return {"execution": execution, "sharding": {"states": STATES[states]}, **BESIDE[beside]}
+    return {"execution": execution, "sharding": {"states": STATES[states]}, **OTHER_TECHNIQUES[other_slots]}
 
 
 def measured(path: str, cases: list[tuple[str, str]]) -> dict[tuple[str, str], int]:
@@ -88,5 +88,5 @@ pytestmark = [
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("states", STATES)
-def test_peak_is_the_predicted_one(states: str) -> None:
-    check([(states, beside) for beside in BESIDE])
+def test_nested_sharding_peak_equals_prediction(states: str) -> None:
+    check([(states, other_slots) for other_slots in OTHER_TECHNIQUES])

@@ -87,7 +87,7 @@ def gradients(kind: str, how: str) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def moved_away() -> str:
+def after_model_move() -> str:
     model, optimizer = build()
     tuned = apply(
         model, optimizer, {"settings": {"sharding": {"states": {"kind": "zero1"}}}}, loss=loss, strict=False
@@ -105,7 +105,7 @@ def everything() -> dict[str, Any]:
     return {
         "trained": {case: trained(*case) for case in CASES},
         "gradients": {(kind, how): gradients(kind, how) for kind in KINDS for how in ways},
-        "moved": moved_away(),
+        "moved": after_model_move(),
     }
 
 
@@ -119,20 +119,20 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: tuple[str, int, float]) -> None:
+def test_zero_partition_trains_like_one_rank(ranks: list[Any], case: tuple[str, int, float]) -> None:
     check([rank["trained"][case] for rank in ranks], plain(case[2]))
     assert all(rank["trained"][case]["same"] for rank in ranks)
 
 
 @pytest.mark.slow
-def test_five_steps_on_four_ranks() -> None:
+def test_zero_partition_on_four_ranks_equals_one_rank() -> None:
     found = run_ranks(on_four, 4)
     for case in found[0]:
         check([rank[case] for rank in found], plain(case[2]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_nobody_uses_is_left_alone(ranks: list[Any], kind: str) -> None:
+def test_zero_partition_does_not_update_unused_parameter(ranks: list[Any], kind: str) -> None:
     model, _ = build()
     for rank in ranks:
         weights = rank["trained"][kind, 1, 0.0]["weights"]
@@ -140,7 +140,7 @@ def test_a_parameter_nobody_uses_is_left_alone(ranks: list[Any], kind: str) -> N
         assert not torch.equal(weights["sometimes.weight"], model.sometimes.weight)
 
 
-def test_a_rank_holds_a_half_of_the_state(ranks: list[Any]) -> None:
+def test_zero_partition_rank_holds_half_of_state(ranks: list[Any]) -> None:
     facts = ranks[0]["trained"]["zero1", 1, 0.0]["audit"]["sharding.states"]
     rows = 6 * 6 + 3 * (4 * 6 + 4 + 3 * 7 + 3) + 6 + (2 * 6 + 2) + (3 * 6 + 3)
     assert facts == {"ranks": 2, "buckets": 1, "shard_bytes": 4 * rows}
@@ -148,7 +148,7 @@ def test_a_rank_holds_a_half_of_the_state(ranks: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["sums", "optimizer zeroes", "model zeroes", "zeroes in place"])
-def test_gradients_are_summed_until_somebody_zeroes_them(ranks: list[Any], kind: str, how: str) -> None:
+def test_zero_partition_sums_gradients_until_zeroed(ranks: list[Any], kind: str, how: str) -> None:
     model, _ = build()
     for step in (0, 1) if how == "sums" else (1,):
         loss(model, torch.cat(batches(step)[8:])).backward()
@@ -160,5 +160,5 @@ def test_gradients_are_summed_until_somebody_zeroes_them(ranks: list[Any], kind:
             assert torch.allclose(got[name], gradient, rtol=0, atol=1e-6), name
 
 
-def test_a_model_that_was_moved_away_from_its_shards_is_noticed(ranks: list[Any]) -> None:
+def test_zero_partition_audit_detects_moved_model(ranks: list[Any]) -> None:
     assert all("no longer share memory" in rank["moved"] for rank in ranks)

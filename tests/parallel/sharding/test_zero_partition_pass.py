@@ -148,7 +148,7 @@ def real(case: Case) -> Step:
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_recording_of_the_mechanism(case: Case) -> None:
+def test_zero_partition_pass_equals_recording(case: Case) -> None:
     assert compare(predicted(case), real(case)) == ""
 
 
@@ -160,7 +160,7 @@ def bytes_of(step: Step, kind: Kind) -> int:
     )
 
 
-def test_every_rank_holds_a_share_of_state_and_gradients_and_all_parameters() -> None:
+def test_zero_partition_pass_shards_state_and_gradients() -> None:
     whole = recorded("gpt")[1].at(2)
     step = partition_states(whole, Partitioning(RANKS, 1 << 30))
     flags = 4 * len(whole.parameters)
@@ -169,7 +169,7 @@ def test_every_rank_holds_a_share_of_state_and_gradients_and_all_parameters() ->
     assert (bytes_of(step, Kind.GRADIENT) - flags) * RANKS == bytes_of(whole, Kind.GRADIENT)
 
 
-def test_sums_of_the_middle_micro_batches_count_where_they_are_the_larger_ones() -> None:
+def test_zero_partition_pass_counts_sums_of_middle_micro_batches() -> None:
     step = accumulate_gradients(recorded("lstm")[1].at(2))
     two, many = (partition_states(step, Partitioning(RANKS, 20_000, count)) for count in (2, 3))
     assert many.peak_bytes() >= two.peak_bytes()
@@ -177,7 +177,7 @@ def test_sums_of_the_middle_micro_batches_count_where_they_are_the_larger_ones()
     assert zero2.peak_bytes() < two.peak_bytes()
 
 
-def test_a_parameter_without_gradient_is_filled_in() -> None:
+def test_zero_partition_pass_fills_missing_gradient() -> None:
     step = recorded("gpt")[1].at(2)
     parameters = list(step.parameters)
     parameters[4] = parameters[4]._replace(gradient=-1)
@@ -192,7 +192,7 @@ def test_a_parameter_without_gradient_is_filled_in() -> None:
     assert names.count("memtune.reduce_scatter_into_.default") == 1
 
 
-def test_a_model_of_which_nothing_is_trained_stays_as_it_is() -> None:
+def test_zero_partition_pass_keeps_untrained_model() -> None:
     step = recorded("gpt")[1].at(2)
     frozen = replace(step, parameters=tuple(p._replace(trainable=False) for p in step.parameters))
     assert partition_states(frozen, Partitioning(RANKS, 1 << 20)) is frozen

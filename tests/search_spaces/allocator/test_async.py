@@ -1,4 +1,4 @@
-"""cudaMallocAsync as the model has it; its option is tested beside that of expandable segments."""
+"""The model of cudaMallocAsync; its option is tested together with that of expandable segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocators that are one option of torch's: what they write is what torch reads, and on CPU they are refused
+"""Allocators that are an option of torch's: torch reads the written option; on CPU they are refused
 by name.
 """
 

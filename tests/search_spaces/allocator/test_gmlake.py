@@ -1,5 +1,5 @@
-"""Training from stitched memory: the plain model's bits, a steady state without calls of the driver, one
-allocator a process.
+"""Training from stitched memory: the plain model's bits, a steady state without driver calls, one allocator
+per process.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ class TestLifetimePools(ArenaSuite):
         before = arena.statistics()
         assert before.plans == 1
         assert before.deviations == 0
-        _, told = trained([4] * 6, LifetimePools())
-        assert not told
+        _, messages = trained([4] * 6, LifetimePools())
+        assert not messages
 
     def test_steps_of_other_sizes_are_served_bit_for_bit(self) -> None:
         sizes = [4, 4, 4, 6, 4, 3, 8, 2, 4]
-        got, told = trained(sizes, LifetimePools(transient_within=8, relearn_after=1))
+        got, messages = trained(sizes, LifetimePools(transient_within=8, relearn_after=1))
         wanted, _ = trained(sizes, None)
         assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
         assert arena.statistics().plans >= 1
-        assert not told
+        assert not messages

@@ -48,7 +48,7 @@ def parsed_by_torch(options: str) -> str:
 
 
 def test_no_knob_of_torch_is_missing():
-    """Of those that torch has for CUDA alone, as its header lists them, but for what chooses another
+    """All options that torch has for CUDA alone, as its header lists them, except those that choose another
     allocator.
     """
     text = (Path(torch.__file__).parent / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h").read_text()
@@ -92,7 +92,7 @@ def test_torch_reads_what_env_writes(knobs: dict[str, object]):
     ],
     ids=str,
 )
-def test_what_torch_refuses_is_refused_here(knobs: dict[str, object]):
+def test_values_that_torch_refuses_are_refused(knobs: dict[str, object]):
     with pytest.raises(Exception, match=r"too small|power of 2|invalid|must be > 10"):
         parsed_by_torch(",".join(f"{name}:{value}" for name, value in knobs.items()))
     with pytest.raises(ValidationError):

@@ -1,4 +1,4 @@
-"""Training at planned offsets: the plain model's bits, also where steps are not as planned."""
+"""Training at planned offsets: the plain model's bits, also if steps differ from the plan."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ class TestPlannedLayout(ArenaSuite):
     technique = PlannedLayout
 
     def test_requests_of_equal_steps_are_served_by_plan(self) -> None:
-        _, told = trained([4] * 8, PlannedLayout())
+        _, messages = trained([4] * 8, PlannedLayout())
         found = arena.statistics()
         assert found.plans == 1
         assert found.plan_requests > 200
         assert found.plan_served >= 4 * found.plan_requests * 0.95
         assert found.plan_bytes <= 1.01 * found.plan_bound_bytes
-        assert not told
+        assert not messages
 
     def test_steps_of_other_sizes_are_served_bit_for_bit_with_one_message(self) -> None:
         sizes = [4, 4, 4, 4, 6, 4, 3, 4, 4, 8, 2, 4, 4]
-        got, told = trained(sizes, PlannedLayout(replan_after=10_000))
+        got, messages = trained(sizes, PlannedLayout(replan_after=10_000))
         wanted, _ = trained(sizes, None)
         assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
         assert arena.statistics().deviations > 50
         assert arena.statistics().plans == 1
-        assert len(told) == 1
-        assert "other memory than planned (request" in told[0]
+        assert len(messages) == 1
+        assert "other memory than planned (request" in messages[0]
 
     def test_after_enough_deviations_another_step_is_planned(self) -> None:
-        got, told = trained([4] * 4 + [7] * 8, PlannedLayout(replan_after=20))
+        got, messages = trained([4] * 4 + [7] * 8, PlannedLayout(replan_after=20))
         wanted, _ = trained([4] * 4 + [7] * 8, None)
         assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
         assert arena.statistics().plans >= 2
-        assert len(told) == 1
+        assert len(messages) == 1
 
-    def test_a_request_larger_than_the_arena_is_served_beside_it(self) -> None:
-        """One tensor larger than all that is planned: its values stay, and the steps after it are served by
-        plan as before.
+    def test_request_larger_than_arena_is_served_outside_it(self) -> None:
+        """One tensor larger than everything planned keeps its values, and later steps are served by plan as
+        before.
         """
         workload, model, optimizer = build(ZOO["tied"])
         tuned = apply(model, optimizer, {"settings": settings_of(PlannedLayout())}, strict=False)

@@ -1,5 +1,5 @@
 """Every technique under a budget that the plain run exceeds: five steps to the bit, the predicted peak, no
-tier holds more.
+tier fuller.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATES: dict[str, dict[str, Any]] = {
     "zero_offload": {"bucket_mib": 0.005},
     "zero_offload, a part": {"bucket_mib": 0.005, "ratio": 0.5},
     "l2l": {},
-    "stronghold": {"window": 2, "late": (1, 3)},
+    "stronghold": {"window": 2, "deferred": (1, 3)},
     "patrickstar": {"chunk_bytes": 70_000},
     "elixir": {},
     "angel_ptm": {"page_mib": 0.02},
@@ -58,12 +58,14 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "pipelined": {"min_bytes": 0, "ratio": 0.5},
     "tsplit": {"min_bytes": 64, "share": 0.5, "parts": 1},
 }
-ELSEWHERE = {"none", "harmony", "mobius", "moesys", "smart_infinity", "orchestrated"}
-"""`packs_suite` for chains, `under_budget` for experts and for updaters in processes of their own; replicas
-have no such run.
+COVERED_BY_OTHER_TESTS = {"none", "harmony", "mobius", "moesys", "smart_infinity", "orchestrated"}
+"""Techniques with a run in `packs_suite` (chains) or `under_budget` (experts, updater processes), or for
+replicas only.
 """
 CLIPPED = ("optimizer_cpu", "optimizer_cpu, native", "zero_infinity", *ACTIVATIONS, "planned")
-"""Gradients wait for the step, so clipping by norm is right; the others refuse it."""
+"""Techniques whose gradients are on the device until the step, so clipping by norm is correct; the others
+refuse it.
+"""
 CASES = [*STATES, *ACTIVATIONS, "planned"]
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("ssd")]
 
@@ -83,7 +85,7 @@ def rewriter() -> Rewriter:
 
 
 def candidate(slots: dict[str, Any]) -> tuple[Candidate, int]:
-    """What the passes make of it, and its predicted peak."""
+    """Return the rewritten program and its predicted peak."""
     found = rewriter().candidate(
         Choice.from_document({**slots, "execution": {"micro_batch": 2, "accumulate": PARTS}})
     )
@@ -92,14 +94,14 @@ def candidate(slots: dict[str, Any]) -> tuple[Candidate, int]:
 
 
 def fused(config: Any) -> tuple[Workload, Tuned]:
-    """With AdamW in torch's fused form, whose bits the native update has."""
+    """Return the optimizer with AdamW's fused kernel, which has the bits of the native update."""
     workload, model, _ = build(MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return workload, apply(model, optimizer, config, loss=workload.loss, strict=False)
 
 
 def one_step(workload: Workload, tuned: Tuned, step: int, norm: float) -> float:
-    """Of two micro-batches, clipped where there is a norm; returns the loss."""
+    """Run a step of two micro-batches, clipped if there is a norm; return the loss."""
     torch.manual_seed(SEED + step)
     with tier(HOST):
         batches = [workload.make_batch(2) for _ in range(PARTS)]
@@ -123,21 +125,23 @@ def weights_of(tuned: Tuned) -> dict[str, torch.Tensor]:
 
 @cache
 def plain(norm: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights without memtune's doing anything."""
+    """Return losses and weights of training without memtune."""
     workload, tuned = fused({"settings": {}})
     return [one_step(workload, tuned, step, norm) for step in range(STEPS)], weights_of(tuned)
 
 
-def test_no_technique_is_left_out() -> None:
-    named = {case.partition(",")[0] for case in CASES} | ELSEWHERE
+def test_every_technique_has_a_run_under_budget() -> None:
+    named = {case.partition(",")[0] for case in CASES} | COVERED_BY_OTHER_TESTS
     assert {*kinds("offload.states"), *kinds("offload.activations")} <= named
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_it_trains_to_the_bit_where_the_plain_run_is_out_of_memory(case: str) -> None:
-    """With accumulation, and clipped where that is not refused. After the third step no tier holds more."""
+def test_training_is_bitwise_under_a_budget_that_the_plain_run_exceeds(case: str) -> None:
+    """With accumulation, and clipped unless that is refused. After the third step no tier holds more than
+    predicted.
+    """
     norm = NORM if case in CLIPPED else 0.0
     (found, predicted), (_, whole) = candidate(settings(case)), candidate({})
     losses, weights = plain(norm)
@@ -151,7 +155,7 @@ def test_it_trains_to_the_bit_where_the_plain_run_is_out_of_memory(case: str) ->
         for step in range(STEPS):
             ledger.reset_peak()
             got.append(one_step(workload, tuned, step, norm))
-            assert tuned.optimizer.state  # which waits for updates that go on beside the next step
+            assert tuned.optimizer.state  # waits for deferred updates
             file = ssd_tensors.opened()
             left = ledger.live_bytes(), ledger.live_bytes(HOST), 0 if file is None else file.used_bytes
             held.append((ledger.peak_allocated_bytes() - empty, *left))

@@ -1,4 +1,4 @@
-"""Regions from attention to attention: attention runs once, and a block keeps attention's output alone."""
+"""Regions from attention to attention: attention runs once, and a block keeps only attention's output."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class TestAttentionBoundary(TechniqueSuite):
         assert plan.kept_bytes == 4 * (HIDDEN + LOG_SUM_EXP) + residuals * HIDDEN
 
     def test_without_residuals_forward_ends_with_a_tenth_more_than_full(self) -> None:
-        """What is live when the loss is computed, as recorded from the running model: attention's outputs in
-        place of inputs.
+        """Live bytes when the loss is computed, recorded from the running model: attention's outputs instead
+        of inputs.
         """
         full, twice, mine = (
             _live_after_forward(technique)

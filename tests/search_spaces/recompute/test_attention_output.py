@@ -43,7 +43,7 @@ class TestAttentionOutput(TechniqueSuite):
             hidden + log_sum_exp
         ] * 4
 
-    def test_only_attention_is_left_out_of_the_second_run(self) -> None:
+    def test_second_run_skips_only_attention(self) -> None:
         full, mine = (rewritten(ZOO["gpt"], technique) for technique in (Full(kind="full"), self.default()))
         names = [
             [step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]] for step in (full, mine)
@@ -65,7 +65,7 @@ class TestAttentionOutput(TechniqueSuite):
 
 
 def attention_forwards(model: str, technique: Technique) -> int:
-    """How often attention's forward really ran in one forward and backward."""
+    """Return the number of attention forwards that ran in one forward and backward."""
     workload, module, optimizer = build(ZOO[model])
     apply(module, optimizer, {"settings": settings_of(technique)}, strict=False)
     batch = workload.make_batch(2)
@@ -75,7 +75,7 @@ def attention_forwards(model: str, technique: Technique) -> int:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what reaches the kernels: what a region hands out from what it kept does not."""
+    """Counts the ops that reach the kernels, without outputs that a region returns from its kept ones."""
 
     count = 0
 

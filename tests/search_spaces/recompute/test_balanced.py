@@ -1,4 +1,4 @@
-"""Norms and activation functions run twice, all else that autograd saved is kept."""
+"""Norms and activation functions run twice, all other saved tensors are kept."""
 
 from __future__ import annotations
 

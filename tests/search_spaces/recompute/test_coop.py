@@ -1,4 +1,4 @@
-"""Coop: neighbours go together."""
+"""Coop: neighbours are evicted together."""
 
 from __future__ import annotations
 

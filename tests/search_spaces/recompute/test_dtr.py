@@ -1,4 +1,4 @@
-"""DTR: the cheapest to have again per byte and time goes."""
+"""DTR: evicts the tensor that is cheapest to recompute per byte and time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.zoo_paths import ZOO
 
 from memtune.api import apply
 from memtune.errors import ApplyError, ConfigError
-from memtune.search_spaces.recompute._schedule_planner.placement import place_of
+from memtune.search_spaces.recompute._schedule_planner.placement import placement_of
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.split.tiled import Tiled
 from memtune.testing import TechniqueSuite
@@ -46,27 +46,27 @@ class TestDtr(TechniqueSuite):
             plan = technique.plan(program, target_of(technique))
             step = technique.rewrite(program, plan, target_of(technique)).step
             assert step.peak_bytes() == plan.peak_bytes < plan.plain_bytes
-            assert plan.replay_s > 0
+            assert plan.recompute_s > 0
             if heuristic == "e_star":
-                assert plan.replay_s >= before
-                before = plan.replay_s
+                assert plan.recompute_s >= before
+                before = plan.recompute_s
 
-    def test_it_reaches_the_least_peak_that_any_schedule_has(self) -> None:
+    def test_policy_reaches_least_peak_of_any_schedule(self) -> None:
         program, technique = plain_program(ZOO["cnn_bn"]), Dtr(ratio=0.0)
         assert technique.fits(program, target_of(technique)) is None
         assert technique.plan(program, target_of(technique)).peak_bytes == 754_144
 
     @pytest.mark.parametrize("reachable", [True, False])
     def test_a_budget_that_is_too_small_is_refused_with_one_that_is_enough(self, reachable: bool) -> None:
-        """The least that any schedule has, where the policy reaches it; else what a bisection finds."""
+        """The least peak of any schedule if the policy reaches it, else the result of a bisection."""
         program = plain_program(ZOO["cnn_bn" if reachable else "gpt"], 2 if reachable else 16)
         technique = Dtr(budget_bytes=400_000)
         reason = technique.fits(program, target_of(technique))
-        told = re.search(r"are enough \(budget_bytes: (\d+),", str(reason))
-        assert told
-        enough = int(told[1])
+        shortfall = re.search(r"are enough \(budget_bytes: (\d+),", str(reason))
+        assert shortfall
+        enough = int(shortfall[1])
         other = Dtr(budget_bytes=enough)
-        assert (enough == place_of(program, target_of(other)).least_bytes) == reachable
+        assert (enough == placement_of(program, target_of(other)).least_bytes) == reachable
         assert other.fits(program, target_of(other)) is None
 
     @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ class TestDtr(TechniqueSuite):
         [
             (Dtr(), "gpt", "no budget"),
             (Dtr(budget_bytes=10**9), "gpt", "fits into the budget as it is"),
-            (Dtr(budget_bytes=10**9, ratio=0.5), "gpt", "both say"),
-            (Dtr(ratio=0.5), "tied", "not made of"),
+            (Dtr(budget_bytes=10**9, ratio=0.5), "gpt", "both set the budget"),
+            (Dtr(ratio=0.5), "tied", "do not set the peak"),
         ],
     )
     def test_refused_with_a_reason(self, technique: Dtr, model: str, why: str) -> None:
         assert why in str(technique.fits(plain_program(ZOO[model]), target_of(technique)))
 
-    def test_refused_beside_what_works_inside_the_model(self) -> None:
+    def test_refused_with_mechanisms_inside_the_model(self) -> None:
         technique = Dtr(ratio=0.5)
         reason = technique.fits(plain_program(ZOO["gpt"]), target_of(technique, Tiled()))
         assert "without split: tiled" in str(reason)
@@ -93,10 +93,10 @@ class TestDtr(TechniqueSuite):
         assert "forward" not in vars(model)
 
     @pytest.mark.parametrize("online", [1, {"budget_bytes": 5}, {"flops_per_s": "fast"}])
-    def test_what_is_to_be_decided_online_may_be_damaged(self, online: object) -> None:
+    def test_damaged_schedule_is_ignored_online(self, online: object) -> None:
         _, model, optimizer = build(ZOO["cnn_bn"])
         schedule = {"graph": "", "forward": [], "backward": []}
-        plan = {"schedule": schedule, "peak_bytes": 1, "plain_bytes": 2, "replay_s": 0.1, "online": online}
+        plan = {"schedule": schedule, "peak_bytes": 1, "plain_bytes": 2, "recompute_s": 0.1, "online": online}
         config = {"settings": settings_of(Dtr(ratio=0.5)), "plan": {"recompute": plan}}
         with pytest.raises(ConfigError, match=r"MT316 .*plan\.recompute\.online"):
             apply(model, optimizer, config, strict=False)

@@ -1,4 +1,4 @@
-"""Recompute of every block: only what the blocks were called with is saved."""
+"""Recompute of every block: only the blocks' inputs are saved."""
 
 from __future__ import annotations
 

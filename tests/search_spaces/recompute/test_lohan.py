@@ -1,4 +1,4 @@
-"""Activations swapped as far as it pays, the rest recomputed: the number of bytes is the minimum of a convex
+"""Activations are swapped as far as it pays, the rest recomputed: the number of bytes minimizes a convex
 function.
 """
 
@@ -28,7 +28,7 @@ from memtune.search_spaces.recompute._block_planner.swap import (
     Busy,
     Choice,
     Part,
-    least,
+    argmin_convex,
     spilled_blocks,
     step_s,
 )
@@ -45,8 +45,10 @@ SPILLS = Lohan(kind="lohan", min_bytes=1, host_bytes=400_000, spill="ssd")
 pytestmark = pytest.mark.usefixtures("fixed_cpu")  # how much is swapped is a matter of rates
 
 
-def linked(bytes_per_s: float, *chosen: States) -> Target:
-    """A target with links of that speed and a slow drive, and with what was chosen for `offload.states`."""
+def target_with_links(bytes_per_s: float, *chosen: States) -> Target:
+    """Return a target with links of that speed, a slow drive, and the technique chosen for
+    `offload.states`.
+    """
     machine = replace(CPU, host_to_device_bytes_per_s=bytes_per_s, device_to_host_bytes_per_s=bytes_per_s)
     machine = replace(machine, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
     return Target(machine, chosen={each.slot: each for each in chosen})
@@ -64,8 +66,8 @@ def total(step: Step, resource: Resource) -> int:
     return int(step.ops.traffic_bytes[step.ops.resource == resource].sum())
 
 
-def early(technique: Lohan) -> int:
-    """Copies back of the first block's tensors that start before the last block's backward is over."""
+def early_reloads(technique: Lohan) -> int:
+    """Return the reloads of the first block's tensors that start before the last block's backward is over."""
     step = rewritten(ZOO["gpt"], technique)
     back = np.flatnonzero((step.ops.resource == Resource.HOST_TO_DEVICE) & (step.ops.phase == Phase.BACKWARD))
     last = np.flatnonzero((step.ops.phase == Phase.BACKWARD) & (step.ops.block == len(step.blocks) - 1))
@@ -111,19 +113,20 @@ class TestLohan(TechniqueSuite):
             assert not drift(ZOO[model], SMALL)
         assert not differences(train(ZOO[model], SMALL), plain(ZOO[model]))
 
-    def test_it_follows_the_traffic(self) -> None:
-        """The mechanism: more with a faster link, and less where updates from a drive keep backward waiting
+    def test_swapped_bytes_follow_link_and_drive_speed(self) -> None:
+        """The mechanism: more with a faster link, and less if updates from a drive keep backward waiting
         anyway.
         """
         program = plain_program(ZOO["gpt"])
-        by_link = [swapped(program, linked(each)) for each in (1e8, 1e9, 5e9)]
+        by_link = [swapped(program, target_with_links(each)) for each in (1e8, 1e9, 5e9)]
         assert by_link[0] < by_link[1] < by_link[2]
         busy = [
-            swapped(program, linked(each, States(kind="lohan", bucket_mib=0.005))) for each in (1e8, 1e9, 5e9)
+            swapped(program, target_with_links(each, States(kind="lohan", bucket_mib=0.005)))
+            for each in (1e8, 1e9, 5e9)
         ]
         assert busy == [by_link[0]] * 3
 
-    def test_what_is_planned_crosses_the_link_once_each_way(self) -> None:
+    def test_planned_bytes_cross_link_once_each_way(self) -> None:
         before, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], SMALL)
         planned = swapped(plain_program(ZOO["gpt"]), target_of(SMALL))
         down, up = total(step, Resource.DEVICE_TO_HOST), total(step, Resource.HOST_TO_DEVICE)
@@ -134,10 +137,8 @@ class TestLohan(TechniqueSuite):
         assert total(rewritten(ZOO["gpt"], Full(kind="full")), Resource.DEVICE_TO_HOST) == 0
 
     @pytest.mark.parametrize("host_bytes", [0, 100_000, 400_000])
-    def test_what_the_host_has_no_room_for_is_written_to_ssd_and_read_once(self, host_bytes: int) -> None:
-        """The mechanism: more is swapped than without, the host keeps what it has room for, and the rest
-        passes through it.
-        """
+    def test_bytes_beyond_host_memory_are_written_to_ssd_and_read_once(self, host_bytes: int) -> None:
+        """The mechanism: more is swapped than without, the host is filled, and the rest passes through it."""
         spills = SPILLS.model_copy(update={"host_bytes": host_bytes})
         program = plain_program(ZOO["gpt"])
         decisions = spills.plan(program, target_of(spills)).document()
@@ -148,8 +149,8 @@ class TestLohan(TechniqueSuite):
         assert 0 <= kept <= host_bytes
         largest = int(step.ops.traffic_bytes[step.ops.resource == Resource.SSD_WRITE].max())
         batch = rewritten(ZOO["gpt"]).peak_bytes(Tier.HOST)
-        # At the end of forward writes may still be in flight while backward prefetches: a slow drive shows it.
-        in_flight = WRITES_IN_FLIGHT + spills.ahead + 1
+        # After forward, writes may still be in flight while backward prefetches: a slow drive shows this.
+        in_flight = WRITES_IN_FLIGHT + spills.read_prefetch + 1
         assert step.peak_bytes(Tier.HOST) - batch <= kept + in_flight * largest
         capped = SMALL.model_copy(update={"host_bytes": host_bytes})
         if capped.fits(program, target_of()) is None:
@@ -174,7 +175,7 @@ class TestLohan(TechniqueSuite):
         assert ssd_tensors.current().used_bytes == 0
 
     def test_a_slow_drive_takes_less(self) -> None:
-        program, target = plain_program(ZOO["gpt"]), linked(5e9)
+        program, target = plain_program(ZOO["gpt"]), target_with_links(5e9)
         none = SPILLS.model_copy(update={"host_bytes": 0})
         slow = replace(
             target, hardware=replace(target.hardware, ssd_read_bytes_per_s=1e8, ssd_write_bytes_per_s=1e8)
@@ -187,9 +188,9 @@ class TestLohan(TechniqueSuite):
         rng = np.random.default_rng(seed)
         busy = random_busy(rng, 2)
         parts = [Part(i, int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
-        found = Choice.of(parts, busy, linked(1e8).hardware, 1000, 60_000_000, spill=True)
+        found = Choice.of(parts, busy, target_with_links(1e8).hardware, 1000, 60_000_000, spill=True)
         costs = [found.costs_s(count) for count in range(9)]
-        assert least(found.costs_s, 8) == int(np.argmin(costs)) >= found.count
+        assert argmin_convex(found.costs_s, 8) == int(np.argmin(costs)) >= found.count
         blocks = dict(enumerate(rng.integers(0, 10, 6).tolist()))
         gone = spilled_blocks(blocks, 12)
         assert sum(size for block, size in blocks.items() if block not in gone) <= 12
@@ -209,7 +210,7 @@ class TestLohan(TechniqueSuite):
         machine = replace(CPU, host_to_device_bytes_per_s=1e8, device_to_host_bytes_per_s=1e8)
         found = Choice.of(parts, busy, machine, 1000, None)
         costs = [found.costs_s(count) for count in range(9)]
-        count = least(found.costs_s, 8)
+        count = argmin_convex(found.costs_s, 8)
         assert count == int(np.argmin(costs)) >= found.count
         at = np.cumsum([0, *(each.n_bytes for each in found.parts)])
         slopes = np.diff(costs) / np.diff(at)
@@ -229,14 +230,14 @@ class TestLohan(TechniqueSuite):
             assert costs[count] == pytest.approx(best, rel=1e-12)
 
     @pytest.mark.parametrize("seed", range(6))
-    def test_what_cannot_be_hidden_counts_too(self, seed: int) -> None:
-        """Of all numbers of parts the one with the least seconds, with the copies of the largest block alone
-        on the link.
+    def test_exposed_copies_are_priced(self, seed: int) -> None:
+        """The number of parts with the least seconds, given that the largest block's copies are alone on the
+        link.
         """
         rng = np.random.default_rng(seed)
         busy = random_busy(rng, 2)
         parts = [Part(i % 3, int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
-        machine = linked(float(rng.choice([1e8, 1e9]))).hardware
+        machine = target_with_links(float(rng.choice([1e8, 1e9]))).hardware
         found = Choice.of(parts, busy, machine, 1000, None)
         costs = [found.costs_s(count) for count in range(9)]
         for count in range(9):
@@ -244,25 +245,21 @@ class TestLohan(TechniqueSuite):
             costs[count] += 2 * most / machine.host_to_device_bytes_per_s
         assert found.count == int(np.argmin(costs))
 
-    def test_a_block_comes_back_while_another_runs_backward(self) -> None:
-        """The mechanism: all copies back of the first block are started before the last one's backward is
-        over.
-        """
-        assert early(SMALL) > 0
-        assert early(SMALL.model_copy(update={"window": 0})) == 0
+    def test_block_is_prefetched_while_another_runs_backward(self) -> None:
+        """The mechanism: all reloads of the first block start before the last one's backward is over."""
+        assert early_reloads(SMALL) > 0
+        assert early_reloads(SMALL.model_copy(update={"window": 0})) == 0
 
     def test_copies_that_are_waited_for_swap_no_more(self) -> None:
         program = plain_program(ZOO["gpt"])
         for link in (1e9, 5e9, 2e10):
             waits = SMALL.model_copy(update={"window": 0})
-            assert swapped_by(waits, program, linked(link)) <= swapped_by(SMALL, program, linked(link))
+            assert swapped_by(waits, program, target_with_links(link)) <= swapped_by(
+                SMALL, program, target_with_links(link)
+            )
 
-    def test_training_brings_tensors_back_on_a_thread_and_early(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The live model starts copies back ahead of use, as many as the pass says; with a window of 0
-        none.
-        """
+    def test_training_prefetches_tensors_on_a_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The live model prefetches as many tensors as the pass predicts; with a window of 0 none."""
         for window in (None, 0):
             technique = SMALL.model_copy(update={"window": window})
             workload, model, optimizer = build(ZOO["gpt"])
@@ -281,13 +278,13 @@ class TestLohan(TechniqueSuite):
             monkeypatch.undo()
             assert not transfer._prefetched
 
-    def test_what_it_cannot_do_is_refused(self) -> None:
+    def test_unsupported_programs_are_refused(self) -> None:
         program = plain_program(ZOO["gpt"])
         assert "another technique moves" in str(SMALL.fits(program, target_of(CopyOut(kind="copy_out"))))
         assert "dispatch mode" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))
         nothing = SMALL.model_copy(update={"min_bytes": 1 << 30})
         assert "faster to swap" in str(nothing.fits(program, target_of()))
-        assert "how much host memory" in str(
+        assert "amount of host memory" in str(
             SPILLS.model_copy(update={"host_bytes": None}).fits(program, target_of())
         )
         assert "no directory" in str(SPILLS.fits(program, replace(target_of(), offload_dir="")))

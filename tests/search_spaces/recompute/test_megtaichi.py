@@ -1,4 +1,4 @@
-"""MegTaiChi: the free bytes beside a tensor count as its own."""
+"""MegTaiChi: the score of a tensor counts the free bytes next to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TestMegtaichi(TechniqueSuite):
         return Megtaichi(ratio=0.5)
 
     def test_every_power_reaches_the_policy(self) -> None:
-        """A power of 0 takes its part of the score away: the plans differ."""
+        """An exponent of 0 removes its term from the score: the plans differ."""
         program = plain_program(ZOO["lora"])
         plans = set()
         for knobs in ({}, {"size_power": 0.0}, {"time_power": 0.0}, {"cost_power": 0.0}):

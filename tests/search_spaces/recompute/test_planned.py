@@ -21,9 +21,9 @@ from memtune.program.step import Program, Resource, Step
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
-from memtune.search_spaces.recompute._block_planner.budget import Solution, _within, within
+from memtune.search_spaces.recompute._block_planner.budget import Solution, _solve_budget, solve_budget
+from memtune.search_spaces.recompute._block_planner.measured_options import apply_options as measured_rewrite
 from memtune.search_spaces.recompute._block_planner.measured_options import levels
-from memtune.search_spaces.recompute._block_planner.measured_options import rewritten as measured_rewrite
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
 from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.checkmate import Checkmate
@@ -55,7 +55,7 @@ OTHERS = (
 class TestPlanned(TechniqueSuite):
     technique = Planned
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama", "cnn_bn", "lora")}
-    variants = (Planned(share=0.3), Planned(share=0.0, host=False), Planned(share=0.2, by_schedule=True))
+    variants = (Planned(share=0.3), Planned(share=0.0, offload=False), Planned(share=0.2, by_schedule=True))
     quick = ("gpt",)
 
     @classmethod
@@ -70,8 +70,8 @@ class TestPlanned(TechniqueSuite):
         assert low < high == program.step.peak_bytes()
         before = None
         for budget in range(low, high + 1, max((high - low) // 5, 1)):
-            found = self.solved(program, Planned(budget_bytes=budget, spare=0.0))
-            step = rewritten_by(program, Planned(budget_bytes=budget, spare=0.0))
+            found = self.solved(program, Planned(budget_bytes=budget, headroom=0.0))
+            step = rewritten_by(program, Planned(budget_bytes=budget, headroom=0.0))
             assert step.peak_bytes() == found.peak_bytes <= budget
             if before is not None:
                 assert found.seconds <= before.seconds
@@ -79,19 +79,19 @@ class TestPlanned(TechniqueSuite):
             before = found
 
     @pytest.mark.parametrize("model", ["gpt", "lora", "cnn_bn"])
-    def test_no_other_technique_is_faster_at_its_peak(self, model: str) -> None:
+    def test_no_other_technique_is_faster_at_planned_peak(self, model: str) -> None:
         program, target = plain_program(self.models[model]), target_of()
         for other in OTHERS:
             if other.fits(program, target) is not None:
                 continue
             step = other.rewrite(program, other.plan(program, target), target).step
-            mine = rewritten_by(program, Planned(budget_bytes=step.peak_bytes(), spare=0.0))
+            mine = rewritten_by(program, Planned(budget_bytes=step.peak_bytes(), headroom=0.0))
             assert mine.peak_bytes() <= step.peak_bytes()
             assert op_costs(mine, target.hardware).op_s.sum() <= op_costs(
                 step, target.hardware
             ).op_s.sum() * (1 + 1e-9), other
 
-    def test_what_others_do_to_all_blocks_can_be_chosen_however_few_options_there_are(self) -> None:
+    def test_options_include_decisions_of_other_techniques(self) -> None:
         program, target = plain_program(ZOO["gpt"]), target_of()
         found = levels(program.step, target.hardware, 1, False)
         balanced, full, every_second = (found.others[i] for i in (2, 4, 5))
@@ -118,7 +118,7 @@ class TestPlanned(TechniqueSuite):
         assert found.peak_bytes <= all_again.step.peak_bytes() < found.plain_bytes
 
     def test_gradients_of_gradients_are_planned_as_well_as_others_do(self) -> None:
-        """A backward inside of forward is in no block's windows, so prices are far too low: true peaks
+        """A backward inside of forward is in no block's windows, so prices are far too low, and true peaks
         decide.
         """
         program, full = (
@@ -130,7 +130,7 @@ class TestPlanned(TechniqueSuite):
         n_bytes = full.rewrite(program, full.plan(program, target_of()), target_of()).step.peak_bytes()
         assert n_bytes < program.step.peak_bytes()
         met, missed = (
-            self.solved(program, Planned(budget_bytes=budget, spare=0.0))
+            self.solved(program, Planned(budget_bytes=budget, headroom=0.0))
             for budget in (n_bytes, n_bytes // 2)
         )
         assert met.is_within
@@ -161,7 +161,7 @@ class TestPlanned(TechniqueSuite):
             (OpAddresses().to_plain(), {"inputs": [0]}, [1, 0, 1, 0]),
             (OpAddresses().to_plain(), {"aten.gelu.default": [0]}, [0, 0, 0, 0]),
             (
-                {"kept": {"aten.gelu.default": [0]}, "left_out": {}},
+                {"kept": {"aten.gelu.default": [0]}, "skipped": {}},
                 {"aten.gelu.default": [0], "inputs": [0]},
                 [0, 0, 1, 0],
             ),
@@ -170,8 +170,8 @@ class TestPlanned(TechniqueSuite):
     def test_just_the_named_tensors_move(
         self, calls: Any, moved: dict[str, list[int]], blocks: list[int]
     ) -> None:
-        priced = {"again": {}, "held_bytes": 0, "plain_bytes": 0, "seconds": 0.0}
-        options = [{"calls": calls, "moved": moved, **priced}, {"calls": None, "moved": {}, **priced}]
+        priced = {"recomputed": {}, "held_bytes": 0, "plain_bytes": 0, "seconds": 0.0}
+        options = [{"calls": calls, "offloaded": moved, **priced}, {"calls": None, "offloaded": {}, **priced}]
         totals = dict.fromkeys(("budget_bytes", "peak_bytes", "smallest_bytes", "plain_bytes"), 0)
         plan = Planned.plan_from({"options": options, "blocks": blocks, **totals})
         program = plain_program(ZOO["gpt"])
@@ -186,15 +186,15 @@ class TestPlanned(TechniqueSuite):
             not runs_again or "inputs" in moved
         )
 
-    def test_a_plan_moves_what_is_dear_to_run_again(self) -> None:
+    def test_plan_offloads_expensive_tensors(self) -> None:
         plan = Planned(share=0.3).plan(plain_program(ZOO["gpt"]), target_of()).document()
-        assert any(option["moved"] for option in plan["options"])
-        plan = Planned(share=0.3, host=False).plan(plain_program(ZOO["gpt"]), target_of()).document()
-        assert not any(option["moved"] for option in plan["options"])
+        assert any(option["offloaded"] for option in plan["options"])
+        plan = Planned(share=0.3, offload=False).plan(plain_program(ZOO["gpt"]), target_of()).document()
+        assert not any(option["offloaded"] for option in plan["options"])
 
     @pytest.mark.parametrize("other", [Dtr(), Coop(), Megtaichi(), Checkmate()], ids=lambda each: each.kind)
     @pytest.mark.parametrize("model", ["gpt", "cnn_bn"])
-    def test_a_schedule_takes_its_place_where_it_is_faster(self, model: str, other: Technique) -> None:
+    def test_schedule_replaces_plan_where_it_is_faster(self, model: str, other: Technique) -> None:
         program, target = plain_program(self.models[model]), target_of()
         low, high = (self.solved(program, Planned(share=end)).peak_bytes for end in (0.0, 1.0))
         budget = (low + 3 * high) // 4
@@ -202,7 +202,7 @@ class TestPlanned(TechniqueSuite):
         if other.fits(program, target) is not None:
             pytest.skip("not within the budget")
         step = other.rewrite(program, other.plan(program, target), target).step
-        mine = Planned(budget_bytes=step.peak_bytes(), spare=0.0, by_schedule=True)
+        mine = Planned(budget_bytes=step.peak_bytes(), headroom=0.0, by_schedule=True)
         best = rewritten_by(program, mine)
         assert best.peak_bytes() <= step.peak_bytes()
         assert seconds(best, target) <= seconds(step, target) * (1 + 1e-9)
@@ -211,14 +211,14 @@ class TestPlanned(TechniqueSuite):
     def test_a_schedule_meets_budgets_that_blocks_cannot(self) -> None:
         program, target = plain_program(ZOO["cnn_bn"]), target_of()
         below = self.solved(program, Planned(share=0.0)).peak_bytes - 1
-        assert "no plan stays within" in str(Planned(budget_bytes=below, spare=0.0).fits(program, target))
-        hopeless = Planned(budget_bytes=1000, spare=0.0, by_schedule=True).fits(program, target)
+        assert "no plan stays within" in str(Planned(budget_bytes=below, headroom=0.0).fits(program, target))
+        hopeless = Planned(budget_bytes=1000, headroom=0.0, by_schedule=True).fits(program, target)
         assert isinstance(hopeless, Reason)
         enough = int(hopeless.fix.removeprefix("budget_bytes: "))
         assert enough <= below
         assert f"{format_bytes(enough)} are enough" in hopeless.text
-        assert Planned(budget_bytes=enough, spare=0.0, by_schedule=True).fits(program, target) is None
-        mine = Planned(budget_bytes=below, spare=0.0, by_schedule=True)
+        assert Planned(budget_bytes=enough, headroom=0.0, by_schedule=True).fits(program, target) is None
+        mine = Planned(budget_bytes=below, headroom=0.0, by_schedule=True)
         assert mine.fits(program, target) is None
         assert rewritten_by(program, mine).peak_bytes() <= below
         assert "by a schedule of" in mine.explain(mine.plan(program, target))[0]
@@ -233,36 +233,36 @@ class TestPlanned(TechniqueSuite):
         assert len(lines) > 1
         assert all(line.startswith("block") for line in lines[1:])
         assert lines[0].startswith("peak 3.8")
-        assert any(re.search(r"moves .*\bgelu to the host", line) for line in lines)
+        assert any(re.search(r"offloads .*\bgelu\b", line) for line in lines)
 
     @pytest.mark.parametrize("by_schedule", [False, True])
-    def test_what_fits_as_it_is_is_not_solved_for(self, by_schedule: bool) -> None:
+    def test_budget_met_without_recompute_is_not_solved(self, by_schedule: bool) -> None:
         program = plain_program(ZOO["gpt"])
         plain = self.solved(program, Planned(share=0.0)).plain_bytes
-        solved = _within.cache_info().misses
-        exactly = Planned(budget_bytes=plain, spare=0.0, by_schedule=by_schedule)
+        solved = _solve_budget.cache_info().misses
+        exactly = Planned(budget_bytes=plain, headroom=0.0, by_schedule=by_schedule)
         assert "everything fits" in str(exactly.fits(program, target_of()))
-        assert _within.cache_info().misses == solved
-        less = Planned(budget_bytes=plain - 1, spare=0.0)
+        assert _solve_budget.cache_info().misses == solved
+        less = Planned(budget_bytes=plain - 1, headroom=0.0)
         assert less.fits(program, target_of()) is None
-        assert _within.cache_info().misses == solved + 1
+        assert _solve_budget.cache_info().misses == solved + 1
 
     def test_reasons(self) -> None:
         program = plain_program(ZOO["gpt"])
         smallest = self.solved(program, Planned(share=0.0)).peak_bytes
         assert "there is no budget" in str(Planned().fits(program, target_of()))
-        assert "everything fits" in str(Planned(budget_bytes=10**9, spare=0.0).fits(program, target_of()))
+        assert "everything fits" in str(Planned(budget_bytes=10**9, headroom=0.0).fits(program, target_of()))
         assert "give one of them" in str(Planned(budget_bytes=10**9, share=0.5).fits(program, target_of()))
         assert f"the smallest needs {format_bytes(smallest)}" in str(
-            Planned(budget_bytes=smallest - 1, spare=0.0).fits(program, target_of())
+            Planned(budget_bytes=smallest - 1, headroom=0.0).fits(program, target_of())
         )
-        assert Planned(budget_bytes=smallest, spare=0.0).fits(program, target_of()) is None
-        assert Planned(spare=0.0).fits(program, replace(target_of(), budget_bytes=smallest)) is None
-        assert "0.01 of the budget is spare" in str(
+        assert Planned(budget_bytes=smallest, headroom=0.0).fits(program, target_of()) is None
+        assert Planned(headroom=0.0).fits(program, replace(target_of(), budget_bytes=smallest)) is None
+        assert "0.01 of the budget is headroom" in str(
             Planned().fits(program, replace(target_of(), budget_bytes=smallest))
         )
         assert Planned().fits(program, replace(target_of(), budget_bytes=smallest * 100 // 98)) is None
-        assert "moves what the plan may move itself" in str(
+        assert "moves tensors that the plan may move itself" in str(
             Planned(share=0.5).fits(program, target_of(CopyOut()))
         )
 
@@ -277,7 +277,7 @@ class TestPlanned(TechniqueSuite):
         target = target or target_of()
         budget = planned._budget(target)
         assert budget is not None
-        return within(program, budget, target)
+        return solve_budget(program, budget, target)
 
 
 def rewritten_by(program: Program, planned: Planned, target: Target | None = None) -> Step:

@@ -45,7 +45,7 @@ class TestSelective(TechniqueSuite):
         assert again or model == "lstm"
         assert not any(is_matmul_or_attention(name) for name in again)
 
-    def test_what_is_written_into_later_runs_twice(self) -> None:
+    def test_ops_with_outputs_written_later_run_twice(self) -> None:
         step = rewritten(ZOO["inplace_views"], self.default())
         again = [step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]]
         assert (

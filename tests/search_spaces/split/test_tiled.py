@@ -1,5 +1,5 @@
-"""Logits and loss in parts: as the plain model within the order of sums, and never a large part of the logits
-at once.
+"""Logits and loss in parts: equal to the plain model within the order of sums, and never a large part of the
+logits.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class TestTiled(TechniqueSuite):
         assert "fewer than" in str(Tiled(chunks=1, norm=1000).fits(plain_program(NORMS), target_of()))
 
     @pytest.mark.slow
-    def test_norms_beside_mlps(self) -> None:
+    def test_norms_with_mlps(self) -> None:
         llama = ZOO["hf_llama"]
         assert len(norms(plain_program(llama).step)) == 2 * len(position_wise(plain_program(llama).step)) == 6
         assert not drift(llama, Tiled(chunks=1, mlp=3, norm=4), Full())
@@ -146,13 +146,13 @@ class TestTiled(TechniqueSuite):
         model.layers[0].norm.forward = mixing
         config = config_of(NORMS, Tiled(chunks=1, norm=5))
         tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
-        with pytest.raises(ApplyError, match=r"layers\.0\.norm does not treat every token alike"):
+        with pytest.raises(ApplyError, match=r"layers\.0\.norm does not treat tokens independently"):
             tuned.step([workload.make_batch(2)])
 
     def test_logits_and_mlps_together(self) -> None:
         assert not drift(BOTH, Tiled(chunks=4, mlp=3))
 
-    def test_which_modules_treat_every_token_alike(self) -> None:
+    def test_position_wise_modules_are_found(self) -> None:
         gpt = [region.module for region in position_wise(plain_program(ZOO["gpt"]).step)]
         assert gpt == [f"h.{i}.mlp" for i in range(4)]
         assert position_wise(plain_program(ZOO["cnn_bn"]).step) == ()
@@ -165,7 +165,7 @@ class TestTiled(TechniqueSuite):
             Tiled(chunks=1, mlp=2).fits(plain_program(LARGE), target_of())
         )
         assert "fewer than" in str(Tiled(chunks=1, mlp=1000).fits(program, target_of()))
-        assert "keeps what the parts" in str(Tiled(chunks=1, mlp=2).fits(program, target_of(Selective())))
+        assert "the outputs of the MLPs" in str(Tiled(chunks=1, mlp=2).fits(program, target_of(Selective())))
         assert Tiled(chunks=1, mlp=2).fits(program, target_of(Full())) is None
 
     def test_mlps_need_a_plan_for_this_model(self) -> None:
@@ -201,7 +201,7 @@ class TestTiled(TechniqueSuite):
         tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
         model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
         tuned.step([workload.make_batch(2)])
-        with pytest.raises(ApplyError, match="no product with its weight") as caught:
+        with pytest.raises(ApplyError, match="no known product with its weight") as caught:
             tuned.audit()
         assert caught.value.code == "MT335"
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-STATES: dict[str, Any] = {"kind": "moesys", "cache": 2, "on_device": 1, "ahead": 1}
+STATES: dict[str, Any] = {"kind": "moesys", "cache": 2, "on_device": 1, "read_prefetch": 1}
 
 
 class Routed(nn.Module):
-    """Rows go to one of three experts, by their sign; most steps leave some out."""
+    """Rows go to one of three experts, by their sign; most steps use only some experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +27,6 @@ class Routed(nn.Module):
 
 
 def routed() -> nn.Module:
-    """Two blocks of experts; `torch.randn(2, 6)` is a batch."""
+    """Return two blocks of experts; `torch.randn(2, 6)` is a batch."""
     torch.manual_seed(1)
     return nn.Sequential(Routed(), Routed(), nn.Linear(6, 2))

@@ -1,5 +1,5 @@
-"""A residual MLP whose weights lie otherwise in memory: transposed, with the channels last, with gaps
-(`:gapless`: without).
+"""A residual MLP with unusual weight strides: transposed, channels last, with gaps (`:gapless`: without
+gaps).
 """
 
 from types import SimpleNamespace

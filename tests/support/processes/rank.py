@@ -1,5 +1,5 @@
-"""A rank that misbehaves as its trial asks: `config["do"]` names a function below, `config["on"]` the rank
-that does it.
+"""A rank that misbehaves as its trial requests: `config["do"]` names a function below, `config["on"]` the
+rank that runs it.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ def good(**more):
 
 
 def note(name, text=""):
-    """Leave a file for the test, complete from the moment it is there."""
+    """Write a file for the test, complete from the moment it exists."""
     path = FOLDER / name
     path.with_suffix(".part").write_text(text or str(os.getpid()))
     path.with_suffix(".part").rename(path)
@@ -61,7 +61,7 @@ def well():
 
 
 def on_drives():
-    """Leave on each drive what a training run could go on from."""
+    """Leave files on each drive from which a training run could resume."""
     for drive in os.environ["MEMTUNE_OFFLOAD_DIR"].split(":"):
         folder = Path(drive, f"memtune-run-{RANK}")
         folder.mkdir(mode=0o700)
@@ -115,7 +115,7 @@ def stopped():
 
 
 def stubborn():
-    """Hang deaf to TERM, as a child whose parent has ended."""
+    """Hang and ignore SIGTERM, with a child whose parent has ended."""
     child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
     process = subprocess.Popen([sys.executable, "-c", child])
     note("stubborn", str(process.pid))
@@ -123,7 +123,7 @@ def stubborn():
 
 
 def daemon():
-    """Leave a process behind that forked twice and has a session of its own."""
+    """Leave a process that forked twice and has its own session."""
     script = "import os, sys, time\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\n"
     script += (
         "open(sys.argv[1] + '.part', 'w').write(str(os.getpid())); os.rename(sys.argv[1] + '.part',"
@@ -159,14 +159,14 @@ def forked_daemon_then_sleep():
 
 
 def lost_once():
-    """Wait to be killed from outside at the first try, do well at the second."""
+    """Wait to be killed from outside at the first try, succeed at the second."""
     if first_time():
         sleep_long()
     well()
 
 
 def flood():
-    """Print much more than a pipe holds, on both streams, and report much at the same time."""
+    """Print more than a pipe holds on both streams, and report many lines at the same time."""
     for i in range(2000):
         print("x" * 2000)
         print("y" * 2000, file=sys.stderr)
@@ -185,7 +185,7 @@ def well_then_hang():
 
 
 def gloo_sum():
-    """A real all-reduce; asked for, one rank leaves it out."""
+    """Run a real all-reduce; on request one rank skips it."""
     import torch
     import torch.distributed as dist
 

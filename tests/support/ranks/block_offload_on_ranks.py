@@ -1,5 +1,5 @@
-"""What tests of blocks that come and go on several ranks share: each rank has its own samples, one rank alone
-has them all.
+"""Shared checks of block offload on several ranks: each rank has its own samples, one rank alone has them
+all.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ class Case(NamedTuple):
 
     config: Config
     reference: Config
-    """The same division of states and the same update, with weights that stay."""
+    """Config with the same state sharding and the same update, with resident weights."""
     parts: int
-    """Micro-batches of a rank's step."""
+    """Micro-batches per step of a rank."""
 
 
 def candidate(
     techniques: Sequence[Technique], parts: int, ranks: int, budget_bytes: int | None = None
 ) -> Candidate:
-    """The chain under `techniques` on `ranks` ranks, in micro-batches of two samples."""
+    """Return the candidate of the chain under `techniques` on `ranks` ranks, in micro-batches of two
+    samples.
+    """
     rewriter = Rewriter(recording_of(CHAIN), Target(hardware.detect("cpu"), ranks, budget_bytes))
     execution = {"micro_batch": 2, "accumulate": parts}
     found = rewriter.candidate(Choice.from_document({**settings_of(*techniques), "execution": execution}))
@@ -64,7 +66,7 @@ def candidate(
 
 
 def config_of(found: Candidate, techniques: Sequence[Technique]) -> Config:
-    """What training is given."""
+    """Return the config for training."""
     return {
         "settings": settings_of(*techniques),
         "plan": {slot: plan.document() for slot, plan in found.plans.items()},
@@ -72,14 +74,14 @@ def config_of(found: Candidate, techniques: Sequence[Technique]) -> Config:
 
 
 def started(config: Config) -> tuple[Any, Tuned]:
-    """The chain under `config`; SGD, since Adam makes updates of what is zero but for rounding."""
+    """Apply `config` to the chain; SGD, since Adam turns rounding errors of zero gradients into updates."""
     workload, model, _ = build(CHAIN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     return workload, apply(model, optimizer, config, loss=workload.loss, strict=False)
 
 
 def share_of(workload: Any, step: int, parts: int, ranks: int) -> list[Any]:
-    """The micro-batches of this rank in `step`; of all `ranks` where there is one process."""
+    """Return this rank's micro-batches in `step`; those of all `ranks` in a single process."""
     torch.manual_seed(1000 + step)
     batches = [workload.make_batch(2) for _ in range(parts * ranks)]
     if not dist.is_initialized():
@@ -92,7 +94,7 @@ def weights_of(tuned: Tuned) -> Weights:
 
 
 def trained(config: Config, parts: int, ranks: int) -> tuple[Weights, dict[str, int], Tuned]:
-    """Weights after five steps, what the last one moved, and what trained."""
+    """Return weights after five steps, traffic of the last one, and the trained model."""
     workload, tuned = started(config)
     for step in range(STEPS):
         mine = share_of(workload, step, parts, ranks)
@@ -103,7 +105,7 @@ def trained(config: Config, parts: int, ranks: int) -> tuple[Weights, dict[str, 
 
 
 def on_rank(cases: dict[str, Case], folder: str, ledger: bool) -> dict[str, dict[str, Any]]:
-    """What is checked of each case on this rank."""
+    """Return everything that is checked of each case on this rank."""
     ranks, found = dist.get_world_size(), {}
     os.environ[offload_dir.VARIABLE] = folder
     for name, (config, reference, parts) in cases.items():
@@ -127,7 +129,7 @@ def on_rank(cases: dict[str, Case], folder: str, ledger: bool) -> dict[str, dict
 
 
 def went_on(config: Config, tuned: Tuned, folder: Path, parts: int, ranks: int) -> tuple[Weights, Weights]:
-    """Weights a step later: of what was saved, and of what another run loaded."""
+    """Return weights a step later: of the saved run, and of another run that loaded its state."""
     tuned.save(folder)
     workload, other = started(config)
     other.load(folder)
@@ -137,7 +139,7 @@ def went_on(config: Config, tuned: Tuned, folder: Path, parts: int, ranks: int) 
 
 
 def clipped(config: Config, ranks: int) -> str:
-    """What is said to a loop that clips by norm."""
+    """Return the error that a loop gets if it clips by norm."""
     workload, tuned = started(config)
     with tuned.micro_batch(last=True):
         workload.loss(tuned.model, share_of(workload, 0, 1, ranks)[0]).backward()
@@ -151,13 +153,13 @@ def clipped(config: Config, ranks: int) -> str:
 
 @cache
 def alone(parts: int) -> Weights:
-    """One rank that takes all micro-batches."""
+    """Return the result of one rank that takes all micro-batches."""
     return trained({"settings": {}}, parts, 1)[0]
 
 
 def link_bytes(step: Step, parts: int, ranks: int) -> dict[str, int]:
-    """What a rank moves on each link in a step; of messages, what a ring brings it: averages go round
-    twice.
+    """Return the bytes that a rank moves on each link per step; for messages, those received in a ring:
+    averages go round twice.
     """
     traffic = step.ops.traffic_bytes * np.where(step.ops.phase < Phase.BOUNDARY, parts, 1)
     found = {name: int(traffic[step.ops.resource == resource].sum()) for name, resource in LINKS.items()}
@@ -193,31 +195,34 @@ def check_on_ranks(
     ranks: int = 2,
     parts: int = 1,
     bitwise: bool = True,
-    beside: Sequence[Technique] = (),
+    other_slots: Sequence[Technique] = (),
     budget_bytes: int | None = None,
 ) -> dict[str, Step]:
-    """Raise AssertionError where training on ranks is not that of one rank, of the reference, or what was
-    predicted.
+    """Raise AssertionError if training on ranks differs from one rank, from the reference, or from the
+    prediction.
 
     Args:
-        techniques: By name: what divides states, what is under test, and what updates in its place with
-            weights that stay.
+        techniques: By name: the state sharding, the technique under test, and the same update with resident
+            weights.
         folder: For checkpoints.
-        ranks: That train.
-        parts: Micro-batches of a rank's step.
-        bitwise: Whether the reference's weights are the same to the bit; else to 1e-6.
-        beside: Techniques of other slots, which the reference does without.
-        budget_bytes: That plans are made for.
+        ranks: Number of ranks.
+        parts: Micro-batches per step of a rank.
+        bitwise: The reference's weights are compared bitwise; else to 1e-6.
+        other_slots: Techniques of other slots, which the reference does not have.
+        budget_bytes: Budget of the plans.
 
     Returns:
         The predicted step of each.
     """
     found = {
-        name: candidate((*each[:2], *beside), parts, ranks, budget_bytes) for name, each in techniques.items()
+        name: candidate((*each[:2], *other_slots), parts, ranks, budget_bytes)
+        for name, each in techniques.items()
     }
     cases = {
         name: Case(
-            config_of(found[name], (states, mine, *beside)), {"settings": settings_of(states, other)}, parts
+            config_of(found[name], (states, mine, *other_slots)),
+            {"settings": settings_of(states, other)},
+            parts,
         )
         for name, (states, mine, other) in techniques.items()
     }
@@ -239,7 +244,7 @@ def _check(run: dict[str, Any], first: Weights, step: Step, parts: int, ranks: i
         run["went_on"][1], run["went_on"][0], 0 if bitwise else 1e-6
     )  # a new DDP fills its buckets in another order
     assert "clipping by norm" in run["clipping"]
-    assert run["audit"].get("staying") or run["audit"]["blocks_on_host"] == len(step.blocks)
+    assert run["audit"].get("resident_parameters") or run["audit"]["blocks_on_host"] == len(step.blocks)
     moved, predicted = {link: run["moved"].get(link, 0) for link in LINKS}, link_bytes(step, parts, ranks)
     if is_first:
         assert moved == pytest.approx(

@@ -1,4 +1,6 @@
-"""Five steps of ranks that each take their share of the samples, against one rank that takes them all."""
+"""Five steps of ranks that each take their share of the samples, compared with one rank that takes them
+all.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Batches = Callable[[int], list[Tensor]]
 
 
 class TiedNet(nn.Module):
-    """A tied head, a frozen layer, seven rows, one row."""
+    """A net with a tied head, a frozen layer, seven rows and one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class TiedNet(nn.Module):
         return out
 
     def extra(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """What a subclass does besides."""
+        """Hook for additional computation in subclasses."""
         return x
 
 
@@ -50,7 +52,7 @@ def loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Decay moves what has a zero gradient and leaves what has none."""
+    """Return SGD with weight decay, which moves parameters with zero gradients but not those without."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, lr=0.2, momentum=0.9, weight_decay=0.01)
 
@@ -64,9 +66,9 @@ def on_this_rank(
     clip: float,
     says_last: bool = True,
 ) -> dict[str, Any]:
-    """Losses, norms, weights, momenta and bytes sent of a loop of one's own, in `parts` micro-batches.
+    """Return losses, norms, weights, momenta and bytes sent in a custom loop over `parts` micro-batches.
 
-    `says_last` is whether the loop says which micro-batch is the last one.
+    `says_last`: the loop marks the last micro-batch.
     """
     sync: Callable[[bool], AbstractContextManager[Any]] = (
         tuned._context.loop.sync if says_last else None
@@ -102,7 +104,7 @@ def on_this_rank(
 def alone(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, clip: float
 ) -> dict[str, Any]:
-    """The same of one rank that takes all samples."""
+    """Return the same for one rank that takes all samples."""
     norms, losses = [], []
     for step in range(STEPS):
         each = [loss(model, part) / SAMPLES for part in batches(step)]
@@ -125,8 +127,8 @@ def _momenta(state: dict[str, Any]) -> dict[int, Tensor]:
 
 
 def check(runs: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
-    """Every rank's weights, momenta and norms, and the mean of their losses; the weights are the same to the
-    bit on all.
+    """Compare every rank's weights, momenta and norms, and the mean of their losses; weights are bitwise
+    equal on all ranks.
     """
     for run in runs:
         for name, weight in wanted["weights"].items():

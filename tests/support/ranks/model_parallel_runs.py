@@ -1,4 +1,4 @@
-"""What the tests of techniques that cut layers share: candidates, five steps on each rank, peaks."""
+"""Shared runs of model parallelism: candidates, five steps on each rank, peaks."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ def rewriter(path: Path, ranks: int = 2) -> Rewriter:
 
 
 def candidate(
-    kind: str, path: Path = SEPARATE, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any
+    kind: str, path: Path = SEPARATE, ranks: int = 2, other_slots: dict[str, Any] | None = None, **knobs: Any
 ) -> Candidate:
-    """`knobs` may hold `accumulate`."""
+    """Return the candidate of `kind`; `knobs` may contain `accumulate`."""
     found = rewriter(path, ranks).candidate(
-        Choice.from_document({**settings(kind, **knobs), **(beside or {})})
+        Choice.from_document({**settings(kind, **knobs), **(other_slots or {})})
     )
     assert isinstance(found, Candidate), found
     return found
 
 
 def config(
-    kind: str, ranks: int = 2, beside: dict[str, Any] | None = None, path: Path = SEPARATE, **knobs: Any
+    kind: str, ranks: int = 2, other_slots: dict[str, Any] | None = None, path: Path = SEPARATE, **knobs: Any
 ) -> dict[str, Any]:
-    made = candidate(kind, path, ranks, beside, **knobs)
+    made = candidate(kind, path, ranks, other_slots, **knobs)
     plan = {slot: plan.document() for slot, plan in made.plans.items()}
-    return {"settings": {**settings(kind, **knobs), **(beside or {})}, "plan": plan}
+    return {"settings": {**settings(kind, **knobs), **(other_slots or {})}, "plan": plan}
 
 
-def refusal(kind: str, path: Path = SEPARATE, beside: dict[str, Any] | None = None, **knobs: Any) -> str:
-    found = rewriter(path).candidate(Choice.from_document({**settings(kind, **knobs), **(beside or {})}))
+def refusal(kind: str, path: Path = SEPARATE, other_slots: dict[str, Any] | None = None, **knobs: Any) -> str:
+    found = rewriter(path).candidate(Choice.from_document({**settings(kind, **knobs), **(other_slots or {})}))
     assert isinstance(found, Reason)
     return str(found)
 
@@ -73,9 +73,9 @@ def refusal(kind: str, path: Path = SEPARATE, beside: dict[str, Any] | None = No
 # -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
-def seeded(turn: tuple[int, Any], device: torch.device) -> Any:
-    """The micro-batch of a turn, whose seed is set as `parallel.ranks.micro_batch_rotation` does."""
-    seed, batch = turn
+def seeded(rotated: tuple[int, Any], device: torch.device) -> Any:
+    """Upload a rotated micro-batch and set its seed, as `parallel.ranks.micro_batch_rotation` does."""
+    seed, batch = rotated
     torch.manual_seed(seed)
     return upload(batch, device)
 
@@ -89,10 +89,10 @@ def trained(
     path: Path = SEPARATE,
     momentum: bool = False,
 ) -> dict[str, Any]:
-    """Five steps; each rank brings its own samples, and the plain run (one rank) all of them.
+    """Train five steps; each rank provides its own samples, the plain run (one rank) has all of them.
 
-    With `dropout`, all of one group, the plain run draws what the ranks' turns draw; with `momentum`, SGD in
-    place of AdamW.
+    With `dropout`, all of one group: the plain run draws the numbers of the rotated micro-batches. With
+    `momentum`, SGD instead of AdamW.
     """
     workload, model, optimizer = build(path)
     if momentum:
@@ -108,7 +108,9 @@ def trained(
     losses, norms = [], []
 
     def clipped(*_: Any) -> None:
-        """Of all gradients at once, and of one after the other, which torch dispatches otherwise."""
+        """Return norms of all gradients at once and one after the other, which torch dispatches
+        differently.
+        """
         at_once = len(norms) % 2 == 0
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=at_once)))
 
@@ -151,7 +153,9 @@ def trained(
 
 
 def assert_trained_as_one(found: list[dict[str, Any]], wanted: dict[str, Any], atol: float = 1e-6) -> None:
-    """AdamW divides by the gradient's size: where that is tiny, `atol` is of its rounding."""
+    """Compare with one rank. AdamW divides by the gradient's size, so `atol` covers rounding of tiny
+    gradients.
+    """
     mean = torch.tensor([each["losses"] for each in found]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(wanted["losses"]), rtol=1e-6, atol=1e-6)
     for each in found:
@@ -165,7 +169,7 @@ def assert_trained_as_one(found: list[dict[str, Any]], wanted: dict[str, Any], a
 
 
 def peak(document: dict[str, Any]) -> int:
-    """The larger ledger peak of two steps after the first two."""
+    """Return the larger ledger peak of two steps after the first two."""
     ledger = Ledger.open("cpu")
     empty = ledger.live_bytes()
     workload, model, optimizer = build(SEPARATE)
@@ -184,7 +188,7 @@ Measured = dict[str, tuple[int, int, int]]
 
 
 def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
-    """Per config: the ledger's peak, and the bytes that a step has received inside a node and between
+    """Return per config the ledger's peak, and the bytes that a step receives inside a node and between
     nodes.
     """
     os.environ["LOCAL_WORLD_SIZE"] = str(node)

@@ -1,5 +1,5 @@
-"""What tests of offload on several ranks share: bits, link bytes and peak on gloo ranks against what is
-predicted.
+"""Shared checks of optimizer offload on several ranks: bits, link bytes and peak on gloo ranks against
+predictions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LINKS = {
 def on_rank(
     directory: str, path: str, config: dict[str, Any], reference: dict[str, Any], ledger: bool, parts: int
 ) -> dict[str, Any]:
-    """Both runs, what a step of the first moved on each link, and its peaks; a step is of `parts`
+    """Return both runs, the link traffic of a step of the first, and its peaks; a step has `parts`
     micro-batches.
     """
     os.environ[offload_dir.VARIABLE] = directory
@@ -60,7 +60,7 @@ def on_rank(
 
 
 def host_peak(path: Path, config: dict[str, Any], parts: int) -> int:
-    """Most bytes of the host tier in a fifth step."""
+    """Return the peak of the host tier in a fifth step."""
     ledger = Ledger.open("cpu")
     gc.collect()
     empty = ledger.live_bytes(HOST)
@@ -87,20 +87,20 @@ def check_on_ranks(
     tolerance: float = 0.0,
     budget_bytes: int | None = None,
 ) -> None:
-    """Raise AssertionError where training on ranks differs from `reference`'s, or bytes and peaks from what
-    is predicted.
+    """Raise AssertionError if training on ranks differs from the reference's, or bytes and peaks from the
+    prediction.
 
     Args:
         directory: For tensors on SSD.
-        technique: Under test.
-        sharding: What divides or copies states.
-        reference: What else is run under the same sharding.
-        model: Of the zoo.
-        peak_rel: How far the device's peak may be above the predicted one, relative to it.
-        host_rel: The same of the host, either way; None: it is not looked at.
-        parts: Micro-batches of the steps whose bytes and peaks are looked at.
-        tolerance: Of weights and losses.
-        budget_bytes: That plans are made for.
+        technique: Technique under test.
+        sharding: State sharding or replication.
+        reference: Techniques of the reference run under the same sharding.
+        model: Model of the zoo.
+        peak_rel: Relative tolerance of the device peak above the prediction.
+        host_rel: Relative tolerance of the host peak in both directions; None skips it.
+        parts: Micro-batches of the steps whose bytes and peaks are compared.
+        tolerance: Tolerance of weights and losses.
+        budget_bytes: Budget of the plans.
     """
     path = ZOO[model]
     rewriter = Rewriter(
@@ -135,5 +135,5 @@ def check_on_ranks(
 
 
 def without_gradients(run: Run) -> Run:
-    """Those that have left are on no rank's device."""
+    """Return the run without offloaded gradients, which are on no rank's device."""
     return replace(run, gradients=[])

@@ -1,6 +1,4 @@
-"""What the tests of pipelines share: candidates and configs, five steps and the peak on each rank, what is
-predicted of them.
-"""
+"""Shared runs of pipelines: candidates and configs, five steps and the peak on each rank, predictions."""
 
 from __future__ import annotations
 
@@ -34,24 +32,26 @@ PASSED = SIZE * 8 * 16 * 4
 Found = tuple[tuple[int, int], dict[str, Any]]
 
 
-def candidate(path: Path, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> Candidate:
+def candidate(
+    path: Path, ranks: int = 2, other_slots: dict[str, Any] | None = None, **knobs: Any
+) -> Candidate:
     found = rewriter(path, ranks).candidate(
-        Choice.from_document({**settings(KIND, **knobs), **(beside or {})})
+        Choice.from_document({**settings(KIND, **knobs), **(other_slots or {})})
     )
     assert isinstance(found, Candidate), found
     return found
 
 
 def document(
-    path: Path, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any
+    path: Path, ranks: int = 2, other_slots: dict[str, Any] | None = None, **knobs: Any
 ) -> dict[str, Any]:
-    plans = candidate(path, ranks, beside, **knobs).plans
-    chosen = {**settings(KIND, **knobs), **(beside or {})}
+    plans = candidate(path, ranks, other_slots, **knobs).plans
+    chosen = {**settings(KIND, **knobs), **(other_slots or {})}
     return {"settings": chosen, "plan": {slot: plan.document() for slot, plan in plans.items()}}
 
 
 def chain_returning(output: str, taken: str, folder: Path) -> Path:
-    """`CHAIN` with blocks that return their `{y}` as in `output`, from whose `{out}` the model takes it as in
+    """Write `CHAIN` with blocks that return their `{y}` as in `output`; the model takes it from `{out}` as in
     `taken`.
     """
     text, block = CHAIN.read_text(), "block(x, mask=mask)"
@@ -71,8 +71,8 @@ def sent_bytes(step: Step) -> int:
 def trained(
     path: Path, ranks: int, config: dict[str, Any] | None, clip: bool, accumulate: int
 ) -> dict[str, Any]:
-    """Five steps; each rank brings its own samples, and the plain run (one rank) all of them in the order of
-    turns.
+    """Train five steps; each rank provides its own samples, the plain run (one rank) has all of them in the
+    order of the rotation.
     """
     workload, model, optimizer = build(path)
     for module in model.modules():
@@ -109,8 +109,8 @@ def trained(
 
 
 def measured(path: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """The larger ledger peak of two steps after the first two, 0 without a ledger; and the bytes sent in a
-    step.
+    """Return the larger ledger peak of two steps after the first two (0 without a ledger), and the bytes sent
+    per step.
     """
     gc.collect()
     ledger = Ledger.open("cpu") if cpu_allocator.available() is None else None
@@ -140,8 +140,8 @@ def measured_and_trained(
 
 
 def assert_as_predicted(found: list[Found], made: Candidate) -> None:
-    """The fullest rank's peak is predicted within 2 %, as is that of each rank whose step was written
-    down.
+    """Check that the fullest rank's peak is predicted within 2 %, and that of each rank whose step was
+    predicted.
     """
     program = made.program
     steps, times = [each.step for each in program.rank_classes], program.accumulate
@@ -161,7 +161,7 @@ def assert_as_predicted(found: list[Found], made: Candidate) -> None:
 
 
 def portable(path: Path, folder: str, config: dict[str, Any]) -> dict[str, Any]:
-    """A step, a checkpoint, an export; then a load from the checkpoint into another model, and a state dict
+    """Run a step, save a checkpoint and an export; load the checkpoint into another model, and a state dict
     into a third.
     """
     workload, model, optimizer = build(path)
@@ -195,16 +195,16 @@ STATES: dict[str, dict[str, Any]] = {
     "fsdp": {"kind": "fsdp", "prefetch": 0},
     "kept": {"kind": "fsdp", "reshard_after_forward": False},
 }
-"""What divides or replicates states among the copies of a stage."""
+"""Techniques that shard or replicate states among the copies of a stage."""
 
 
-def beside(states: str, more: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
+def other_slots(states: str, more: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
     parallel = {"kind": KIND, "degree": STAGES, **knobs}
     return {"sharding": {"parallel": parallel, "states": STATES[states]}, **(more or {})}
 
 
 def counted(config: dict[str, Any]) -> dict[str, int]:
-    """What the second step receives, with nodes of one pipeline each."""
+    """Return the bytes that the second step receives, with one pipeline per node."""
     os.environ["LOCAL_WORLD_SIZE"] = str(STAGES)
     workload, model, optimizer = build(CHAIN)
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
@@ -217,13 +217,13 @@ def counted(config: dict[str, Any]) -> dict[str, int]:
 
 
 def link_bytes(states: str, rank: int, accumulate: int) -> tuple[int, int]:
-    """Bytes of a step inside a pipeline and from the other copy of a stage: the formulas of
-    `memtune.parallel.sharding.factors`, with padding.
+    """Return the bytes of a step inside a pipeline and from the other copy of a stage.
 
-    The former are what passes between the stages, and the norms of all gradients.
+    Formulas of `memtune.parallel.sharding.factors`, with padding. Inside a pipeline: messages between stages,
+    and the norms of all gradients.
     """
     plan = (
-        candidate(CHAIN, RANKS, beside(states), accumulate=accumulate, degree=STAGES)
+        candidate(CHAIN, RANKS, other_slots(states), accumulate=accumulate, degree=STAGES)
         .plans["sharding.parallel"]
         .document()
     )

@@ -1,4 +1,4 @@
-"""A realistic search as events, for the tests of the display; `python event_stream.py tui LOG` shows it."""
+"""A realistic search as events, for tests of the display; `python event_stream.py tui LOG` shows it."""
 
 import sys
 import time
@@ -27,9 +27,9 @@ MIB = 2**20
 BUDGET_BYTES = 600 * MIB
 # number, role, name, status, peak MiB, samples/s, summary
 TRIALS = [
-    (0, "guard", "plain", "oom", 600, None, "all left as they are"),
-    (1, "guard", "full recompute", "ok", 388, 12.1, "recompute full"),
-    (2, "guard", "plain fsdp", "oom", 600, None, "sharding.states fsdp"),
+    (0, "baseline", "plain", "oom", 600, None, "all left as they are"),
+    (1, "baseline", "full recompute", "ok", 388, 12.1, "recompute full"),
+    (2, "baseline", "plain fsdp", "oom", 600, None, "sharding.states fsdp"),
     (3, "search", "", "ok", 512, 16.4, "recompute selective · fsdp · micro-batch 4"),
     (4, "search", "", "ok", 571, 18.9, "recompute every_nth(2) · fsdp · micro-batch 8"),
     (5, "audit", "", "oom", 600, None, "fsdp · copy_out(0.25) · micro-batch 16"),
@@ -128,7 +128,7 @@ def trial_events(row: tuple) -> list:
     if status == "ok" and role != "confirm" and rate in (12.1, 16.4, 18.9):
         events.append(BestChanged(number=number, summary=summary, samples_per_s=rate, peak_bytes=peak * MIB))
         events.append(Calibrated(peak_error=0.031, step_error=0.068, n_trials=number))
-    if status == "oom" and role == "guard":
+    if status == "oom" and role == "baseline":
         events.append(Note(text=f"#{number} out of memory as predicted; 14 similar candidates pruned"))
     return events
 
@@ -142,7 +142,7 @@ def all_events() -> list:
 
 
 def search(path: str, control: Control, pause_s: float = 0.12) -> str:
-    """Plays the search into a log, and does what `control` asks as the real one does."""
+    """Write the search into a log, and follow requests of `control` as a real search does."""
     with EventLog(path) as log:
         paused, best = False, None
         for event in opening() + [event for row in TRIALS for event in trial_events(row)]:

@@ -1,4 +1,4 @@
-"""Shared by tests of the search: real recordings of small models, made once, and a machine with known true
+"""Shared setups of search tests: real recordings of small models, made once, and a machine with known true
 rates.
 """
 
@@ -56,7 +56,7 @@ def _prepared(
 
 
 def prepared(options: TargetOptions, **_: object) -> Setup:
-    """`prepare`, once for each workload: the budget is put in afterwards, the rest is real."""
+    """Return `prepare` of these options, cached per workload; only the budget is inserted afterwards."""
     batch = options.goal == "batch"
     made = _prepared(
         options.workload,
@@ -96,8 +96,8 @@ def _rewriter(
 def truth(
     options: SearchOptions, *, peak: float = 0.05, step: float = 0.3, noise: float = 0.01
 ) -> Callable[[Trial], TrialResult]:
-    """A machine that is off the simulator by up to `peak` and `step` for each setting, and by `noise` from
-    run to run.
+    """Return a machine that differs from the simulator by up to `peak` and `step` per setting, and by `noise`
+    between runs.
     """
     made = prepared(options)
 
@@ -130,5 +130,5 @@ def truth(
 
 
 def _unit(text: str, salt: str) -> float:
-    """A number in [-1, 1] that depends on the text alone."""
+    """Return a number in [-1, 1] that depends only on the text."""
     return int(hashlib.sha256(f"{salt} {text}".encode()).hexdigest()[:8], 16) / 2**31 - 1

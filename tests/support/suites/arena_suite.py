@@ -1,4 +1,4 @@
-"""What techniques with memtune's own allocator must pass: `from arena_suite import ArenaSuite`."""
+"""Suite for techniques with memtune's own allocator: `from arena_suite import ArenaSuite`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memtune.testing.training import build, one_step, plain, settings_of
 
 
 def trained(sizes: list[int], technique: Technique | None) -> tuple[list[torch.Tensor], list[str]]:
-    """Losses and final weights over steps of these sizes, and what was warned of."""
+    """Return losses and final weights over steps of these sizes, and the warnings."""
     workload, model, optimizer = build(ZOO["gpt"])
     tuned = (
         None
@@ -47,7 +47,7 @@ def trained(sizes: list[int], technique: Technique | None) -> tuple[list[torch.T
 
 
 def noticed(self: TechniqueSuite) -> None:
-    """A technique that does nothing is noticed by the audit: the step itself is the same."""
+    """Check that the audit detects a technique that does nothing: its step itself is equal."""
     _, model, optimizer = build(ZOO["tied"])
     tuned = apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
     assert tuned.audit()["allocator"]["kind"] == self.default().kind
@@ -57,7 +57,7 @@ def noticed(self: TechniqueSuite) -> None:
 
 
 class ArenaSuite(TechniqueSuite):
-    """On CPU these are used only where a config names them, so `fits` skips nothing here."""
+    """On CPU these techniques run only if a config names them, so `fits` skips nothing here."""
 
     models: ClassVar[Mapping[str, Path]] = {name: ZOO[name] for name in ("gpt", "tied")}
     quick = ("tied",)
@@ -87,12 +87,12 @@ class ArenaSuite(TechniqueSuite):
         arena.uninstall()
         return True
 
-    def test_search_leaves_it_out_by_name(self) -> None:
+    def test_search_omits_allocator_unless_named(self) -> None:
         assert "budget on CPU" in str(
             self.default().fits(plain_program(ZOO["tied"]), target_of(self.default()))
         )
 
-    def test_search_on_gpus_tries_it_where_it_is_asked_for_and_nccl_does_not_register_memory(
+    def test_search_on_gpus_tries_named_allocator_without_nccl_registration(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         program, two = plain_program(ZOO["tied"]), Target(hardware.find("h100-80g"), ranks=2)
@@ -103,9 +103,9 @@ class ArenaSuite(TechniqueSuite):
         assert "NCCL registers" in str(self.default().fits(program, two))
         assert self.default().fits(program, Target(hardware.find("h100-80g"))) is None
 
-    def test_peak_reserved_of_a_trial_is_the_allocators_and_what_malloc_holds(self) -> None:
+    def test_trial_peak_reserved_is_allocator_plus_malloc(self) -> None:
         with Ledger.open("cpu") as ledger:
-            before = ledger.live_bytes()  # what other tests keep, or still have to let go
+            before = ledger.live_bytes()  # bytes that other tests keep or have not freed yet
             workload, model, optimizer = build(ZOO["gpt"])
             assert ledger.peak_reserved_bytes() == ledger.peak_allocated_bytes()
             parameters = sum(each.nbytes for each in model.parameters())
@@ -119,7 +119,7 @@ class ArenaSuite(TechniqueSuite):
                 ledger.peak_reserved_bytes() <= before + served + 1.1 * parameters
             )  # the optimizer's state is the allocator's
 
-    def test_beside_recompute_and_offload(self) -> None:
+    def test_works_with_recompute_and_offload(self) -> None:
         wanted = train(ZOO["gpt"], steps=5)
         assert not differences(
             train(ZOO["gpt"], Full(), CopyOut(min_bytes=0), self.default(), steps=5), wanted

@@ -1,4 +1,4 @@
-"""What tests of techniques share whose blocks come and go and are updated on the host."""
+"""Suite for techniques that offload blocks and update them on the host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OWN = OptimizerCpu(kind="optimizer_cpu")
 
 
 def without_gradients(run: Run) -> Run:
-    """Gradients of blocks have left, and been used, when backward returns."""
+    """Return the run without gradients of blocks, which are offloaded and used when backward returns."""
     return replace(run, gradients=[])
 
 
 def require_waits(read: Callable[[], None], goes_on: Event) -> None:
-    """`read`, on a thread of its own, is over only after `goes_on` has been set."""
+    """Check that `read`, on its own thread, returns only after `goes_on` has been set."""
     with ThreadPoolExecutor(1) as reader:
         reading = reader.submit(read)
         assert wait([reading], timeout=0.2).not_done
@@ -39,12 +39,12 @@ def require_waits(read: Callable[[], None], goes_on: Event) -> None:
 
 @cache
 def in_place(model: str, update: OptimizerCpu) -> Run:
-    """The same update without blocks that come and go."""
+    """Return the same update without block offload."""
     return without_gradients(train(ZOO[model], update))
 
 
 def block_bytes(step: Step) -> list[int]:
-    """Bytes of each block's parameters, of a plain step."""
+    """Return the bytes of each block's parameters in a plain step."""
     rows = [(p.block, int(step.storages.bytes[p.storage])) for p in step.parameters if p.block >= 0]
     return [sum(n for block, n in rows if block == i) for i in range(len(step.blocks))]
 
@@ -54,11 +54,11 @@ def total(step: Step, resource: Resource) -> int:
 
 
 class LayersSuite(TechniqueSuite):
-    """Of techniques whose blocks come and go and are updated on the host.
+    """Suite for techniques that offload blocks and update them on the host.
 
     Attributes:
-        update: What they are equal to, to the bit: natively in backward, or by the user's own optimizer, as
-            the plain model is.
+        update: The reference that must be bitwise equal: a native update in backward, or the user's own
+            optimizer as in the plain model.
     """
 
     others: ClassVar = ZOO
@@ -66,18 +66,18 @@ class LayersSuite(TechniqueSuite):
 
     @pytest.fixture(autouse=True)
     def _update_first(self, _one_thread: None) -> None:
-        """What they are compared with is trained before a defect is seeded."""
+        """Train the reference before a defect is seeded."""
         for model in self.models:
             in_place(model, self.update)
 
     def check_training(self, model: str, variant: Technique) -> None:
-        """Losses and weights are those of the same update in place, to the bit."""
+        """Check that losses and weights are bitwise equal to the same update in place."""
         found = differences(without_gradients(train(ZOO[model], variant)), in_place(model, self.update))
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
     @pytest.mark.parametrize("micro_batches", [1, 3])
-    def test_five_steps_have_the_bits_of_the_update_in_place(self, micro_batches: int) -> None:
-        """With accumulation as well: the host adds up in the order in which the device would."""
+    def test_five_steps_are_bitwise_equal_to_update_in_place(self, micro_batches: int) -> None:
+        """Also with accumulation: the host sums in the order of the device."""
         found, wanted = (
             train(ZOO["gpt"], each, steps=5, micro_batches=micro_batches)
             for each in (self._any(), self.update)

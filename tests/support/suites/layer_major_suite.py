@@ -1,4 +1,4 @@
-"""What tests of techniques share that run packs of blocks over all micro-batches."""
+"""Suite for techniques that run packs of blocks over all micro-batches (layer-major)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 def planned(
     technique: Technique, micro_batches: int, budget_bytes: int | None = None, path: Path = CHAIN
 ) -> Candidate:
-    """The chain, or the model in `path`, under `technique`, with a step of several micro-batches of 2
+    """Return the chain, or the model in `path`, under `technique`, with a step of several micro-batches of 2
     samples.
     """
     target = replace(target_of(technique), budget_bytes=budget_bytes)
@@ -47,13 +47,13 @@ def planned(
 
 
 def config(technique: Technique, micro_batches: int, path: Path = CHAIN) -> TunedConfig:
-    """What training is given."""
+    """Return the config for training."""
     candidate = planned(technique, micro_batches, path=path)
     return TunedConfig(settings=candidate.choice, plan=dict(candidate.plans))
 
 
 def trained(technique: Technique, micro_batches: int, steps: int = 5, path: Path = CHAIN) -> Run:
-    """Steps of the chain under `technique`."""
+    """Run steps of the chain under `technique`."""
     document = config(technique, micro_batches, path).document()
     run = train_under(path, document, steps=steps, micro_batches=micro_batches)
     run.gradients.clear()
@@ -62,14 +62,14 @@ def trained(technique: Technique, micro_batches: int, steps: int = 5, path: Path
 
 @cache
 def in_place(micro_batches: int, steps: int = 5, path: Path = CHAIN) -> Run:
-    """The same update of all weights on the device, one micro-batch after the other."""
+    """Return the same update of resident weights, one micro-batch after the other."""
     run = train(path, NATIVE, steps=steps, micro_batches=micro_batches)
     run.gradients.clear()
     return run
 
 
 def recorded(technique: Technique, micro_batches: int, path: Path = CHAIN) -> Step:
-    """The step that the runtime itself runs."""
+    """Return the recorded step of the runtime."""
     session = start_session(Workload.load(path), recording_of(path).rung)
     trace = traced_under(session, config(technique, micro_batches, path), 2, micro_batches=micro_batches)
     assert isinstance(trace, Trace)
@@ -77,8 +77,8 @@ def recorded(technique: Technique, micro_batches: int, path: Path = CHAIN) -> St
 
 
 def drifts(technique: Technique, micro_batches: int, path: Path = CHAIN) -> str:
-    """The first difference between rewrite and recording, in ops, bytes of any tier at any op, and bytes on
-    links.
+    """Return the first difference between rewrite and recording, in ops, bytes of any tier at any op, and
+    bytes on links.
     """
     return compare(
         planned(technique, micro_batches, path=path).program.step, recorded(technique, micro_batches, path)
@@ -86,29 +86,29 @@ def drifts(technique: Technique, micro_batches: int, path: Path = CHAIN) -> str:
 
 
 class PacksSuite(TechniqueSuite):
-    """Of techniques that run packs of blocks over all micro-batches."""
+    """Suite for techniques that run packs of blocks over all micro-batches."""
 
     models: ClassVar = {"chain": CHAIN}
     quick = ("chain",)
 
     @pytest.fixture(autouse=True)
     def _update_first(self, _one_thread: None) -> None:
-        """What they are compared with is trained before a defect is seeded."""
+        """Train the reference before a defect is seeded."""
         in_place(2, 3)
 
     def check_training(self, model: str, variant: Technique) -> None:
-        """Losses and weights are those of the same update in place, to the bit."""
+        """Check that losses and weights are bitwise equal to the same update in place."""
         found = differences(trained(variant, 2, 3), in_place(2, 3))
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
-    def test_five_steps_have_the_bits_of_the_update_in_place(self) -> None:
-        """Three micro-batches: what each weight's gradient is a sum of comes in the plain order."""
+    def test_five_steps_are_bitwise_equal_to_update_in_place(self) -> None:
+        """Three micro-batches: summands of each weight's gradient are added in the plain order."""
         assert not differences(trained(self.variants[0], 3), in_place(3))
 
     @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-    def test_it_trains_where_the_plain_model_is_out_of_memory(self) -> None:
-        """Under a budget between the two predicted peaks: the peak is the predicted one, and nothing is left
-        after a step.
+    def test_trains_where_plain_model_is_out_of_memory(self) -> None:
+        """Under a budget between the two predicted peaks the peak equals the prediction, and a step leaves no
+        bytes.
         """
         technique = self.variants[0]
         candidate = planned(technique, 3)
@@ -136,7 +136,7 @@ class PacksSuite(TechniqueSuite):
 
 
 def step_under(workload: Workload, tuned: Tuned, ledger: Ledger, micro_batches: int) -> tuple[int, int, int]:
-    """Peak of the device in one step, and bytes live on device and host after it."""
+    """Return the device peak of one step, and bytes live on device and host after it."""
     with tier(HOST):
         batches = [workload.make_batch(2) for _ in range(micro_batches)]
     ledger.reset_peak()

@@ -1,4 +1,6 @@
-"""What tests of chunks share that stay on the device with their optimizer state, and are updated there."""
+"""Shared checks of chunks that are resident on the device with their optimizer state and are updated
+there.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,19 @@ from memtune.testing.training import settings_of, train, train_under
 from memtune.workload.workload import Workload
 
 
-def parted(step: Step, staying: int) -> tuple[list[int], list[int], int]:
-    """Bytes of each weight of a block that stays and of each of the others, of a plain step; and of all in no
-    block.
+def split_block_bytes(step: Step, n_resident: int) -> tuple[list[int], list[int], int]:
+    """Return bytes of each resident weight of a block and of each other weight in a plain step; and of all
+    weights in no block.
     """
     inside = [int(step.storages.bytes[p.storage]) for p in step.parameters if p.block >= 0]
     outside = sum(int(step.storages.bytes[p.storage]) for p in step.parameters if p.block < 0)
-    return inside[:staying], inside[staying:], outside
+    return inside[:n_resident], inside[n_resident:], outside
 
 
-def check_staying(model: Path, technique: Technique, plan: Plan, step: Step) -> None:
-    """Training under `plan` is what `step` says, op by op, and has the bits of the same update in place."""
+def check_resident(model: Path, technique: Technique, plan: Plan, step: Step) -> None:
+    """Check that training under `plan` equals `step`, op by op, and is bitwise equal to the same update in
+    place.
+    """
     document = {"settings": settings_of(technique), "plan": {"offload.states": plan.document()}}
     session = start_session(Workload.load(model), recording_of(model).rung)
     trace = traced_under(session, load_config(document), 2)

@@ -1,5 +1,5 @@
-"""The suite for techniques of several ranks: gloo ranks run its checks, and the ledger there is what
-`rewrite` is held to.
+"""Suite for techniques of several ranks: gloo ranks run its checks, and their ledger is compared with
+`rewrite`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memtune.testing.training import build, plain, settings_of
 RANKS = 2
 SPARE_BYTES = 24
 """Scalars of FSDP2 and of gloo's average, a mesh's ranks."""
-NOT_AT_THE_PEAK = ("rewrite frees a tensor one op late", "rewrite loses an op")
+NOT_AT_THE_PEAK = ("rewrite frees a tensor one op too late", "rewrite loses an op")
 """Defects of a single op; the ledger on real ranks knows the peak alone."""
 
 
@@ -43,10 +43,11 @@ def peaks(
     parts: int = 1,
     plans: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, tuple[int, list[int]]]:
-    """Per entry of `settings`: bytes that stay between steps, and the peaks of six steps after the first two.
+    """Return per entry of `settings` the bytes that stay between steps, and the peaks of six steps after the
+    first two.
 
-    A step is of `parts` micro-batches of two samples. `plans` has the plans of entries whose techniques need
-    theirs.
+    A step has `parts` micro-batches of two samples. `plans` has the plans of entries whose techniques need
+    them.
     """
     ledger, found = Ledger.open("cpu"), {}
     for name, chosen in settings.items():
@@ -75,8 +76,8 @@ def peaks(
 def on_rank(
     technique: type[Technique], suite: dict[str, Any], check: str, arguments: tuple[Any, ...], defect: str
 ) -> Any:
-    """What a check of the suite finds on this rank under the named defect: its message, '' for nothing; or
-    the peaks.
+    """Run a check of the suite on this rank under the named defect; return its message ('' for none), or the
+    peaks.
 
     Args:
         technique: The one under test.
@@ -112,17 +113,17 @@ class ShardedSuite(TechniqueSuite):
     ranks: ClassVar[int] = RANKS
     accumulate: ClassVar[int] = 1
     """Micro-batches of the steps whose peaks are measured; training has two."""
-    beside: ClassVar[tuple[Technique, ...]] = ()
+    other_slots: ClassVar[tuple[Technique, ...]] = ()
     """Techniques of other slots that it needs."""
     peak_rel: ClassVar[float] = 0.0
-    """How far the peak may be from the predicted one beyond `SPARE_BYTES`, relative to it."""
+    """Relative tolerance of the peak against the prediction beyond `SPARE_BYTES`."""
     briefly = True
-    """Whether it trains, and its peak is measured, in a short test run as well."""
+    """True if a short test run also trains and measures the peak."""
     defect = ""
     not_shown: ClassVar[tuple[str, ...]] = NOT_AT_THE_PEAK
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """The seeded defects reach the ranks by name."""
+        """Register the seeded defects by name, for the ranks."""
 
         @pytest.mark.slow
         @pytest.mark.parametrize(
@@ -141,16 +142,16 @@ class ShardedSuite(TechniqueSuite):
         cls.test_suite_fails_under = test_suite_fails_under  # type: ignore[attr-defined]
         super().__init_subclass__(**kwargs)
         pytest.mark.slow(
-            cls.test_failed_apply_leaves_everything_untouched
+            cls.test_failed_apply_leaves_no_trace
         )  # briefly in memtune/runtime/test_sharding.py
         if not cls.briefly:
             pytest.mark.slow(cls.test_trains_as_the_plain_model)
             pytest.mark.slow(cls.test_rewrite_equals_the_recording_of_apply)
 
     @pytest.mark.slow
-    def test_audit_tells_whether_it_is_in_effect(self) -> None:
+    def test_audit_finds_technique_not_in_effect(self) -> None:
         config = self._config(self._quick()[0], self.default())
-        assert not any(self._on_ranks("test_audit_tells_whether_it_is_in_effect", config=config))
+        assert not any(self._on_ranks("test_audit_finds_technique_not_in_effect", config=config))
 
     def check_training(self, model: str, variant: Technique) -> None:
         found = self._on_ranks("check_training", model, variant, config=self._config(model, variant))
@@ -161,7 +162,7 @@ class ShardedSuite(TechniqueSuite):
         assert not any(found), found
 
     def check_drift(self, model: str, variant: Technique) -> None:
-        """Raise AssertionError where the peak of a rank's steps is not the predicted one."""
+        """Check that the peak of a rank's steps equals the prediction."""
         if cpu_allocator.available() is not None:
             pytest.skip(f"no native ledger here: {cpu_allocator.available()}")
         wanted = self._candidate(model, variant).program.step.peak_bytes()
@@ -186,7 +187,7 @@ class ShardedSuite(TechniqueSuite):
     def _config(self, model: str, variant: Technique) -> dict[str, Any]:
         plans = self._candidate(model, variant).plans
         return {
-            "settings": settings_of(*self.beside, variant),
+            "settings": settings_of(*self.other_slots, variant),
             "plan": {slot: plan.document() for slot, plan in plans.items()},
         }
 
@@ -202,7 +203,7 @@ class ShardedSuite(TechniqueSuite):
             recording_of(path), Target(hardware.detect("cpu"), self.ranks, cut=cut), validate=False
         )
         found = rewriter.candidate(
-            Choice.from_document({**settings_of(*self.beside, variant), "execution": execution})
+            Choice.from_document({**settings_of(*self.other_slots, variant), "execution": execution})
         )
         assert isinstance(found, Candidate), found
         return found

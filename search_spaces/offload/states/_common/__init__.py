@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
     from memtune.search_spaces.offload.states._common.chunk_technique import (
         ChunksPlan,
         apply_chunks,
-        are_rows,
-        beside,
-        can_stay,
+        are_sharded,
+        can_split_optimizer,
         cannot_chunk,
         chunk_plan_from,
         chunk_plan_of,
         in_chunks,
+        non_chunk_bytes,
     )
-    from memtune.search_spaces.offload.states._common.deferred_stages import late_in_stages, no_such_block
+    from memtune.search_spaces.offload.states._common.deferred_stages import deferred_in_stages, no_such_block
     from memtune.search_spaces.offload.states._common.grad_offload_technique import (
-        apply_as_they_land,
+        apply_on_grad_ready,
+        cannot_offload_on_grad_ready,
         native_of,
-        not_as_they_land,
         replicas_of,
     )
     from memtune.search_spaces.offload.states._common.layer_offload import (
@@ -36,23 +37,25 @@ if TYPE_CHECKING:
     )
     from memtune.search_spaces.offload.states._common.multiplexed_technique import (
         StagesPlan,
-        apply_in_turn,
+        apply_stages,
+        cannot_run_stages,
         costs_of,
-        fields_of,
-        for_other_ranks,
-        not_in_turn,
         on_ranks,
         partitions,
-        within,
+        solve_within,
+        stages_plan_fields,
+        wrong_ranks_error,
     )
-    from memtune.search_spaces.offload.states._common.native_update_rules import no_native_update, not_rows
+    from memtune.search_spaces.offload.states._common.native_update_rules import (
+        no_native_update,
+        not_contiguous,
+    )
     from memtune.search_spaces.offload.states._common.pack_technique import (
         PacksPlan,
         apply_packs,
         backward_packs,
-        block_bytes,
+        cannot_run_packs,
         in_packs,
-        not_in_packs,
         within_budget,
     )
     from memtune.search_spaces.offload.states._common.page_technique import (
@@ -63,52 +66,50 @@ if TYPE_CHECKING:
         page_bytes_for,
         page_plan_from,
         page_plan_of,
-        solved,
+        solve_pages,
     )
-    from memtune.search_spaces.offload.states._common.resident_chunks import split, with_margin
-    from memtune.search_spaces.offload.states._common.state_ratio import Found, smallest_ratio
+    from memtune.search_spaces.offload.states._common.resident_chunks import split_cache, with_resident_chunks
+    from memtune.search_spaces.offload.states._common.state_ratio import RatioSolution, smallest_ratio
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
     "EAGER_ONLY",
     "ChunksPlan",
-    "Found",
     "OnSsd",
     "PacksPlan",
     "PagesPlan",
+    "RatioSolution",
     "StagesPlan",
-    "apply_as_they_land",
     "apply_chunks",
-    "apply_in_turn",
     "apply_layers",
+    "apply_on_grad_ready",
     "apply_packs",
     "apply_pages",
-    "are_rows",
+    "apply_stages",
+    "are_sharded",
     "backward_packs",
-    "beside",
     "block_bytes",
-    "can_stay",
+    "can_split_optimizer",
     "cannot_chunk",
+    "cannot_offload_on_grad_ready",
     "cannot_run_on_ranks",
+    "cannot_run_packs",
+    "cannot_run_stages",
     "chunk_plan_from",
     "chunk_plan_of",
     "compute_s_of_moments",
     "costs_of",
-    "fields_of",
-    "for_other_ranks",
+    "deferred_in_stages",
     "in_chunks",
     "in_layers",
     "in_packs",
     "in_pages",
-    "late_in_stages",
     "native_of",
     "no_native_update",
     "no_such_block",
-    "not_as_they_land",
-    "not_in_packs",
-    "not_in_turn",
-    "not_rows",
+    "non_chunk_bytes",
+    "not_contiguous",
     "on_ranks",
     "page_bytes_for",
     "page_plan_from",
@@ -117,10 +118,12 @@ __all__ = [
     "replicas",
     "replicas_of",
     "smallest_ratio",
-    "solved",
-    "split",
+    "solve_pages",
+    "solve_within",
+    "split_cache",
+    "stages_plan_fields",
     "window_of",
-    "with_margin",
-    "within",
+    "with_resident_chunks",
     "within_budget",
+    "wrong_ranks_error",
 ]

@@ -1,5 +1,6 @@
-"""Which stages the host leaves to the next step's forward, where stages come and go whole
-(`memtune.offload.core.deferred_updates_plan`).
+"""Stages whose updates are deferred to the next step's forward, if stages are loaded and freed as a whole.
+
+`memtune.offload.core.deferred_updates_plan` has the rule.
 """
 
 from __future__ import annotations
@@ -13,40 +14,42 @@ from memtune.hardware import Hardware
 from memtune.offload.core import BlockTimes, deferred_blocks
 from memtune.offload.layer_major import Span
 from memtune.offload.parameters import native_update_bytes
-from memtune.program import Program, Step, columns_of, remembered
-from memtune.search_spaces.offload.states._common.pack_technique import block_bytes
+from memtune.program import Program, Step, columns_of, memoized
+from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
 from memtune.technique import Reason
 
 _SHARES = (0.25, 0.33, 0.5, 0.67)
+"""Shares of the stages to defer, evenly spread, that are tried as well."""
 F64 = npt.NDArray[np.float64]
 
 
-def no_such_block(late: Sequence[int] | None, program: Program) -> Reason | None:
-    """Why the blocks of `program` cannot be updated as late as that."""
-    if late and max(late) >= len(program.step.blocks):
+def no_such_block(deferred: Sequence[int] | None, program: Program) -> Reason | None:
+    """Return why the updates of these blocks of `program` cannot be deferred."""
+    if deferred and max(deferred) >= len(program.step.blocks):
         return Reason(
-            f"there is no block {max(late)} to update late, blocks count from 0", "no late, to have it solved"
+            f"there is no block {max(deferred)} to defer, blocks count from 0",
+            "no deferred, to have it solved",
         )
     return None
 
 
-def late_in_stages(
+def deferred_in_stages(
     program: Program,
     hardware: Hardware,
     stages: Sequence[Span],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
 ) -> tuple[int, ...]:
-    """The blocks whose updates the host does not come to in a rank's backward, where it takes `stages` one
-    after the other.
+    """Return the blocks whose updates the host cannot finish in a rank's backward, which runs `stages` one by
+    one.
 
     Args:
-        program: Before the rewrite; of one rank, or of ranks that load, send down and update at the same
-            time.
-        hardware: Its links and host.
-        stages: Of the rank, in forward order.
-        forward_s: Of each block, all micro-batches of the step.
-        backward_s: The same; the forward before it not counted.
+        program: The program before the rewrite, of one rank or of ranks that load, offload and update at the
+            same time.
+        hardware: Hardware with its links and host.
+        stages: Stages of the rank, in forward order.
+        forward_s: Seconds of each block, of all micro-batches of the step.
+        backward_s: The same for backward, without the forward that recomputes it.
     """
     sizes, local = block_bytes(program.step), hardware.local_ranks(program.ranks)
     sharing = min(local, hardware.gpus_per_pcie_root) if hardware.device == "cuda" else 1
@@ -60,17 +63,17 @@ def late_in_stages(
         down_s=(_of_stages(sizes.gradients, stages) * down).tolist(),
         update_s=_of_stages(_update_s(program.step, hardware) * local, stages).tolist(),
     )
-    late = deferred_blocks(times, _SHARES)
-    return tuple(block for stage in sorted(late) for block in range(*stages[stage]))
+    deferred = deferred_blocks(times, _SHARES)
+    return tuple(block for stage in sorted(deferred) for block in range(*stages[stage]))
 
 
 def _of_stages(column: Sequence[float] | F64, stages: Sequence[Span]) -> F64:
     return np.array([sum(column[first:end]) for first, end in stages], np.float64)
 
 
-@remembered
+@memoized
 def _update_s(step: Step, hardware: Hardware) -> F64:
-    """(blocks,) seconds that the whole host takes for each block."""
+    """Return (blocks,) seconds of the host's update of each block, with all host cores."""
     columns = columns_of(step.parameters)
     mine = (columns.block >= 0) & (columns.gradient >= 0)
     found: F64 = (

@@ -1,5 +1,5 @@
-"""What techniques share whose gradients go down as they land (`offload.optimizer.grad_offload`): what fits,
-and how it is applied.
+"""Rules and apply of techniques that offload each gradient when it is ready
+(`offload.optimizer.grad_offload`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ _OTHER = "offload: {states: {kind: optimizer_cpu}} with trigger: end_of_step"
 
 
 def replicas_of(program: Program, target: Target) -> int:
-    """Ranks that have all weights of `program`, and average each gradient as it lands."""
+    """Return the number of ranks that have all weights of `program` and average each gradient when it is
+    ready.
+    """
     states = target.chosen.get("sharding.states")
     return program.ranks if states is not None and states.effects.shards == "replicas" else 1
 
 
 def native_of(moments: Moments) -> Native:
-    """The native update that stores moments so."""
+    """Return the native update that stores moments in this type."""
     return Native(DTYPES[moments].itemsize, BLOCK if moments == "int8" else 0)
 
 
-def not_as_they_land(
+def cannot_offload_on_grad_ready(
     technique: Technique, program: Program, target: Target, ratio: float = 1.0
 ) -> Reason | None:
-    """Why gradients of `program`, or the last `ratio` of them, cannot go down as they land."""
+    """Return why gradients of `program`, or the last `ratio` of them, cannot be offloaded when they are
+    ready.
+    """
     if target.ranks > 1 and (reason := _not_reduced(technique, target)) is not None:
         return reason
     if target.compiled:
         return Reason(
-            "a compiled graph hands its gradients over at its end, not as they are made",
+            "a compiled graph returns its gradients at its end, not when each is ready",
             "execution.compile: false",
         )
     if no_sentinel(program.step, ratio):
@@ -54,22 +58,22 @@ def not_as_they_land(
 
 
 def _not_reduced(technique: Technique, target: Target) -> Reason | None:
-    """Why a gradient has not its final value when its part of backward has ended: ranks still change it."""
+    """Return why a gradient is not final when its part of backward ends: a later reduction changes it."""
     return conflict(technique, target, "sharding.parallel", "sharding.states")
 
 
-def apply_as_they_land(
+def apply_on_grad_ready(
     context: Context,
     update: Update,
     moments: Moments,
     bucket_bytes: int,
     trigger: Trigger,
-    late_after: int | None = None,
+    delay_after: int | None = None,
     ratio: float = 1.0,
 ) -> None:
-    """Move the optimizer to the host, or `ratio` of it, then have gradients follow as they land."""
-    stays = resident_parameters(context, ratio) if ratio < 1.0 else []
-    optimizer = HostOptimizer(context, update, moments, late_after, stays)
+    """Move the optimizer, or `ratio` of it, to the host, and offload gradients when they are ready."""
+    resident = resident_parameters(context, ratio) if ratio < 1.0 else []
+    optimizer = HostOptimizer(context, update, moments, delay_after, resident)
     context.checks["offload.states"] = GradientOffload(
-        context, optimizer, bucket_bytes, trigger, set(stays)
+        context, optimizer, bucket_bytes, trigger, set(resident)
     ).check

@@ -1,5 +1,5 @@
-"""What techniques share that keep the blocks' parameters on the host (`offload.parameters.offloader`): what
-fits, and how it is applied.
+"""Rules, pass and apply of techniques that offload the blocks' parameters
+(`offload.parameters.offloader`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from memtune.offload.parameters import (
     not_in_layers,
     stream_parameters,
 )
-from memtune.program import F64, Kind, Program, Residency, Resource, Step, columns_of, remembered, window
+from memtune.program import (
+    F64,
+    Kind,
+    Program,
+    Residency,
+    Resource,
+    Step,
+    columns_of,
+    memoized,
+    window_residency,
+)
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common.native_update_rules import unknown_optimizer
 from memtune.technique import Reason, Target, Technique
 
-EAGER_ONLY = "compiled graphs hold the memory of parameters that come and go"
+EAGER_ONLY = "compiled graphs keep offloaded parameters in device memory"
 _OTHER = "offload: {states: {kind: optimizer_cpu}}"
 _BY_DEFAULT = (
     ("reshard_after_forward", True),
@@ -36,19 +46,20 @@ _BY_DEFAULT = (
 def cannot_run(
     program: Program, target: Target, *, natively: bool = True, alone: bool = True
 ) -> Reason | None:
-    """Why blocks' parameters cannot come and go in `program`, updated `natively` or by the user's own
-    optimizer, on one rank.
+    """Return why blocks' parameters cannot be offloaded in `program`, on one rank.
+
+    `natively`: the native update runs, not the user's own optimizer.
     """
     step = program.step
     if alone and (program.ranks > 1 or target.ranks > 1):
-        return Reason("parameters that come and go are for one rank", "sharding: {states: {kind: fsdp}}")
-    return _cannot_come_and_go(step, target, natively)
+        return Reason("offload of blocks' parameters is for one rank", "sharding: {states: {kind: fsdp}}")
+    return _cannot_offload_parameters(step, target, natively)
 
 
 def cannot_run_on_ranks(
     technique: Technique, program: Program, target: Target, *, natively: bool = True
 ) -> Reason | None:
-    """As `cannot_run` for `technique`, on one rank, on replicas, or on ranks that gather each block."""
+    """Return the same for `technique` on one rank, on replicas, or on ranks that all-gather each block."""
     if target.ranks > 1:
         if (reason := conflict(technique, target, "sharding.parallel", "sharding.states")) is not None:
             return reason
@@ -56,20 +67,20 @@ def cannot_run_on_ranks(
         if states.effects.shards == "parameters":
             if (reason := _not_gathered(technique, states, program, target)) is not None:
                 return reason
-    return _cannot_come_and_go(program.step, target, natively)
+    return _cannot_offload_parameters(program.step, target, natively)
 
 
 def _not_gathered(technique: Technique, states: Technique, program: Program, target: Target) -> Reason | None:
-    """Why FSDP2 does not gather each block once for forward and once for backward, by one plain message among
-    all ranks.
+    """Return why FSDP2 does not all-gather each block once for forward and once for backward, among all
+    ranks.
     """
     for name, value in _BY_DEFAULT:
         if getattr(states, name, value) is not value:
             return Reason(
-                f"rows of blocks come and go as FSDP2 gathers them by default, not with {name}", f"no {name}"
+                f"sharded blocks are offloaded with FSDP2's default gathers, not with {name}", f"no {name}"
             )
     if getattr(states, "degree", None) not in (None, target.ranks):
-        return Reason("rows of blocks come and go where all ranks share a copy", "no degree")
+        return Reason("sharded blocks are offloaded only if all ranks share a copy", "no degree")
     if (reason := conflict(technique, target, "sharding.communication")) is not None:
         return reason
     if gathers_of(program.step) is None:
@@ -77,7 +88,7 @@ def _not_gathered(technique: Technique, states: Technique, program: Program, tar
     return None
 
 
-def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | None:
+def _cannot_offload_parameters(step: Step, target: Target, natively: bool) -> Reason | None:
     if target.compiled:
         return Reason(EAGER_ONLY, "execution.compile: false")
     if (reason := not_in_layers(step)) != "":
@@ -86,10 +97,10 @@ def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | 
     trained = columns.gradient >= 0
     in_blocks = columns.block[trained] >= 0
     if not in_blocks.any() or not (step.storages.kind == Kind.OPTIMIZER).any():
-        return Reason("the optimizer has no state of a block to move")
+        return Reason("the optimizer has no state of a block to offload")
     if in_blocks.all():
         return Reason(
-            "nothing outside of the blocks is trained, so clipping by norm could not be noticed", _OTHER
+            "no parameter outside of the blocks is trained, so clipping by norm could not be detected", _OTHER
         )
     if natively and (unknown := unknown_optimizer(target)) is not None:
         return unknown
@@ -102,7 +113,7 @@ def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | 
 
 
 def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
-    """(2 · blocks,) seconds of compute in each moment."""
+    """Return (2 · blocks,) seconds of compute in each moment."""
     moment = moment_of_ops(step)
     mine = (moment >= 0) & (step.ops.resource == Resource.COMPUTE)
     found: F64 = np.bincount(moment[mine], op_costs(step, hardware).op_s[mine], 2 * len(step.blocks)).astype(
@@ -111,43 +122,44 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
     return found
 
 
-@remembered
-def in_layers(program: Program, residency: Residency, beside: Overlap | None = None) -> Program:
-    """The program with its blocks' parameters as `residency` says, and every update on the host.
+@memoized
+def in_layers(program: Program, residency: Residency, overlap: Overlap | None = None) -> Program:
+    """Return the program with its blocks' parameters loaded as in `residency`, and every update on the host.
 
     Args:
-        program: Any.
-        residency: Which block is there when.
-        beside: As in `stream_parameters`.
+        program: The program.
+        residency: Blocks on the device in each moment.
+        overlap: As in `stream_parameters`.
     """
-    step = stream_parameters(program.step, residency, ranks=replicas(program), beside=beside)
+    step = stream_parameters(program.step, residency, ranks=replicas(program), overlap=overlap)
     return program.with_step(optimizer_on_host(step, Native()))
 
 
 def replicas(program: Program) -> int:
-    """Ranks that have all weights."""
+    """Return the number of ranks that have all weights."""
     return 1 if gathers_of(program.step) is not None else program.ranks
 
 
 def window_of(program: Program, slots: int) -> Residency:
-    """`slots` blocks of `program`, or a rank's rows of them, on the device at once."""
-    return window(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
+    """Return the residency of `slots` blocks of `program`, or a rank's rows of them, on the device at
+    once.
+    """
+    return window_residency(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
 
 
-def apply_layers(context: Context, kind: str, slots: int, beside: Overlap | None = None) -> None:
-    """Move the optimizer to the host, then the blocks' parameters, `slots` blocks of which are on the device
-    at once.
+def apply_layers(context: Context, kind: str, slots: int, overlap: Overlap | None = None) -> None:
+    """Move the optimizer to the host, then the blocks' parameters, with `slots` blocks on the device at once.
 
     Args:
-        context: Of the model.
-        kind: For messages.
-        slots: The window.
-        beside: As in `stream_parameters`.
+        context: Context of the model.
+        kind: Kind of the technique, for messages.
+        slots: Width of the window.
+        overlap: As in `stream_parameters`.
     """
-    residency = window(len(context.blocks), slots, gathered=is_gathered(context.model))
+    residency = window_residency(len(context.blocks), slots, gathered=is_gathered(context.model))
     optimizer = HostOptimizer(context, "native")
-    if beside is None:
+    if overlap is None:
         store = ParameterOffloader(context, residency, optimizer)
     else:
-        store = OverlappedOffloader(context, residency, optimizer, beside.late, at_end=beside.at_end)
+        store = OverlappedOffloader(context, residency, optimizer, overlap.deferred, at_end=overlap.at_end)
     context.checks["offload.states"] = store.check

@@ -1,5 +1,6 @@
-"""What techniques share whose stages are on several ranks, which take them in turn
-(`offload.multiplexed.multiplexed_stages`).
+"""Rules, pass and apply of techniques that run stages of blocks on several ranks by rotation.
+
+The runtime is in `offload.multiplexed.multiplexed_stages`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pydantic import Field, model_validator
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware, op_costs
-from memtune.offload.layer_major import OnRanks, Span, Where, parts_of
-from memtune.offload.multiplexed import Partitions, TurnBytes, TurnCosts, cross_mapping, in_turn
+from memtune.offload.layer_major import BoundaryTier, Span, StageLayout, parts_of
+from memtune.offload.multiplexed import BlockBytes, BlockCosts, Partitions, cross_mapping, multiplexed_steps
 from memtune.offload.optimizer import Native, optimizer_on_host
 from memtune.parallel.pipeline import Chain, chain_of
 from memtune.program import (
@@ -24,24 +25,23 @@ from memtune.program import (
     Step,
     accumulate_gradients,
     idle_share,
-    remembered,
+    memoized,
 )
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common.pack_technique import (
-    block_bytes,
-    not_in_packs,
-    within_budget,
-)
+from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
+from memtune.search_spaces.offload.states._common.pack_technique import cannot_run_packs, within_budget
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 from memtune.workload import require_structures
 
 
-def not_in_turn(technique: Technique, program: Program, target: Target, count: int | None) -> Reason | None:
-    """Why the blocks of `program` cannot be put into stages, `count` or any number, that the ranks take in
-    turn.
+def cannot_run_stages(
+    technique: Technique, program: Program, target: Target, count: int | None
+) -> Reason | None:
+    """Return why the blocks of `program` cannot be divided into stages (`count`, None: any number) over the
+    ranks.
     """
-    if (reason := not_in_packs(technique, program, target, alone=False)) is not None:
+    if (reason := cannot_run_packs(technique, program, target, alone=False)) is not None:
         return reason
     if count is not None and count % target.ranks:
         return Reason(f"{count} stages are no multiple of {target.ranks} ranks", "a multiple of the ranks")
@@ -60,15 +60,15 @@ def not_in_turn(technique: Technique, program: Program, target: Target, count: i
 
 
 def partitions(
-    program: Program, hardware: Hardware, *, prefetch: bool, crossed: bool, boundaries: Where = "host"
+    program: Program, hardware: Hardware, *, prefetch: bool, crossed: bool, boundaries: BoundaryTier = "host"
 ) -> Partitions:
-    """All partitions of the blocks into stages on the ranks of `program`."""
+    """Return all partitions of the blocks into stages on the ranks of `program`."""
     sizes, ranks, chain = block_bytes(program.step), program.ranks, chain_in(program)
     count = program.accumulate * ranks
     per_root = hardware.gpus_per_pcie_root if crossed else 1
     return Partitions(
         costs_of(program.step, hardware),
-        TurnBytes(sizes.weights, sizes.gradients, sizes.saved),
+        BlockBytes(sizes.weights, sizes.gradients, sizes.saved),
         chain.cuts,
         count,
         lambda stages: cross_mapping(stages, ranks, per_root),
@@ -78,15 +78,15 @@ def partitions(
 
 
 def chain_in(program: Program) -> Chain:
-    """How the blocks of `program`, which `not_in_turn` has let through, hang together."""
+    """Return the chain of the blocks of `program`, which `cannot_run_stages` has accepted."""
     chain = chain_of(program.step)
     assert isinstance(chain, Chain), "fits refuses others"
     return chain
 
 
-@remembered
-def costs_of(step: Step, hardware: Hardware) -> TurnCosts:
-    """What each block takes in one micro-batch."""
+@memoized
+def costs_of(step: Step, hardware: Hardware) -> BlockCosts:
+    """Return the costs of each block in one micro-batch."""
     sizes, seconds, parts = block_bytes(step), op_costs(step, hardware).op_s, parts_of(step)
     forward, backward = (
         [float(np.sum(seconds[rows])) for rows in blocks] for blocks in (parts.forward, parts.backward)
@@ -95,12 +95,14 @@ def costs_of(step: Step, hardware: Hardware) -> TurnCosts:
     assert isinstance(chain, Chain), "fits refuses others"
     up, down = hardware.host_to_device_bytes_per_s, hardware.device_to_host_bytes_per_s
     load = [n_bytes / up for n_bytes in sizes.weights]
-    return TurnCosts(forward, backward, load, chain.passed_bytes / down + chain.passed_bytes / up)
+    return BlockCosts(forward, backward, load, chain.passed_bytes / down + chain.passed_bytes / up)
 
 
-@remembered
-def on_ranks(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where = "host") -> Program:
-    """The step of each rank, all micro-batches of all ranks in it; the fullest one first."""
+@memoized
+def on_ranks(
+    program: Program, layout: StageLayout, hardware: Hardware, boundaries: BoundaryTier = "host"
+) -> Program:
+    """Return the step of each rank with all micro-batches of all ranks, the rank of highest peak first."""
     ranks, count = program.ranks, program.accumulate * program.ranks
     steps = _rank_steps(program, layout, hardware, boundaries)
     classes = [RankClass(1, each, (rank,)) for rank, each in enumerate(steps)]
@@ -111,30 +113,34 @@ def on_ranks(program: Program, layout: OnRanks, hardware: Hardware, boundaries: 
     )
 
 
-@remembered
-def _rank_steps(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where) -> tuple[Step, ...]:
-    """By rank."""
+@memoized
+def _rank_steps(
+    program: Program, layout: StageLayout, hardware: Hardware, boundaries: BoundaryTier
+) -> tuple[Step, ...]:
+    """Return the step of each rank."""
     step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
     ranks, count = program.ranks, program.accumulate * program.ranks
     link = Resource.INTER_LINK if hardware.local_ranks(ranks) == 1 else Resource.INTRA_LINK
-    return tuple(optimizer_on_host(each, Native()) for each in in_turn(step, layout, count, link, boundaries))
+    return tuple(
+        optimizer_on_host(each, Native()) for each in multiplexed_steps(step, layout, count, link, boundaries)
+    )
 
 
-def within(
+def solve_within(
     program: Program,
     hardware: Hardware,
     budget_bytes: int | None,
-    boundaries: Where,
-    solve: Callable[[F64], OnRanks | None],
+    boundaries: BoundaryTier,
+    solve: Callable[[F64], StageLayout | None],
     all_of_them: Partitions,
-) -> OnRanks | None:
-    """What `solve` finds, under which every rank stays within the budget, as the pass says; None where
-    nothing does.
+) -> StageLayout | None:
+    """Return the layout that `solve` finds and whose passes keep every rank within the budget; None if there
+    is none.
     """
     if budget_bytes is None:
         return solve(np.full(program.ranks, np.inf))
 
-    def peaks(layout: OnRanks) -> F64:
+    def peaks(layout: StageLayout) -> F64:
         return np.array(
             [float(each.peak_bytes()) for each in _rank_steps(program, layout, hardware, boundaries)]
         )
@@ -143,10 +149,10 @@ def within(
 
 
 class StagesPlan(Plan):
-    """Stages of neighbouring blocks, which several ranks take in turn."""
+    """Stages of neighbouring blocks, distributed over several ranks."""
 
     outputs: tuple[str, ...] = ()
-    """(blocks,) form of each block's output (`memtune.workload.output_structure`); none where every block
+    """(blocks,) structure of each block's output (`memtune.workload.output_structure`); none if every block
     returns a tensor.
     """
     spans: tuple[Span, ...]
@@ -166,22 +172,22 @@ class StagesPlan(Plan):
         require_structures(self.outputs, self.spans[-1][1])
         return self
 
-    def layout(self, **settings: Any) -> OnRanks:
+    def layout(self, **settings: Any) -> StageLayout:
         """Return the stages on their ranks, with other `settings` of
-        `memtune.offload.layer_major.packs.OnRanks`.
+        `memtune.offload.layer_major.packs.StageLayout`.
         """
-        return OnRanks(self.spans, self.ranks, **settings)
+        return StageLayout(self.spans, self.ranks, **settings)
 
     def explain(self) -> tuple[str, ...]:
-        """Return how many stages are where, and what they move."""
+        """Return the number of stages and ranks, and the bytes per step."""
         places = ", ".join(map(str, self.ranks[: len(set(self.ranks))]))
         return (
-            f"{len(self.ranks)} stages, in turn on ranks {places}, over all micro-batches of all ranks",
-            f"{format_bytes(self.moved_bytes)} of weights and gradients moved per step, over all ranks",
+            f"{len(self.ranks)} stages, round-robin on ranks {places}, over all micro-batches of all ranks",
+            f"{format_bytes(self.moved_bytes)} of weights and gradients copied per step, over all ranks",
         )
 
 
-def fields_of(program: Program, layout: OnRanks) -> dict[str, Any]:
+def stages_plan_fields(program: Program, layout: StageLayout) -> dict[str, Any]:
     """Return the fields of a `StagesPlan` for `layout`."""
     chain, sizes = chain_in(program), block_bytes(program.step)
     return {
@@ -194,44 +200,45 @@ def fields_of(program: Program, layout: OnRanks) -> dict[str, Any]:
     }
 
 
-def moved_bytes(layout: OnRanks, weights: Sequence[int], gradients: Sequence[int]) -> int:
-    """Of weights in and gradients out in one step, over all ranks.
+def moved_bytes(layout: StageLayout, weights: Sequence[int], gradients: Sequence[int]) -> int:
+    """Return the bytes of weights loaded and gradients offloaded in one step, over all ranks.
 
-    2|W| + |gradients|, less the last stage of each rank, which stays between its forward and its backward.
+    2|W| + |gradients|, less the last stage of each rank, which is resident between its forward and its
+    backward.
     """
-    stay = [layout.mine(rank)[-1] for rank in set(layout.ranks)]
+    resident = [layout.stages_of(rank)[-1] for rank in set(layout.ranks)]
     return (
-        2 * sum(weights) + sum(gradients) - sum(sum(weights[slice(*layout.stages[stage])]) for stage in stay)
+        2 * sum(weights)
+        + sum(gradients)
+        - sum(sum(weights[slice(*layout.stages[stage])]) for stage in resident)
     )
 
 
-def apply_in_turn(
-    context: Context, plan: Plan, kind: str, *, prefetch: bool, boundaries: Where = "host"
+def apply_stages(
+    context: Context, plan: Plan, kind: str, *, prefetch: bool, boundaries: BoundaryTier = "host"
 ) -> None:
-    """Leave each rank its stages, on its host, and have `Tuned.step` run them.
+    """Keep only this rank's stages, on its host, and have `Tuned.step` run them.
 
     Raises:
-        ApplyError: The plan is for one rank, or for another model, or what
+        ApplyError: The plan is for one rank, or for another model, or as
             `offload.multiplexed.multiplexed_stages` raises.
     """
-    from memtune.offload.multiplexed import stages_in_turn
+    from memtune.offload.multiplexed import apply_multiplexed_stages
 
     if not isinstance(plan, StagesPlan):
-        raise for_other_ranks(context, kind)
+        raise wrong_ranks_error(context, kind)
     layout = plan.layout(prefetch=prefetch)
-    stages_in_turn(
+    apply_multiplexed_stages(
         context, layout, frozenset(plan.first), frozenset(plan.last), kind, boundaries, plan.outputs
     )
 
 
-def for_other_ranks(context: Context, kind: str) -> ApplyError:
-    """Return the error that says that a plan is for one rank where there are several, or the other way
-    round.
-    """
+def wrong_ranks_error(context: Context, kind: str) -> ApplyError:
+    """Return the error for a plan that is for one rank if there are several, or the other way round."""
     many = context.placement.world_size > 1
     return ApplyError(
         f"offload.states: {{kind: {kind}}} has no plan for {'several ranks' if many else 'one rank'}.",
         evidence=f"The plan was made for {'one rank' if many else 'several ranks'}.",
-        fix="memtune search, which writes it with the config; memtune trial finds it for itself",
+        fix="memtune search, which writes it with the config; memtune trial makes its own",
         code="MT364",
     )

@@ -1,4 +1,4 @@
-"""What memtune's own update of the optimizer can be given."""
+"""Conditions of memtune's native update on optimizers and parameters."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import numpy as np
 from memtune.program import Step, columns_of
 from memtune.technique import Reason, Target
 
-_OWN = "offload: {states: {kind: optimizer_cpu, update: own}}"
+_OWN = "offload: {states: {kind: optimizer_cpu, update: user}}"
 
 
 def unknown_optimizer(target: Target) -> Reason | None:
-    """Why memtune's own update cannot take the place of the user's optimizer's."""
-    why = "" if target.optimizer is None else target.optimizer.not_natively
+    """Return why the native update cannot replace the user's optimizer."""
+    why = "" if target.optimizer is None else target.optimizer.native_refusal
     return Reason(why, _OWN) if why else None
 
 
 def no_native_update(step: Step, update: Literal["native", "master"], target: Target) -> Reason | None:
-    """Why the host's native update is not for them: an unknown optimizer; `native` is for float32, `master`
-    for narrower.
+    """Return why the host's native update does not apply: an unknown optimizer, or a parameter type.
+
+    `native` is for float32 parameters, `master` for narrower ones.
     """
     if (reason := unknown_optimizer(target)) is not None:
         return reason
@@ -33,9 +34,9 @@ def no_native_update(step: Step, update: Literal["native", "master"], target: Ta
     return None
 
 
-def not_rows(step: Step) -> Reason | None:
-    """Why whole parameters cannot be taken as rows of elements: one has gaps in memory, or has its memory
-    several times.
+def not_contiguous(step: Step) -> Reason | None:
+    """Return why a parameter cannot be divided as a flat row of elements: it has gaps in memory, or shares
+    it.
     """
     columns = columns_of(step.parameters)
     wrong = (columns.gradient >= 0) & (
@@ -44,4 +45,7 @@ def not_rows(step: Step) -> Reason | None:
     if not wrong.any():
         return None
     name = columns.names[int(np.argmax(wrong))]
-    return Reason(f"{name} shares its memory with something else", "offload: {states: {kind: zero_infinity}}")
+    return Reason(
+        f"{name} has gaps in memory, or shares memory with another tensor",
+        "offload: {states: {kind: zero_infinity}}",
+    )

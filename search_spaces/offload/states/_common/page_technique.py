@@ -1,5 +1,5 @@
-"""How the blocks' parameters are kept in pages (`offload.chunks.paged_offloader`): what is planned, rewritten
-and applied.
+"""Plan, pass and apply of techniques that keep the blocks' parameters in pages
+(`offload.chunks.paged_offloader`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from memtune.offload.core import ALIGNMENT, Pages, is_gathered, paged, timeline
 from memtune.offload.optimizer import HostOptimizer, cannot_part, optimizer_on_host
 from memtune.offload.parameters import in_blocks, sizes_in_blocks, state_bytes, stream_parameters
 from memtune.offload.ssd_states import (
-    AtTheEnd,
-    Away,
     LockFreeOnSsd,
+    OffloadedParameters,
     SsdOptimizer,
+    StepEndUpdates,
     optimizer_on_ssd,
     swept_from_ssd,
 )
-from memtune.program import Program, Step, Units, columns_of, remembered
+from memtune.program import Program, Step, Units, columns_of, memoized
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.chunk_technique import (
-    are_rows,
-    beside,
+    are_sharded,
     in_blocks_of,
-    of_another,
+    non_chunk_bytes,
     sizes_of,
-    staying_first,
+    update_resident_first,
+    wrong_model_error,
 )
 from memtune.search_spaces.offload.states._common.layer_offload import compute_s_of_moments, replicas
 from memtune.technique import Plan
@@ -47,64 +47,62 @@ from memtune.units import MIB
 
 
 class PagesPlan(Plan):
-    """Pages of blocks' parameters, and the frames of the device that they come to."""
+    """Pages of blocks' parameters, and the frames of the device that hold them."""
 
     page_bytes: Annotated[int, Field(ge=1)]
     """Bytes of a page."""
     frames: Annotated[int, Field(ge=1)]
     """Pages on the device at once."""
-    ahead: tuple[Annotated[int, Field(ge=0)], ...]
+    prefetch: tuple[Annotated[int, Field(ge=0)], ...]
     """(moments,) pages that are prefetched while each moment computes."""
     cached: Annotated[int, Field(ge=0)] = 0
-    """Parameters of blocks, those used first, that stay on the device with their optimizer state."""
+    """Parameters of blocks, those used first, that are resident with their optimizer state."""
 
 
 @dataclass(frozen=True)
 class OnSsd:
-    """Where the optimizer is, if not on the host."""
+    """Settings of an optimizer whose state is on SSD."""
 
-    ahead: int
-    """Parameters whose state is read ahead."""
-    keeps: bool = False
-    """Each complete step is kept: every piece has two places, which take turns."""
-    late: bool = False
-    """Updates go on beside the steps that follow."""
+    prefetch: int
+    """Parameters whose state is prefetched from SSD."""
+    keeps_steps: bool = False
+    """Each complete step is kept: every piece has two slots, written alternately."""
+    overlaps_steps: bool = False
+    """Updates overlap with the steps that follow."""
 
 
-@remembered
+@memoized
 def in_pages(program: Program, how: PagePlan, on_ssd: OnSsd | None = None) -> Program:
-    """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but
-    for what is cached.
+    """Return the program with its blocks' parameters in pages, and the optimizer on the host except for
+    cached parameters.
 
     Args:
-        program: Any.
-        how: Pages, frames, what is cached.
-        on_ssd: How the optimizer is on SSD; None: it is on the host.
+        program: The program.
+        how: Pages, frames and cached parameters.
+        on_ssd: Settings of the optimizer on SSD; None: it is on the host.
     """
-    step, ops = staying_first(program.step, how.cached)
+    step, ops = update_resident_first(program.step, how.cached)
     step = stream_parameters(
-        step, timeline(how.pages, how.ahead), how.pages, early=False, ranks=replicas(program)
+        step, timeline(how.pages, how.prefetch), how.pages, early=False, ranks=replicas(program)
     )
     if on_ssd is None:
-        step = optimizer_on_host(step, stay=ops)
-    elif on_ssd.late:
-        step = swept_from_ssd(step, on_ssd.ahead, Away.of(step))
+        step = optimizer_on_host(step, n_resident_ops=ops)
+    elif on_ssd.overlaps_steps:
+        step = swept_from_ssd(step, on_ssd.prefetch, OffloadedParameters.of(step))
     else:
-        step = optimizer_on_ssd(step, on_ssd.ahead, 1 + on_ssd.keeps, Away.of(step))
+        step = optimizer_on_ssd(step, on_ssd.prefetch, 1 + on_ssd.keeps_steps, OffloadedParameters.of(step))
     return program.with_step(in_blocks_of(program.step, step))
 
 
 def page_bytes_for(step: Step) -> int:
-    """The paper's 4 MiB, or a power of two of which the largest block has eight: one page is then no large
-    part of it.
-    """
+    """Return the paper's 4 MiB, or a smaller power of two, an eighth of the largest block."""
     n_bytes, block = sizes_in_blocks(step)
     largest = int(np.bincount(block, n_bytes).max()) if block else 0
     return int(max(min(4 * MIB, 1 << max(largest // 8, 1).bit_length() - 1), ALIGNMENT))
 
 
 @functools.lru_cache(maxsize=64)
-def solved(
+def solve_pages(
     program: Program,
     hardware: Hardware,
     budget_bytes: int | None,
@@ -113,11 +111,11 @@ def solved(
     scheduled: bool,
     cache: bool,
 ) -> PagePlan:
-    """Frames in the room that the budget leaves, what is cached in the rest of it, and which page comes in
-    when.
+    """Return frames for the room within the budget, cached parameters for the rest, and the schedule of
+    pages.
     """
-    sizes, rows = sizes_in_blocks(program.step), are_rows(program)
-    room = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
+    sizes, rows = sizes_in_blocks(program.step), are_sharded(program)
+    room = None if budget_bytes is None else max(budget_bytes - max(non_chunk_bytes(program)), 0)
     load_s = page_bytes / hardware.host_to_device_bytes_per_s
 
     def of(pages: Pages, cached: int = 0) -> PagePlan:
@@ -128,7 +126,8 @@ def solved(
         )
 
     found = of(in_frames(*sizes, page_bytes, room, rows))
-    if not cache or replicas(program) > 1 or budget_bytes is None:  # nobody averages gradients of what stays
+    # Replicas average gradients on their way to the host; those of cached parameters are not offloaded.
+    if not cache or replicas(program) > 1 or budget_bytes is None:
         return found
     if found.pages.frames < count_pages(*sizes, page_bytes) or cannot_part(program.step):
         return found
@@ -143,10 +142,10 @@ def solved(
 
 
 def _most_cached(program: Program, spare_bytes: int) -> int:
-    """How many of the blocks' parameters have gradient and optimizer state of `spare_bytes` together, those
-    that are used first.
+    """Return how many of the blocks' parameters, those used first, have gradients and state within
+    `spare_bytes`.
 
-    Their gradients land last, when most activations are gone, and their pages are those that are waited for.
+    Their gradients are ready last, when most activations are freed, and compute waits for their pages most.
     """
     step, columns = program.step, columns_of(program.step.parameters)
     n_bytes = state_bytes(step) + np.where(columns.gradient >= 0, step.storages.bytes[columns.gradient], 0)
@@ -155,23 +154,25 @@ def _most_cached(program: Program, spare_bytes: int) -> int:
 
 
 def page_plan_of(found: PagePlan) -> PagesPlan:
-    """Return `found` without what follows from the parameters."""
+    """Return `found` without the parts that follow from the parameters."""
     pages = found.pages
-    return PagesPlan(page_bytes=pages.page_bytes, frames=pages.frames, ahead=found.ahead, cached=found.cached)
+    return PagesPlan(
+        page_bytes=pages.page_bytes, frames=pages.frames, prefetch=found.prefetch, cached=found.cached
+    )
 
 
 def page_plan_from(sizes: tuple[Units, Units], plan: PagesPlan, gathered: bool) -> PagePlan:
-    """Return `plan` for parameters of these sizes, or `gathered` rows of them.
+    """Return the pages of `plan` for parameters of these sizes, or `gathered` rows of them.
 
     Raises:
-        ValueError: It is for other parameters.
+        ValueError: The plan is for other parameters.
     """
     cached = plan.cached
     if cached >= len(sizes[0]):
-        raise ValueError(f"{cached} of {len(sizes[0])} parameters stay")
+        raise ValueError(f"{cached} of {len(sizes[0])} parameters are cached")
     return PagePlan(
         paged(sizes[0][cached:], sizes[1][cached:], plan.page_bytes, plan.frames, gathered),
-        plan.ahead,
+        plan.prefetch,
         cached,
     )
 
@@ -182,45 +183,46 @@ def apply_pages(
     """Move the optimizer to the host, then the blocks' parameters into pages.
 
     Args:
-        context: Its model and optimizer.
-        kind: Of the technique, for messages.
-        plan: Made for this model.
-        max_staleness: Of lock-free updates; None: at the end of the step, by the user's own optimizer.
+        context: Context with model and optimizer.
+        kind: Kind of the technique, for messages.
+        plan: Plan for this model.
+        max_staleness: Staleness bound of lock-free updates; None: the user's own optimizer updates at the end
+            of the step.
         on_ssd: As in `in_pages`.
 
     Raises:
-        ApplyError: The plan is none for this model.
+        ApplyError: The plan is for another model.
     """
     gathered = is_gathered(context.model)
     try:
         how = page_plan_from(sizes_of(context), plan, gathered)
-        residency = timeline(how.pages, how.ahead)
+        residency = timeline(how.pages, how.prefetch)
         if how.cached and context.placement.world_size > 1 and not gathered:
-            raise ValueError("nobody averages gradients of what stays")
+            raise ValueError("no component averages gradients of cached parameters")
     except ValueError as wrong:
-        raise of_another(context, kind, plan) from wrong
-    stays = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][
+        raise wrong_model_error(context, kind, plan) from wrong
+    resident = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][
         : how.cached
     ]
     if on_ssd is not None:
         moved = (
-            SsdOptimizer(context, master=False, ahead=on_ssd.ahead, keep=on_ssd.keeps)
+            SsdOptimizer(context, master=False, read_ahead=on_ssd.prefetch, keep=on_ssd.keeps_steps)
             if max_staleness is None
-            else LockFreeOnSsd(context, ahead=on_ssd.ahead, max_staleness=max_staleness)
+            else LockFreeOnSsd(context, read_ahead=on_ssd.prefetch, max_staleness=max_staleness)
         )
-        store = PagedOffloader(context, residency, AtTheEnd(moved), how.pages)
+        store = PagedOffloader(context, residency, StepEndUpdates(moved), how.pages)
         if isinstance(moved, LockFreeOnSsd):
             moved.publish_to(store)
         else:
-            moved.keep_in(store.hosts)
+            moved.write_weights_to(store.hosts)
         context.checks["offload.states"] = functools.partial(_check, store, how)
         return
     optimizer = (
-        HostOptimizer(context, stays=stays)
+        HostOptimizer(context, resident=resident)
         if max_staleness is None
         else LockFreeOptimizer(context, max_staleness)
     )
-    store = PagedOffloader(context, residency, optimizer, how.pages, set(stays))
+    store = PagedOffloader(context, residency, optimizer, how.pages, set(resident))
     if isinstance(optimizer, LockFreeOptimizer):
         optimizer.publish_to(store)
     context.checks["offload.states"] = functools.partial(_check, store, how)

@@ -1,5 +1,5 @@
-"""Which chunks stay on the device and are updated there: planners asked with a step's bytes, answers held
-against the pass.
+"""Chunks that are resident and updated on the device: planners with a step's bytes, checked against the
+pass.
 """
 
 from __future__ import annotations
@@ -21,95 +21,108 @@ from memtune.offload.chunks import (
 from memtune.offload.optimizer import cannot_part
 from memtune.offload.parameters import in_blocks, sizes_in_blocks, state_bytes
 from memtune.program import Program, Step, Units, columns_of
-from memtune.search_spaces.offload.states._common.chunk_technique import are_rows, beside, in_chunks
+from memtune.search_spaces.offload.states._common.chunk_technique import (
+    are_sharded,
+    in_chunks,
+    non_chunk_bytes,
+)
 
 
-def with_margin(program: Program, found: ChunkPlan, budget_bytes: int) -> ChunkPlan:
-    """`found` with as many chunks updated on the device as have room beside all others, which then come in
-    once a step.
+def with_resident_chunks(program: Program, found: ChunkPlan, budget_bytes: int) -> ChunkPlan:
+    """Return `found` with as many chunks resident and updated on the device as fit next to all others.
 
-    No more of them stay within the budget, each looked at as the pass writes it.
+    The others are then loaded once a step. No larger number stays within the budget: each is rewritten by the
+    pass.
     """
-    sizes, there = sizes_in_blocks(program.step), on_device(program.step)
-    room, taken = _room(program, budget_bytes, found.in_place), there.taken(len(found.slots))
+    sizes, device_bytes = sizes_in_blocks(program.step), on_device(program.step)
+    room, taken = _room(program, budget_bytes, found.in_place), device_bytes.taken(len(found.slots))
 
-    def spare_bytes(kept: int) -> int:
-        return -_over_bytes(program, all_resident(*sizes, found, kept), budget_bytes)
+    def spare_bytes(resident: int) -> int:
+        return -_over_bytes(program, all_resident(*sizes, found, resident), budget_bytes)
 
-    kept = most_in_margin(found.chunks, room, taken)
-    if kept < 0 or cannot_part(program.step):
+    resident = most_in_margin(found.chunks, room, taken)
+    if resident < 0 or cannot_part(program.step):
         return found
-    while (spare := spare_bytes(kept) if kept else max(budget_bytes, 0)) < 0:
-        kept = max(min(most_in_margin(found.chunks, [each + spare for each in room], taken), kept - 1), 0)
-    always = np.append(0, np.cumsum(there.always_bytes))[resident_counts(found.chunks)]
+    while (spare := spare_bytes(resident) if resident else max(budget_bytes, 0)) < 0:
+        resident = max(
+            min(most_in_margin(found.chunks, [each + spare for each in room], taken), resident - 1), 0
+        )
+    always = np.append(0, np.cumsum(device_bytes.always_bytes))[resident_counts(found.chunks)]
     while (
-        kept + 1 < found.chunks.count and always[kept + 1] - always[kept] - found.chunks.chunk_bytes <= spare
+        resident + 1 < found.chunks.count
+        and always[resident + 1] - always[resident] - found.chunks.chunk_bytes <= spare
     ):
-        spare = spare_bytes(
-            kept + 1
-        )  # no less than that is added: a chunk of weights goes, they and their state are there
+        # The condition's bytes are a lower bound: one chunk fewer, its weights and state resident.
+        spare = spare_bytes(resident + 1)
         if spare < 0:
             break
-        kept += 1
-    return all_resident(*sizes, found, kept) if kept else found
+        resident += 1
+    return all_resident(*sizes, found, resident) if resident else found
 
 
-def split(
-    program: Program, hardware: Hardware, budget_bytes: int, chunk_bytes: int | None, ahead: int
+def split_cache(
+    program: Program, hardware: Hardware, budget_bytes: int, chunk_bytes: int | None, prefetch: int
 ) -> ChunkPlan | None:
-    """What `cheapest_split` finds within the budget; None where nothing fits, or nothing can stay."""
+    """Return the split between cache and residents by `cheapest_split`; None if none fits, or no chunk can be
+    resident.
+    """
     step, most = program.step, None
-    there, seconds, room = on_device(step), seconds_of(step, hardware), _room(program, budget_bytes)
+    device_bytes, seconds, room = on_device(step), seconds_of(step, hardware), _room(program, budget_bytes)
     while True:
         found = cheapest_split(
             *sizes_in_blocks(step),
             room,
-            ahead,
-            there,
+            prefetch,
+            device_bytes,
             seconds,
             most=most,
-            gathered=are_rows(program),
+            gathered=are_sharded(program),
             chunk_bytes=chunk_bytes,
         )
-        if found is None or not found.staying:
+        if found is None or not found.resident_parameters:
             return found
         if cannot_part(program.step):
             return None
-        over = _over_bytes(program, found, budget_bytes, ahead)
+        over = _over_bytes(program, found, budget_bytes, prefetch)
         if over <= 0:
             return found
-        taken = there.taken(1)[:, 0]  # the optimizer's temporaries take more with each
+        # With the optimizer's temporaries, which grow with each parameter.
+        taken = device_bytes.taken(1)[:, 0]
         most = min(
-            int(np.searchsorted(taken, taken[found.staying] - over, side="right")) - 1, found.staying - 1
+            int(np.searchsorted(taken, taken[found.resident_parameters] - over, side="right")) - 1,
+            found.resident_parameters - 1,
         )
 
 
-def _over_bytes(program: Program, how: ChunkPlan, budget_bytes: int, ahead: int | None = None) -> int:
-    """By how much `program` exceeds the budget; `ahead` is Elixir's."""
-    rewritten = in_chunks(program, how, "belady") if ahead is None else in_chunks(program, how, "lru", ahead)
+def _over_bytes(program: Program, how: ChunkPlan, budget_bytes: int, prefetch: int | None = None) -> int:
+    """Return by how many bytes `program` exceeds the budget; `prefetch` is Elixir's."""
+    rewritten = (
+        in_chunks(program, how, "belady") if prefetch is None else in_chunks(program, how, "lru", prefetch)
+    )
     return rewritten.step.peak_bytes() - budget_bytes
 
 
 def _room(program: Program, budget_bytes: int, in_place: bool = False) -> Units:
-    return tuple(budget_bytes - other for other in beside(program, in_place))
+    return tuple(budget_bytes - other for other in non_chunk_bytes(program, in_place))
 
 
 @functools.lru_cache(maxsize=64)
 def on_device(step: Step) -> OnDevice:
-    """What the parameters of blocks take where they are updated on the device."""
+    """Return the bytes of blocks' parameters if they are updated on the device."""
     columns, mine = columns_of(step.parameters), in_blocks(step)
     weight = (columns.numel * columns.itemsize)[mine]
     has = columns.gradient[mine] >= 0
     summed = has & (step.storages.producer[columns.gradient[mine]] < 0)
     always = weight + state_bytes(step)[mine] + np.where(summed, weight, 0)
-    landed = np.where(has & ~summed, weight, 0)
-    return OnDevice(tuple(always.tolist()), tuple(landed.tolist()), tuple(columns.block[mine].tolist()))
+    ready = np.where(has & ~summed, weight, 0)
+    return OnDevice(tuple(always.tolist()), tuple(ready.tolist()), tuple(columns.block[mine].tolist()))
 
 
 @functools.lru_cache(maxsize=64)
 def seconds_of(step: Step, hardware: Hardware) -> Seconds:
-    """What a step pays for each parameter of a block: an update reads and writes weight and state, and reads
-    the gradient.
+    """Return a step's costs for each parameter of a block.
+
+    An update reads and writes weight and state, and reads the gradient.
     """
     columns, mine = columns_of(step.parameters), in_blocks(step)
     weight = (columns.numel * columns.itemsize)[mine]

@@ -1,5 +1,5 @@
 """Compiled graphs in another order, updates at the gradient in eager code: the peak falls as predicted, bits
-are the same.
+are equal.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def predicted(path: Path, kind: str) -> Step:
 
 
 def measured(path: Path, kind: str) -> tuple[int, dict[str, Any]]:
-    """The peak of the third step by the native ledger, and what the audit says of the order."""
+    """Return the peak of the third step by the native ledger, and the audit's facts on the order."""
     torch._dynamo.reset()
     with Ledger.open("cpu") as ledger:
         empty = ledger.live_bytes()
@@ -146,7 +146,7 @@ Loop = Callable[[Tuned, Workload, list[Any]], Any]
 
 
 def marked_loop(tuned: Tuned, workload: Workload, batches: list[Any]) -> None:
-    """A loop of one's own that says which micro-batch is the last."""
+    """Run a custom loop that marks the last micro-batch."""
     for index, batch in enumerate(batches):
         with tuned.micro_batch(last=index == len(batches) - 1):
             (workload.loss(tuned.model, batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ def marked_loop(tuned: Tuned, workload: Workload, batches: list[Any]) -> None:
 
 
 def eager_peak(path: Path, kind: str, accumulate: int, loop: Loop) -> tuple[int, int]:
-    """Bytes that the native ledger counts at the peak of the third step, and what is predicted."""
+    """Return the peak bytes of the third step by the native ledger, and the predicted ones."""
     chosen = {"execution": {"micro_batch": 2, "accumulate": accumulate, "order": {"kind": kind}}}
     found = Rewriter(recording_of(path), Target(hardware.detect("cpu"))).candidate(
         Choice.from_document(chosen)
@@ -192,8 +192,8 @@ def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: i
 
 @pytest.mark.slow
 def test_plan_and_trial_choose_it_where_gradients_are_what_does_not_fit(deep: Path) -> None:
-    """Eager: all fixed but the order, the plain step does not fit; what is ranked first runs within the
-    budget, as predicted.
+    """Eager, everything fixed except the order: the plain step does not fit; the first-ranked one runs within
+    the budget, as predicted.
     """
     budget_bytes = 4_600_000
     asked = PlanOptions(
@@ -231,7 +231,7 @@ def test_the_same_bits_as_the_plain_model(model: str, scope: str, wide: Path) ->
         assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
-def test_a_config_holds_it_beside_the_batch() -> None:
+def test_config_stores_order_next_to_batch() -> None:
     config = load_config({"settings": settings("roam")})
     assert config.settings.technique("execution.order") == ROAM
     assert config.settings.execution.micro_batch == 4
@@ -240,7 +240,7 @@ def test_a_config_holds_it_beside_the_batch() -> None:
     assert load_config(dump_yaml(TunedConfig())).settings.technique("execution.order").kind == "program"
 
 
-def test_what_no_order_is_for_is_refused() -> None:
+def test_refuses_programs_without_reorderable_ops() -> None:
     def reason(**facts: Any) -> str:
         return str(ROAM.fits(plain_program(ZOO["gpt"]), Target(hardware.detect("cpu"), **facts)) or "")
 
@@ -271,8 +271,8 @@ class TestEager(TechniqueSuite):
     )  # it puts hooks in place, which are taken back one by one, and changes nothing
 
     def check_training(self, model: str, variant: Technique) -> None:
-        """Losses and weights are the plain model's, to the bit; gradients have been used when backward
-        returns.
+        """Check that losses and weights are the plain model's, to the bit; gradients have been used when
+        backward returns.
         """
         found = differences(
             without_gradients(train(ZOO[model], variant)), without_gradients(plain(ZOO[model]))

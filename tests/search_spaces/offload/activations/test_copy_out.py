@@ -1,4 +1,4 @@
-"""Saved activations to the host: the claimed share crosses the link once down and once up."""
+"""Saved activations are offloaded: the claimed share crosses the link once D2H and once H2D."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from memtune.testing.training import build, config_of, differences, plain
 
 ALL = CopyOut(kind="copy_out", min_bytes=0)
 HALF = CopyOut(kind="copy_out", min_bytes=0, ratio=0.5)
-SSD = CopyOut(kind="copy_out", min_bytes=0, target="ssd", ahead=2)
+SSD = CopyOut(kind="copy_out", min_bytes=0, target="ssd", prefetch=2)
 
 
 _CELLS = """
@@ -82,9 +82,11 @@ class TestCopyOut(TechniqueSuite):
         ],
         ids=lambda each: str(each["kind"]),
     )
-    def test_what_comes_ahead_is_on_the_host_while_gradients_leave(self, states: dict[str, str]) -> None:
-        """Between the end of a node, where gradients land, and the next one, which asks for what came
-        ahead.
+    def test_prefetched_tensors_are_on_the_host_until_gradient_copies_end(
+        self, states: dict[str, str]
+    ) -> None:
+        """Between the end of a node, when gradients are ready, and the next one, which reads the prefetched
+        tensors.
         """
         assert drift(ZOO["gpt"], ALL, find("offload.states", states["kind"]).model_validate(states)) == ""
 
@@ -105,21 +107,21 @@ class TestCopyOut(TechniqueSuite):
         assert not differences(train(ZOO[model], recompute, HALF), plain(ZOO[model]))
 
     @pytest.mark.parametrize(("variant", "blocks"), [(ALL, 4), (HALF, 2)], ids=["all", "half"])
-    def test_the_claimed_share_leaves_once_and_comes_back_once(self, variant: CopyOut, blocks: int) -> None:
-        """The mechanism: bytes on the link. Of a half, half as much moves."""
+    def test_claimed_share_is_offloaded_and_reloaded_once(self, variant: CopyOut, blocks: int) -> None:
+        """The mechanism: bytes on the link. With half the ratio, half as much is copied."""
         before, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], variant)
         down = int(step.ops.traffic_bytes[step.ops.resource == Resource.DEVICE_TO_HOST].sum())
         up = int(step.ops.traffic_bytes[step.ops.resource == Resource.HOST_TO_DEVICE].sum())
         batch = int(before.ops.traffic_bytes[before.ops.resource == Resource.HOST_TO_DEVICE].sum())
         assert down == up - batch == sum(before.saved_bytes(block) for block in range(blocks))
 
-    def test_what_comes_back_ahead_is_hardly_waited_for(self) -> None:
-        """The mechanism of `ahead`: the same bytes on the link, but for what is asked for first beside
-        backward.
+    def test_prefetched_reloads_are_hardly_exposed(self) -> None:
+        """The mechanism of `prefetch`: the same bytes on the link, overlapped with backward except for the
+        first read.
         """
         program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0)
         plain_s = simulate(program, here, level="events").step_s
-        steps = [rewritten(ZOO["gpt"], ALL.model_copy(update={"ahead": ahead})) for ahead in (0, 6)]
+        steps = [rewritten(ZOO["gpt"], ALL.model_copy(update={"prefetch": prefetch})) for prefetch in (0, 6)]
         up = [
             int(step.ops.traffic_bytes[step.ops.resource == Resource.HOST_TO_DEVICE].sum()) for step in steps
         ]
@@ -132,8 +134,8 @@ class TestCopyOut(TechniqueSuite):
         assert late > 0.15 * plain_s
         assert ahead < 0.25 * late
 
-    def test_blocks_that_are_not_alike_have_a_plan_and_others_none(self) -> None:
-        """A ratio that is changed by hand makes its plan void."""
+    def test_plan_is_empty_unless_blocks_differ_in_size(self) -> None:
+        """Editing the ratio makes its plan void."""
         program, uneven = plain_program(ZOO["gpt"]), plain_program(ZOO["lstm"])
         target = target_of(HALF)
         assert HALF.plan(program, target).document() == {}
@@ -154,8 +156,8 @@ class TestCopyOut(TechniqueSuite):
         assert drift(ZOO[model], *recompute, SSD) == ""
 
     @pytest.mark.parametrize("model", ["gpt"])
-    def test_half_of_it_and_nothing_read_ahead(self, model: str) -> None:
-        assert drift(ZOO[model], SSD.model_copy(update={"ahead": 0, "ratio": 0.5})) == ""
+    def test_ssd_with_half_the_ratio_and_without_prefetch(self, model: str) -> None:
+        assert drift(ZOO[model], SSD.model_copy(update={"prefetch": 0, "ratio": 0.5})) == ""
 
     @pytest.mark.parametrize("model", QUICK)
     def test_ssd_trains_as_the_plain_model(self, model: str) -> None:
@@ -164,12 +166,12 @@ class TestCopyOut(TechniqueSuite):
         assert ssd_tensors.current().engine.written_bytes > 0
         assert ssd_tensors.current().used_bytes == 0
 
-    @pytest.mark.parametrize("ahead", [0, 2])
-    def test_ssd_is_written_and_read_once_and_host_memory_holds_a_few_tensors(self, ahead: int) -> None:
-        """The mechanism of `target: ssd`: what goes on to the drive is not kept on the host."""
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_ssd_is_written_and_read_once_and_host_memory_holds_a_few_tensors(self, prefetch: int) -> None:
+        """The mechanism of `target: ssd`: tensors written to the drive are freed on the host."""
         host, step = (
             rewritten(ZOO["gpt"], ALL),
-            rewritten(ZOO["gpt"], SSD.model_copy(update={"ahead": ahead})),
+            rewritten(ZOO["gpt"], SSD.model_copy(update={"prefetch": prefetch})),
         )
         moved = int(host.ops.traffic_bytes[host.ops.resource == Resource.DEVICE_TO_HOST].sum())
         for resource in (Resource.DEVICE_TO_HOST, Resource.SSD_WRITE, Resource.SSD_READ):
@@ -177,10 +179,10 @@ class TestCopyOut(TechniqueSuite):
         largest = int(step.ops.traffic_bytes[step.ops.resource == Resource.SSD_WRITE].max())
         batch = host.peak_bytes(Tier.HOST) - moved
         assert step.peak_bytes(Tier.SSD) == moved
-        assert step.peak_bytes(Tier.HOST) - batch <= (max(WRITES_IN_FLIGHT, ahead) + 1) * largest < moved
+        assert step.peak_bytes(Tier.HOST) - batch <= (max(WRITES_IN_FLIGHT, prefetch) + 1) * largest < moved
         assert step.peak_bytes() == host.peak_bytes()
 
-    def test_ssd_shows_what_it_writes_and_the_simulator_prices_it(self) -> None:
+    def test_ssd_reports_written_bytes_and_the_simulator_prices_them(self) -> None:
         program = plain_program(ZOO["gpt"])
         step = rewritten(ZOO["gpt"], SSD)
         found = simulate(
@@ -199,8 +201,8 @@ class TestCopyOut(TechniqueSuite):
         with pytest.raises(EnvironmentFault, match="No directory"):
             train(ZOO["tied"], SSD)
 
-    def test_a_damaged_file_stops_training_with_the_name_of_the_block(self) -> None:
-        """Every byte that is written while the forward runs is flipped before backward asks for it."""
+    def test_damaged_file_raises_with_the_name_of_the_block(self) -> None:
+        """Every byte that is written during forward is flipped before backward reads it."""
         workload, model, optimizer = build(ZOO["tied"])
         apply(model, optimizer, config_of(ZOO["tied"], SSD), strict=False)
         batch = workload.make_batch(2)
@@ -211,12 +213,12 @@ class TestCopyOut(TechniqueSuite):
             loss.backward()
         assert caught.value.code in ("MT363", "MT364")
 
-    def test_small_tensors_stay(self) -> None:
+    def test_small_tensors_are_resident(self) -> None:
         step = rewritten(ZOO["gpt"], CopyOut(kind="copy_out", min_bytes=20_000))
         sizes = step.ops.traffic_bytes[step.ops.resource == Resource.DEVICE_TO_HOST]
         assert len(sizes)
         assert sizes.min() >= 20_000
 
-    def test_nothing_large_enough_is_a_reason(self) -> None:
+    def test_fits_refuses_blocks_without_large_tensors(self) -> None:
         technique = CopyOut(kind="copy_out", min_bytes=1 << 30)
         assert "1073741824" in str(technique.fits(plain_program(ZOO["gpt"]), target_of(technique)))

@@ -1,4 +1,4 @@
-"""What moves is the ratio of what may move, to the byte: by the formula, by the passes, and counted while
+"""Offloaded bytes are the ratio of the claimable bytes: by the formula, by the passes, and counted in
 training.
 """
 
@@ -34,10 +34,10 @@ from memtune.testing.training import build
 
 PARTS, STEPS = 2, 2
 SCRATCH = ("cnn_bn", "lstm")
-"""Models whose kernels take scratch on CPU, which these recordings do not have."""
+"""Models whose kernels allocate workspace on CPU, which these recordings do not have."""
 MOVES: dict[str, dict[str, Any]] = {
     "copy_out": {"kind": "copy_out", "min_bytes": 0, "ratio": 0.3},
-    "copy_out, no lookahead": {"kind": "copy_out", "min_bytes": 0, "ratio": 0.3, "ahead": 0},
+    "copy_out, no prefetch": {"kind": "copy_out", "min_bytes": 0, "ratio": 0.3, "prefetch": 0},
     "copy_out, to SSD": {"kind": "copy_out", "min_bytes": 0, "ratio": 0.3, "target": "ssd"},
     "copy_out, large tensors": {"kind": "copy_out", "min_bytes": 20_000, "ratio": 0.3},
     "pipelined": {"kind": "pipelined", "min_bytes": 0, "ratio": 0.3},
@@ -55,7 +55,7 @@ slow = pytest.mark.slow
 def candidate(
     model: str, moves: str, recompute: str = "none", states: str = "none", ratio: float = 0.0
 ) -> Candidate:
-    """With another ratio if one is given; on two ranks where states are kept by several."""
+    """Return a candidate with the given ratio; on two ranks with sharded or replicated states."""
     document: dict[str, Any] = {
         "execution": {"micro_batch": 2, "accumulate": PARTS},
         "recompute": {"kind": recompute},
@@ -69,15 +69,15 @@ def candidate(
 
 
 def predicted(found: Candidate) -> dict[str, int]:
-    """Bytes by link in a step."""
+    """Return the predicted bytes by link in a step."""
     step = found.program.step
     n_bytes = traffic_bytes(step, PARTS)
     return {link: int(n_bytes[step.ops.resource == resource].sum()) for link, resource in LINKS.items()}
 
 
 def wanted_bytes(model: str, moves: str, recompute: str, states: str) -> int:
-    """The ratio of what would move with a ratio of 1: whole tensors, without recomputation all that blocks
-    save.
+    """Return the ratio of the bytes offloaded at ratio 1: undivided tensors; without recomputation all saved
+    ones of blocks.
     """
     every = predicted(candidate(model, moves, recompute, states, 1.0))["device_to_host"] // PARTS
     if recompute == "none" and not MOVES[moves]["min_bytes"]:
@@ -90,7 +90,7 @@ def wanted_bytes(model: str, moves: str, recompute: str, states: str) -> int:
 
 
 def on_ranks(path: str, config: dict[str, Any], directory: str = "") -> tuple[dict[str, int], int]:
-    """Bytes by link of the last step, and its peak."""
+    """Return the bytes by link of the last step, and its peak."""
     if directory:
         os.environ[offload_dir.VARIABLE] = directory
     torch.set_num_threads(1)
@@ -113,9 +113,7 @@ def on_ranks(path: str, config: dict[str, Any], directory: str = "") -> tuple[di
 
 
 def check(model: str, moves: str, recompute: str = "none", states: str = "none", directory: str = "") -> None:
-    """Counted on every rank: what is predicted, and where there is a ratio the formula; the peak
-    within 2 %.
-    """
+    """Check counted bytes on every rank against prediction and formula, and the peak within 2 %."""
     found = candidate(model, moves, recompute, states)
     bytes_of = predicted(found)
     if "ratio" in MOVES[moves]:
@@ -136,7 +134,7 @@ def check(model: str, moves: str, recompute: str = "none", states: str = "none",
 
 
 def uploads(model: str) -> int:
-    """Bytes of a step's batches."""
+    """Return the bytes of a step's batches."""
     step = recording_of(ZOO[model]).at(2)
     return PARTS * int(step.ops.traffic_bytes[step.ops.resource == Resource.HOST_TO_DEVICE].sum())
 
@@ -153,10 +151,10 @@ pytestmark = [
 @pytest.mark.parametrize(
     "recompute", ["none", *(pytest.param(each, marks=slow) for each in ("full", "selective"))]
 )
-def test_as_predicted_and_by_the_formula(
+def test_offloaded_bytes_are_predicted_and_follow_the_formula(
     moves: str, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mechanism, with accumulation; what switches it off is `test_fails_where_no_tensor_is_cut`."""
+    """The mechanism, with accumulation; `test_formula_fails_without_cut_tensors` switches it off."""
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
     check("gpt", moves, recompute, directory=str(tmp_path))
 
@@ -164,21 +162,21 @@ def test_as_predicted_and_by_the_formula(
 @slow
 @pytest.mark.parametrize("moves", ["copy_out", "pipelined"])
 @pytest.mark.parametrize("model", ["hf_llama", "cnn_bn", "lora", "lstm", "tied", "inplace_views"])
-def test_of_blocks_that_are_not_alike(model: str, moves: str) -> None:
+def test_ratio_with_blocks_of_different_sizes(model: str, moves: str) -> None:
     check(model, moves)
 
 
 @slow
 @pytest.mark.parametrize("states", ["ddp", "fsdp"])
 @pytest.mark.parametrize("moves", ["copy_out", "copy_out, to SSD", "pipelined", "tsplit"])
-def test_on_ranks(moves: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratio_on_ranks(moves: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
     check("gpt", moves, states=states, directory=str(tmp_path))
 
 
 @pytest.mark.parametrize("moves", ["copy_out", pytest.param("pipelined", marks=slow)])
-def test_fails_where_no_tensor_is_cut(moves: str) -> None:
-    """Whole tensors alone do not give the ratio."""
+def test_formula_fails_without_cut_tensors(moves: str) -> None:
+    """Undivided tensors alone do not give the ratio."""
     candidate.cache_clear()
     with patch.object(ByteShare, "rest", lambda self: None), pytest.raises(AssertionError):
         check("gpt", moves)

@@ -1,4 +1,4 @@
-"""Activations stay where they are."""
+"""The null technique keeps activations on the device."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class TestOnDevice(TechniqueSuite):
     technique = OnDevice
     models: ClassVar = {name: ZOO[name] for name in ("gpt",)}
 
-    def test_nothing_leaves_the_device(self) -> None:
+    def test_no_activation_is_offloaded(self) -> None:
         assert not (rewritten(ZOO["gpt"], self.default()).ops.resource == Resource.DEVICE_TO_HOST).any()

@@ -1,5 +1,5 @@
-"""Activations in the slots of a pipeline: which copies run when, what stays on each stage, and that nothing
-else changes.
+"""Activations offloaded in the slots of a pipeline: copies, resident bytes of each stage, and unchanged
+training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.errors import UsageError
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
-from memtune.program.pipeline_order import StageAction, order, slots_between
+from memtune.program.pipeline_order import StageAction, slots_between, stage_actions
 from memtune.program.step import Kind, Program, Step, Tier
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
@@ -49,7 +49,7 @@ STEPS = 3
 
 
 class TestPipelined(TechniqueSuite):
-    """Without a pipeline: keyed by layer."""
+    """Without a pipeline: slots are layers."""
 
     technique = Pipelined
     models: ClassVar = {name: ZOO[name] for name in ("tied", "gpt", "lstm", "inplace_views")}
@@ -68,8 +68,8 @@ class TestPipelined(TechniqueSuite):
     def test_trains_with_recompute(self) -> None:
         assert not differences(train(ZOO["gpt"], Full(kind="full"), HALF), plain(ZOO["gpt"]))
 
-    def test_the_smallest_ratio_within_the_budget_is_chosen(self) -> None:
-        """As a search through all eighths finds it."""
+    def test_plan_has_the_smallest_ratio_within_the_budget(self) -> None:
+        """Equal to a search through all eighths."""
         program = plain_program(ZOO["gpt"])
         peaks = [rewritten(ZOO["gpt"]).peak_bytes()]
         peaks += [
@@ -79,9 +79,9 @@ class TestPipelined(TechniqueSuite):
             found = Pipelined(budget_bytes=budget, min_bytes=0).plan(program, target_of(ALL)).document()
             wanted = next(n for n, peak in enumerate(peaks) if peak <= budget)
             assert found["ratios"] == [wanted / 8]
-            assert found["told"]["peak_bytes"] == peaks[wanted]
+            assert found["predicted"]["peak_bytes"] == peaks[wanted]
 
-    def test_refusals(self) -> None:
+    def test_fits_refuses_with_a_reason(self) -> None:
         program, target = plain_program(ZOO["gpt"]), target_of(ALL)
         assert "no budget to plan for" in str(Pipelined(min_bytes=0).fits(program, target))
         assert "everything fits" in str(Pipelined(budget_bytes=1 << 40, min_bytes=0).fits(program, target))
@@ -89,7 +89,7 @@ class TestPipelined(TechniqueSuite):
         assert "1048576" in str(Pipelined(ratio=1.0).fits(program, target))
 
     @pytest.mark.parametrize(
-        ("plan", "said"),
+        ("plan", "message"),
         [
             ({}, "needs a plan"),
             ({"ratios": [2.0], "shares": [[[0.5, 4]]]}, r"ratios\.0: expected less than or equal to 1"),
@@ -98,26 +98,28 @@ class TestPipelined(TechniqueSuite):
             ({"ratios": [0.5, 0.5], "shares": [[[0.5, 4]], [[0.5, 4]]]}, "needs a plan"),
         ],
     )
-    def test_configs_without_a_plan_of_this_model_are_refused(self, plan: dict[str, Any], said: str) -> None:
+    def test_apply_refuses_a_config_without_a_plan_of_this_model(
+        self, plan: dict[str, Any], message: str
+    ) -> None:
         workload, model, optimizer = build(ZOO["gpt"])
-        plan = plan and {**plan, "ahead": 1, "told": {"moved_bytes": [1]}}
+        plan = plan and {**plan, "prefetch": 1, "predicted": {"offloaded_bytes": [1]}}
         document = {
             "settings": {"offload": {"activations": {"kind": "pipelined"}}},
             "plan": {"offload.activations": plan},
         }
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             apply(model, optimizer, document, loss=workload.loss, strict=False)
 
 
 @pytest.mark.parametrize(
     ("ratio", "parts"), [(0.25, [34, 33, 33, 0]), (0.75, [100] * 3 + [0]), (1.0, [100] * 4)]
 )
-def test_without_a_pipeline_blocks_share_alike(ratio: float, parts: list[int]) -> None:
-    assert _block_shares.spread(ratio, [100] * 4) == parts
-    assert _block_shares.spread(ratio, [100]) == [100 * ratio]
+def test_blocks_have_equal_shares_without_a_pipeline(ratio: float, parts: list[int]) -> None:
+    assert _block_shares.spread_bytes(ratio, [100] * 4) == parts
+    assert _block_shares.spread_bytes(ratio, [100]) == [100 * ratio]
 
 
-@pytest.mark.parametrize("how", [_block_shares.leading, _block_shares.spread])
+@pytest.mark.parametrize("how", [_block_shares.leading_bytes, _block_shares.spread_bytes])
 @given(sizes=st.lists(st.integers(0, 10**12), min_size=1, max_size=9), ratio=st.floats(0, 1))
 def test_shares_give_the_ratio_to_the_byte(how: Any, sizes: list[int], ratio: float) -> None:
     parts = how(ratio, sizes)
@@ -128,9 +130,9 @@ def test_shares_give_the_ratio_to_the_byte(how: Any, sizes: list[int], ratio: fl
     ]
 
 
-def test_equal_shares_hide_behind_compute_where_whole_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes the link three tenths of a step is waited for where the first blocks send it all, less where
-    all but one do.
+def test_equal_shares_expose_less_than_undivided_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies of three tenths of a step, less is exposed if all blocks but the last share them than if
+    the first blocks send all.
     """
     program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0)
     plain_s = simulate(program, here, level="events").step_s
@@ -143,7 +145,9 @@ def test_equal_shares_hide_behind_compute_where_whole_blocks_do_not(monkeypatch:
         }
         return (
             simulate(
-                _pipeline_ratio.moved(program, shares, 0, _pipeline_ratio.of_a_block(program.step, 0)),
+                _pipeline_ratio.offloaded(
+                    program, shares, 0, _pipeline_ratio.most_tensors_of_a_block(program.step, 0)
+                ),
                 replace(here, **link),
                 level="events",
             ).step_s
@@ -152,7 +156,7 @@ def test_equal_shares_hide_behind_compute_where_whole_blocks_do_not(monkeypatch:
         )
 
     alike = lost()
-    monkeypatch.setattr(_pipeline_ratio, "spread", _block_shares.leading)
+    monkeypatch.setattr(_pipeline_ratio, "spread_bytes", _block_shares.leading_bytes)
     assert alike < 0.8 * lost()
 
 
@@ -163,14 +167,14 @@ def test_equal_shares_hide_behind_compute_where_whole_blocks_do_not(monkeypatch:
 def found(
     ranks: int,
     accumulate: int = 2,
-    beside: str = "none",
+    other_slots: str = "none",
     knobs: tuple[tuple[str, Any], ...] = (),
     **moves: Any,
 ) -> Any:
     moving = {"offload": {"activations": dict(moves)}} if moves else {}
     document = {
         **settings("pipeline", accumulate=accumulate, **dict(knobs)),
-        "recompute": {"kind": beside},
+        "recompute": {"kind": other_slots},
         **moving,
     }
     return document, rewriter(CHAIN, ranks).candidate(Choice.from_document(document))
@@ -194,7 +198,7 @@ PIPELINED: dict[str, Any] = {"kind": "pipelined", "min_bytes": 0}
 
 
 def activation_bytes(step: Step, blocks: range) -> int:
-    """A: what the blocks of a stage have made and autograd saves of it, for one micro-batch."""
+    """Return A: the saved bytes of a stage's blocks for one micro-batch."""
     made = np.where(step.storages.producer >= 0, step.ops.block[step.storages.producer], -1)
     rows = (
         np.isin(step.saves.block, blocks)
@@ -205,17 +209,18 @@ def activation_bytes(step: Step, blocks: range) -> int:
     return int(step.storages.bytes[storages].sum())
 
 
-def test_device_bytes_are_those_of_the_formula() -> None:
-    """(1 - r)·(p - i)·A + 2·r·A: of p - i micro-batches two have what moves on the device; r·A to the byte.
+def test_device_bytes_follow_the_formula() -> None:
+    """(1 - r)·(p - i)·A + 2·r·A: of p - i micro-batches two have their offloaded part on the device; r·A to
+    the byte.
 
-    While part of a tensor is on its way, its rest is there twice.
+    While part of a tensor is in flight, its rest is allocated twice.
     """
     step = rewriter(CHAIN, 4).recording.at(SIZE)
     plainly = candidate(4).program
     for ratio in (0.3, 0.5, 1.0):
         made = candidate(4, ratio=ratio, **PIPELINED)
         a_bytes = activation_bytes(step, range(2))
-        moved, *others = made.plans["offload.activations"].told.moved_bytes
+        moved, *others = made.plans["offload.activations"].predicted.offloaded_bytes
         assert moved == round(ratio * a_bytes)
         assert others[1:] == [0, 0]  # nothing waits for two slots on the last two stages
         assert made.program.step.peak_bytes() == plainly.step.peak_bytes() - (4 - 2) * moved + rest_bytes(
@@ -224,21 +229,23 @@ def test_device_bytes_are_those_of_the_formula() -> None:
 
 
 def rest_bytes(step: Step) -> int:
-    """Of what is cut, in memory of its own; the first rank cuts at most one tensor of a micro-batch."""
-    beside = (
-        step.names.index("memtune.to_device_beside.default")
-        if "memtune.to_device_beside.default" in step.names
+    """Return the bytes of the resident rest of cut tensors; the first rank cuts at most one tensor of a
+    micro-batch.
+    """
+    cut_copy = (
+        step.names.index("memtune.to_device_with_tail.default")
+        if "memtune.to_device_with_tail.default" in step.names
         else -1
     )
-    cut = np.isin(step.uses.op, np.flatnonzero(step.ops.name == beside)) & (
+    cut = np.isin(step.uses.op, np.flatnonzero(step.ops.name == cut_copy)) & (
         step.storages.tier[step.uses.storage] == Tier.DEVICE
     )
     return int(step.storages.bytes[step.uses.storage[cut]].max(initial=0))
 
 
-def test_each_rank_moves_as_little_as_fits() -> None:
-    """The same ratios as trying all of them; the first rank holds more micro-batches than the second, so it
-    moves more.
+def test_each_rank_has_the_smallest_ratio_that_fits() -> None:
+    """Equal to trying all ratios; the first rank holds more micro-batches than the second, so it offloads
+    more.
     """
     peaks = [by_rank(candidate(4).program)]
     peaks += [by_rank(candidate(4, ratio=n / 8, **PIPELINED).program) for n in range(1, 9)]
@@ -256,13 +263,13 @@ def test_each_rank_moves_as_little_as_fits() -> None:
 
 
 def by_rank(program: Program) -> list[int]:
-    """Peaks, in the order of the ranks as far as equal stages hold more the earlier they are."""
+    """Return peaks in the order of the ranks, given that equal stages hold more the earlier they are."""
     return sorted(
         (each.step.peak_bytes() for each in program.rank_classes for _ in range(each.count)), reverse=True
     )
 
 
-def test_pipelines_without_slots_are_refused() -> None:
+def test_fits_refuses_pipelines_without_slots() -> None:
     pair = ("degree", 2)
     assert "no micro-batch waits for two slots" in str(found(4, ratio=1.0, knobs=(pair,), **PIPELINED)[1])
     interleaved = pair, ("schedule", "interleaved_1f1b")
@@ -274,16 +281,16 @@ def test_pipelines_without_slots_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("micro_batches", [1, 2, 6, 12])
-def test_a_micro_batch_waits_as_long_as_1f1b_says(ranks: int, micro_batches: int) -> None:
+def test_least_wait_of_a_micro_batch_follows_1f1b(ranks: int, micro_batches: int) -> None:
     """The one that waits least has p - i - 1 others between its forward and its backward."""
     for rank in range(ranks):
-        between = slots_between(order("1f1b", rank, ranks, 1, micro_batches))
+        between = slots_between(stage_actions("1f1b", rank, ranks, 1, micro_batches))
         assert between == {rank: min(ranks - rank, micro_batches) - 1}
     program = candidate(4).program
     assert program.stages is None  # put into stages
 
 
-def test_the_link_has_a_forward_and_a_backward_of_time() -> None:
+def test_copies_are_exposed_above_a_forward_and_a_backward_of_time() -> None:
     """The pipeline waits for copies as soon as r·A is more than the link moves in t_F + t_B, and hardly
     before that.
     """
@@ -298,7 +305,7 @@ def test_the_link_has_a_forward_and_a_backward_of_time() -> None:
         fp32_flops_per_s=1e9,
         link_slowdown=0.0,
     )
-    n_bytes = moves.plans["offload.activations"].told.moved_bytes[0]
+    n_bytes = moves.plans["offload.activations"].predicted.offloaded_bytes[0]
     plain_s = simulate(base, here, level="events").step_s
     slots_s = simulate(base, here).busy_s["compute"] / base.unrolled / base.accumulate
 
@@ -315,23 +322,23 @@ def test_the_link_has_a_forward_and_a_backward_of_time() -> None:
 # -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
-def _comes_when_asked(self: Slots, action: StageAction) -> None:
+def _reload_at_first_use(self: Slots, action: StageAction) -> None:
     self._now, self._slot = action, self._slot + 1
 
 
-def _stays_on_its_way(self: Slots) -> None:
+def _keep_in_flight(self: Slots) -> None:
     return None
 
 
 DEFECTS: dict[str, Callable[[], Any]] = {
     "": nullcontext,
-    "comes back when asked": lambda: patch.object(Slots, "begins", _comes_when_asked),
-    "sources stay": lambda: patch.object(Slots, "ends", _stays_on_its_way),
+    "reloads at first use": lambda: patch.object(Slots, "begins", _reload_at_first_use),
+    "keeps sources": lambda: patch.object(Slots, "ends", _keep_in_flight),
 }
 
 
 def trained(config: dict[str, Any], accumulate: int) -> dict[str, Any]:
-    """Losses, weights and state of a few steps; the peak, bytes and trace of the last one."""
+    """Return losses, weights and state of a few steps, and peak, bytes and trace of the last one."""
     gc.collect()
     ledger = Ledger.open("cpu") if cpu_allocator.available() is None else None
     empty = ledger.live_bytes() if ledger else 0
@@ -371,8 +378,10 @@ def both(
 
 
 def check(ranks: int, defect: str = "", accumulate: int = 2, **how: Any) -> None:
-    """Bitwise as the pipeline alone, peaks as predicted, bytes by the formula, copies in their slots."""
-    other = {name: value for name, value in how.items() if name in ("beside", "knobs")}
+    """Check that training is bitwise that of the pipeline alone, with predicted peaks, bytes by formula,
+    copies in slots.
+    """
+    other = {name: value for name, value in how.items() if name in ("other_slots", "knobs")}
     arguments = (
         config(ranks, accumulate=accumulate, **other),
         config(ranks, accumulate=accumulate, **how),
@@ -381,7 +390,7 @@ def check(ranks: int, defect: str = "", accumulate: int = 2, **how: Any) -> None
     )
     runs = run_ranks(both, ranks, *arguments, deadline_s=200)
     made = candidate(ranks, accumulate=accumulate, **how)
-    told = made.plans["offload.activations"].told.moved_bytes if how["kind"] == "pipelined" else None
+    told = made.plans["offload.activations"].predicted.offloaded_bytes if how["kind"] == "pipelined" else None
     knobs = dict(how.get("knobs", ()))
     for rank, (wanted, got) in enumerate(runs):
         for what in ("losses", "model", "optimizer"):
@@ -395,7 +404,7 @@ def check(ranks: int, defect: str = "", accumulate: int = 2, **how: Any) -> None
                 == sent
             )
             per_rank = len(told) // ranks
-            actions = order(knobs.get("schedule", "1f1b"), rank, ranks, per_rank, accumulate * ranks)
+            actions = stage_actions(knobs.get("schedule", "1f1b"), rank, ranks, per_rank, accumulate * ranks)
             assert_in_slots(
                 got["trace"], actions, {stage: told[stage] for stage in range(rank, len(told), ranks)}
             )
@@ -411,7 +420,7 @@ def check(ranks: int, defect: str = "", accumulate: int = 2, **how: Any) -> None
 
 
 def assert_in_slots(trace: list[Any], actions: list[StageAction], n_bytes: dict[int, int]) -> None:
-    """Copies start in the forward's slot, have arrived a slot later, and come back in the slot before the
+    """Assert that copies start in the forward's slot, end a slot later, and reload in the slot before the
     backward.
     """
     at = {action: n for n, action in enumerate(actions)}
@@ -434,43 +443,45 @@ def assert_in_slots(trace: list[Any], actions: list[StageAction], n_bytes: dict[
 
 
 def test_copies_keep_to_the_slots_of_the_schedule() -> None:
-    """The mechanism: event order by slots, bytes and peaks; what switches it off is
-    `test_fails_without_its_mechanism`.
+    """The mechanism: event order by slots, bytes and peaks; `test_slots_fail_without_their_mechanism`
+    switches it off.
     """
     check(4, ratio=1.0, **PIPELINED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [each for each in DEFECTS if each])
-def test_fails_without_its_mechanism(defect: str) -> None:
+def test_slots_fail_without_their_mechanism(defect: str) -> None:
     with pytest.raises(AssertionError):
         check(3, defect, ratio=1.0, **PIPELINED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("beside", ["none", "full", "selective"])
+@pytest.mark.parametrize("other_slots", ["none", "full", "selective"])
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_four_stages(ratio: float, beside: str, accumulate: int) -> None:
-    check(4, accumulate=accumulate, beside=beside, ratio=ratio, **PIPELINED)
+def test_slots_of_four_stages(ratio: float, other_slots: str, accumulate: int) -> None:
+    check(4, accumulate=accumulate, other_slots=other_slots, ratio=ratio, **PIPELINED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "gpipe"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_other_schedules(ranks: int, schedule: str) -> None:
+def test_slots_of_other_schedules(ranks: int, schedule: str) -> None:
     check(ranks, knobs=(("schedule", schedule),), ratio=1.0, **PIPELINED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", ["none", "full", "selective"])
+@pytest.mark.parametrize("other_slots", ["none", "full", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe"])
-def test_copy_out_on_the_stages_of_a_pipeline(schedule: str, beside: str) -> None:
-    check(2, knobs=(("schedule", schedule),), beside=beside, kind="copy_out", ratio=0.75, min_bytes=0)
+def test_copy_out_on_the_stages_of_a_pipeline(schedule: str, other_slots: str) -> None:
+    check(
+        2, knobs=(("schedule", schedule),), other_slots=other_slots, kind="copy_out", ratio=0.75, min_bytes=0
+    )
 
 
 @pytest.mark.slow
-def test_a_budget_that_the_pipeline_alone_exceeds() -> None:
+def test_training_within_a_budget_that_the_pipeline_alone_exceeds() -> None:
     budget = (
         candidate(4).program.step.peak_bytes()
         + candidate(4, ratio=1.0, **PIPELINED).program.step.peak_bytes()

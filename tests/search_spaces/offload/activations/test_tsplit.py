@@ -1,4 +1,6 @@
-"""TSPLIT: as few tensors leave as the budget asks for, each by its own action, large ones part by part."""
+"""TSPLIT: as few tensors are offloaded as the budget needs, each by its own action, large ones part by
+part.
+"""
 
 from __future__ import annotations
 
@@ -50,39 +52,40 @@ class TestTSplit(TechniqueSuite):
         return PARTS
 
     def test_each_tensor_has_its_own_action(self) -> None:
-        """The mechanism: with one action for all, `copy_out`, at the smallest ratio that meets the same
-        budget, more moves.
+        """The mechanism: with one action for all (`copy_out`) at the smallest ratio for the same budget, more
+        bytes are copied.
         """
         program, mine = plain_program(WIDE), TSplit(share=0.5, parts=1, min_bytes=64)
         found = rewritten(WIDE, mine)
         alike = [rewritten(WIDE, CopyOut(ratio=each / 20, min_bytes=64)) for each in range(1, 21)]
         smallest = min(down_bytes(each) for each in alike if each.peak_bytes() <= found.peak_bytes())
         assert 0 < down_bytes(found) < smallest
-        told = mine.plan(program, target_of(mine)).told
-        assert told.moved_bytes == down_bytes(found)
+        told = mine.plan(program, target_of(mine)).predicted
+        assert told.offloaded_bytes == down_bytes(found)
 
-    def test_large_tensors_leave_in_parts(self) -> None:
-        """The mechanism: with whole tensors only, the smallest budget that parts reach cannot be met; no op
+    def test_large_tensors_are_offloaded_in_parts(self) -> None:
+        """The mechanism: with undivided tensors the smallest budget that parts reach cannot be met; no op
         runs twice.
         """
         program, step = plain_program(WIDE), rewritten(WIDE, PARTS)
-        budget = PARTS.plan(program, target_of(PARTS)).told.peak_bytes
+        budget = PARTS.plan(program, target_of(PARTS)).predicted.peak_bytes
         assert step.peak_bytes() <= budget < rewritten(WIDE, WHOLE).peak_bytes() * 0.95
-        whole = TSplit(budget_bytes=budget, spare=0.0, parts=1, min_bytes=64)
+        whole = TSplit(budget_bytes=budget, headroom=0.0, parts=1, min_bytes=64)
         assert "no plan stays within" in str(whole.fits(program, target_of(whole)))
         assert (
-            TSplit(budget_bytes=budget, spare=0.0, parts=4, min_bytes=64).fits(program, target_of()) is None
+            TSplit(budget_bytes=budget, headroom=0.0, parts=4, min_bytes=64).fits(program, target_of())
+            is None
         )
         assert step.ops.flops.sum() == pytest.approx(program.step.ops.flops.sum(), rel=1e-6)
 
     @pytest.mark.drawn(2)
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
     @pytest.mark.parametrize("parts", [1, 8])
-    def test_never_above_the_budget_and_a_larger_one_moves_less(self, share: float, parts: int) -> None:
+    def test_peak_is_within_the_budget_and_a_larger_one_offloads_less(self, share: float, parts: int) -> None:
         program = plain_program(WIDE)
         low, high = rewritten(WIDE, PARTS if parts > 1 else WHOLE).peak_bytes(), program.step.peak_bytes()
         budget = int(low + share * (high - low))
-        mine = TSplit(budget_bytes=budget, spare=0.0, parts=parts, min_bytes=64)
+        mine = TSplit(budget_bytes=budget, headroom=0.0, parts=parts, min_bytes=64)
         assert mine.fits(program, target_of(mine)) is None
         step = rewritten(WIDE, mine)
         assert step.peak_bytes() <= budget
@@ -90,18 +93,18 @@ class TestTSplit(TechniqueSuite):
 
     @pytest.mark.drawn(1)
     @pytest.mark.parametrize("recompute", [Full(), Selective()], ids=lambda each: each.kind)
-    def test_beside_recompute_what_is_kept_moves_and_nothing_is_split(self, recompute: Technique) -> None:
+    def test_with_recompute_kept_tensors_are_offloaded_and_none_is_split(self, recompute: Technique) -> None:
         assert drift(WIDE, recompute, PARTS) == ""
         assert not differences(train(WIDE, recompute, PARTS, steps=1), train(WIDE, recompute, steps=1))
 
-    def test_plans_for_what_sharding_leaves_to_the_byte(self) -> None:
+    def test_plan_is_exact_to_the_byte_with_sharding(self) -> None:
         target = Target(hardware.detect("cpu"), 2)
         rewriter = Rewriter(recording_of(WIDE), target)
         sharded = {"execution": {"micro_batch": 2}, "sharding": {"states": {"kind": "fsdp"}}}
         before = rewriter.candidate(Choice.from_document(sharded))
         assert isinstance(before, Candidate)
         budget = int(before.program.step.peak_bytes() * 0.85)
-        mine = {"kind": "tsplit", "budget_bytes": budget, "spare": 0.0, "min_bytes": 64}
+        mine = {"kind": "tsplit", "budget_bytes": budget, "headroom": 0.0, "min_bytes": 64}
         after = rewriter.candidate(Choice.from_document({**sharded, "offload": {"activations": mine}}))
         assert isinstance(after, Candidate), after
         assert after.program.step.peak_bytes() <= budget
@@ -109,10 +112,10 @@ class TestTSplit(TechniqueSuite):
         assert isinstance(step, Step), step
         assert compare(after.program.step, step) == ""
 
-    def test_reasons(self) -> None:
+    def test_fits_refuses_with_a_reason(self) -> None:
         program, cnn = plain_program(WIDE), plain_program(ZOO["cnn_bn"])
         assert "no budget" in str(TSplit().fits(program, target_of()))
-        assert "both say" in str(TSplit(share=0.5, budget_bytes=1).fits(program, target_of()))
+        assert "both set the budget" in str(TSplit(share=0.5, budget_bytes=1).fits(program, target_of()))
         assert "as it is" in str(TSplit(budget_bytes=1 << 40).fits(program, target_of()))
         reason = str(TSplit(budget_bytes=1).fits(cnn, target_of()))
         assert "nothing can be split" in reason
@@ -122,12 +125,12 @@ class TestTSplit(TechniqueSuite):
         "plan",
         [
             {},
-            {"moved": [{}], "blocks": [0], "split": {}, "ahead": 1},
-            {"moved": 3},
-            {"moved": [], "blocks": [0], "split": {}, "ahead": 1},
+            {"offloaded": [{}], "blocks": [0], "split": {}, "prefetch": 1},
+            {"offloaded": 3},
+            {"offloaded": [], "blocks": [0], "split": {}, "prefetch": 1},
         ],
     )
-    def test_a_plan_for_this_model_is_needed(self, plan: dict[str, object]) -> None:
+    def test_apply_refuses_a_plan_of_another_model(self, plan: dict[str, object]) -> None:
         _, model, optimizer = build(WIDE)
         settings = settings_of(TSplit(share=0.0))
         with pytest.raises(UsageError) as caught:
@@ -139,8 +142,8 @@ class TestTSplit(TechniqueSuite):
 
 
 def within(path: str, config: dict[str, Any] | None, budget_bytes: int) -> list[float] | str:
-    """Losses of five steps on a device of `budget_bytes` besides what is there before; or that it is out of
-    memory.
+    """Return the losses of five steps on a device of `budget_bytes` besides bytes allocated before, or the
+    out-of-memory text.
     """
     ledger = Ledger.open("cpu")
     empty = ledger.live_bytes()
@@ -162,7 +165,7 @@ def within(path: str, config: dict[str, Any] | None, budget_bytes: int) -> list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mine", [WHOLE, PARTS], ids=["whole", "parts"])
-def test_real_steps_peak_where_predicted_and_train_where_the_plain_model_does_not(mine: TSplit) -> None:
+def test_real_steps_have_the_predicted_peak_and_fit_where_the_plain_model_does_not(mine: TSplit) -> None:
     config, wanted = config_of(WIDE, mine), rewritten(WIDE, mine).peak_bytes()
     ((_, measured),) = run_ranks(peaks, 0, str(WIDE), {"": config["settings"]}, 1, {"": config["plan"]})[
         0
@@ -177,7 +180,7 @@ def test_real_steps_peak_where_predicted_and_train_where_the_plain_model_does_no
 
 
 def weights(path: str, tuned: bool) -> dict[str, Any]:
-    """Weights after a step over this rank's sample of a batch under FSDP2; over the whole batch without
+    """Return weights after a step over this rank's samples under FSDP2, or over the whole batch without
     ranks.
     """
     workload, model, _ = build(Path(path))
@@ -200,7 +203,7 @@ def weights(path: str, tuned: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_sharded_ranks_train_as_the_plain_model() -> None:
+def test_two_sharded_ranks_train_as_the_plain_model_does() -> None:
     wanted = weights(str(WIDE), False)["weights"]
     for rank in run_ranks(weights, 2, str(WIDE), True):
         assert rank["split"]["modules"] == rank["split"]["runs_in_parts"] > 0
@@ -211,13 +214,13 @@ def test_two_sharded_ranks_train_as_the_plain_model() -> None:
             )
 
 
-def test_more_tensors_than_a_plan_is_made_for_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fits_refuses_too_many_tensors_without_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memtune.search_spaces.offload.activations.tsplit._MOST", 3)
     reason = TSplit(kind="tsplit", share=0.5).fits(plain_program(ZOO["gpt"]), target_of())
     assert "is made for up to 3" in str(reason)
 
 
-def test_a_budget_below_any_plan_is_refused_without_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fits_refuses_a_budget_below_any_plan_without_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("memtune.search_spaces.offload.activations._tsplit_plan.solve")
     technique = TSplit(kind="tsplit", budget_bytes=1000)
     assert "any needs at least" in str(technique.fits(plain_program(ZOO["gpt"]), target_of(technique)))

@@ -1,4 +1,4 @@
-"""Pages of weights: which lie where, when each comes in, what crosses the link and what is there."""
+"""Pages of weights: layout, schedule of loads, bytes on the link and resident bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGE, BUDGET_BYTES = 10_240, 2_000_000
 
 
 def target(technique: AngelPtm = SMALL, up_bytes_per_s: float = 1e10) -> Target:
-    """A budget below what the plain gpt takes."""
+    """Return a target with a budget below the plain gpt's peak."""
     plain = target_of(technique)
     return replace(
         plain,
@@ -46,16 +46,16 @@ def target(technique: AngelPtm = SMALL, up_bytes_per_s: float = 1e10) -> Target:
 
 
 def under_budget(technique: AngelPtm, on: Target) -> tuple[Program, Pages, tuple[int, ...]]:
-    """The gpt, its pages, and how many of them come in beside each moment."""
+    """Return the gpt, its pages, and the number of loads during each moment."""
     program = plain_program(ZOO["gpt"])
     plan = technique.plan(program, on)
     decisions = plan.document()
     pages = paged(*sizes_in_blocks(program.step), decisions["page_bytes"], decisions["frames"])
-    return technique.rewrite(program, plan, on), pages, tuple(decisions["ahead"])
+    return technique.rewrite(program, plan, on), pages, tuple(decisions["prefetch"])
 
 
 def copies(step: Step) -> np.ndarray[Any, Any]:
-    """The ops that bring pages in."""
+    """Return the ops that load pages."""
     ops = np.unique(
         step.storages.producer[(step.storages.kind == Kind.COMMUNICATION) & (step.storages.bytes == 0)]
     )
@@ -76,13 +76,13 @@ class TestAngelPtm(LayersSuite):
         parameter.data = parameter.detach().clone()
         return True
 
-    def test_a_block_is_there_in_part(self) -> None:
-        """The mechanism (pages): at the turn frames hold some pages of a parameter and not the others, which
-        come in alone.
+    def test_blocks_are_resident_in_part(self) -> None:
+        """The mechanism (pages): between forward and backward frames hold some pages of a parameter; the
+        others are loaded alone.
         """
         program, pages, _ = under_budget(SMALL, target())
         assert pages.page_bytes == PAGE
-        room = BUDGET_BYTES - max(self._beside(program.step, pages))
+        room = BUDGET_BYTES - max(self._loads_by_moment(program.step, pages))
         assert pages.frames == room // PAGE < pages.count
         assert program.step.peak_bytes() <= BUDGET_BYTES < plain_program(ZOO["gpt"]).step.peak_bytes()
         loads = loads_of(pages)
@@ -98,7 +98,7 @@ class TestAngelPtm(LayersSuite):
             len(loads.page) < 2 * pages.count
         )  # whole blocks, as the window of `stronghold`, would move more
 
-    def _beside(self, step: Step, pages: Pages) -> np.ndarray[Any, Any]:
+    def _loads_by_moment(self, step: Step, pages: Pages) -> np.ndarray[Any, Any]:
         frames = (step.storages.kind == Kind.COMMUNICATION) & (step.storages.bytes == pages.frame_bytes)
         assert frames.sum() == 1
         live: np.ndarray[Any, Any] = step.with_storages(
@@ -106,7 +106,7 @@ class TestAngelPtm(LayersSuite):
         ).live_bytes()
         return live[moment_of_ops(step) >= 0]
 
-    def test_bytes_of_every_link_are_those_of_the_pages_that_come_in(self) -> None:
+    def test_bytes_of_every_link_are_those_of_loaded_pages(self) -> None:
         program, pages, ahead = under_budget(SMALL, target())
         plain = rewritten(ZOO["gpt"])
         moved = sum(pages.filled[page] for comes in timeline(pages, ahead).loads for page in comes)
@@ -117,9 +117,9 @@ class TestAngelPtm(LayersSuite):
         assert total(program.step, Resource.HOST_TO_DEVICE) - batch == moved + outside
         assert total(program.step, Resource.DEVICE_TO_HOST) == weights
 
-    def test_one_schedule_of_moves_and_computations(self) -> None:
-        """The mechanism (the unified schedule): what computation hides is not waited for; just in time, all
-        is.
+    def test_scheduled_loads_are_hidden_by_computation(self) -> None:
+        """The mechanism (the unified schedule): loads hidden by computation are not waited for; just in time,
+        all are.
         """
         found: dict[str, float] = {}
         for technique in (SMALL, JUST_IN_TIME):
@@ -142,7 +142,7 @@ class TestAngelPtm(LayersSuite):
                 assert (per_moment > 0).sum() > 3
         assert found["scheduled"] < found["just_in_time"]
 
-    def test_a_slow_link_has_what_it_cannot_hide_waited_for(self) -> None:
+    def test_slow_link_exposes_loads_that_compute_cannot_hide(self) -> None:
         _, pages, ahead = under_budget(SMALL, target(up_bytes_per_s=1e3))
         assert sum(ahead) <= len(ahead)
         late = sum(
@@ -151,16 +151,16 @@ class TestAngelPtm(LayersSuite):
         )
         assert late >= len(loads_of(pages).page) - len(ahead)
 
-    def test_a_plan_for_a_budget_trains_to_the_same_bits(self) -> None:
+    def test_training_under_a_budget_is_bitwise(self) -> None:
         plan = SMALL.plan(plain_program(ZOO["gpt"]), target()).document()
         document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan}}
         got, wanted = train_under(ZOO["gpt"], document, steps=5), train(ZOO["gpt"], steps=5)
         assert all(np.array_equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
         assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
 
-    def test_spare_memory_caches_optimizer_state_that_is_updated_on_the_device(self) -> None:
-        """The mechanism (the cache): of the first parameters neither weight nor gradient crosses the link, to
-        the same bits.
+    def test_spare_memory_caches_state_for_updates_on_the_device(self) -> None:
+        """The mechanism (the cache): neither weight nor gradient of the first parameters crosses the link,
+        for the same bits.
         """
         program, on = plain_program(ZOO["gpt"]), replace(target(), budget_bytes=3_000_000)
         plan = SMALL.plan(program, on)
@@ -181,7 +181,7 @@ class TestAngelPtm(LayersSuite):
         padded = sum(aligned(int(plain.storages.bytes[p.storage])) for p in rest)
         outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
-        assert up == padded + outside  # all pages have frames, so each comes in once
+        assert up == padded + outside  # all pages have frames, so each is loaded once
         document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan.document()}}
         session = start_session(Workload.load(ZOO["gpt"]), recording_of(ZOO["gpt"]).rung)
         trace = traced_under(session, load_config(document), 2)
@@ -191,8 +191,8 @@ class TestAngelPtm(LayersSuite):
         assert all(torch.equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
         assert all(torch.equal(got.weights[name], value) for name, value in wanted.weights.items())
 
-    def test_optimizer_state_on_ssd_has_the_same_bits(self, ssd: Path) -> None:
-        """12 bytes per parameter are read and written in a step; pages of weights stay on the host."""
+    def test_optimizer_state_on_ssd_is_bitwise(self, ssd: Path) -> None:
+        """12 bytes per parameter are read and written in a step; pages of weights are in host memory."""
         on_ssd = SMALL.model_copy(update={"optimizer": "ssd"})
         self.check_drift("tied", on_ssd)
         plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], on_ssd)
@@ -211,7 +211,7 @@ class TestAngelPtm(LayersSuite):
         assert not differences(got, wanted)
 
     @pytest.mark.slow
-    def test_the_last_step_is_kept_in_twice_the_space_for_the_same_traffic(self, ssd: Path) -> None:
+    def test_keeping_the_last_step_takes_twice_the_space_for_the_same_traffic(self, ssd: Path) -> None:
         on_ssd = SMALL.model_copy(update={"optimizer": "ssd"})
         keeps = on_ssd.model_copy(update={"resume": "last_step"})
         step, kept = rewritten(ZOO["tied"], on_ssd), rewritten(ZOO["tied"], keeps)
@@ -220,7 +220,7 @@ class TestAngelPtm(LayersSuite):
         assert kept.peak_bytes() == step.peak_bytes()
         self.check_drift("tied", keeps)
 
-    def test_pages_are_no_large_part_of_a_block(self) -> None:
+    def test_pages_are_a_small_part_of_a_block(self) -> None:
         for model in ("tied", "gpt"):
             program = plain_program(ZOO[model])
             page = AngelPtm(kind="angel_ptm").plan(program, target()).page_bytes
@@ -230,11 +230,11 @@ class TestAngelPtm(LayersSuite):
     @pytest.mark.parametrize(
         "plan",
         [
-            {"page_bytes": PAGE, "frames": 3, "ahead": [0] * 8},
-            {"page_bytes": PAGE, "frames": 40, "ahead": [1]},
+            {"page_bytes": PAGE, "frames": 3, "prefetch": [0] * 8},
+            {"page_bytes": PAGE, "frames": 40, "prefetch": [1]},
         ],
     )
-    def test_a_plan_for_another_model_is_refused(self, plan: dict[str, Any]) -> None:
+    def test_apply_refuses_a_plan_of_another_model(self, plan: dict[str, Any]) -> None:
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no plan for") as caught:
             apply(
@@ -245,7 +245,7 @@ class TestAngelPtm(LayersSuite):
             )
         assert caught.value.code == "MT364"
 
-    def test_what_it_cannot_do_is_refused(self) -> None:
+    def test_fits_refuses_by_name(self) -> None:
         program = plain_program(ZOO["gpt"])
         assert "whole on each, or gathered" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
         assert "compiled" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))

@@ -1,4 +1,4 @@
-"""Packs over all micro-batches: what crosses the link, when each pack is updated, and who is refused."""
+"""Packs over all micro-batches: bytes on the link, times of updates, and refusals."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", bounda
 GROUPS = Harmony(kind="harmony", backward=2, group=2)
 
 
-def weights_up(technique: Any, micro_batches: int) -> int:
-    """Bytes of blocks' weights that come in, in a whole step."""
+def loaded_weight_bytes(technique: Any, micro_batches: int) -> int:
+    """Return the bytes of blocks' weights loaded in a whole step."""
     step = planned(technique, micro_batches).program.step
     copies = step.ops.name == step.names.index("memtune.copy_to_device_.default")
     return int(step.ops.traffic_bytes[copies & (step.ops.phase != Phase.OPTIMIZER)].sum())
@@ -45,9 +45,9 @@ class TestHarmony(PacksSuite):
     technique = Harmony
     variants = (PAIRS, UNEVEN)
 
-    def test_bytes_are_the_formula_whatever_the_number_of_micro_batches(self) -> None:
-        """The mechanism: 3|W| - |W of the last pack|. Layers that come and go for each micro-batch move more
-        with each.
+    def test_bytes_follow_the_formula_for_any_number_of_micro_batches(self) -> None:
+        """The mechanism: 3|W| - |W of the last pack|. Layers loaded for each micro-batch copy more with
+        each.
         """
         sizes = block_bytes(rewritten(CHAIN))
         outside = sum(
@@ -55,16 +55,16 @@ class TestHarmony(PacksSuite):
         )
         for micro_batches in (1, 2, 4):
             plan = planned(PAIRS, micro_batches)
-            assert weights_up(PAIRS, micro_batches) == 2 * sum(sizes) - sum(sizes[-2:])
+            assert loaded_weight_bytes(PAIRS, micro_batches) == 2 * sum(sizes) - sum(sizes[-2:])
             assert total(plan.program.step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
             assert plan.plans["offload.states"].swapped_bytes == 3 * sum(sizes) - sum(sizes[-2:])
         in_turn = L2L(kind="l2l")
         step, plain = rewritten(CHAIN, in_turn), rewritten(CHAIN)
         each = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) - outside
-        assert 4 * each > 3 * weights_up(PAIRS, 4)
+        assert 4 * each > 3 * loaded_weight_bytes(PAIRS, 4)
 
-    def test_counted_bytes_of_training_are_the_plan_s(self) -> None:
-        """What the links counted in a live step, boundaries and batches too."""
+    def test_counted_bytes_of_training_are_those_of_the_plan(self) -> None:
+        """Counted on the links of a live step, including boundaries and batches."""
         for technique in (PAIRS, UNEVEN):
             step = planned(technique, 3).program.step
             workload, model, optimizer = build(CHAIN)
@@ -81,19 +81,23 @@ class TestHarmony(PacksSuite):
         [UNEVEN, *(pytest.param(each, marks=pytest.mark.slow) for each in (PAIRS, GROUPS))],
         ids=["uneven", "pairs", "groups"],
     )
-    def test_the_pass_is_the_runtime_s_step_with_several_micro_batches(self, technique: Harmony) -> None:
-        """Ops, and bytes of every tier at every op."""
+    def test_pass_equals_the_recorded_step_with_several_micro_batches(self, technique: Harmony) -> None:
+        """Compare ops, and bytes of every tier at every op."""
         assert not drifts(technique, 3)
 
     @pytest.mark.slow
-    def test_groups_have_the_bits_and_pay_per_group(self) -> None:
+    def test_groups_are_bitwise_and_copy_weights_per_group(self) -> None:
         assert not differences(trained(GROUPS, 3), in_place(3))
-        assert weights_up(GROUPS, 3) == weights_up(GROUPS, 4) == 2 * weights_up(PAIRS, 4)
+        assert (
+            loaded_weight_bytes(GROUPS, 3)
+            == loaded_weight_bytes(GROUPS, 4)
+            == 2 * loaded_weight_bytes(PAIRS, 4)
+        )
         peaks = [planned(each, 4).program.step.peak_bytes() for each in (PAIRS, GROUPS)]
         assert peaks[1] < peaks[0]
 
-    def test_each_pack_is_updated_before_the_one_before_it_runs_backward(self) -> None:
-        """The mechanism: just in time."""
+    def test_each_pack_is_updated_before_the_previous_pack_s_backward(self) -> None:
+        """The mechanism: just-in-time update."""
         step = planned(PAIRS, 2).program.step
         updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default"))
         updates = updates[step.ops.phase[updates] == Phase.BOUNDARY]
@@ -113,13 +117,13 @@ class TestHarmony(PacksSuite):
         assert [(what, pack) for what, pack, _ in ran[::2]] == [
             ("forward", (0, 2)),
             ("forward", (2, 4)),
-            ("turn", (4, 6)),
+            ("turnaround", (4, 6)),
             ("backward", (2, 4)),
             ("backward", (0, 2)),
         ]
         assert [index for _, _, index in ran] == [0, 1] * 5
 
-    def test_fewest_packs_that_the_budget_holds(self) -> None:
+    def test_plan_has_the_fewest_packs_within_the_budget(self) -> None:
         free = Harmony(kind="harmony")
         plain = planned(Harmony(kind="harmony", backward=6), 3).program.step.peak_bytes()
         assert len(planned(free, 3, plain).plans["offload.states"].backward) == 1
@@ -148,7 +152,9 @@ def with_ranks(technique: Harmony, micro_batches: int) -> Candidate:
 def on_this_rank(
     document: dict[str, Any], micro_batches: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Weights after three steps on this rank's share of the samples, and the bytes of the last step."""
+    """Return weights after three steps on this rank's share of the samples, and the bytes of the last
+    step.
+    """
     workload, model, _ = build(CHAIN)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.1, momentum=0.9
@@ -165,8 +171,8 @@ def on_this_rank(
 
 
 @pytest.mark.slow
-def test_ranks_average_before_gradients_leave() -> None:
-    """Harmony-DP: the weights of one rank that takes all micro-batches, the same on all ranks; each moves its
+def test_ranks_average_gradients_before_offload() -> None:
+    """Harmony-DP: the weights of one rank with all micro-batches, the same on all ranks; each copies its
     3|W|.
     """
     candidate = with_ranks(PAIRS, 2)
@@ -187,14 +193,14 @@ def test_ranks_average_before_gradients_leave() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", [PAIRS, GROUPS], ids=["pairs", "groups"])
-def test_the_pass_is_a_rank_s_step(technique: Harmony) -> None:
+def test_pass_equals_the_recorded_step_of_a_rank(technique: Harmony) -> None:
     candidate = with_ranks(technique, 3)
     real = dry_run(Workload.load(CHAIN), candidate, replace(target_of(technique), ranks=RANKS))
     assert isinstance(real, Step)
     assert not compare(candidate.program.step, real)
 
 
-def test_ranks_that_are_divided_already_are_refused() -> None:
+def test_fits_refuses_sharded_ranks() -> None:
     fsdp = find("sharding.states", "fsdp")(kind="fsdp")
     target = replace(target_of(PAIRS, fsdp), ranks=RANKS)
     assert "average their gradients" in str(PAIRS.fits(plain_program(CHAIN), target))
@@ -211,8 +217,8 @@ def test_ranks_that_are_divided_already_are_refused() -> None:
     ],
     ids=["uneven", "pairs", "groups", "whole"],
 )
-def test_a_tied_head_gets_the_sum_of_both_its_uses(technique: Harmony, tmp_path: Path) -> None:
-    """One sum of each use: equal up to rounding, op by op as the pass says."""
+def test_tied_head_gets_the_sum_of_both_uses(technique: Harmony, tmp_path: Path) -> None:
+    """One sum of each use: equal up to rounding, op by op as in the pass."""
     path, head = (
         tmp_path / "tied.py",
         "        self.ln_f, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)\n",
@@ -232,10 +238,10 @@ def test_a_tied_head_gets_the_sum_of_both_its_uses(technique: Harmony, tmp_path:
         ("gpt", "random numbers"),
         *(
             pytest.param(model, why, marks=pytest.mark.slow)
-            for model, why in (("cnn_bn", "changes a buffer"), ("lora", "outside of the"))
+            for model, why in (("cnn_bn", "writes a buffer"), ("lora", "outside of the"))
         ),
     ],
 )
-def test_what_is_no_chain_is_refused_by_name(model: str, why: str) -> None:
-    """By `fits` from the recording."""
+def test_fits_refuses_models_without_a_chain(model: str, why: str) -> None:
+    """By `fits`, from the recording."""
     assert why in str(PAIRS.fits(plain_program(ZOO[model]), target_of(PAIRS)))

@@ -1,4 +1,4 @@
-"""One layer at a time: what is on the device at any op, what crosses the link, when each block is updated."""
+"""One layer at a time: resident bytes at every op, bytes on the link, and times of updates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build
 
 DEFAULT = L2L(kind="l2l")
-TOGETHER = L2L(kind="l2l", micro_batches="together")
-ON_THE_HOST = L2L(kind="l2l", micro_batches="together", stash="host")
+TOGETHER = L2L(kind="l2l", order="layer_major")
+ON_THE_HOST = L2L(kind="l2l", order="layer_major", stash="host")
 
 
 class TestL2L(LayersSuite):
@@ -32,8 +32,10 @@ class TestL2L(LayersSuite):
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
     quick = ("tied",)
 
-    def test_one_block_is_there_at_any_op_and_bytes_are_the_formula(self) -> None:
-        """The mechanism: residency and bytes. The last block stays at the turn, all others come in twice."""
+    def test_one_block_is_resident_at_any_op_and_bytes_follow_the_formula(self) -> None:
+        """The mechanism: residency and bytes. The last block is resident between forward and backward, others
+        are loaded twice.
+        """
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], DEFAULT)
         sizes = block_bytes(plain)
         there = step.with_storages(
@@ -48,8 +50,10 @@ class TestL2L(LayersSuite):
         assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
         assert not (step.storages.kind[step.storages.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
-    def test_each_block_is_updated_before_the_one_before_it_computes(self) -> None:
-        """The mechanism: eager. The last block's update comes before the backward ops of the first block."""
+    def test_each_block_is_updated_before_the_previous_block_s_backward(self) -> None:
+        """The mechanism: eager updates. The last block's update comes before the backward ops of the first
+        block.
+        """
         step = rewritten(ZOO["gpt"], DEFAULT)
         updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default"))
         in_backward = updates[step.ops.phase[updates] == Phase.BOUNDARY]
@@ -71,19 +75,19 @@ class TestL2L(LayersSuite):
         self.check_training(model, DEFAULT)
 
     @pytest.mark.parametrize(("model", "why"), [("lora", "outside of the blocks"), ("tobf16", "float32")])
-    def test_what_it_cannot_do_is_refused(self, model: str, why: str) -> None:
+    def test_fits_refuses_by_name(self, model: str, why: str) -> None:
         assert why in str(DEFAULT.fits(plain_program(ZOO[model]), target_of()))
 
     @pytest.mark.parametrize(
         "model", ["gpt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tied", "hf_llama"))]
     )
-    def test_copies_of_activations_wait_while_a_block_comes_in(self, model: str) -> None:
-        """A copy to the host holds its source until the next one starts: what is brought in before that sees
-        it.
+    def test_activation_copies_hold_their_source_while_a_block_is_loaded(self, model: str) -> None:
+        """A D2H copy holds its source until the next one starts, so loads before that find the memory in
+        use.
         """
         assert drift(ZOO[model], CopyOut(min_bytes=0), L2L(kind="l2l")) == ""
 
-    def test_models_without_an_order_of_layers_are_refused(self) -> None:
+    def test_fits_refuses_models_without_an_order_of_layers(self) -> None:
         program = plain_program(ZOO["gpt"])
         step = program.step
         alone = replace(step, parameters=tuple(p._replace(block=0) for p in step.parameters))
@@ -95,7 +99,7 @@ class TestL2L(LayersSuite):
 
 
 @pytest.mark.slow
-class TestTogether(PacksSuite):
+class TestLayerMajor(PacksSuite):
     technique = L2L
     variants = (TOGETHER, ON_THE_HOST)
 
@@ -104,7 +108,7 @@ class TestTogether(PacksSuite):
         return TOGETHER
 
     @pytest.mark.parametrize("technique", [TOGETHER, ON_THE_HOST], ids=["device", "host"])
-    def test_the_pass_is_the_runtime_s_step_with_several_micro_batches(self, technique: L2L) -> None:
+    def test_pass_equals_the_recorded_step_with_several_micro_batches(self, technique: L2L) -> None:
         assert not drifts(technique, 3)
 
     def sabotage(self, tuned: Tuned) -> bool:
@@ -113,9 +117,9 @@ class TestTogether(PacksSuite):
         return True
 
 
-def test_together_bytes_on_the_link_do_not_grow_with_the_number_of_micro_batches() -> None:
-    """The mechanism: layer-major. Weights come in once a pass and gradients leave once; one by one both grow
-    with each.
+def test_layer_major_bytes_do_not_grow_with_the_number_of_micro_batches() -> None:
+    """The mechanism: layer-major. Weights are loaded once a pass and gradients offloaded once, else for each
+    micro-batch.
     """
     sizes, micro_batches = block_bytes(rewritten(CHAIN)), (1, 2, 4)
     steps = [planned(TOGETHER, n).program.step for n in micro_batches]
@@ -127,8 +131,8 @@ def test_together_bytes_on_the_link_do_not_grow_with_the_number_of_micro_batches
     assert batch < sizes[0]
 
 
-def test_together_each_layer_runs_all_micro_batches_before_the_next_one() -> None:
-    """The mechanism, by events of a live step; and the bytes that the links counted are the pass's."""
+def test_layer_major_runs_all_micro_batches_before_the_next_layer() -> None:
+    """The mechanism, by events of a live step; the counted bytes on the links are those of the pass."""
     step = planned(TOGETHER, 2).program.step
     workload, model, optimizer = build(CHAIN)
     tuned = apply(model, optimizer, config(TOGETHER, 2), loss=workload.loss)
@@ -137,28 +141,28 @@ def test_together_each_layer_runs_all_micro_batches_before_the_next_one() -> Non
         tuned.step([workload.make_batch(2) for _ in range(2)])
     counted, ran = COUNTERS.take(), tuned._context.loop.order.order  # type: ignore[union-attr]
     there, back = [("forward", i) for i in range(5)], [("backward", i) for i in reversed(range(5))]
-    assert [(what, first) for what, (first, _), _ in ran[::2]] == [*there, ("turn", 5), *back]
+    assert [(what, first) for what, (first, _), _ in ran[::2]] == [*there, ("turnaround", 5), *back]
     assert [index for _, _, index in ran] == [0, 1] * 11
     assert counted["host_to_device"] == total(step, Resource.HOST_TO_DEVICE)
     assert counted["device_to_host"] == total(step, Resource.DEVICE_TO_HOST)
 
 
-def test_with_the_stash_on_the_host_the_device_does_not_grow_with_depth_or_micro_batches() -> None:
-    """The paper's constant memory: what layers start from is on the host."""
+def test_host_stash_keeps_device_bytes_constant_in_depth_and_micro_batches() -> None:
+    """The paper's constant memory: layer inputs are on the host."""
     peaks = [[planned(each, n).program.step.peak_bytes() for n in (2, 4)] for each in (TOGETHER, ON_THE_HOST)]
     boundary = 2 * 16 * 32 * 4
     assert peaks[0][1] - peaks[0][0] >= 2 * 5 * boundary  # two more micro-batches before each of five layers
     assert peaks[1][1] - peaks[1][0] < 2 * 5 * boundary / 2
 
 
-def test_together_it_is_the_candidate_that_packs_of_one_block_are() -> None:
+def test_layer_major_equals_the_candidate_with_packs_of_one_block() -> None:
     for each, where in ((TOGETHER, "device"), (ON_THE_HOST, "host")):
         for ranks in (1, 2):
             target = replace(target_of(), ranks=ranks)
             assert each.record(target) == Harmony(kind="harmony", backward=1, boundaries=where).record(target)
 
 
-def test_together_what_is_no_chain_is_refused() -> None:
+def test_layer_major_refuses_models_without_a_chain() -> None:
     assert "random numbers" in str(TOGETHER.fits(plain_program(ZOO["gpt"]), target_of()))
-    with pytest.raises(ValidationError, match="nothing waits"):
+    with pytest.raises(ValidationError, match="layer inputs are stashed"):
         L2L(kind="l2l", stash="host")

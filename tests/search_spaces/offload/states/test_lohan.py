@@ -1,5 +1,5 @@
-"""Optimizer state on SSD, updated inside backward: read, update and write beside it, and the bits of the
-update after it.
+"""Optimizer state on SSD, updated inside backward: read, update and write overlap, with the bits of an update
+after it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ops(step: Step, name: str) -> np.ndarray[Any, Any]:
 
 
 def in_backward(step: Step, name: str) -> float:
-    """Share of the ops `name` before the last op of backward that computes."""
+    """Return the share of the ops `name` before the last op of backward that computes."""
     computes = np.flatnonzero((step.ops.phase == Phase.BACKWARD) & (step.ops.resource == Resource.COMPUTE))
     return float((ops(step, name) < computes[-1]).mean())
 
@@ -71,7 +71,7 @@ class TestLohan(LayersSuite):
         ).all()  # a piece is being read while one of the bucket before it is updated
         assert (updates[:-1] < ups[:-1]).all()
 
-    def test_bytes_on_the_drive_and_in_host_memory(self) -> None:
+    def test_bytes_on_the_drive_and_in_host_memory_follow_the_formula(self) -> None:
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], SMALL)
         sizes = [int(plain.storages.bytes[each.gradient]) // 4 for each in plain.parameters]
         numel, largest = sum(sizes), max(sizes)
@@ -91,7 +91,7 @@ class TestLohan(LayersSuite):
         )
         assert not (step.storages.kind[step.storages.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
-    def test_the_last_step_is_kept_in_twice_the_space_for_the_same_traffic(self) -> None:
+    def test_keeping_the_last_step_takes_twice_the_space_for_the_same_traffic(self) -> None:
         step, kept = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"], KEEPS)
         assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
         assert total(kept, Resource.SSD_WRITE) == total(step, Resource.SSD_WRITE)
@@ -105,8 +105,8 @@ class TestLohan(LayersSuite):
         ssd_tensors.folder().remove()
 
     @pytest.mark.parametrize("technique", [SMALL, KEEPS], ids=["one slot", "two slots"])
-    def test_what_is_verified_is_what_a_state_dict_reads(self, technique: Lohan) -> None:
-        """What is being updated beside backward is written first."""
+    def test_verify_and_state_dict_wait_for_writes(self, technique: Lohan) -> None:
+        """Updates that overlap with backward are written first."""
         workload, model, optimizer = build(ZOO["tied"])
         tuned = apply(model, optimizer, config_of(ZOO["tied"], technique), loss=workload.loss, strict=False)
         with tuned.micro_batch(last=True):
@@ -116,9 +116,9 @@ class TestLohan(LayersSuite):
         assert all(torch.equal(then, now) for then, now in seen)
         ssd_tensors.folder().remove()
 
-    def test_the_drive_is_hidden_beside_backward(self) -> None:
-        """Where backward takes longer than the drive, most of the update is beside it; the embedding lands
-        last.
+    def test_drive_traffic_is_hidden_by_backward(self) -> None:
+        """If backward takes longer than the drive, most of the update overlaps with it; the embedding's
+        gradient is ready last.
         """
         program, target = plain_program(ZOO["gpt"], 64), Target(CPU)
         hardware, found = replace(CPU, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9), {}
@@ -148,7 +148,7 @@ class TestLohan(LayersSuite):
         assert not differences(without_gradients(train(ZOO["tobf16"], master)), host)
         assert (SMALL.exactly(), master.exactly()) == (Exactness.REORDERED, Exactness.LOSSY)
 
-    def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fits_refuses_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["gpt"])
         assert "under none" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
         assert "compiled" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))

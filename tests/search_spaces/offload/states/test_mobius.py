@@ -1,4 +1,4 @@
-"""Stages in turn on one device: what comes in when, what crosses the link, and the solved partition."""
+"""Stages on one device: loads, bytes on the link, and the solved partition."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from memtune.testing.training import build, settings_of
 
 THREE = Mobius(kind="mobius", stages=3)
 DEFAULT = Mobius(kind="mobius")
-LATE = Mobius(kind="mobius", stages=3, late=(0, 2, 5))
+DEFERRED = Mobius(kind="mobius", stages=3, deferred=(0, 2, 5))
 
 
 def loads(step: Step) -> np.ndarray[Any, Any]:
-    """Ops that bring weights of blocks in."""
+    """Return the ops that load weights of blocks."""
     copies = step.ops.name == step.names.index("memtune.copy_to_device_.default")
     return np.flatnonzero(copies & (step.ops.phase != Phase.OPTIMIZER))
 
 
 class TestMobius(PacksSuite):
     technique = Mobius
-    variants = (LATE,)
+    variants = (DEFERRED,)
 
-    def test_bytes_are_twice_the_weights_and_the_gradients_once(self) -> None:
-        """The mechanism: 2|W| - |W of the last stage| + |gradients|, whatever the number of micro-batches."""
+    def test_bytes_are_twice_the_weights_and_once_the_gradients(self) -> None:
+        """The mechanism: 2|W| - |W of the last stage| + |gradients|, for any number of micro-batches."""
         sizes = block_bytes(rewritten(CHAIN))
         for micro_batches in (1, 4):
             plan = planned(THREE, micro_batches)
@@ -56,10 +56,8 @@ class TestMobius(PacksSuite):
         outside = sum(4 * int(np.prod(p.shape)) for p in rewritten(CHAIN).parameters if p.block < 0)
         assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside + boundaries
 
-    def test_the_next_stage_comes_in_while_one_computes(self) -> None:
-        """The mechanism: but for the first stage nothing that is loaded is waited for at once; packs without
-        prefetch wait.
-        """
+    def test_next_stage_is_prefetched_while_one_computes(self) -> None:
+        """The mechanism: no load but the first stage's is waited for at once; packs without prefetch wait."""
         step, plan = planned(THREE, 2).program.step, planned(THREE, 2).plans["offload.states"].document()
         first = plan["backward"][0]
         ahead = step.ops.prefetch[loads(step)] == 1
@@ -69,8 +67,8 @@ class TestMobius(PacksSuite):
         waits = planned(Harmony(kind="harmony", backward=2), 2).program.step
         assert not (waits.ops.prefetch[loads(waits)] == 1).any()
 
-    def test_two_stages_are_there_at_once(self) -> None:
-        """The mechanism: memory for the stage that computes and the one that comes in, no more."""
+    def test_two_stages_are_resident_at_once(self) -> None:
+        """The mechanism: memory for the stage that computes and the prefetched one, no more."""
         step = planned(THREE, 2).program.step
         sizes = block_bytes(rewritten(CHAIN))
         stages = [sum(sizes[slice(*each)]) for each in planned(THREE, 2).plans["offload.states"].backward]
@@ -80,8 +78,8 @@ class TestMobius(PacksSuite):
         assert there.peak_bytes() == max(one + other for one, other in itertools.pairwise(stages))
 
     def test_stages_follow_from_budget_and_link(self) -> None:
-        """Without a budget the fewest bytes on a slow link are one stage; a budget below that asks for more,
-        and is kept.
+        """Without a budget one stage copies the fewest bytes on a slow link; a smaller budget needs more
+        stages, and is kept.
         """
         program, target = plain_program(CHAIN), target_of(DEFAULT)
         slow = replace(target, hardware=replace(target.hardware, host_to_device_bytes_per_s=1.0))
@@ -94,26 +92,28 @@ class TestMobius(PacksSuite):
         assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).stages == 6
 
     @pytest.mark.slow
-    def test_the_pass_is_the_runtime_s_step_with_several_micro_batches(self) -> None:
-        assert not drifts(LATE, 3)
+    def test_pass_equals_the_recorded_step_with_several_micro_batches(self) -> None:
+        assert not drifts(DEFERRED, 3)
 
     @pytest.mark.parametrize("reads", ["state dict", "evaluation", "the next step"])
-    def test_late_updates_are_under_way_when_the_step_returns_and_are_waited_for(self, reads: str) -> None:
-        """The mechanism: late blocks' updates wait for a thread that is kept busy; the step does not, and
-        whoever reads does.
+    def test_deferred_updates_run_after_the_step_returns_and_reads_wait_for_them(self, reads: str) -> None:
+        """The mechanism: deferred updates wait for a busy thread; the step does not wait for them, a read of
+        the state does.
         """
         workload, model, optimizer = build(CHAIN)
-        tuned = apply(model, optimizer, config(LATE, 2), loss=workload.loss, strict=False)
+        tuned = apply(model, optimizer, config(DEFERRED, 2), loss=workload.loss, strict=False)
         batches = [[workload.make_batch(2) for _ in range(2)] for _ in range(3)]
         tuned.step(batches[0])
         tuned.state_dict()  # nothing is under way
         goes_on, begun = Event(), Event()
 
-        def held(late: DeferredUpdates, run: Any, real: Any = DeferredUpdates.start) -> None:
-            if late._left:
+        def start_after_the_gate(
+            updates: DeferredUpdates, run: Any, real: Any = DeferredUpdates.start
+        ) -> None:
+            if updates._waiting:
                 native_update._threads().submit(goes_on.wait, 60)
                 begun.set()
-            real(late, run)
+            real(updates, run)
 
         def read() -> None:
             if reads == "state dict":
@@ -125,7 +125,7 @@ class TestMobius(PacksSuite):
                 tuned.step(batches[2])
 
         try:
-            with patch.object(DeferredUpdates, "start", held):
+            with patch.object(DeferredUpdates, "start", start_after_the_gate):
                 tuned.step(batches[1])
             assert begun.is_set()
             require_waits(read, goes_on)
@@ -137,7 +137,7 @@ class TestMobius(PacksSuite):
         other = apply(
             plain,
             its_optimizer,
-            config(Mobius(kind="mobius", stages=3, late=()), 2),
+            config(Mobius(kind="mobius", stages=3, deferred=()), 2),
             loss=workload.loss,
             strict=False,
         )
@@ -145,27 +145,27 @@ class TestMobius(PacksSuite):
             other.step(each)
         assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
 
-    def test_a_slow_host_updates_beside_the_next_forward(self) -> None:
-        """In the simulator, too, where the planner leaves what backward would wait for."""
+    def test_slow_host_updates_overlap_with_the_next_forward(self) -> None:
+        """In the simulator as well, if the planner defers updates that backward would wait for."""
         # The host's updates take one and a half times as long as all that is computed on the device.
         slow = replace(CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 5, device="cuda", launch_s=0.0)
         program, target = plain_program(CHAIN), replace(target_of(DEFAULT), hardware=slow)
-        plans = [Mobius(kind="mobius", stages=6, late=late).plan(program, target) for late in (None, ())]
-        assert plans[0].late
+        plans = [Mobius(kind="mobius", stages=6, deferred=late).plan(program, target) for late in (None, ())]
+        assert plans[0].deferred
         across, within = (
             simulate(DEFAULT.rewrite(program, plan, target), slow, level="events") for plan in plans
         )
         assert across.step_s < 0.95 * within.step_s
         assert across.busy_s["host_threads"] == pytest.approx(within.busy_s["host_threads"])
 
-    def test_what_it_cannot_do_is_refused(self) -> None:
-        late = Mobius(kind="mobius", stages=3, late=(6,))
-        assert "no block 6 to update late" in str(late.fits(plain_program(CHAIN), target_of(DEFAULT)))
-        document = copy.deepcopy(config(LATE, 2).document())
-        document["plan"]["offload.states"]["late"] = [6]
+    def test_fits_refuses_by_name(self) -> None:
+        late = Mobius(kind="mobius", stages=3, deferred=(6,))
+        assert "no block 6 to defer" in str(late.fits(plain_program(CHAIN), target_of(DEFAULT)))
+        document = copy.deepcopy(config(DEFERRED, 2).document())
+        document["plan"]["offload.states"]["deferred"] = [6]
         with pytest.raises(
             ConfigError,
-            match=r"MT316 .*plan\.offload\.states: .*\[6\] are to be updated late, and there are 6",
+            match=r"MT316 .*plan\.offload\.states: .*deferred updates of blocks \[6\], but there are 6",
         ):
             apply(*build(CHAIN)[1:], document, strict=False)
         assert "6 blocks only" in str(

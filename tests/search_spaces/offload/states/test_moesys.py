@@ -1,5 +1,5 @@
-"""Experts on SSD behind a cache in host memory: only those that are used move, and lazy updates have the bits
-of dense ones.
+"""Experts on SSD with a cache in host memory: only used ones are copied, and lazy updates have the bits of
+dense ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
-from memtune.offload.experts.expert_offload import ExpertOptimizer, ExpertStore
+from memtune.offload.experts.expert_offload import ExpertOffloader, ExpertOptimizer
 from memtune.offload.experts.expert_offload_pass import used_in
 from memtune.program.parameter_columns import columns_of
 from memtune.program.step import Kind, Resource, Step, Tier
@@ -42,7 +42,7 @@ from memtune.workload.expert_modules import experts_in
 
 HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
 EXPERT = 4 * (32 * 128 + 128 + 128 * 32 + 32)
-"""Bytes of the weights of one of its experts."""
+"""Bytes of the weights of one expert."""
 LAYERS = 3
 FEW = Moesys(kind="moesys", cache=6, on_device=1)
 KEEPS = FEW.model_copy(update={"resume": "last_step"})
@@ -76,7 +76,7 @@ def of_task(task: int, size: int = 2) -> Any:
 
 
 def counted(tuned: Tuned, batches: list[Any]) -> dict[str, int]:
-    """Bytes on the links in a step, without the batches'."""
+    """Return the bytes on the links in a step, without the batches'."""
     COUNTERS.take()
     tuned.step(batches)
     found = COUNTERS.take()
@@ -108,7 +108,7 @@ class TestMoesys(TechniqueSuite):
     tolerance = 1e-5
     # Routing follows the data, so nothing is recorded on fake tensors: a step is held against a real one, by
     # its bytes on every link and its peak, in which one op does not show.
-    not_shown = ("rewrite frees a tensor one op late", "rewrite loses an op")
+    not_shown = ("rewrite frees a tensor one op too late", "rewrite loses an op")
 
     def sabotage(self, tuned: Tuned) -> bool:
         mark(next(state["exp_avg"] for state in tuned.optimizer.state.values() if "exp_avg" in state), DEVICE)
@@ -123,8 +123,8 @@ class TestMoesys(TechniqueSuite):
         assert not (bad := differences(found, wanted, self.tolerance)), bad[:5]
 
     def check_drift(self, model: str, variant: Technique) -> None:
-        """A step that uses all experts: bytes on every link, peaks of device and host within 2 % of the
-        native ledger's.
+        """Compare a step that uses all experts with the native ledger: bytes on links, peaks of device and
+        host within 2 %.
         """
         program, _ = planned(self.models[model], variant)
         ledger = Ledger.open("cpu")
@@ -163,18 +163,18 @@ class TestMoesys(TechniqueSuite):
         "knobs",
         [
             {"on_device": 2},
-            {"cache": 3, "ahead": 0},
+            {"cache": 3, "read_prefetch": 0},
             {"cache": 8},
-            {"rule": "belady", "cache": 3},
-            {"rule": "lru", "cache": 3},
+            {"eviction": "belady", "cache": 3},
+            {"eviction": "lru", "cache": 3},
             {"cache": 1},
         ],
     )
-    def test_bytes_of_any_cache_are_those_of_its_trace(self, knobs: dict[str, Any]) -> None:
+    def test_bytes_follow_the_trace_of_the_cache(self, knobs: dict[str, Any]) -> None:
         self.check_drift("moe", FEW.model_copy(update=knobs))
 
-    def test_the_last_step_is_kept_in_twice_the_space(self) -> None:
-        """The mechanism, by bytes: a step writes what it has changed once, and all that stays on the
+    def test_keeping_the_last_step_takes_twice_the_space(self) -> None:
+        """The mechanism, by bytes: a step writes each changed expert once, and all parameters on the
         device.
         """
         self.check_drift("moe", KEEPS)
@@ -195,19 +195,19 @@ class TestMoesys(TechniqueSuite):
         "knobs",
         [
             {"on_device": 2},
-            {"cache": 3, "ahead": 0},
+            {"cache": 3, "read_prefetch": 0},
             {"cache": 8},
-            {"rule": "belady", "cache": 3},
+            {"eviction": "belady", "cache": 3},
             {"cache": 5},
             {"cache": 1},
         ],
     )
-    def test_bytes_of_kept_steps_are_those_of_the_trace(self, knobs: dict[str, Any]) -> None:
+    def test_bytes_of_kept_steps_follow_the_trace(self, knobs: dict[str, Any]) -> None:
         self.check_drift("moe", KEEPS.model_copy(update=knobs))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("micro_batches", [1, 3])
-    def test_with_two_slots_it_has_the_bits_of_the_plain_run(self, micro_batches: int) -> None:
+    def test_training_with_two_slots_is_bitwise(self, micro_batches: int) -> None:
         wanted = without_gradients(train(HASHED, steps=5, micro_batches=micro_batches))
         assert not differences(
             without_gradients(train(HASHED, KEEPS, steps=5, micro_batches=micro_batches)), wanted
@@ -215,20 +215,20 @@ class TestMoesys(TechniqueSuite):
         ssd_tensors.folder().remove()
 
     @pytest.mark.parametrize("micro_batches", [1, 3])
-    def test_five_steps_have_the_bits_of_the_plain_run(self, micro_batches: int) -> None:
-        """The mechanism: what an expert missed is made up for. Without that, weights differ."""
+    def test_five_steps_are_bitwise_those_of_the_plain_run(self, micro_batches: int) -> None:
+        """The mechanism: an expert's missed updates are replayed. Without that, weights differ."""
         wanted = without_gradients(train(HASHED, steps=5, micro_batches=micro_batches))
         found = without_gradients(train(HASHED, FEW, steps=5, micro_batches=micro_batches))
         assert not differences(found, wanted)
-        with patch.object(ExpertOptimizer, "got_zeros", lambda *_: None):
+        with patch.object(ExpertOptimizer, "note_zero_gradient", lambda *_: None):
             assert differences(
                 without_gradients(train(HASHED, FEW, steps=5, micro_batches=micro_batches)), wanted
             )
 
-    def test_only_experts_that_are_used_move(self) -> None:
-        """The mechanism, by bytes: a step of one task moves one expert of each layer, and none that the cache
-        has; with experts that are called with no row brought in like all others, all four of each layer
-        would.
+    def test_only_used_experts_are_copied(self) -> None:
+        """The mechanism, by bytes: a step of one task copies one expert of each layer, and none from the
+        cache. If experts called without tokens were loaded like all others, it would copy all four of each
+        layer.
         """
         *_, tuned = tuned_with(ALL.model_copy(update={"on_device": 1}))
         up_and_down = {"host_to_device": (2 * LAYERS - 1) * EXPERT, "device_to_host": LAYERS * EXPERT}
@@ -240,18 +240,18 @@ class TestMoesys(TechniqueSuite):
         assert (again["ssd_read"], again["ssd_write"]) == (0, 0)
         facts = tuned.audit()["offload.states"]
         assert (facts["experts"], facts["cached_bytes"]) == (4 * LAYERS, 2 * LAYERS * 3 * EXPERT)
-        assert facts["made_up"] == LAYERS * 4 * (
+        assert facts["caught_up"] == LAYERS * 4 * (
             2 + 1
         )  # four parameters; task 1 was two steps late, then task 0 one
 
-    def test_experts_of_the_current_block_are_on_the_device(self) -> None:
-        """The mechanism, by residency: at most `on_device` blocks' experts, and the next block's are there
+    def test_experts_of_the_current_block_are_resident(self) -> None:
+        """The mechanism, by residency: at most `on_device` blocks' experts, and the next block's are resident
         when it begins.
         """
         most: list[int] = []
-        begin = ExpertStore._begin
+        begin = ExpertOffloader._begin_moment
 
-        def watched(self: ExpertStore, moment: int) -> None:
+        def watched(self: ExpertOffloader, moment: int) -> None:
             begin(self, moment)
             most.append(len({self._experts[each].block for each in self._on_device}))
 
@@ -259,15 +259,13 @@ class TestMoesys(TechniqueSuite):
             *_, tuned = tuned_with(FEW.model_copy(update={"on_device": on_device}))
             tuned.step([of_task(2)])
             most.clear()
-            with patch.object(ExpertStore, "_begin", watched):
+            with patch.object(ExpertOffloader, "_begin_moment", watched):
                 tuned.step([of_task(2)])
             assert max(most) == on_device
 
     @pytest.mark.parametrize("variant", [FEW, ALL], ids=["few", "all"])
-    def test_a_step_of_one_expert_a_layer_is_predicted(self, variant: Moesys) -> None:
-        """The recorded batch shows it: bytes on every link, device and host are those of the experts that are
-        used.
-        """
+    def test_step_with_one_expert_per_layer_is_predicted(self, variant: Moesys) -> None:
+        """The recorded batch shows the used experts: bytes on every link, device and host are theirs."""
         program, plans = planned(HASHED, variant)
         ledger = Ledger.open("cpu")
         gc.collect()
@@ -286,12 +284,12 @@ class TestMoesys(TechniqueSuite):
             )
         plan = plans["offload.states"]
         assert (plan.used, plan.experts) == (LAYERS, 4 * LAYERS)
-        assert plan.most_bytes > 1.3 * program.step.peak_bytes()
+        assert plan.max_peak_bytes > 1.3 * program.step.peak_bytes()
         assert "up to" in variant.explain(plan)[0]
 
-    def test_where_routing_may_be_an_accident_all_experts_are_predicted(self) -> None:
-        """With few rows, one left out says nothing; each further micro-batch may use others. Said as what it
-        is, an upper end.
+    def test_all_experts_are_predicted_if_routing_may_be_an_accident(self) -> None:
+        """With few tokens an unused expert proves nothing, and other micro-batches may use others. Reported
+        as an upper bound.
         """
         program = plain_program(HASHED)
         experts = experts_in(program.step)
@@ -311,17 +309,15 @@ class TestMoesys(TechniqueSuite):
     @pytest.mark.parametrize(
         "other", [Full(kind="full"), CopyOut(kind="copy_out", min_bytes=0)], ids=lambda each: each.kind
     )
-    def test_beside_recompute_and_moved_activations_it_has_the_bits_of_the_plain_run(
-        self, other: Technique
-    ) -> None:
+    def test_training_with_recompute_or_offloaded_activations_is_bitwise(self, other: Technique) -> None:
         assert other.fits(plain_program(HASHED), target_of(FEW, other)) is None
         wanted = without_gradients(train(HASHED, steps=4))
         assert not differences(without_gradients(train(HASHED, FEW, other, steps=4)), wanted)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("technique", [FEW, KEEPS], ids=["one slot", "two slots"])
-    def test_a_state_dict_is_whole_and_can_be_loaded(self, technique: Moesys) -> None:
-        """With what experts have missed so far made up for."""
+    def test_state_dict_is_complete_and_can_be_loaded(self, technique: Moesys) -> None:
+        """Missed updates of experts are replayed first."""
         workload, net, optimizer, tuned = tuned_with(technique)
         plain_workload, plain_net, plain_optimizer = build(HASHED)
         for step in range(3):
@@ -343,10 +339,8 @@ class TestMoesys(TechniqueSuite):
         tuned.finish()
 
     @pytest.mark.parametrize("technique", [FEW, KEEPS], ids=["one slot", "two slots"])
-    def test_what_is_verified_is_what_a_state_dict_reads(self, technique: Moesys) -> None:
-        """All that has changed in the cache is written first: what is verified before it would be what has
-        been.
-        """
+    def test_verify_and_state_dict_write_the_cache_first(self, technique: Moesys) -> None:
+        """Changed experts in the cache are written first; verification without that would check old data."""
         workload, net, optimizer, tuned = tuned_with(technique)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         seen = verified_and_read(tuned.optimizer)
@@ -358,21 +352,21 @@ class TestMoesys(TechniqueSuite):
     @pytest.mark.parametrize(
         "knobs",
         [
-            {"on_device": 3, "ahead": 0},
-            {"cache": 1, "ahead": 3},
-            {"cache": 12, "rule": "belady"},
-            {"cache": 2, "rule": "lru", "on_device": 2},
+            {"on_device": 3, "read_prefetch": 0},
+            {"cache": 1, "read_prefetch": 3},
+            {"cache": 12, "eviction": "belady"},
+            {"cache": 2, "eviction": "lru", "on_device": 2},
         ],
     )
-    def test_no_knob_changes_a_bit(self, knobs: dict[str, Any]) -> None:
+    def test_knobs_change_no_bit(self, knobs: dict[str, Any]) -> None:
         wanted = without_gradients(train(HASHED, steps=5, micro_batches=3))
         assert not differences(
             without_gradients(train(HASHED, FEW.model_copy(update=knobs), steps=5, micro_batches=3)), wanted
         )
 
     @pytest.mark.slow
-    def test_a_loop_of_the_users_own_with_two_forwards_at_once_and_a_schedule(self) -> None:
-        """What was missed is made up for with the learning rate of then."""
+    def test_user_loop_with_two_forwards_and_a_learning_rate_schedule(self) -> None:
+        """Missed updates are replayed with the learning rate of their step."""
         assert all(map(torch.equal, own_loop(FEW), own_loop(None)))
 
     @pytest.mark.slow
@@ -388,11 +382,11 @@ class TestMoesys(TechniqueSuite):
                     assert torch.equal(net(tokens), plain_net(tokens))
 
     @pytest.mark.slow
-    def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fits_refuses_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["moe"])
         assert "no experts" in str(ALL.fits(plain_program(ZOO["gpt"]), target_of()))
         assert "whole on each" in str(ALL.fits(program, replace(target_of(), ranks=2)))
-        assert "hold the memory" in str(ALL.fits(program, replace(target_of(), compiled="blocks")))
+        assert "keep offloaded parameters" in str(ALL.fits(program, replace(target_of(), compiled="blocks")))
         _, net, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no experts"):
             apply(net, optimizer, {"settings": settings_of(ALL)}, strict=False)
@@ -412,7 +406,7 @@ def _is_on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and tier_of(value) == DEVICE
 
 
-def test_experts_with_a_frozen_parameter_are_named() -> None:
+def test_fits_names_experts_with_a_frozen_parameter() -> None:
     program = plain_program(HASHED)
     columns = columns_of(program.step.parameters)
     frozen = [index for each in experts_in(program.step) for index in each.parameters[-1:]]

@@ -1,6 +1,4 @@
-"""What memtune's own update cannot do for the user's optimizer is refused before anything is run, and as
-apply refuses it.
-"""
+"""Optimizers that the native update does not support are refused before a run, with the error of apply."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def settings(states: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "optimizer", ["torch.optim.Adam(params, weight_decay=0.1)", "Mine(params, lr=0.1, momentum=0.9)"]
 )
-def test_an_optimizer_without_a_native_update_is_refused_by_name(tmp_path: Path, optimizer: str) -> None:
+def test_optimizer_without_a_native_update_is_refused_by_name(tmp_path: Path, optimizer: str) -> None:
     workload, recording = recorded(tmp_path, optimizer)
     rewriter = Rewriter(recording, Target(hardware.detect("cpu"), 1, recording.step.peak_bytes() * 4))
     for states in NATIVE:
@@ -81,7 +79,7 @@ def test_an_optimizer_without_a_native_update_is_refused_by_name(tmp_path: Path,
         )
 
 
-def test_an_optimizer_of_the_users_own_is_not_parted(tmp_path: Path) -> None:
+def test_custom_optimizer_is_not_split(tmp_path: Path) -> None:
     _, recording = recorded(tmp_path, "Mine(params, lr=0.1, momentum=0.9)")
     rewriter = Rewriter(recording, Target(hardware.detect("cpu"), 1, None))
     roam = {"execution": {"micro_batch": 2, "accumulate": 1, "order": {"kind": "roam"}}}

@@ -1,4 +1,4 @@
-"""States stay where they are."""
+"""The null technique keeps states on the device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class TestOnDevice(TechniqueSuite):
     technique = OnDevice
     models: ClassVar = {name: ZOO[name] for name in ("gpt",)}
 
-    def test_state_is_on_the_device(self) -> None:
+    def test_state_is_resident(self) -> None:
         step = rewritten(ZOO["gpt"], self.default())
         assert (step.storages.tier[step.storages.kind == Kind.OPTIMIZER] == Tier.DEVICE).all()

@@ -1,4 +1,4 @@
-"""Optimizer on the host: its state is there, gradients go down once, weights come up once."""
+"""Optimizer on the host: its state is there, gradients are copied D2H once, weights H2D once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from memtune.testing.training import SEED, build, differences, plain, train
 
 
 def sharded() -> list[list[torch.Tensor]]:
-    """Losses of a few steps under FSDP2 with either update."""
-    return [losses_of(update) for update in ("native", "own")]
+    """Return the losses of a few steps under FSDP2 with either update."""
+    return [losses_of(update) for update in ("native", "user")]
 
 
 def losses_of(update: str) -> list[torch.Tensor]:
-    """The last layer's one row is on rank 0 alone, so rank 1 updates nothing of it."""
+    """Return losses; the last layer's one row is on rank 0, so rank 1 updates none of it."""
     torch.manual_seed(SEED)
     blocks = [
         torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.GELU(), torch.nn.Linear(5, 7)) for _ in range(2)
@@ -64,10 +64,8 @@ class TestOptimizerCpu(TechniqueSuite):
         return True
 
     @pytest.mark.parametrize("model", ZOO)
-    def test_bytes_on_the_links_and_nothing_left_behind(self, model: str) -> None:
-        """The mechanism: residency and bytes. No state is on the device, gradients go down once and weights
-        come up once.
-        """
+    def test_no_state_is_resident_and_each_gradient_and_weight_is_copied_once(self, model: str) -> None:
+        """The mechanism: residency and bytes."""
         plain, step = rewritten(ZOO[model]), rewritten(ZOO[model], self.default())
         mine = [p for p in plain.parameters if p.gradient >= 0]
         batch = int(plain.ops.traffic_bytes[plain.ops.resource == Resource.HOST_TO_DEVICE].sum())
@@ -84,8 +82,8 @@ class TestOptimizerCpu(TechniqueSuite):
 
     @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
     def test_masters_cross_the_link_in_bfloat16(self, moments: Moments) -> None:
-        """Bytes on the links are those of bfloat16, bytes on the host those of float32 masters and the format
-        of the moments.
+        """Bytes on the links are those of bfloat16, bytes on the host those of float32 masters and the
+        moments' format.
         """
         master = OptimizerCpu(kind="optimizer_cpu", update="master", moments=moments)
         self.check_drift("tobf16", master)
@@ -104,7 +102,7 @@ class TestOptimizerCpu(TechniqueSuite):
             plain_step.parameters
         )
 
-    def test_masters_train_as_torch_with_masters_kept_by_hand(self) -> None:
+    def test_masters_train_as_torch_with_manual_masters(self) -> None:
         path, master = ZOO["tobf16"], OptimizerCpu(kind="optimizer_cpu", update="master")
         got = train(path, master)
         workload, model, _ = build(path)
@@ -131,23 +129,23 @@ class TestOptimizerCpu(TechniqueSuite):
             if weight.numel() % 16 == 0:
                 assert torch.equal(weight, wanted[name])
 
-    def test_native_update_of_shards_some_of_them_empty(self) -> None:
+    def test_native_update_of_empty_shards(self) -> None:
         for native, own in run_ranks(sharded, 2):
             torch.testing.assert_close(native, own, rtol=1e-6, atol=0)
 
-    def test_narrow_moments_still_train(self) -> None:
+    def test_narrow_moments_train(self) -> None:
         for moments in ("bfloat16", "int8"):
             run = train(ZOO["tied"], OptimizerCpu(kind="optimizer_cpu", update="native", moments=moments))
             assert not differences(run, plain(ZOO["tied"]), 0.1)
 
-    def test_what_the_native_update_lacks_is_refused(self) -> None:
+    def test_fits_refuses_parameters_without_a_native_update(self) -> None:
         program, target = plain_program(ZOO["tobf16"]), target_of()
         assert "master" in str(OptimizerCpu(kind="optimizer_cpu", update="native").fits(program, target))
         tied = plain_program(ZOO["tied"])
         assert "native" in str(OptimizerCpu(kind="optimizer_cpu", update="master").fits(tied, target))
 
-    def test_exactness_follows_from_the_knobs(self) -> None:
+    def test_exactness_follows_the_knobs(self) -> None:
         kinds = [
-            OptimizerCpu(kind="optimizer_cpu", update=each).exactly() for each in ("own", "native", "master")
+            OptimizerCpu(kind="optimizer_cpu", update=each).exactly() for each in ("user", "native", "master")
         ]
         assert kinds == [Exactness.BITWISE, Exactness.REORDERED, Exactness.LOSSY]

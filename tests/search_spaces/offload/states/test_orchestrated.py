@@ -1,5 +1,5 @@
-"""Orchestrated swaps: ranks of one link swap other blocks or in turn, and train as replicas whose optimizer
-is on the host.
+"""Coordinated offload: ranks of one link copy other blocks or one at a time, and train as replicas with a
+host optimizer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKEN = TensorMovement(mode="token", group=2, slot_mib=1)
 class TestOrchestrated(ShardedSuite):
     technique = TensorMovement
     variants = (PAIR, TOKEN)
-    beside: ClassVar = (Ddp(),)
+    other_slots: ClassVar = (Ddp(),)
     briefly = False
 
     @classmethod
@@ -57,7 +57,7 @@ def chosen(mine: TensorMovement, ranks: int, **changes: Any) -> Target:
 
 
 def loaded(step: Step) -> list[tuple[int, int]]:
-    """(moment, block) of every block whose weights come in."""
+    """Return (moment, block) of every loaded block."""
     copies = np.flatnonzero((step.ops.resource == Resource.HOST_TO_DEVICE) & (step.ops.call >= 0))
     written = np.isin(step.uses.op, copies) & (step.uses.mode == 1)
     block = columns_of(step.parameters).block[step.storages.owner[step.uses.storage[written]]]
@@ -72,8 +72,8 @@ def loaded(step: Step) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("group", [2, 3, 4])
 @pytest.mark.parametrize("blocks", [4, 12, 13])
-def test_masks_are_disjoint_and_equal(group: int, blocks: int) -> None:
-    """Every block is swapped by one rank of a group, each rank swaps as many, one more where they do not
+def test_block_masks_are_disjoint_and_equal(group: int, blocks: int) -> None:
+    """Every block is offloaded by one rank of a group, each rank offloads as many, one more if they do not
     divide the blocks.
     """
     masks = [swapped_blocks(blocks, group, place_of(rank, 8, group)) for rank in range(group)]
@@ -87,8 +87,8 @@ def test_groups_do_not_cross_nodes() -> None:
     assert [place_of(rank, 3, 2) for rank in range(6)] == [0, 1, 0] * 2
 
 
-def test_ranks_of_a_link_bring_in_other_blocks_in_every_moment() -> None:
-    """The mechanism: disjoint selection. Without it both ranks bring in the same blocks at once."""
+def test_ranks_of_a_link_load_different_blocks_in_every_moment() -> None:
+    """The mechanism: disjoint selection. Without it both ranks load the same blocks at once."""
     whole, machine = program(ranks=2), chosen(PAIR, 2)
     plan = PAIR.plan(whole, machine)
     one, other = (loaded(each.step) for each in PAIR.rewrite(whole, plan, machine).rank_classes)
@@ -101,8 +101,8 @@ def test_ranks_of_a_link_bring_in_other_blocks_in_every_moment() -> None:
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-def test_each_swapped_block_comes_in_for_both_passes_or_stays_at_the_turn(stride: int) -> None:
-    """Bytes up: the weights of the swapped blocks once a pass, the last block's once in all; nothing of the
+def test_each_offloaded_block_is_loaded_once_per_pass(stride: int) -> None:
+    """Bytes H2D: the weights of the offloaded blocks once a pass, the last block's once in all; none of the
     others.
     """
     mine = TensorMovement(group=2, stride=stride, window=1)
@@ -116,35 +116,35 @@ def test_each_swapped_block_comes_in_for_both_passes_or_stays_at_the_turn(stride
         )
 
 
-def test_reasons() -> None:
+def test_fits_refuses_with_a_reason() -> None:
     whole = program(ranks=2)
     assert "one rank" in str(PAIR.fits(program(), chosen(PAIR, 1)))
-    assert "of its own" in str(
+    assert "its own link" in str(
         TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=1))
     )
     assert TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=2)) is None
     sharded = Target(hardware.detect("cpu"), 2, chosen={"sharding.states": Fsdp()})
-    assert "for replicas" in str(PAIR.fits(whole, sharded))
+    assert "it needs replicas" in str(PAIR.fits(whole, sharded))
     assert "the same blocks" in str(TensorMovement(group=4, stride=2).fits(program(ranks=4), chosen(PAIR, 4)))
     assert "4 blocks only" in str(TensorMovement(group=2, stride=5).fits(whole, chosen(PAIR, 2)))
     assert "4 blocks only" in str(TensorMovement(group=2, window=5).fits(whole, chosen(PAIR, 2)))
 
 
-def test_alone_and_without_replicas_it_is_refused() -> None:
+def test_fits_refuses_one_rank_and_sharded_ranks() -> None:
     workload, model, optimizer = build(ZOO["gpt"])
     assert workload is not None
-    with pytest.raises(ApplyError, match="for replicas") as caught:
+    with pytest.raises(ApplyError, match="it needs replicas") as caught:
         apply(model, optimizer, {"settings": settings_of(PAIR)}, strict=False)
     assert caught.value.code == "MT364"
 
 
 def trained_both(mine: TensorMovement) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With it, and with the optimizer on the host alone."""
+    """Return weights with the technique, and with only the optimizer on the host."""
     return trained(mine), trained(None)
 
 
 def trained(mine: TensorMovement | None) -> dict[str, Any]:
-    """Weights after three steps of this rank's own batches on replicas, and what the audit says."""
+    """Return weights after three steps of this rank's own batches on replicas, and the audit."""
     workload, model, optimizer = build(ZOO["gpt"])
     settings = settings_of(Ddp(), OptimizerCpu() if mine is None else mine)
     tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
@@ -157,10 +157,10 @@ def trained(mine: TensorMovement | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "mine", [PAIR, pytest.param(TOKEN, marks=pytest.mark.slow)], ids=lambda each: each.mode
 )
-def test_has_the_bits_of_replicas_whose_optimizer_is_on_the_host(mine: TensorMovement) -> None:
+def test_training_is_bitwise_that_of_replicas_with_a_host_optimizer(mine: TensorMovement) -> None:
     found, wanted = zip(*run_ranks(trained_both, 2, mine), strict=True)
     blocks = [rank["audit"]["swapped_blocks"] for rank in found]
     assert blocks == ([[1, 3], [0, 2]] if mine.mode == "disjoint" else [[1, 3], [1, 3]])
-    assert all(("turns" in rank["audit"]) == (mine.mode == "token") for rank in found)
+    assert all(("times_held" in rank["audit"]) == (mine.mode == "token") for rank in found)
     for one, other in zip(found, wanted, strict=True):
         assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())

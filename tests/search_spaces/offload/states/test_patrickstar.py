@@ -1,4 +1,4 @@
-"""Chunks by next use: how many are there in each moment, which one goes, what crosses the link."""
+"""Chunks evicted by next use: number in each moment, eviction order, and bytes on the link."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.suites.block_offload_suite import OWN, LayersSuite, total
-from support.suites.resident_chunks_suite import check_staying, parted
+from support.suites.resident_chunks_suite import check_resident, split_block_bytes
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
@@ -23,10 +23,14 @@ from memtune.offload.parameters.parameter_offload_pass import (
     moment_of_ops,
     sizes_in_blocks,
 )
-from memtune.program.residency import cached
+from memtune.program.residency import cache_residency
 from memtune.program.step import Kind, Phase, Resource, Tier
 from memtune.runtime.transfer import COUNTERS
-from memtune.search_spaces.offload.states._common.chunk_technique import ChunksPlan, beside, in_chunks
+from memtune.search_spaces.offload.states._common.chunk_technique import (
+    ChunksPlan,
+    in_chunks,
+    non_chunk_bytes,
+)
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.testing import rewritten
 from memtune.testing.drift_check import plain_program, planned, target_of
@@ -39,7 +43,7 @@ PLAN: dict[str, Any] = {"chunk_bytes": 70_000, "slots": [20] * 8}
 
 
 def with_budget(technique: PatrickStar) -> dict[str, Any]:
-    """The plan under a budget below what the plain gpt takes."""
+    """Return the plan under a budget below the plain gpt's peak."""
     return technique.plan(
         plain_program(ZOO["gpt"]), replace(target_of(technique), budget_bytes=BUDGET_BYTES)
     ).document()
@@ -52,8 +56,8 @@ class TestPatrickStar(LayersSuite):
     quick = ("tied",)
     update = OWN
 
-    def test_each_moment_holds_as_many_chunks_as_the_budget_leaves_room_for(self) -> None:
-        """The mechanism: what is free in a moment follows from all else that is there then."""
+    def test_each_moment_holds_as_many_chunks_as_fit_the_budget(self) -> None:
+        """The mechanism: the room in a moment is the budget less all other bytes then."""
         program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
         plan = SMALL.plan(program, target)
         step = SMALL.rewrite(program, plan, target).step
@@ -67,17 +71,17 @@ class TestPatrickStar(LayersSuite):
         assert (there <= 70_000 * slots).all()
         assert (
             there[3] == 70_000 * slots[3] < there[0] + 70_000 * slots[0]
-        )  # at the turn the activations take the room
+        )  # between forward and backward activations take the room
         count = pack(*sizes_in_blocks(program.step), 70_000).count
         assert (slots == np.minimum((BUDGET_BYTES - other) // 70_000, count)).all()
         assert step.peak_bytes() <= BUDGET_BYTES < program.step.peak_bytes()
 
-    def test_what_crosses_the_link_is_the_chunks_that_furthest_next_use_makes_come_in(self) -> None:
-        """Bytes are moves times the chunk, and no other rule's are fewer."""
+    def test_bytes_on_the_link_are_the_loads_of_furthest_next_use(self) -> None:
+        """Bytes are loads times the chunk size, and no other rule has fewer."""
         program, plain = plain_program(ZOO["gpt"]), rewritten(ZOO["gpt"])
         plan = with_budget(SMALL)
         chunks, slots = pack(*sizes_in_blocks(plain), plan["chunk_bytes"]), tuple(plan["slots"])
-        moves = {rule: cached(chunks.uses(), slots, rule).moves for rule in ("belady", "lru", "lfu")}
+        moves = {rule: cache_residency(chunks.uses(), slots, rule).moves for rule in ("belady", "lru", "lfu")}
         assert moves["belady"] == min(moves.values()) < 2 * chunks.count
         target = replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
         step = SMALL.rewrite(program, SMALL.plan(program, target), target).step
@@ -87,16 +91,14 @@ class TestPatrickStar(LayersSuite):
         assert up == moves["belady"] * plan["chunk_bytes"] + outside
         assert total(step, Resource.DEVICE_TO_HOST) == weights
 
-    def test_what_is_not_used_again_goes_first(self) -> None:
-        """The mechanism: furthest next use. Where room is short in backward alone, what was used longest ago
-        is needed next.
-        """
+    def test_eviction_takes_the_furthest_next_use(self) -> None:
+        """The mechanism. If room is short in backward only, the least recently used chunk is needed next."""
         program, plain = plain_program(ZOO["gpt"]), rewritten(ZOO["gpt"])
         chunks = pack(*sizes_in_blocks(plain), 70_000)
         slots = [chunks.count] * 8
         slots[5] = len({*chunks.of_block[1], *chunks.of_block[2]})  # while block 2 runs backward
         plan = ChunksPlan(chunk_bytes=70_000, slots=tuple(slots))
-        moves, lru = (cached(chunks.uses(), tuple(slots), rule).moves for rule in ("belady", "lru"))
+        moves, lru = (cache_residency(chunks.uses(), tuple(slots), rule).moves for rule in ("belady", "lru"))
         assert moves < lru
         step = SMALL.rewrite(program, plan, target_of(SMALL)).step
         outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
@@ -109,14 +111,14 @@ class TestPatrickStar(LayersSuite):
         tuned.step([workload.make_batch(2)])
         assert COUNTERS.take()["host_to_device"] == total(step, Resource.HOST_TO_DEVICE)
 
-    def test_a_plan_for_a_budget_trains_to_the_same_bits_and_moves_what_it_says(self) -> None:
+    def test_training_under_a_budget_is_bitwise_and_copies_the_planned_bytes(self) -> None:
         document = {"settings": settings_of(SMALL), "plan": {"offload.states": with_budget(SMALL)}}
         got, wanted = train_under(ZOO["gpt"], document), train(ZOO["gpt"], OWN)
         assert all(np.array_equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
         assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
 
-    def test_as_many_chunks_as_fit_are_updated_on_the_device(self) -> None:
-        """The mechanism (device-aware placement): the margin beside all weights holds optimizer state, no
+    def test_chunks_that_fit_are_updated_on_the_device(self) -> None:
+        """The mechanism (device-aware placement): the margin above all weights holds optimizer state, no
         chunk less.
         """
         program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=ROOMY_BYTES)
@@ -132,26 +134,26 @@ class TestPatrickStar(LayersSuite):
         ]
         assert fitting == list(range(max(fitting) + 1))
         assert 0 < max(fitting) < chunks.count - 1
-        assert plan.staying == resident_counts(chunks)[max(fitting)]
+        assert plan.resident_parameters == resident_counts(chunks)[max(fitting)]
         assert set(plan.slots) == {chunks.count - max(fitting)}
         on_host = SMALL.model_copy(update={"device_updates": False}).plan(program, target)
-        assert "staying" not in on_host.document()
+        assert "resident_parameters" not in on_host.document()
         step, plain = SMALL.rewrite(program, plan, target).step, program.step
-        stay, rest, outside = parted(plain, plan.staying)
+        stay, rest, outside = split_block_bytes(plain, plan.resident_parameters)
         state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.tier == Tier.DEVICE)
         assert int(step.storages.bytes[state].sum()) == 2 * sum(stay) + 4 * len(
             stay
         )  # two moments and a counter each
         assert total(step, Resource.DEVICE_TO_HOST) == sum(rest) + outside
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
-        assert up == (chunks.count - max(fitting)) * 70_000 + outside  # each of the others comes in once
-        check_staying(ZOO["gpt"], SMALL, plan, step)
+        assert up == (chunks.count - max(fitting)) * 70_000 + outside  # each of the others is loaded once
+        check_resident(ZOO["gpt"], SMALL, plan, step)
 
-    def test_gradients_leave_from_the_chunks_of_their_weights(self) -> None:
-        """The mechanism (reuse of a chunk): what autograd made goes when it is in place, for the same bytes
-        on links.
+    def test_gradients_are_offloaded_from_the_chunks_of_their_weights(self) -> None:
+        """The mechanism (reuse of a chunk): autograd's tensor is freed when its gradient is in place, for the
+        same bytes on links.
         """
-        apart = DEFAULT.model_copy(update={"gradients": "apart"})
+        apart = DEFAULT.model_copy(update={"gradients": "separate"})
         step, other = rewritten(ZOO["tied"], DEFAULT), rewritten(ZOO["tied"], apart)
         assert step.peak_bytes() < other.peak_bytes()
         for link in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
@@ -165,10 +167,8 @@ class TestPatrickStar(LayersSuite):
         assert found == [{Kind.COMMUNICATION}, {Kind.TEMPORARY}]
         self.check_drift("tied", apart)
 
-    def test_a_gradient_is_not_read_as_its_weight(self) -> None:
-        """After a backward that raised as well, where all chunks are there: nothing looks as if it had been
-        let go.
-        """
+    def test_gradient_in_place_is_not_read_as_its_weight(self) -> None:
+        """Also after a backward that raised while all chunks are resident: no chunk appears freed."""
         workload, model, optimizer = build(ZOO["tied"])
         _, plans = planned(ZOO["tied"], DEFAULT)
         plan = plans["offload.states"].document()
@@ -186,28 +186,28 @@ class TestPatrickStar(LayersSuite):
         with pytest.raises(InterruptedError):
             workload.loss(model, workload.make_batch(2)).backward()
         hook.remove()
-        with pytest.raises(ApplyError, match="let go"):
+        with pytest.raises(ApplyError, match="freed on the device"):
             model.layers[2].up.weight.norm()  # type: ignore[index, union-attr]
         with pytest.raises(ApplyError, match="copied"):
             copy.deepcopy(model)
         assert all(torch.equal(wanted[name], value) for name, value in model.state_dict().items())
         workload.loss(model, workload.make_batch(2)).backward()
 
-    def test_what_is_beside_the_chunks_is_known_for_both_ways_from_one(self) -> None:
+    def test_non_chunk_bytes_of_both_gradient_modes_follow_from_one_rewrite(self) -> None:
         program = plain_program(ZOO["tied"])
         chunks = pack(*sizes_in_blocks(program.step), 70_000)
-        apart, in_place = (beside(program, each) for each in (False, True))
+        apart, in_place = (non_chunk_bytes(program, each) for each in (False, True))
         assert max(in_place) < max(apart)
         plan = ChunkPlan(chunks, (2,) * 6, in_place=True)
         assert bytes_without_chunks(in_chunks(program, plan, "belady").step) == in_place
 
-    def test_without_a_margin_all_updates_are_on_the_host(self) -> None:
-        assert "staying" not in with_budget(SMALL)
+    def test_all_updates_are_on_the_host_without_a_margin(self) -> None:
+        assert "resident_parameters" not in with_budget(SMALL)
 
     @pytest.mark.parametrize(
-        "plan", [{**PLAN, "chunk_bytes": 256}, {**PLAN, "slots": [9]}, {**PLAN, "staying": 99}]
+        "plan", [{**PLAN, "chunk_bytes": 256}, {**PLAN, "slots": [9]}, {**PLAN, "resident_parameters": 99}]
     )
-    def test_a_plan_for_another_model_is_refused(self, plan: dict[str, Any]) -> None:
+    def test_apply_refuses_a_plan_of_another_model(self, plan: dict[str, Any]) -> None:
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no plan for") as caught:
             apply(
@@ -222,13 +222,13 @@ class TestPatrickStar(LayersSuite):
         "plan",
         [
             {},
-            {**PLAN, "staying": "two"},
+            {**PLAN, "resident_parameters": "two"},
             {**PLAN, "slots": []},
             {**PLAN, "slots": [0] * 8},
             {"slots": [20] * 8},
         ],
     )
-    def test_no_plan_or_a_malformed_one_is_refused(self, plan: dict[str, Any]) -> None:
+    def test_apply_refuses_missing_and_malformed_plans(self, plan: dict[str, Any]) -> None:
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(UsageError, match="plan") as caught:
             apply(
@@ -239,7 +239,7 @@ class TestPatrickStar(LayersSuite):
             )
         assert caught.value.code == "MT316"
 
-    def test_what_it_cannot_do_is_refused(self) -> None:
+    def test_fits_refuses_by_name(self) -> None:
         program = plain_program(ZOO["gpt"])
         tiny = PatrickStar(kind="patrickstar", chunk_bytes=1000)
         assert "parameter of 65536 bytes" in str(tiny.fits(program, target_of()))

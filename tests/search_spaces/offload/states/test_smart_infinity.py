@@ -1,4 +1,4 @@
-"""An updater process per storage domain: gradients in, weights out, state on its own file; it ends with its
+"""An updater process per storage domain: gradients out, weights in, state in its own file; it ends with its
 trainer.
 """
 
@@ -67,7 +67,7 @@ def updaters(tuned: Tuned) -> list[UpdaterLink]:
 
 
 def clipped(technique: SmartInfinity | OptimizerCpu) -> list[torch.Tensor]:
-    """Weights after five steps of three micro-batches, gradients clipped by norm."""
+    """Return weights after five steps of three micro-batches, with gradients clipped by norm."""
     workload, net, optimizer, _ = tuned_with(technique)
     for step in range(5):
         torch.manual_seed(SEED + step)
@@ -80,7 +80,7 @@ def clipped(technique: SmartInfinity | OptimizerCpu) -> list[torch.Tensor]:
 
 
 def with_gaps(technique: SmartInfinity | OptimizerCpu) -> list[torch.Tensor]:
-    """Weights after five steps in each of which every third parameter has no gradient."""
+    """Return weights after five steps in each of which every third parameter has no gradient."""
     workload, net, optimizer, _ = tuned_with(technique)
     for step in range(5):
         torch.manual_seed(step)
@@ -100,8 +100,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def train_and_say_who(connection: Any, directory: str) -> None:
-    """In a process of its own: one step, then wait to be killed."""
+def train_and_report_updaters(connection: Any, directory: str) -> None:
+    """Run one step in a process of its own, then wait to be killed."""
     os.environ[offload_dir.VARIABLE] = directory
     torch.set_num_threads(1)
     workload, net, optimizer, tuned = tuned_with(SMALL)
@@ -127,12 +127,12 @@ class TestSmartInfinity(TechniqueSuite):
         return True
 
     @pytest.mark.slow  # each apply starts two processes
-    def test_failed_apply_leaves_everything_untouched(self) -> None:
+    def test_failed_apply_leaves_no_trace(self) -> None:
         self.check_untouched("tied", SMALL)
 
     @pytest.mark.slow
-    def test_audit_tells_whether_it_is_in_effect(self) -> None:
-        super().test_audit_tells_whether_it_is_in_effect()
+    def test_audit_finds_technique_not_in_effect(self) -> None:
+        super().test_audit_finds_technique_not_in_effect()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
@@ -143,17 +143,17 @@ class TestSmartInfinity(TechniqueSuite):
             assert not drift(ZOO[model], SMALL)
         assert not differences(train(ZOO[model], SMALL), train(ZOO[model], NATIVE))
 
-    def test_five_steps_with_accumulation_and_clipping_have_the_bits_of_the_native_update(self) -> None:
+    def test_accumulation_and_clipping_are_bitwise_those_of_the_native_update(self) -> None:
         assert all(map(torch.equal, clipped(SMALL), clipped(NATIVE)))
 
     @pytest.mark.slow
-    def test_parameters_without_a_gradient_are_left_as_they_are(self) -> None:
-        """Whole sub-groups without any are not even read."""
+    def test_parameters_without_a_gradient_are_unchanged(self) -> None:
+        """Sub-groups without any gradient are not even read."""
         assert all(map(torch.equal, with_gaps(SMALL), with_gaps(NATIVE)))
 
-    def test_only_gradients_and_weights_pass_between_trainer_and_updaters(self) -> None:
-        """The mechanism, by bytes: in a step `zero_infinity` has 24 bytes per parameter of state pass through
-        the trainer's own file and buffers; here its file is not even open, and 4 in and 4 out pass it.
+    def test_only_gradients_and_weights_are_sent_between_trainer_and_updaters(self) -> None:
+        """The mechanism, by bytes: in a step `zero_infinity` passes 24 bytes of state per parameter through
+        the trainer's own file and buffers; here its file is not even open, and 4 bytes go out and 4 in.
         """
         numel = sum(int(each.numel()) for each in build(ZOO["tied"])[1].parameters() if each.requires_grad)
         workload, net, optimizer, tuned = tuned_with(SMALL)
@@ -183,7 +183,7 @@ class TestSmartInfinity(TechniqueSuite):
             assert total(step, resource) == total(infinity, resource)
         assert step.peak_bytes(Tier.SSD) == 12 * numel
 
-    def test_the_last_step_is_kept_in_twice_the_space_for_the_same_traffic(self) -> None:
+    def test_keeping_the_last_step_takes_twice_the_space_for_the_same_traffic(self) -> None:
         step, kept = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"], KEEPS)
         assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
         assert total(kept, Resource.SSD_WRITE) == total(step, Resource.SSD_WRITE)
@@ -194,7 +194,7 @@ class TestSmartInfinity(TechniqueSuite):
         self.check_drift("tied", KEEPS)
 
     @pytest.mark.slow
-    def test_with_two_slots_it_has_the_bits_and_the_bytes_on_the_drive(self) -> None:
+    def test_two_slots_are_bitwise_with_the_same_bytes_on_the_drive(self) -> None:
         assert not differences(train(ZOO["tied"], KEEPS), train(ZOO["tied"], NATIVE))
         workload, net, optimizer, tuned = tuned_with(KEEPS)
         before = facts(tuned)["moved_bytes"]
@@ -208,15 +208,15 @@ class TestSmartInfinity(TechniqueSuite):
             )
         tuned.finish()
 
-    def test_a_share_of_the_gradients_is_not_kept(self) -> None:
-        some = KEEPS.model_copy(update={"share": 0.1})
+    def test_resume_with_a_share_of_the_gradients_is_refused(self) -> None:
+        some = KEEPS.model_copy(update={"topk_ratio": 0.1})
         assert "share" in str(some.fits(plain_program(ZOO["tied"]), target_of()))
         _, net, optimizer = build(ZOO["tied"])
         with pytest.raises(ApplyError, match="share"):
             apply(net, optimizer, config_of(ZOO["tied"], some), strict=False)
 
     @pytest.mark.slow
-    def test_every_domain_has_a_process_a_file_and_an_equal_part(
+    def test_each_domain_has_a_process_a_file_and_an_equal_part(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The mechanism: with one domain, one process would hold all."""
@@ -231,9 +231,9 @@ class TestSmartInfinity(TechniqueSuite):
         ssd_bytes = facts(tuned)["ssd_bytes"]
         assert max(ssd_bytes) - min(ssd_bytes) <= 12
 
-    def test_weights_come_first(self) -> None:
-        """The mechanism, by events: an updated sub-group's weights are handed over, then written, before its
-        moments are; and the read of a later sub-group begins before an earlier one is updated.
+    def test_weights_are_sent_before_moments_are_written(self) -> None:
+        """The mechanism, by events: an updated sub-group's weights are sent, then written, before its moments
+        are; and the read of a later sub-group begins before an earlier one is updated.
         """
         workload, net, optimizer, tuned = tuned_with(SMALL)
         one_step(workload, net, optimizer, tuned, seed=SEED)
@@ -261,7 +261,7 @@ class TestSmartInfinity(TechniqueSuite):
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.slow
-    def test_host_memory_is_what_the_pass_says(self) -> None:
+    def test_host_memory_is_as_predicted(self) -> None:
         *_, tuned = tuned_with(SMALL)
         there = sum(each.nbytes for link in updaters(tuned) for each in (*link.slots, *link.buffers))
         step, plain = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"])
@@ -284,18 +284,18 @@ class TestSmartInfinity(TechniqueSuite):
     def test_masters_and_the_largest_gradients_are_predicted(self) -> None:
         for model, change in (
             ("tobf16", {"update": "master"}),
-            ("tied", {"share": 0.1}),
+            ("tied", {"topk_ratio": 0.1}),
             ("tied", {"domains": 3, "buffers": 2}),
         ):
             assert not drift(ZOO[model], SMALL.model_copy(update=change))
 
     @pytest.mark.slow
     def test_only_the_largest_gradients_are_sent(self) -> None:
-        """Off by default, lossy; the sum of gradients is kept:
-        `tests/offload/near_storage/test_topk_compression.py`.
+        """Off by default, lossy; `tests/offload/near_storage/test_topk_compression.py` checks that the sum of
+        gradients is kept.
         """
-        some = SMALL.model_copy(update={"share": 0.1})
-        assert SMALL.share is None
+        some = SMALL.model_copy(update={"topk_ratio": 0.1})
+        assert SMALL.topk_ratio is None
         assert some.exactly() is Exactness.LOSSY
         workload, net, optimizer, tuned = tuned_with(some)
         numel = sum(each.numel() for each in net.parameters() if each.requires_grad)
@@ -307,7 +307,7 @@ class TestSmartInfinity(TechniqueSuite):
         assert losses[-1] < losses[0]
 
     @pytest.mark.slow
-    def test_a_state_dict_is_whole_and_can_be_loaded(self) -> None:
+    def test_state_dict_is_complete_and_can_be_loaded(self) -> None:
         workload, net, optimizer, tuned = tuned_with(SMALL)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         saved = copy.deepcopy(tuned.state_dict())
@@ -327,9 +327,9 @@ class TestSmartInfinity(TechniqueSuite):
         assert all(torch.equal(after[name], value) for name, value in net.state_dict().items())
 
     @pytest.mark.parametrize("within_step", [False, pytest.param(True, marks=pytest.mark.slow)])
-    def test_an_updater_that_is_killed_ends_training_with_its_name(self, within_step: bool) -> None:
-        """Nothing wrong is computed: the step and every later one raise, also where weights of other domains
-        have come up.
+    def test_killed_updater_ends_training_with_its_name(self, within_step: bool) -> None:
+        """No wrong result: the step and every later one raise, even if weights of other domains have
+        arrived.
         """
         workload, net, optimizer, tuned = tuned_with(SMALL)
         one_step(workload, net, optimizer, tuned, seed=SEED)
@@ -347,7 +347,7 @@ class TestSmartInfinity(TechniqueSuite):
             tuned.state_dict()
 
     @pytest.mark.slow
-    def test_a_damaged_file_stops_the_step_with_the_names_of_parameters(self) -> None:
+    def test_damaged_file_raises_with_the_names_of_parameters(self) -> None:
         workload, net, optimizer, tuned = tuned_with(SMALL)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         facts(tuned)  # all is written
@@ -364,9 +364,9 @@ class TestSmartInfinity(TechniqueSuite):
 
     @pytest.mark.slow
     def test_updaters_end_with_their_trainer(self, tmp_path: Path) -> None:
-        """`kill -9` of the trainer: no process and, but for the next look, no file is left."""
+        """After `kill -9` of the trainer no process and, after the next cleanup, no file is left."""
         ours, theirs = FRESH.Pipe()
-        trainer = FRESH.Process(target=train_and_say_who, args=(theirs, str(tmp_path)))
+        trainer = FRESH.Process(target=train_and_report_updaters, args=(theirs, str(tmp_path)))
         trainer.start()
         theirs.close()
         pids = ours.recv()
@@ -381,7 +381,7 @@ class TestSmartInfinity(TechniqueSuite):
         assert not list(tmp_path.glob("memtune-run-*/tensors"))
 
     @pytest.mark.slow
-    def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fits_refuses_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["tied"])
         assert "master" in str(SMALL.fits(plain_program(ZOO["tobf16"]), target_of()))
         assert SMALL.fits(program, replace(target_of(), ranks=2)) is None
@@ -396,8 +396,8 @@ class TestSmartInfinity(TechniqueSuite):
 
 
 @pytest.mark.slow
-def test_state_stays_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The audit looks where every sub-group is."""
+def test_state_is_marked_for_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit finds the place of every sub-group."""
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
     *_, tuned = tuned_with(SMALL)
     check = tuned._context.checks["offload.states"]

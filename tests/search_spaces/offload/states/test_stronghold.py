@@ -1,4 +1,4 @@
-"""A window of layers: what comes in while others compute, how wide the window is, and what it moves."""
+"""A window of layers: prefetch, width of the window, and bytes on the link."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ THREE = Stronghold(kind="stronghold", window=3)
 class TestStronghold(LayersSuite):
     technique = Stronghold
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
-    variants = (Stronghold(kind="stronghold", window=2, late=(0, 2)), AT_THE_END, DEFAULT)
+    variants = (Stronghold(kind="stronghold", window=2, deferred=(0, 2)), AT_THE_END, DEFAULT)
     quick = ("gpt",)
 
-    def test_bytes_and_residency_of_a_window(self) -> None:
-        """The mechanism: blocks of the window at the turn do not come in again, and no more than the window
-        is there.
+    def test_window_bounds_bytes_and_residency(self) -> None:
+        """The mechanism: blocks between forward and backward are not loaded again, and no more than the
+        window is resident.
         """
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], THREE)
         sizes = block_bytes(plain)
@@ -51,8 +51,8 @@ class TestStronghold(LayersSuite):
         outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         assert total(step, Resource.HOST_TO_DEVICE) - batch - outside == 2 * sum(sizes) - sum(sizes[-3:])
 
-    def test_blocks_come_in_ahead_of_their_use(self) -> None:
-        """The mechanism: on a stream of their own, two moments before the one that uses them."""
+    def test_blocks_are_prefetched(self) -> None:
+        """The mechanism: on a stream of their own, two moments before their use."""
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], THREE)
         copies = np.flatnonzero((step.ops.resource == Resource.HOST_TO_DEVICE) & (step.ops.prefetch == 1))
         assert len(copies) == sum(
@@ -66,7 +66,7 @@ class TestStronghold(LayersSuite):
                 not len(uses) or step.ops.block[copy] != step.ops.block[uses[0]]
             )  # backward needs no biases
 
-    def test_the_window_is_solved_for_and_kept_within_the_budget(self) -> None:
+    def test_solved_window_is_within_the_budget(self) -> None:
         program, target = plain_program(ZOO["gpt"]), target_of()
         fast, slow = (
             replace(target, hardware=replace(target.hardware, host_to_device_bytes_per_s=rate))
@@ -78,7 +78,7 @@ class TestStronghold(LayersSuite):
         assert DEFAULT.plan(program, replace(slow, budget_bytes=peak)).slots == 3
         assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).slots == 1
 
-    def test_a_window_that_the_model_has_no_blocks_for_is_refused(self) -> None:
+    def test_window_larger_than_the_model_is_refused(self) -> None:
         wide = Stronghold(kind="stronghold", window=9)
         assert "4 blocks only" in str(wide.fits(plain_program(ZOO["gpt"]), target_of()))
         _, model, optimizer = build(ZOO["gpt"])
@@ -86,11 +86,11 @@ class TestStronghold(LayersSuite):
             apply(model, optimizer, {"settings": settings_of(wide)}, strict=False)
 
     @pytest.mark.parametrize("reads", ["state dict", "evaluation"])
-    def test_late_updates_are_under_way_when_the_step_returns_and_are_waited_for(self, reads: str) -> None:
-        """The mechanism: all blocks' updates wait for a thread that is kept busy; the step does not, and
-        whoever reads does.
+    def test_deferred_updates_run_after_the_step_returns_and_reads_wait_for_them(self, reads: str) -> None:
+        """The mechanism: all blocks' updates wait for a busy thread; the step does not wait for them, a read
+        of the state does.
         """
-        late = Stronghold(kind="stronghold", window=2, late=(0, 1, 2, 3))
+        late = Stronghold(kind="stronghold", window=2, deferred=(0, 1, 2, 3))
         workload, model, optimizer = build(ZOO["gpt"])
         tuned = apply(model, optimizer, config_of(ZOO["gpt"], late), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED + 1)
@@ -114,18 +114,18 @@ class TestStronghold(LayersSuite):
         assert tuned.audit()
         found, other = (
             model.state_dict(),
-            train(ZOO["gpt"], Stronghold(kind="stronghold", window=2, late=()), steps=2),
+            train(ZOO["gpt"], Stronghold(kind="stronghold", window=2, deferred=()), steps=2),
         )
         assert all(torch.equal(found[name], value) for name, value in other.weights.items())
 
-    def test_a_slow_host_updates_beside_the_next_forward(self) -> None:
-        """In the simulator, too, where the planner leaves what backward would wait for."""
+    def test_slow_host_updates_overlap_with_the_next_forward(self) -> None:
+        """In the simulator as well, if the planner defers updates that backward would wait for."""
         program = plain_program(ZOO["gpt"])
         slow = replace(CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0)
         target = Target(slow)
-        within = Stronghold(kind="stronghold", late=())
+        within = Stronghold(kind="stronghold", deferred=())
         plans = [each.plan(program, target) for each in (DEFAULT, within)]
-        assert plans[0].late
+        assert plans[0].deferred
         across, all_within = (
             simulate(each.rewrite(program, plan, target), slow, level="events")
             for each, plan in zip((DEFAULT, within), plans, strict=True)
@@ -133,9 +133,9 @@ class TestStronghold(LayersSuite):
         assert across.step_s < 0.95 * all_within.step_s
         assert across.busy_s["host_threads"] == pytest.approx(all_within.busy_s["host_threads"])
 
-    def test_late_blocks_that_are_not_there_are_refused(self) -> None:
-        late = Stronghold(kind="stronghold", window=2, late=(4,))
+    def test_deferred_blocks_out_of_range_are_refused(self) -> None:
+        late = Stronghold(kind="stronghold", window=2, deferred=(4,))
         assert "no block 4" in str(late.fits(plain_program(ZOO["gpt"]), target_of()))
         _, model, optimizer = build(ZOO["gpt"])
-        with pytest.raises(ApplyError, match="blocks that are not there"):
+        with pytest.raises(ApplyError, match="blocks that the model does not have"):
             apply(model, optimizer, {"settings": settings_of(late)}, strict=False)

@@ -1,4 +1,4 @@
-"""Gradients leave in buckets while backward goes on; delayed, weights are one step old."""
+"""Gradients are offloaded in buckets during backward; delayed, weights are one step stale."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class TestZeroOffload(LayersSuite):
         parameter.grad = torch.zeros_like(parameter)
         return True
 
-    def test_buckets_leave_while_backward_goes_on(self) -> None:
-        """The mechanism: event order and bytes per step. End-of-step copies start after the last op of
-        backward, all of them.
+    def test_buckets_are_offloaded_during_backward(self) -> None:
+        """The mechanism: event order and bytes per step. End-of-step copies all start after the last op of
+        backward.
         """
         plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], SMALL)
         computes = np.flatnonzero(
@@ -99,10 +99,8 @@ class TestZeroOffload(LayersSuite):
         assert not (step.storages.kind[step.storages.tier == 0] == Kind.OPTIMIZER).any()
 
     @pytest.mark.parametrize("technique", EARLY, ids=lambda each: each.trigger)
-    def test_updates_beside_backward(self, technique: OptimizerCpu) -> None:
-        """The host updates before backward is over, and what comes out are the bits of the update at the end
-        of the step.
-        """
+    def test_updates_overlap_with_backward(self, technique: OptimizerCpu) -> None:
+        """The host updates before backward has ended, with the bits of an update at the end of the step."""
         self.check_drift("tied", technique)
         step = rewritten(ZOO["tied"], technique)
         computes = np.flatnonzero(
@@ -116,7 +114,7 @@ class TestZeroOffload(LayersSuite):
             found = train(ZOO["tied"], technique, micro_batches=micro_batches)
             assert not differences(without_gradients(found), accumulated(micro_batches))
 
-    def test_loops_that_do_not_say_which_micro_batch_is_the_last_update_in_the_step(self) -> None:
+    def test_updates_wait_for_the_step_if_the_last_micro_batch_is_unknown(self) -> None:
         workload, model, optimizer, _ = tuned_with(EARLY[0])
         torch.manual_seed(SEED)
         accumulate(model, workload.loss, [workload.make_batch(2) for _ in range(2)], torch.device("cpu"))
@@ -125,9 +123,9 @@ class TestZeroOffload(LayersSuite):
         one_step(*other, seed=SEED)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other[1].parameters(), strict=True))
 
-    def test_delayed_weights_are_one_step_old(self) -> None:
-        """The mechanism of `delayed`: as a loop that keeps gradients for a step, to the bit; a state dict
-        catches up.
+    def test_delayed_weights_are_one_step_stale(self) -> None:
+        """The mechanism of `delayed`: bitwise a loop that delays gradients by a step; a state dict waits for
+        the update.
         """
         self.check_drift("tied", DELAYED)
         step = rewritten(ZOO["tied"], DELAYED)
@@ -160,7 +158,7 @@ class TestZeroOffload(LayersSuite):
         by_hand.step()
         assert all(torch.equal(state[name], parameter) for name, parameter in reference.named_parameters())
 
-    def test_clipping_by_norm_is_noticed(self) -> None:
+    def test_clipping_by_norm_is_refused(self) -> None:
         for technique in (SMALL, *EARLY):
             workload, model, optimizer, tuned = tuned_with(technique)
             torch.manual_seed(SEED)
@@ -172,8 +170,8 @@ class TestZeroOffload(LayersSuite):
                 optimizer.step()
 
     @pytest.mark.parametrize("moments", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
-    def test_masters(self, moments: Moments) -> None:
-        """Under masters the memory that a gradient came to takes the new weight, whenever it was updated."""
+    def test_masters_with_each_trigger(self, moments: Moments) -> None:
+        """With masters the host memory of a gradient receives the new weight, at any time of the update."""
         at_end = without_gradients(
             train(ZOO["tobf16"], NATIVE.model_copy(update={"update": "master", "moments": moments}))
         )
@@ -182,36 +180,34 @@ class TestZeroOffload(LayersSuite):
             assert not drift(ZOO["tobf16"], master)
             assert not differences(without_gradients(train(ZOO["tobf16"], master)), at_end)
 
-    @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
-    def test_a_part_of_the_state_stays_on_the_device(self, late: bool) -> None:
-        """The mechanism of `ratio`: what comes first neither goes down nor up, and its state takes room on
-        the device.
+    @pytest.mark.parametrize("delayed", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_ratio_keeps_a_part_of_the_state_on_the_device(self, delayed: bool) -> None:
+        """The mechanism of `ratio`: parameters used first cross the link neither way, and their state is
+        resident.
         """
-        half = SMALL.model_copy(update={"ratio": 0.5, "delayed": late, "delay_after": 0})
+        half = SMALL.model_copy(update={"ratio": 0.5, "delayed": delayed, "delay_after": 0})
         self.check_drift("tied", half)
         plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], half)
         sizes = [int(plain.storages.bytes[p.gradient]) for p in plain.parameters]
-        stays = int(np.flatnonzero(np.cumsum(sizes) <= sum(sizes) / 2)[-1]) + 1
-        assert 0 < stays < len(sizes)
-        assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes[stays:])
+        resident = int(np.flatnonzero(np.cumsum(sizes) <= sum(sizes) / 2)[-1]) + 1
+        assert 0 < resident < len(sizes)
+        assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes[resident:])
         assert total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) == sum(
-            sizes[stays:]
+            sizes[resident:]
         )
         state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.bytes > 64)
         assert int(step.storages.bytes[state & (step.storages.tier == Tier.DEVICE)].sum()) == 2 * sum(
-            sizes[:stays]
+            sizes[:resident]
         )
         assert int(step.storages.bytes[state & (step.storages.tier == Tier.HOST)].sum()) == 2 * sum(
-            sizes[stays:]
+            sizes[resident:]
         )
-        if not late:
+        if not delayed:
             found = without_gradients(train(ZOO["tied"], half, micro_batches=3))
             assert not differences(found, without_gradients(train(ZOO["tied"], micro_batches=3)), 1e-5)
 
-    def test_the_smallest_part_that_fits_leaves(self) -> None:
-        """Equal to trying every number of parameters, with the pass as the judge; what was planned is what
-        trains.
-        """
+    def test_solved_ratio_is_the_smallest_that_fits(self) -> None:
+        """Equal to trying every number of parameters with the pass; training uses the plan."""
         program, target, solved = (
             plain_program(ZOO["tied"]),
             target_of(),
@@ -225,8 +221,10 @@ class TestZeroOffload(LayersSuite):
             within = replace(target, budget_bytes=budget)
             assert solved.fits(program, within) is None
             plan = solved.plan(program, within)
-            assert plan.staying == max(count for count, peak in enumerate(peaks) if peak <= budget)
-            assert solved.rewrite(program, plan, within).step.peak_bytes() == peaks[plan.staying]
+            assert plan.resident_parameters == max(
+                count for count, peak in enumerate(peaks) if peak <= budget
+            )
+            assert solved.rewrite(program, plan, within).step.peak_bytes() == peaks[plan.resident_parameters]
         workload, model, optimizer = build(ZOO["tied"])
         config = {"settings": settings_of(solved), "plan": {"offload.states": plan.document()}}
         tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
@@ -234,15 +232,15 @@ class TestZeroOffload(LayersSuite):
         with pytest.raises(ApplyError, match="has no ratio"):
             apply(*build(ZOO["tied"])[1:], {"settings": settings_of(solved)}, strict=False)
 
-    def test_a_ratio_is_solved_for_where_it_is_another_setting(self) -> None:
+    def test_ratio_is_solved_only_if_no_simpler_setting_is_equal(self) -> None:
         program, solved = plain_program(ZOO["tied"]), SMALL.model_copy(update={"ratio": None})
         peaks = [each.rewrite(program, NO_PLAN, target_of()).step.peak_bytes() for each in (SMALL,)] + [
             program.step.peak_bytes()
         ]
         for budget, why in (
             (None, "no budget to solve"),
-            (peaks[0] - 1, "nothing of the state has room"),
-            (peaks[0], "no parameter's state has room"),
+            (peaks[0] - 1, "no optimizer state fits"),
+            (peaks[0], "no parameter's optimizer state fits"),
             (peaks[1], "everything fits"),
         ):
             assert why in str(solved.fits(program, replace(target_of(), budget_bytes=budget)))
@@ -250,7 +248,7 @@ class TestZeroOffload(LayersSuite):
         assert "planned plans for the same budget" in str(solved.fits(program, planned))
         assert len(variants(ZeroOffload, target_of())) == 3
 
-    def test_what_it_cannot_do_is_refused(self) -> None:
+    def test_fits_refuses_by_name(self) -> None:
         program, default = plain_program(ZOO["gpt"]), self.default()
         assert "under none" in str(default.fits(program, replace(target_of(), ranks=2)))
         assert "compiled" in str(default.fits(program, replace(target_of(), compiled="blocks")))
@@ -266,7 +264,7 @@ class TestZeroOffload(LayersSuite):
             default.fits(program.with_step(replace(step, parameters=unused)), target_of())
         )
 
-    def test_what_is_lossy_says_so(self) -> None:
+    def test_exactness_reports_lossy_knobs(self) -> None:
         assert SMALL.exactly() is Exactness.REORDERED
         assert DELAYED.exactly() is Exactness.LOSSY
         assert EARLY[0].exactly() is Exactness.REORDERED

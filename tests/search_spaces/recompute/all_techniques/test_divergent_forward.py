@@ -1,5 +1,5 @@
-"""A forward that takes another branch when it is run again: the right gradients to the bit, or an error that
-names the op.
+"""A forward that takes another branch in its second run: right gradients to the bit, or an error that names
+the op.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ RUN_AGAIN: tuple[Technique, ...] = (
     Selective(),
     AttentionOutput(),
     Balanced(),
-    Planned(share=0.0, host=False),
+    Planned(share=0.0, offload=False),
     Planned(share=0.3),
 )
 SCHEDULED: tuple[Technique, ...] = (
@@ -101,7 +101,7 @@ BRANCHES = {
     "norm": r"n1\.bias",
     "factor": "MulBackward0 of 3.0",
     "sub": "SubBackward0",
-    "term": "made other values .* AddBackward0",
+    "term": "computed other values .* AddBackward0",
     "knob": "GeluBackward0 of tanh",
     "more": "TanhBackward0",
     "fewer": r"without \w+Backward0",
@@ -116,7 +116,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcome(path: Path, technique: Technique, branch: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What one step said, "right" where its gradients are those of the plain model."""
+    """Return the message of one step, "right" if its gradients are those of the plain model."""
     assert technique.fits(plain_program(path), target_of(technique)) is None
     workload, model, optimizer = build(path)
     tuned = apply(model, optimizer, config_of(path, technique), strict=False)
@@ -133,7 +133,7 @@ def outcome(path: Path, technique: Technique, branch: str, monkeypatch: pytest.M
 
 
 def cases(techniques: tuple[Technique, ...], quick: dict[type[Technique], tuple[str, ...]]) -> list[object]:
-    """Each of `techniques` with each branch; all but the `quick` ones are slow."""
+    """Return each of `techniques` with each branch; all but the `quick` ones are slow."""
     return [
         pytest.param(
             technique,
@@ -150,7 +150,7 @@ def cases(techniques: tuple[Technique, ...], quick: dict[type[Technique], tuple[
     ("technique", "branch"),
     cases(RUN_AGAIN, {Full: ("op", "weight", "factor", "term", "fewer"), Selective: ("weight",)}),
 )
-def test_what_runs_blocks_again_says_which_op_differs(
+def test_second_run_of_block_names_divergent_op(
     path: Path, technique: Technique, branch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got = outcome(path, technique, branch, monkeypatch)
@@ -161,24 +161,26 @@ def test_what_runs_blocks_again_says_which_op_differs(
 
 
 @pytest.mark.parametrize(("technique", "branch"), cases(SCHEDULED, {Dtr: ("op",)}))
-def test_what_runs_ops_by_a_schedule_does_not_ask_the_model_again(
+def test_schedule_does_not_run_model_code_again(
     path: Path, technique: Technique, branch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert outcome(path, technique, branch, monkeypatch) == "right"
 
 
 @pytest.mark.parametrize("technique", [Selective()], ids=lambda each: each.kind)
-def test_the_same_branch_is_right(path: Path, technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_branch_gives_right_gradients(
+    path: Path, technique: Technique, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert outcome(path, technique, "", monkeypatch) == "right"
 
 
-def test_a_number_that_changes_in_a_later_step_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that autograd writes down tells it apart, and two steps were right before."""
+def test_number_that_changes_in_later_step_is_detected(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that autograd records distinguishes it, and the two steps before were right."""
     workload, model, optimizer = build(path)
     tuned = apply(model, optimizer, config_of(path, Full()), strict=False)
     for branch in ("", "", "term"):
         monkeypatch.setattr(sys.modules[type(model).__module__], "OTHER", branch)
         if not branch:
             one_step(workload, model, optimizer, tuned, seed=SEED, micro_batches=2, size=2)
-    with pytest.raises(ApplyError, match=r"MT307 .* made other values when it was run again"):
+    with pytest.raises(ApplyError, match=r"MT307 .* computed other values when it was run again"):
         one_step(workload, model, optimizer, tuned, seed=SEED, micro_batches=2, size=2)

@@ -1,10 +1,10 @@
-"""Every recompute technique on every sort of model: the plain model's gradients to the bit, or a refusal that
-says why.
+"""Every recompute technique on every kind of model: the plain model's gradients to the bit, or a refusal with
+its reason.
 
-The models stand for: autocast, BatchNorm (cnn_bn, several_forwards), dropout (gpt), in-place ops and views
-(inplace_views), tied weights, routing (moe), functions of the user's own and several forwards per backward
-(several_forwards), weights that get no gradient (lora), recurrent kernels (lstm). All steps accumulate over
-two micro-batches; each run ends with an evaluation.
+The models cover: autocast, BatchNorm (cnn_bn, several_forwards), dropout (gpt), in-place ops and views
+(inplace_views), tied weights, routing (moe), custom autograd functions and several forwards per backward
+(several_forwards), weights without a gradient (lora), recurrent kernels (lstm). All steps accumulate over two
+micro-batches; each run ends with an evaluation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 BY_OPS = frozenset(("checkmate", "dtr", "megtaichi", "coop", "online"))
 LARGE = 16
-"""Samples in a micro-batch for these: the peak must be made of what forward saves, else there is nothing to
+"""Samples in a micro-batch of these models: saved tensors must dominate the peak, else there is nothing to
 decide.
 """
 _BY_ATTENTION = ("attention_output", "attention_boundary")
@@ -56,7 +56,7 @@ REFUSED = (
     (("cnn_bn",), ("balanced",), "no norm or activation function in the blocks"),
     (("several_forwards",), BY_OPS, "the model's forward runs 2 times in a step"),
 )
-"""Models, kinds, and what the refusal says; all other pairs train."""
+"""Models, kinds, and texts of refusals; all other pairs train."""
 
 
 def technique_of(name: str) -> Technique:
@@ -110,7 +110,7 @@ def test_trains_as_without_or_says_why_not(name: str, kind: str) -> None:
 
 
 def over_fsdp(path: Path, names: tuple[str, ...]) -> list[list[str]]:
-    """On a rank: what differs from FSDP2 alone, by technique."""
+    """Return, on a rank, the differences from FSDP2 alone, by technique."""
     alone = train(path, Fsdp(), steps=1)
     return [differences(train(path, Fsdp(), technique_of(name), steps=1), alone) for name in names]
 

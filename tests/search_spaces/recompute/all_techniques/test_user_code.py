@@ -1,6 +1,4 @@
-"""What users write inside their blocks: autograd functions of their own, a checkpoint of their own, views
-changed in place.
-"""
+"""User code inside blocks: custom autograd functions, the user's own checkpoints, views changed in place."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def test_trains_as_without(name: str, tmp_path_factory: pytest.TempPathFactory) 
     assert differences(train(path, technique), plain(path)) == []
 
 
-def test_a_checkpoint_of_the_users_own_is_refused_by_what_runs_op_by_op(
+def test_user_checkpoint_is_refused_by_schedules(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "users_code_False.py"
@@ -122,8 +120,8 @@ SECOND_ORDER = {
 
 @pytest.mark.parametrize("name", SECOND_ORDER)
 def test_a_gradient_penalty_asks_for_products_twice(name: str, tmp_path: Path) -> None:
-    """Blocks run a third time for what is gone after the first backward; what came back from the host is
-    there for both.
+    """Blocks run a third time for values freed after the first backward; reloaded tensors are resident for
+    both.
     """
     path = tmp_path / "penalty.py"
     path.write_text(PENALTY)
@@ -166,7 +164,7 @@ def loss(model, batch):
 def test_a_mask_is_drawn_again_without_what_it_took_its_shape_of(tmp_path: Path) -> None:
     path = tmp_path / "drops.py"
     path.write_text(DROPS)
-    technique = Planned(share=0.3, host=False)
+    technique = Planned(share=0.3, offload=False)
     step = rewritten(path, technique)
     assert drift(path, technique) == ""
     again = [step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]]

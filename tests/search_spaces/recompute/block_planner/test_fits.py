@@ -1,4 +1,4 @@
-"""Recompute is refused, with the reason, where it could free nothing."""
+"""Recompute is refused, with the reason, if it could free nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ AGAIN = (
     *("full", "every_nth", "selective", "balanced", "planned", "attention_output"),
     *("attention_boundary", "checkmate", "dtr", "megtaichi", "coop"),
 )
-"""Kinds that run ops of blocks again; compiled graphs (`memory_budget`) keep what collectives return."""
+"""Kinds that run ops of blocks again; compiled graphs (`memory_budget`) keep the outputs of collectives."""
 
 
 @pytest.mark.parametrize(

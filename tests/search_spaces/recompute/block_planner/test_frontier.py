@@ -1,4 +1,4 @@
-"""The planner over blocks, against all choices there are."""
+"""The planner over blocks, compared with all possible choices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def problems(draw: st.DrawFn, most_blocks: int = 4) -> Problem:
     return Problem(held, held + more, seconds, class_of, draw(st.integers(0, 60)), draw(st.integers(0, 60)))
 
 
-def walked(problem: Problem, choice: tuple[int, ...]) -> tuple[int, float]:
-    """Peak and seconds of a choice, by going through the step's moments one after the other."""
+def simulated(problem: Problem, choice: tuple[int, ...]) -> tuple[int, float]:
+    """Return peak and seconds of a choice, by going through the step moment by moment."""
     held, peak, blocks = 0, problem.rest_bytes, range(len(choice))
     for i in blocks:
         peak = max(peak, held + int(problem.own_bytes[i, choice[i]]))
@@ -36,7 +36,7 @@ def walked(problem: Problem, choice: tuple[int, ...]) -> tuple[int, float]:
 
 def every_choice(problem: Problem) -> list[tuple[int, float]]:
     return [
-        walked(problem, each)
+        simulated(problem, each)
         for each in product(range(problem.held_bytes.shape[1]), repeat=len(problem.class_of))
     ]
 
@@ -56,11 +56,11 @@ def test_every_budget_gets_the_fastest_choice(problem: Problem) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(problems(8))
-def test_plans_cost_what_is_said(problem: Problem) -> None:
+def test_plans_cost_their_reported_peak_and_seconds(problem: Problem) -> None:
     frontier = solve(problem)
     for row in range(len(frontier)):
         choice = frontier.choice(row)
-        peak, seconds = walked(problem, tuple(choice.tolist()))
+        peak, seconds = simulated(problem, tuple(choice.tolist()))
         assert peak <= frontier.peak_bytes[row]
         assert seconds == frontier.seconds[row]
         assert problem.cost(choice) == (peak, seconds)
@@ -77,7 +77,7 @@ def test_more_bytes_never_cost_more_time_and_less_never_more_bytes(problem: Prob
 
 
 def alike(blocks: int, options: int, seed: int) -> Problem:
-    """Equal blocks, as a transformer has: gradients appear as activations go."""
+    """Return equal blocks, as a transformer has: gradients appear as activations are freed."""
     random = np.random.default_rng(seed)
     held = np.sort(random.integers(10**7, 10**9, options))[::-1]
     seconds = np.sort(random.random(options)) * 1e-2
@@ -116,8 +116,8 @@ def test_a_budget_that_one_choice_for_all_uses_up_gets_just_that() -> None:
 
 
 def test_a_thousand_blocks_lose_little_to_the_bound_of_convexity() -> None:
-    """No plan beats the mix of options on the lower hull of one block's, which is what many equal blocks come
-    close to.
+    """No plan beats the mix of options on the lower hull of one block's, which many equal blocks come close
+    to.
     """
     blocks, options = 1000, 12
     random = np.random.default_rng(3)

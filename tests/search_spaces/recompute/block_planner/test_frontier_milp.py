@@ -1,4 +1,4 @@
-"""Options of blocks and the frontier over them together, against the exact mixed-integer program over all
+"""Options of blocks and the frontier over them, compared with the exact mixed-integer program over all
 tensors.
 """
 
@@ -11,28 +11,28 @@ from support.zoo_paths import ZOO
 from memtune.hardware.roofline import op_costs
 from memtune.search_spaces.recompute._block_planner.call_selection import block_graphs
 from memtune.search_spaces.recompute._block_planner.frontier import Frontier, Problem, solve
-from memtune.search_spaces.recompute._block_planner.measured_options import LIMIT, made_in
-from memtune.search_spaces.recompute._block_planner.tensor_options import Made, combinations
+from memtune.search_spaces.recompute._block_planner.measured_options import LIMIT, block_ops
+from memtune.search_spaces.recompute._block_planner.tensor_options import BlockOp, combinations
 from memtune.testing.drift_check import plain_program, target_of
 
 pytest.importorskip("scipy", reason="the exact program needs scipy")
 
 
-def ops_of(model: str) -> tuple[Made, ...]:
+def ops_of(model: str) -> tuple[BlockOp, ...]:
     program, target = plain_program(ZOO[model]), target_of()
     seconds = op_costs(program.step, target.hardware).op_s
-    return made_in(program.step, block_graphs(program.step)[-1], seconds, None)[1:]
+    return block_ops(program.step, block_graphs(program.step)[-1], seconds, None)[1:]
 
 
-def without_inputs(ops: tuple[Made, ...]) -> tuple[Made, ...]:
-    """Numbered from 0: what the block is called with stays in any case."""
+def without_inputs(ops: tuple[BlockOp, ...]) -> tuple[BlockOp, ...]:
+    """Return the ops numbered from 0, without the block's inputs, which are always held."""
     return tuple(
-        Made(op.name, op.seconds, tuple(i - 1 for i in op.reads if i), op.bytes, op.saved, op.keepable)
+        BlockOp(op.name, op.seconds, tuple(i - 1 for i in op.reads if i), op.bytes, op.saved, op.keepable)
         for op in ops
     )
 
 
-def planned(ops: tuple[Made, ...], blocks: int, own: list[int], after: int) -> Frontier:
+def planned(ops: tuple[BlockOp, ...], blocks: int, own: list[int], after: int) -> Frontier:
     found = combinations(ops, LIMIT)
     held, seconds = (
         np.asarray([[getattr(each, name) for each in found]] * blocks) for name in ("held_bytes", "seconds")

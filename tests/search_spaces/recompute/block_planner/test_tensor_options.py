@@ -1,4 +1,4 @@
-"""What one block may do with its saved tensors, against all that it could do."""
+"""Combinations for the saved tensors of one block, compared with all possible ones."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from hypothesis import strategies as st
 
 from memtune.search_spaces.recompute._block_planner.tensor_options import (
     Action,
+    BlockOp,
     Combination,
-    Made,
     combinations,
 )
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> tuple[Made, ...]:
+def blocks(draw: st.DrawFn) -> tuple[BlockOp, ...]:
     ops = []
     for i in range(draw(st.integers(1, 6))):
         reads = tuple(sorted(draw(st.sets(st.integers(0, i - 1), max_size=2)))) if i else ()
         saved = draw(st.booleans())
         dear = draw(st.booleans())
         ops.append(
-            Made(
+            BlockOp(
                 f"op{i}", float(draw(st.integers(1, 9))), reads, draw(st.integers(1, 9)), saved, saved or dear
             )
         )
     return tuple(ops)
 
 
-def every_way(ops: tuple[Made, ...]) -> set[tuple[int, float]]:
-    """Bytes and seconds of every set of kept ops from which the rest can be run again."""
+def all_decisions(ops: tuple[BlockOp, ...]) -> set[tuple[int, float]]:
+    """Return bytes and seconds of every set of kept ops from which the rest can be recomputed."""
     found = set()
     for keep in product(*((False, True) if op.keepable else (False,) for op in ops)):
         run: set[int] = set()
@@ -52,8 +52,8 @@ def costs(found: list[Combination]) -> list[tuple[int, float]]:
 
 @settings(deadline=None, max_examples=200)
 @given(blocks())
-def test_nothing_beats_what_is_found(ops: tuple[Made, ...]) -> None:
-    known = every_way(ops)
+def test_combinations_are_undominated(ops: tuple[BlockOp, ...]) -> None:
+    known = all_decisions(ops)
     best = {
         (held, s)
         for held, s in known
@@ -64,34 +64,34 @@ def test_nothing_beats_what_is_found(ops: tuple[Made, ...]) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(blocks(), st.integers(2, 4))
-def test_few_of_them_still_hold_the_ends(ops: tuple[Made, ...], limit: int) -> None:
+def test_few_combinations_include_both_ends(ops: tuple[BlockOp, ...], limit: int) -> None:
     whole, few = costs(combinations(ops, 100)), costs(combinations(ops, limit))
     assert len(few) <= limit
     assert set(few) <= set(whole)
     assert {whole[0], whole[-1]} <= set(few)
 
 
-CHAIN = tuple(Made(f"op{i}", 1.0, (i - 1,) if i else (), 10, saved=True, keepable=True) for i in range(4))
+CHAIN = tuple(BlockOp(f"op{i}", 1.0, (i - 1,) if i else (), 10, saved=True, keepable=True) for i in range(4))
 
 
 def test_a_shared_chain_is_paid_once() -> None:
     assert costs(combinations(CHAIN, 100)) == [(40, 0.0), (30, 1.0), (20, 2.0), (10, 3.0), (0, 4.0)]
     dear_start = (
-        Made("dear", 9.0, (), 10, False, True),
-        *(Made(f"op{i}", 1.0, (0,), 10, True, True) for i in range(3)),
+        BlockOp("dear", 9.0, (), 10, False, True),
+        *(BlockOp(f"op{i}", 1.0, (0,), 10, True, True) for i in range(3)),
     )
     assert costs(combinations(dear_start, 100)) == [(30, 0.0), (20, 2.0), (10, 3.0), (0, 12.0)]
 
 
-def test_what_cannot_be_kept_runs_again() -> None:
-    ops = (*CHAIN[:3], Made("written into", 1.0, (2,), 10, saved=True, keepable=False))
+def test_unkeepable_tensor_is_recomputed() -> None:
+    ops = (*CHAIN[:3], BlockOp("written into", 1.0, (2,), 10, saved=True, keepable=False))
     assert all(3 in each.again for each in combinations(ops, 100))
 
 
-def test_a_tensor_moves_where_that_is_cheaper_than_to_run_it_again() -> None:
+def test_tensor_is_offloaded_where_that_is_cheaper_than_recompute() -> None:
     ops = (
-        Made("dear", 9.0, (), 10, True, True, {Action.HOST: 2.0}),
-        Made("cheap", 1.0, (0,), 10, True, True, {Action.HOST: 2.0}),
+        BlockOp("dear", 9.0, (), 10, True, True, {Action.HOST: 2.0}),
+        BlockOp("cheap", 1.0, (0,), 10, True, True, {Action.HOST: 2.0}),
     )
     found = combinations(ops, 100)
     assert costs(found) == [(20, 0.0), (10, 1.0), (0, 3.0)]
@@ -99,14 +99,16 @@ def test_a_tensor_moves_where_that_is_cheaper_than_to_run_it_again() -> None:
 
 
 @pytest.mark.parametrize("action", [Action.SSD, Action.SPLIT])
-def test_what_has_no_mechanism_is_infinite_until_it_has_a_price(action: Action) -> None:
+def test_offload_action_without_price_is_never_chosen(action: Action) -> None:
     assert all(action not in each.actions for each in combinations(CHAIN, 100))
-    priced = tuple(Made(op.name, op.seconds, op.reads, op.bytes, True, True, {action: 0.5}) for op in CHAIN)
+    priced = tuple(
+        BlockOp(op.name, op.seconds, op.reads, op.bytes, True, True, {action: 0.5}) for op in CHAIN
+    )
     assert combinations(priced, 100)[-1].actions == (action,) * 4
 
 
 def test_many_alike_tensors_are_decided_together_first_and_then_one_by_one() -> None:
-    experts = tuple(Made("silu", 1.0, (), 10, True, True) for _ in range(40))
+    experts = tuple(BlockOp("silu", 1.0, (), 10, True, True) for _ in range(40))
     found = costs(combinations(experts, 100))
     assert {(400, 0.0), (390, 1.0), (10, 39.0), (0, 40.0)} <= set(found)
     assert all(held == 400 - 10 * seconds for held, seconds in found)

@@ -1,4 +1,4 @@
-"""Schedules of a whole step by what goes after forward: the cut in an order whose peak rises again towards
+"""Schedules of a whole step by values freed after forward: the cut in an order whose peak rises again towards
 its end.
 """
 
@@ -11,23 +11,23 @@ from support.zoo_paths import ZOO
 
 from memtune import hardware
 from memtune.program.step import Program, RankClass
-from memtune.search_spaces.recompute._schedule_planner.placement import place_of
-from memtune.search_spaces.recompute._schedule_planner.schedule_search import _LateSearch
+from memtune.search_spaces.recompute._schedule_planner.placement import placement_of
+from memtune.search_spaces.recompute._schedule_planner.schedule_search import _FreeSearch
 from memtune.technique import Target
 from memtune.testing.drift_check import recording_of
 
 
 @pytest.mark.parametrize("model", ["gpt", "hf_llama"])
-def test_meets_every_budget_that_letting_go_in_order_meets(model: str) -> None:
+def test_search_meets_every_budget_that_freeing_in_order_meets(model: str) -> None:
     program, target = (
         Program((RankClass(1, recording_of(ZOO[model]).at(4)),), 4),
         Target(hardware.detect("cpu"), 1, None),
     )
-    search = _LateSearch(place_of(program, target))
+    search = _FreeSearch(placement_of(program, target))
     counts = range(len(search.order) + 1)
     each = [
         found
-        for found in (search.judged(frozenset(search.order[:count])) for count in counts)
+        for found in (search.evaluate(frozenset(search.order[:count])) for count in counts)
         if found is not None
     ]
     lowest = list(accumulate((found.peak_bytes for found in each), min))

@@ -1,6 +1,4 @@
-"""Gathers in two hops: when they fit, and the suite's checks. Numbers:
-memtune/{passes,runtime}/test_communicat*.py.
-"""
+"""Gathers in two hops: conditions, and the suite's checks. Numbers: tests/parallel/collectives."""
 
 from __future__ import annotations
 
@@ -37,10 +35,10 @@ def test_fits_over_several_but_not_too_many_nodes(
 
 class TestHierarchical(ShardedSuite):
     technique = Hierarchical
-    ranks, beside, briefly = 4, (Fsdp(),), False
+    ranks, other_slots, briefly = 4, (Fsdp(),), False
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
-    # The same bits and the same peak over other links: memtune/runtime/test_communication.py counts the bytes
-    # on each, and memtune/passes/test_communicate.py holds the rewrite to the ops that ran.
+    # The same bits and the same peak over other links: tests/parallel/collectives counts the bytes of each
+    # link (test_fsdp_comm_hooks.py) and compares the rewrite with the ops that ran (test_collectives_pass.py).
     not_shown = (*NOT_AT_THE_PEAK, "rewrite does nothing", "apply does nothing")
 
     @classmethod

@@ -1,6 +1,4 @@
-"""HO-Ring: what overlaps in the simulator, and rings of three nodes. The rest:
-memtune/{passes,runtime}/test_communicat*.py.
-"""
+"""HO-Ring: overlap in the simulator, and rings of three nodes. Numbers: tests/parallel/collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ SIMULATED = 16
 
 
 def gathered() -> tuple[bool, dict[str, int]]:
-    """Whether every rank's shard is in its place, and what was counted."""
+    """Return whether every rank's shard is in its place, and the counted bytes."""
     link_classes.declare(LOCAL)
     gather = Gather(
         None, Communication(LOCAL, gather="ho_ring"), node_topology.nodes_of("cpu", RANKS, LOCAL), None
@@ -45,7 +43,7 @@ def gathered() -> tuple[bool, dict[str, int]]:
 
 
 def reduced() -> tuple[bool, dict[str, int]]:
-    """As `gathered`, of sums and of means over the ranks, counted once."""
+    """Return the same for sums and for means over the ranks, counted once."""
     link_classes.declare(LOCAL)
     reduction, mine = RingReduction(node_topology.nodes_of("cpu", RANKS, LOCAL)), torch.empty(NUMEL)
     given = torch.arange(RANKS * NUMEL) + 100.0 * (dist.get_rank() + 1)
@@ -64,7 +62,7 @@ def both_ways() -> list[tuple[bool, dict[str, int]]]:
     return [gathered(), reduced()]
 
 
-def test_rings_over_three_nodes_bring_every_shard_and_every_sum_into_place() -> None:
+def test_rings_over_three_nodes_gather_and_reduce_correctly() -> None:
     shard, each_node = 4 * NUMEL, 4 * NUMEL * (LOCAL - 1)
     for rank in run_ranks(both_ways, RANKS):
         for right, counted in rank:
@@ -74,9 +72,7 @@ def test_rings_over_three_nodes_bring_every_shard_and_every_sum_into_place() -> 
 
 
 def slow(ranks: int = SIMULATED) -> Target:
-    """GPUs on links on which a gather takes far longer than all compute, as long inside a node of two as
-    between nodes.
-    """
+    """Return GPUs with links that dominate compute, equally long inside a node of two and between nodes."""
     plain = target(ranks)
     links = {"intra_link_bytes_per_s": 1e6, "inter_link_bytes_per_s": 1e6, "gpus_per_node": LOCAL}
     latency = {"intra_link_latency_s": 0.0, "inter_link_latency_s": 0.0, "link_slowdown": 0.0}
@@ -95,17 +91,16 @@ def predicted(how: Technique) -> Prediction:
     return simulate(made, on.hardware, level="events")
 
 
-def test_links_of_both_sorts_work_at_once() -> None:
-    ring, one_after_the_other = predicted(HoRing()), predicted(Hierarchical())
+def test_gathers_use_both_links_at_once() -> None:
+    ring, sequential = predicted(HoRing()), predicted(Hierarchical())
     for link in ("intra_link", "inter_link"):
-        assert ring.busy_s[link] == pytest.approx(one_after_the_other.busy_s[link])
-    # Of eight turns that take as long on either link, seven steps of the ring run beside gathers; reductions
-    # take the rest.
-    saved_s = one_after_the_other.step_s - ring.step_s
+        assert ring.busy_s[link] == pytest.approx(sequential.busy_s[link])
+    # Of eight ring steps, equally long on either link, seven overlap with gathers; reductions take the rest.
+    saved_s = sequential.step_s - ring.step_s
     assert 0.75 * ring.busy_s["inter_link"] < saved_s <= ring.busy_s["inter_link"]
 
 
-def test_reductions_in_rings_hide_one_link_behind_the_other() -> None:
+def test_ring_reductions_overlap_both_links() -> None:
     flat, rings = predicted(HoRing()), predicted(HoRing(reductions=True))
     assert rings.step_s < 0.8 * flat.step_s
     # A gather and a reduction of every unit, of which seven of eight turns run on both links at once.
@@ -114,7 +109,7 @@ def test_reductions_in_rings_hide_one_link_behind_the_other() -> None:
     assert HoRing().exactly() is Exactness.BITWISE
 
 
-def test_it_fits_where_nodes_are_several_and_not_too_many() -> None:
+def test_fits_several_but_not_too_many_nodes() -> None:
     assert find("sharding.communication", "ho_ring") is HoRing
     beside = {"sharding.states": Fsdp()}
     assert "share a node" in str(HoRing().fits(program(ranks=2), replace(slow(2), chosen=beside)))
@@ -124,10 +119,10 @@ def test_it_fits_where_nodes_are_several_and_not_too_many() -> None:
 
 class TestHoRing(ShardedSuite):
     technique = HoRing
-    ranks, beside, briefly = 4, (Fsdp(),), False
+    ranks, other_slots, briefly = 4, (Fsdp(),), False
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
-    # The same bits over other links; what is received a part at a time:
-    # memtune/runtime/test_communication.py.
+    # The same bits over other links, received part by part:
+    # tests/parallel/collectives/test_fsdp_comm_hooks.py.
     not_shown = (*NOT_AT_THE_PEAK, "rewrite does nothing", "apply does nothing")
 
     @classmethod

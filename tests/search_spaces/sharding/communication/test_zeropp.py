@@ -1,6 +1,4 @@
-"""ZeRO++: when it fits, what it stands for, what is lossy. Its numbers:
-memtune/{passes,runtime}/test_communicat*.py.
-"""
+"""ZeRO++: conditions, exactness and plan. Numbers: tests/parallel/collectives."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.technique import Exactness, Target, Technique
 
-QUANTISED = {"hpz": False, "qwz": True}
+QUANTIZED = {"hpz": False, "qwz": True}
 
 
-def beside(ranks: int, states: Technique | None, device: str = "cuda") -> Target:
+def target_with(ranks: int, states: Technique | None, device: str = "cuda") -> Target:
     return replace(target(ranks, device), chosen={} if states is None else {"sharding.states": states})
 
 
@@ -39,39 +37,39 @@ def beside(ranks: int, states: Technique | None, device: str = "cuda") -> Target
         ({"ranks_per_node": 6}, 16, Fsdp(), "nodes of 6 ranks do not divide the 16"),
         ({"ranks_per_node": 1}, 16, Fsdp(), "every node has one rank"),
         ({}, 16, Fsdp(reshard_after_forward=False), "nothing is gathered again in backward"),
-        (QUANTISED, 16, Fsdp(reshard_after_forward=False), None),
-        (QUANTISED, 4, Fsdp(), None),
+        (QUANTIZED, 16, Fsdp(reshard_after_forward=False), None),
+        (QUANTIZED, 4, Fsdp(), None),
         ({}, 16, Fsdp(), None),
         ({"ranks_per_node": 2}, 8, Fsdp(), None),
     ],
 )
 def test_fits(knobs: dict[str, Any], ranks: int, states: Technique | None, reason: str | None) -> None:
-    found = ZeroPp(**knobs).fits(program(ranks=ranks), beside(ranks, states))
+    found = ZeroPp(**knobs).fits(program(ranks=ranks), target_with(ranks, states))
     assert found is None if reason is None else reason in str(found)
 
 
-def test_a_node_on_cpu_is_the_machine_unless_the_config_says_otherwise() -> None:
-    assert "share a node" in str(ZeroPp().fits(program(ranks=4), beside(4, Fsdp(), "cpu")))
-    assert ZeroPp(ranks_per_node=2).fits(program(ranks=4), beside(4, Fsdp(), "cpu")) is None
+def test_node_on_cpu_is_the_machine_unless_configured() -> None:
+    assert "share a node" in str(ZeroPp().fits(program(ranks=4), target_with(4, Fsdp(), "cpu")))
+    assert ZeroPp(ranks_per_node=2).fits(program(ranks=4), target_with(4, Fsdp(), "cpu")) is None
 
 
-def test_only_floats_of_one_type_are_quantised() -> None:
+def test_fits_refuses_to_quantize_mixed_types() -> None:
     mixed = Program((RankClass(16, with_parameter(5, itemsize=2).step),), 2)
-    assert "several types" in str(ZeroPp(**QUANTISED).fits(mixed, beside(16, Fsdp())))
-    assert ZeroPp().fits(mixed, beside(16, Fsdp())) is None
+    assert "several types" in str(ZeroPp(**QUANTIZED).fits(mixed, target_with(16, Fsdp())))
+    assert ZeroPp().fits(mixed, target_with(16, Fsdp())) is None
 
 
-def test_what_quantises_is_lossy_and_what_does_nothing_is_refused() -> None:
+def test_quantization_is_lossy_and_no_effect_is_refused() -> None:
     assert ZeroPp().exactly() is Exactness.BITWISE
     assert ZeroPp(qwz=True).exactly() is Exactness.LOSSY
-    with pytest.raises(ValidationError, match="of the gradients that qgz quantises"):
+    with pytest.raises(ValidationError, match="corrects the gradients that qgz quantizes"):
         ZeroPp(error_feedback=True)
     with pytest.raises(ValidationError, match=r"it is sharding\.communication: none"):
         ZeroPp(hpz=False)
 
 
-def test_the_plan_is_the_size_of_a_node() -> None:
-    on = beside(16, Fsdp())
+def test_plan_has_the_size_of_a_node() -> None:
+    on = target_with(16, Fsdp())
     plan = ZeroPp().plan(program(ranks=16), on)
     assert plan.document() == {"ranks_per_node": 8}
     assert ZeroPp().explain(plan) == ("nodes of 8 ranks",)
@@ -90,7 +88,7 @@ def test_every_choice_is_a_valid_knob() -> None:
 
 class TestZeroPp(ShardedSuite):
     technique = ZeroPp
-    ranks, beside, briefly = 4, (Fsdp(),), False
+    ranks, other_slots, briefly = 4, (Fsdp(),), False
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
 
     @classmethod

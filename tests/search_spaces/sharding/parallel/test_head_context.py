@@ -1,6 +1,4 @@
-"""Attention over heads and contexts: which models it refuses, what a rank holds and sends, and that gloo
-ranks train as one.
-"""
+"""Attention over heads and contexts: refused models, a rank's bytes, and training on gloo ranks as on one."""
 
 from __future__ import annotations
 
@@ -58,13 +56,14 @@ def split_of(ranks: int, **knobs: Any) -> Split:
 
 
 def sent(ranks: int, parts: int = 1, node: int = 8, rank: int = 0, **knobs: Any) -> tuple[float, float]:
-    """By the formula: bytes inside a node and between nodes, of a rank in a step; every rank brings `parts`
-    micro-batches.
+    """Return bytes inside a node and between nodes, of a rank in a step, by the formula.
+
+    Every rank provides `parts` micro-batches.
     """
     split = split_of(ranks, **knobs)
     own = SIZE * SEQ * DIM * 4 / split.ranks
     shape = split.heads, split.contexts, split.inner, split.context_first
-    helped = split.place(rank % split.ranks)[0] if split.helpers else None
+    helped = split.place(rank % split.ranks)[0] if split.work_sharing else None
     contexts = Contexts(*shape, *(LAYERS * own,) * 3, own, BLOCKS, WHOLE, helped, LAYERS * own * HEADS / DIM)
     found = by_link(contexts.hops(Schedule(ranks, node, parts * split.ranks)), node)
     return found.intra_bytes, found.inter_bytes
@@ -83,7 +82,7 @@ EIGHT = [
 
 
 @pytest.mark.parametrize("split", EIGHT, ids=lambda split: split.name)
-def test_every_position_is_one_ranks_and_every_context_is_one_piece_of_work(split: Split) -> None:
+def test_split_assigns_each_position_and_context_once(split: Split) -> None:
     units = [[unit for first, n in pieces for unit in range(first, first + n)] for pieces in split.order()]
     assert sorted(unit for mine in units for unit in mine) == list(range(split.units))
     assert {len(mine) for mine in units} == {split.units // split.ranks}
@@ -99,13 +98,13 @@ def test_every_position_is_one_ranks_and_every_context_is_one_piece_of_work(spli
     assert (len(work) == 1) == (split.zigzag or split.contexts == 1)
 
 
-def test_settings_that_make_no_groups_are_refused() -> None:
+def test_split_refuses_settings_without_groups() -> None:
     for knobs, said in (
         ({"head_degree": 3}, "head_degree=3 does not divide the 8 ranks"),
         ({"inner_ring": 3}, "inner_ring=3 does not divide a ring of 8 contexts"),
         ({"inner_ring": 8}, "does not divide a ring of 8 contexts into several"),
         ({"head_degree": 8, "inner_ring": 2}, "a ring of 1 contexts"),
-        ({"balance": "helpers", "inner_ring": 2}, "ranks that help each other are no rings"),
+        ({"load_balance": "work_sharing", "inner_ring": 2}, "ranks that share work form no inner rings"),
     ):
         assert said in str(HeadContext(**knobs).split(8, 8))
 
@@ -119,7 +118,7 @@ def test_settings_that_make_no_groups_are_refused() -> None:
     assert [inner("context_first", node) for node in (2, 4, 8, 16)] == [2, 4, 8, 8]
 
 
-def test_another_node_size_does_not_make_a_plan_of_another_split() -> None:
+def test_plan_is_valid_for_another_node_size() -> None:
     technique = HeadContext(inner_ring="node")
     context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=8))
     made = technique.split(8, 4)
@@ -139,10 +138,10 @@ def test_refusals_name_what_is_in_the_way() -> None:
 
 
 @pytest.mark.slow
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_fits_refuses_heads_that_do_not_divide() -> None:
     cut = rewriter(UNDRAWN).target.cut
     assert cut is not None
-    eight = HeadContext(head_degree=8, balance="none")
+    eight = HeadContext(head_degree=8, load_balance="none")
     found = eight.fits(candidate(KIND, UNDRAWN).program, Target(hardware.detect("cpu"), 8, cut=cut))
     assert "8 ranks do not divide the 4 heads of attention" in str(found)
 
@@ -157,7 +156,7 @@ REASONS = {
     "arange": "is given another number",
     "conditioned": "that needs a gradient",
     "mask": "by pairs of positions",
-    "beside": "what the blocks return beside their output",
+    "extra outputs": "what the blocks return in addition to their output",
     "between": "scale, which is outside of the blocks",
     "made": "what weights outside of the blocks have made",
 }
@@ -166,18 +165,18 @@ REASONS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "first" else []) for name in REASONS]
 )
-def test_code_that_is_not_right_for_a_share_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fits_refuses_code_that_is_wrong_for_a_share(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IN_CONTEXTS", name)
     found = rewriter.__wrapped__(CONTEXTS).candidate(Choice.from_document(settings(KIND)))
     assert REASONS[name] in str(found)
 
 
-def test_a_plan_of_another_split_is_refused() -> None:
+def test_apply_refuses_a_plan_of_another_split() -> None:
     context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=4))
     plan: Any = candidate(KIND, UNDRAWN).plans["sharding.parallel"]
     with pytest.raises(ApplyError, match="needs a plan"):
         HeadContext(head_degree=2).plan_in({})
-    with pytest.raises(ApplyError, match=r"for 1 × 2 ranks, in rings of 2. Here are 2 × 2"):
+    with pytest.raises(ApplyError, match=r"for 1 × 2 ranks, in rings of 2. The config has 2 × 2"):
         HeadContext(head_degree=2).apply(context, plan)
 
 
@@ -186,7 +185,7 @@ def test_survives_yaml() -> None:
         "head_degree": 2,
         "inner_ring": "node",
         "placement": "context_first",
-        "balance": "none",
+        "load_balance": "none",
     }
     made = TunedConfig(
         settings=Settings.of(Execution(), {"sharding.parallel": HeadContext(degree=8, **knobs)})
@@ -203,7 +202,7 @@ def bytes_of(step: Step, name: str) -> int:
 
 
 def saved_bytes(step: Step) -> int:
-    """By the second block, without weights."""
+    """Return the bytes saved by the second block, without weights."""
     weights = {each.storage for each in step.parameters}
     return sum(
         int(step.storages.bytes[each])
@@ -211,7 +210,7 @@ def saved_bytes(step: Step) -> int:
     )
 
 
-def test_blocks_save_shares_and_send_what_the_formula_says() -> None:
+def test_blocks_save_shares_and_send_bytes_by_formula() -> None:
     own, plain = SIZE * SEQ * DIM * 4 // 2, rewriter(UNDRAWN).recording.at(SIZE)
     # By heads, attention's output is another tensor than by positions.
     for knobs, to_all, hops, again in (({}, 0, 6 * own, 0), ({"head_degree": 2}, 8 * own, 0, own)):
@@ -223,7 +222,7 @@ def test_blocks_save_shares_and_send_what_the_formula_says() -> None:
 
 
 @pytest.mark.slow
-def test_contexts_without_balance_are_recorded_of_the_rank_with_the_most_work() -> None:
+def test_unbalanced_contexts_record_the_rank_with_most_work() -> None:
     def attention_flops(**knobs: Any) -> float:
         step = candidate(KIND, SEPARATE, 4, **knobs).program.step
         ops = [
@@ -233,12 +232,12 @@ def test_contexts_without_balance_are_recorded_of_the_rank_with_the_most_work() 
         ]
         return float(step.ops.flops[ops].sum())
 
-    assert attention_flops(balance="none") / attention_flops() == pytest.approx(4 / (1 + 3 / 2))
+    assert attention_flops(load_balance="none") / attention_flops() == pytest.approx(4 / (1 + 3 / 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
-def test_each_group_is_recorded_on_its_own_link(first: bool) -> None:
+def test_collectives_of_each_group_use_its_link(first: bool) -> None:
     workload = Workload.load(UNDRAWN)
     cut = CutRecordings(workload, rewriter(UNDRAWN).recording, ranks_per_node=2)
     found = cut(4, HEAD_CONTEXT + Split(2, 2, 2, first, True).name, 4)
@@ -257,9 +256,9 @@ def test_each_group_is_recorded_on_its_own_link(first: bool) -> None:
 def assert_as_predicted(
     found: list[Measured], knobs: dict[str, dict[str, Any]], ranks: int, node: int = 8
 ) -> None:
-    """Peaks within 2 %, and the bytes of each class of link to the byte."""
+    """Assert peaks within 2 %, and the bytes of each class of link to the byte."""
     for name, each in knobs.items():
-        of_split = {knob: value for knob, value in each.items() if knob not in ("accumulate", "beside")}
+        of_split = {knob: value for knob, value in each.items() if knob not in ("accumulate", "other_slots")}
         predicted = simulate(
             candidate(KIND, SEPARATE, ranks, **each).program, hardware.detect("cpu")
         ).peak_allocated_bytes
@@ -272,7 +271,7 @@ def assert_as_predicted(
                 rank,
                 predicted,
             )
-            assert rank[name][1:] == wanted or "beside" in each, (name, rank, wanted)
+            assert rank[name][1:] == wanted or "other_slots" in each, (name, rank, wanted)
 
 
 def test_two_ranks_train_as_one_with_clipping() -> None:
@@ -286,7 +285,7 @@ KNOBS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "ring": {},
         "heads": {"head_degree": 2},
-        "one after another": {"balance": "none"},
+        "one after another": {"load_balance": "none"},
         "accumulated": {"accumulate": 4},
     },
     4: {
@@ -295,8 +294,8 @@ KNOBS: dict[int, dict[str, dict[str, Any]]] = {
         "both": {"head_degree": 2},
         "context first": {"head_degree": 2, "placement": "context_first"},
         "double ring": {"inner_ring": 2},
-        "unbalanced double ring": {"inner_ring": 2, "balance": "none"},
-        "helpers": {"balance": "helpers"},
+        "unbalanced double ring": {"inner_ring": 2, "load_balance": "none"},
+        "work_sharing": {"load_balance": "work_sharing"},
         "copies": {"degree": 2},
         "copies of heads, accumulated": {"degree": 2, "head_degree": 2, "accumulate": 4},
     },
@@ -321,10 +320,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"head_degree": 2}], ids=str)
-def test_peaks_and_dropout_beside_what_claims_activations(knobs: dict[str, Any]) -> None:
-    beside = {name: {**knobs, "beside": more} for name, more in OTHERS.items()}
-    documents = {name: config(KIND, 2, **each) for name, each in beside.items()}
-    assert_as_predicted(run_ranks(measured, 2, documents), beside, 2)
+def test_peaks_and_dropout_with_activation_techniques(knobs: dict[str, Any]) -> None:
+    other_slots = {name: {**knobs, "other_slots": more} for name, more in OTHERS.items()}
+    documents = {name: config(KIND, 2, **each) for name, each in other_slots.items()}
+    assert_as_predicted(run_ranks(measured, 2, documents), other_slots, 2)
     for document in documents.values():
         assert_trained_as_one(
             run_ranks(trained, 2, 2, document, False, 1, True), trained(2, None, False, 1, True), atol=1e-5

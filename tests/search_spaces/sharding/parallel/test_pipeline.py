@@ -1,6 +1,4 @@
-"""Pipelines: which models can be cut into stages, what a rank holds and sends, and that gloo ranks train as
-one does.
-"""
+"""Pipelines: models that can be cut into stages, a rank's bytes, and training on gloo ranks as on one."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ from memtune.testing.training import build
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As on the ranks: products are summed up in another order on several."""
+    """Use one thread as on the ranks: several threads sum products in another order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -109,7 +107,7 @@ def loss(model, batch):
         ("        for h in [*self.h, *self.h]: x = h(x)", "", "x", "do not run once each"),
     ],
 )
-def test_blocks_that_are_no_chain_are_refused(
+def test_fits_refuses_blocks_without_a_chain(
     tmp_path: Path, forward: str, more: str, given: str, reason: str
 ) -> None:
     assert reason in refusal(KIND, written(tmp_path, forward, more, given))
@@ -118,19 +116,19 @@ def test_blocks_that_are_no_chain_are_refused(
 def test_refusals_name_what_is_in_the_way() -> None:
     assert "2 blocks are fewer than 4 stages" in refusal(KIND, schedule="interleaved_1f1b")
     assert "sharding.states: paro does not work" in refusal(
-        KIND, beside={"sharding": {"parallel": {"kind": KIND}, "states": {"kind": "paro", "group": 2}}}
+        KIND, other_slots={"sharding": {"parallel": {"kind": KIND}, "states": {"kind": "paro", "group": 2}}}
     )
     assert "recompute: dtr is planned for a rank that has all blocks" in refusal(
-        KIND, beside={"recompute": {"kind": "dtr"}}
+        KIND, other_slots={"recompute": {"kind": "dtr"}}
     )
     assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(SEPARATE).program, hardware.detect("cpu")
     assert "only one rank" in str(Pipeline().fits(program, Target(here, 1)))
-    assert "when the slot is asked for" in str(Pipeline().fits(program, Target(here, 2)))
+    assert "when the slot is searched" in str(Pipeline().fits(program, Target(here, 2)))
 
 
-def test_configs_without_a_plan_of_this_model_are_refused() -> None:
-    """Checked before anything is changed, so no ranks are needed to see it."""
+def test_apply_refuses_configs_without_a_plan_of_this_model() -> None:
+    """Checked before any change, so no ranks are needed."""
     good = document(SEPARATE)
     for plan in ({}, {"sharding.parallel": {**good["plan"]["sharding.parallel"], "degree": 4}}):
         workload, model, optimizer = build(SEPARATE)
@@ -141,10 +139,8 @@ def test_configs_without_a_plan_of_this_model_are_refused() -> None:
 # -- what the pass says --------------------------------------------------------------------------------------
 
 
-def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
-    """Each stage sends a block's output or its gradient to each neighbour that it has, once per
-    micro-batch.
-    """
+def test_stages_divide_the_model_and_send_bytes_by_formula() -> None:
+    """Each stage sends a block's output or its gradient to each neighbour, once per micro-batch."""
     program = candidate(CHAIN, 4, accumulate=2).program
     assert (program.unrolled, program.sharers, program.samples) == (8, 4, 4 * 2 * SIZE)
     assert [each.count for each in program.rank_classes] == [
@@ -165,7 +161,7 @@ def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
         )  # masks are made on each
 
 
-def test_a_pipeline_waits_as_the_formula_says() -> None:
+def test_idle_time_follows_the_formula() -> None:
     """With equal stages and links that cost nothing, m + p - 1 forwards and backwards pass in a step."""
     program = candidate(CHAIN, 4, accumulate=2).program
     free = replace(hardware.detect("cpu"), intra_link_bytes_per_s=1e18, intra_link_latency_s=0.0)
@@ -188,7 +184,7 @@ def all_of_it(path: Path, config: dict[str, Any], folder: str) -> tuple[Found, l
 
 
 def refused(path: Path, config: dict[str, Any]) -> list[str]:
-    """What own loops, and micro-batches of several shapes, are told."""
+    """Return the errors of user loops, and of micro-batches of several shapes."""
     workload, model, optimizer = build(path)
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
     said = []
@@ -203,8 +199,8 @@ def refused(path: Path, config: dict[str, Any]) -> list[str]:
     return said
 
 
-def test_two_ranks_with_a_tied_head_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
-    """With clipping; checkpoints and exports are in plain names, loops of one's own are refused."""
+def test_two_ranks_with_a_tied_head_train_as_one_and_save(tmp_path: Path) -> None:
+    """With clipping; checkpoints and exports have plain names, the user's own loops are refused."""
     ranks = run_ranks(all_of_it, 2, SEPARATE, document(SEPARATE, accumulate=2), str(tmp_path))
     found: list[Found] = [each for each, _, _ in ranks]
     assert_as_predicted(found, candidate(SEPARATE, accumulate=2))
@@ -237,15 +233,15 @@ def check(
     ranks: int,
     clip: bool = True,
     accumulate: int = 2,
-    beside: dict[str, Any] | None = None,
+    other_slots: dict[str, Any] | None = None,
     **knobs: Any,
 ) -> list[Found]:
-    """Trained as one rank does, peaks within 2 %, bytes as the formula says."""
-    config = document(path, ranks, beside, accumulate=accumulate, **knobs)
+    """Check training against one rank, peaks within 2 %, and bytes by formula."""
+    config = document(path, ranks, other_slots, accumulate=accumulate, **knobs)
     found: list[Found] = run_ranks(
         measured_and_trained, ranks, path, ranks, config, clip, accumulate, deadline_s=200
     )
-    assert_as_predicted(found, candidate(path, ranks, beside, accumulate=accumulate, **knobs))
+    assert_as_predicted(found, candidate(path, ranks, other_slots, accumulate=accumulate, **knobs))
     wanted = trained(path, ranks, None, clip, accumulate)
     assert_trained_as_one([run for _, run in found], wanted, atol=2e-6)
     assert all(run["losses"] == found[0][1]["losses"] for _, run in found)
@@ -253,8 +249,8 @@ def check(
 
 
 @pytest.mark.slow
-def test_without_clipping_a_chain_has_the_bits_of_one_rank() -> None:
-    """Nothing is tied and no other pipeline is beside: the order of every sum is the plain one."""
+def test_untied_chain_without_clipping_is_bitwise() -> None:
+    """No weight is tied and there is one pipeline, so the order of every sum is the plain one."""
     found = check(CHAIN, 2, clip=False)
     wanted = trained(CHAIN, 2, None, False, 2)
     for _, run in found:
@@ -294,7 +290,7 @@ def test_four_ranks_train_as_one_as_predicted(knobs: dict[str, Any], clip: bool)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [CHAIN, SEPARATE], ids=lambda path: path.stem)
 @pytest.mark.parametrize(
-    "beside",
+    "other_slots",
     [
         {"recompute": {"kind": "full"}},
         {"recompute": {"kind": "selective"}},
@@ -302,43 +298,46 @@ def test_four_ranks_train_as_one_as_predicted(knobs: dict[str, Any], clip: bool)
     ],
     ids=lambda each: str(next(iter(each.values())).get("kind", "copy_out")),
 )
-def test_beside_what_claims_activations(path: Path, beside: dict[str, Any]) -> None:
-    check(path, 2, beside=beside)
+def test_training_with_activation_techniques(path: Path, other_slots: dict[str, Any]) -> None:
+    check(path, 2, other_slots=other_slots)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("moved", [False, True])
-def test_optimizer_state_is_divided_among_pipelines(schedule: str, accumulate: int, moved: bool) -> None:
+def test_optimizer_state_is_sharded_among_pipelines(schedule: str, accumulate: int, moved: bool) -> None:
     knobs = {"degree": 2, "schedule": schedule}
-    beside: dict[str, Any] = {"sharding": {"parallel": {"kind": KIND, **knobs}, "states": {"kind": "zero1"}}}
+    other_slots: dict[str, Any] = {
+        "sharding": {"parallel": {"kind": KIND, **knobs}, "states": {"kind": "zero1"}}
+    }
     if moved:
-        beside["offload"] = {"activations": MOVED}
-    found = check(CHAIN, 4, clip=accumulate == 4, accumulate=accumulate, beside=beside, **knobs)
+        other_slots["offload"] = {"activations": MOVED}
+    found = check(CHAIN, 4, clip=accumulate == 4, accumulate=accumulate, other_slots=other_slots, **knobs)
     whole = candidate(CHAIN, 4, accumulate=accumulate, **knobs).program.step
     state_bytes = sum(
         int(whole.storages.bytes[row])
         for row in np.flatnonzero(whole.storages.kind == Kind.OPTIMIZER)
         if whole.storages.producer[row] < 0
     )
-    divided = candidate(CHAIN, 4, beside, accumulate=accumulate, **knobs).program.step
+    divided = candidate(CHAIN, 4, other_slots, accumulate=accumulate, **knobs).program.step
     held = np.flatnonzero((divided.storages.kind == Kind.OPTIMIZER) & (divided.storages.producer < 0))
     assert int(divided.storages.bytes[held].sum()) == pytest.approx(state_bytes / 2, rel=0.01)
     assert all(run["audit"]["sharding.states"]["ranks"] == 2 for _, run in found)
 
 
 @pytest.mark.slow
-def test_a_division_among_pipelines_is_in_no_checkpoint(tmp_path: Path) -> None:
-    beside = {"sharding": {"parallel": {"kind": KIND, "degree": 2}, "states": {"kind": "zero1"}}}
+def test_checkpoints_do_not_depend_on_sharding_among_pipelines(tmp_path: Path) -> None:
+    other_slots = {"sharding": {"parallel": {"kind": KIND, "degree": 2}, "states": {"kind": "zero1"}}}
     assert_portable(
-        run_ranks(portable, 4, SEPARATE, str(tmp_path), document(SEPARATE, 4, beside, degree=2)), tmp_path
+        run_ranks(portable, 4, SEPARATE, str(tmp_path), document(SEPARATE, 4, other_slots, degree=2)),
+        tmp_path,
     )
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_norms_that_are_not_known_are_refused(foreach: bool) -> None:
-    """Of another stage's gradient a rank has the 2-norm."""
+def test_unknown_norms_are_refused(foreach: bool) -> None:
+    """Of another stage's gradient a rank has only the 2-norm."""
     mine, absent = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     mine.grad, absent.grad = torch.tensor([2.0, 3.0]), torch.tensor([6.0]).as_subclass(NormAlone)
     assert float(nn.utils.clip_grad_norm_([mine, absent], 7.0, foreach=foreach)) == 7.0
@@ -352,16 +351,16 @@ def test_norms_that_are_not_known_are_refused(foreach: bool) -> None:
         assert all(type(value) is torch.Tensor for value in held)
 
 
-def test_what_is_planned_for_all_blocks_does_not_move_in_stages() -> None:
+def test_fits_refuses_activation_plans_for_all_blocks() -> None:
     assert "is planned for a rank" in refusal(
         KIND, CHAIN, {"offload": {"activations": {"kind": "tsplit"}}}, degree=2
     )
 
 
-def test_division_among_pipelines_needs_several() -> None:
+def test_sharding_among_pipelines_needs_several() -> None:
     for states in ("zero1", "ddp", "fsdp"):
         both = {"sharding": {"parallel": {"kind": KIND}, "states": {"kind": states}}}
-        assert f"{states}: with one pipeline there is one copy" in refusal(KIND, beside=both)
+        assert f"{states}: with one pipeline there is one copy" in refusal(KIND, other_slots=both)
 
 
 def under(
@@ -399,7 +398,7 @@ class TestPipeline(ShardedSuite):
     def check_drift(self, model: str, variant: Technique) -> None:
         assert_as_predicted(self._found(model, variant), self._candidate(model, variant))
 
-    def test_audit_tells_whether_it_is_in_effect(self) -> None:
+    def test_audit_finds_technique_not_in_effect(self) -> None:
         (_, first), (_, last) = self._found("separate", Pipeline())
         assert first["audit"]["sharding.parallel"] == {
             "degree": 2,

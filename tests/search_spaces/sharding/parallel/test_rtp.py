@@ -1,5 +1,5 @@
-"""Rotated tensor parallelism: which weights may go round, what a rank holds and sends, and that gloo ranks
-train as one does.
+"""Rotated tensor parallelism: weights that may rotate, a rank's bytes, and training on gloo ranks as on
+one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WHOLE = 2 * (2 * 2 * 32 + 3 * 32 + 4 * 32 + 32) * 4 + 2 * 32 * 4
 
 
 def sent(degree: int, in_place: bool, ranks: int, parts: int = 1, node: int = 8) -> tuple[float, float]:
-    """By the formula: bytes inside a node and between nodes, per rank and step."""
+    """Return bytes inside a node and between nodes, per rank and step, by the formula."""
     used = HELD + TIED
     rotation = Rotation(degree, in_place, used, used - EMBEDDED, used - FROZEN, HELD - FROZEN, WHOLE)
     found = by_link(rotation.hops(Schedule(ranks, node, parts)), node)
@@ -64,13 +64,15 @@ def sent(degree: int, in_place: bool, ranks: int, parts: int = 1, node: int = 8)
 
 def test_refusals_name_what_is_in_the_way() -> None:
     both = {"parallel": {"kind": KIND}, "states": {"kind": "fsdp"}}
-    assert "fsdp has no copies of a part" in refusal(KIND, beside={"sharding": both})
+    assert "fsdp has no copies of a part" in refusal(KIND, other_slots={"sharding": both})
     assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(KIND).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(Rtp().fits(program, Target(here, 2)))
     assert "only one rank" in str(Rtp().fits(program, Target(here, 1)))
-    assert "aten.pow.Tensor_Scalar in the loss uses 2.weight" in refusal(KIND, MODELS / "elsewhere.py")
-    cut = rewriter(MODELS / "elsewhere.py").target.cut
+    assert "aten.pow.Tensor_Scalar in the loss uses 2.weight" in refusal(
+        KIND, MODELS / "weight_read_in_loss.py"
+    )
+    cut = rewriter(MODELS / "weight_read_in_loss.py").target.cut
     assert cut is not None
     assert "0 has 8 outputs, which 3 ranks do not divide" in str(cut(3, "rotated", 3))
 
@@ -104,24 +106,24 @@ def changed(change: Any) -> list[str]:
         (lambda model: setattr(model, "more", nn.Bilinear(2, 2, 2)), ""),
     ],
 )
-def test_what_is_not_plain_stays_whole(change: Any, line: str) -> None:
+def test_layers_that_are_not_plain_are_replicated(change: Any, line: str) -> None:
     found = changed(change)
     assert any(line in each for each in found) if line else not found
 
 
-def test_whoever_shares_with_a_layer_that_stays_whole_stays_whole() -> None:
+def test_layers_that_share_with_a_replicated_layer_are_replicated() -> None:
     assert (
         changed(lambda model: model.head.register_forward_hook(lambda *_: None))[1]
         == "wte shares its weight with head.weight"
     )
 
 
-def test_a_plan_of_another_degree_or_model_is_refused() -> None:
+def test_apply_refuses_a_plan_of_another_degree_or_model() -> None:
     technique = Rtp()
     context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=2))
     with pytest.raises(ApplyError, match="needs a plan"):
         technique.plan_in({})
-    with pytest.raises(ApplyError, match="rings of 4, here of 2"):
+    with pytest.raises(ApplyError, match="rings of 4, the config has 2"):
         technique.apply(
             context, RtpPlan(degree=4, layers=("head",), parameters=("head.weight",), rotated_bytes=0)
         )
@@ -143,7 +145,7 @@ def hops(step: Step) -> int:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_step_has_half_the_weights_and_sends_what_the_formula_says(in_place: bool) -> None:
+def test_step_has_half_the_weights_and_sends_bytes_by_formula(in_place: bool) -> None:
     made = candidate(KIND, in_place=in_place)
     step = made.program.step
     shapes = {p.name: p.shape for p in step.parameters}
@@ -156,7 +158,7 @@ def test_a_step_has_half_the_weights_and_sends_what_the_formula_says(in_place: b
     assert (made.program.accumulate, made.program.samples) == (1, 2 * SIZE)
 
 
-def test_no_layer_is_ever_whole() -> None:
+def test_no_layer_is_ever_unsharded() -> None:
     step, plain = candidate(KIND).program.step, rewriter(SEPARATE).recording.at(SIZE)
     largest = max(int(plain.storages.bytes[p.storage]) for p in plain.parameters)
     ops = [op for op in range(step.ops.n) if "send_next" in step.names[step.ops.name[op]]]
@@ -164,7 +166,7 @@ def test_no_layer_is_ever_whole() -> None:
     assert max(int(n) for n in step.storages.bytes[arriving]) == largest // 2
 
 
-def test_it_fits_where_the_largest_layer_whole_does_not() -> None:
+def test_peak_is_below_that_of_one_unsharded_layer() -> None:
     def peak_bytes(sharding: dict[str, Any]) -> int:
         choice = Choice.from_document({"execution": {"micro_batch": 2}, "sharding": sharding})
         made = rewriter(MODELS / "head.py", 4).candidate(choice)
@@ -188,15 +190,15 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def assert_as_predicted(
-    found: list[Measured], beside: dict[str, dict[str, Any]], ranks: int, node: int = 8, **knobs: Any
+    found: list[Measured], other_slots: dict[str, dict[str, Any]], ranks: int, node: int = 8, **knobs: Any
 ) -> None:
-    """Peaks within 2 %, and the bytes of each class of link to the byte; blocks that run again send their
+    """Assert peaks within 2 %, and the bytes of each class of link to the byte; recomputed blocks send their
     weights again.
     """
     degree, in_place = knobs.get("degree", ranks), knobs.get("in_place", False)
     intra, inter = sent(degree, in_place, ranks, knobs.get("accumulate", 1), node)
     again = (HELD - EMBEDDED) * (1 if in_place else (degree - 1) / degree)
-    for name, more in beside.items():
+    for name, more in other_slots.items():
         made = candidate(KIND, SEPARATE, ranks, more, **knobs).program
         predicted = simulate(made, hardware.detect("cpu")).peak_allocated_bytes
         for rank in found:
@@ -210,9 +212,9 @@ def assert_as_predicted(
             assert rank[name][1:] == (intra + (again if "recompute" in more else 0), inter), (name, rank)
 
 
-def check_predicted(beside: dict[str, dict[str, Any]], ranks: int, node: int = 8, **knobs: Any) -> None:
-    asked = {name: config(KIND, ranks, more, **knobs) for name, more in beside.items()}
-    assert_as_predicted(run_ranks(measured, ranks, asked, node), beside, ranks, node, **knobs)
+def check_predicted(other_slots: dict[str, dict[str, Any]], ranks: int, node: int = 8, **knobs: Any) -> None:
+    asked = {name: config(KIND, ranks, more, **knobs) for name, more in other_slots.items()}
+    assert_as_predicted(run_ranks(measured, ranks, asked, node), other_slots, ranks, node, **knobs)
 
 
 def both(document: dict[str, Any]) -> tuple[Measured, dict[str, Any]]:
@@ -229,7 +231,7 @@ def test_two_ranks_train_as_one_with_clipping_as_predicted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_peaks_beside_what_claims_activations(ranks: int, in_place: bool) -> None:
+def test_peaks_with_activation_techniques(ranks: int, in_place: bool) -> None:
     check_predicted(OTHERS, ranks, in_place=in_place)
 
 
@@ -250,7 +252,7 @@ def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
 
 
 class EvenNet(TiedNet):
-    """As `TiedNet`, with rows that four ranks divide beside some that they do not."""
+    """A `TiedNet` with some rows that four ranks divide, and some that they do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +291,7 @@ def five_steps(cases: list[Case]) -> dict[Case, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_five_steps_with_accumulation_and_clipping(ranks: int) -> None:
-    """Also in a loop that does not say which micro-batch is the last one."""
+    """Also in a loop that does not mark the last micro-batch."""
     cases = list(product({2, ranks}, (False, True), (1, 4), (0.0, 0.05), (False, True)))
     found = run_ranks(five_steps, ranks, cases, deadline_s=280)
     wanted = {clip: alone(*even(), batches, clip) for clip in (0.0, 0.05)}
@@ -305,7 +307,7 @@ class TestRtp(ShardedSuite):
 
 
 class Branches(nn.Module):
-    """One of two layers of one shape, as the samples say."""
+    """One of two layers of one shape, chosen by the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +319,7 @@ class Branches(nn.Module):
 
 
 def branched(others_from: int) -> list[Any]:
-    """At which step this rank says what, where ranks take other branches from a step on."""
+    """Return the error of this rank and its step, if ranks take other branches from a step on."""
     torch.manual_seed(0)
     model = nn.Sequential(Branches(), nn.Linear(8, 8))
     plan = {"sharding.parallel": {"degree": 2, "layers": ["0.low", "0.high", "1"]}}
@@ -337,5 +339,5 @@ def branched(others_from: int) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("others_from", "noticed_at"), [(1, 1), (3, 4)])
-def test_ranks_that_call_other_layers_are_told(others_from: int, noticed_at: int) -> None:
+def test_ranks_that_call_other_layers_raise(others_from: int, noticed_at: int) -> None:
     assert run_ranks(branched, 2, others_from) == [[noticed_at, "MT391"]] * 2

@@ -1,6 +1,4 @@
-"""Sequence parallelism: which models it refuses, what a rank's step holds and sends, and that gloo ranks
-train as one does.
-"""
+"""Sequence parallelism: refused models, a rank's bytes, and training on gloo ranks as on one."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def bytes_of(step: Step, name: str, phase: Phase) -> int:
     return int(step.ops.traffic_bytes[ops].sum())
 
 
-def test_a_step_sends_shares_in_place_of_sums() -> None:
+def test_step_sends_gathers_and_scatters_instead_of_sums() -> None:
     step = candidate(KIND).program.step
     assert bytes_of(step, "all_reduce_", Phase.FORWARD) == bytes_of(step, "all_reduce_", Phase.BACKWARD) == 0
     assert (
@@ -68,7 +66,7 @@ def test_a_step_sends_shares_in_place_of_sums() -> None:
     assert bytes_of(step, "all_reduce_", Phase.BOUNDARY) == whole
 
 
-def test_norms_and_inputs_of_layers_are_saved_as_shares() -> None:
+def test_norms_and_layer_inputs_are_saved_as_shards() -> None:
     def saved(kind: str) -> int:
         step = candidate(kind).program.step
         mine = step.saves.storage[step.saves.block == 1]
@@ -108,7 +106,7 @@ def test_refusals_name_what_is_in_the_way(name: str, monkeypatch: pytest.MonkeyP
         rewriter.cache_clear()
 
 
-def test_a_weight_shared_with_the_head_is_refused() -> None:
+def test_fits_refuses_a_weight_shared_with_the_head() -> None:
     _, model, _ = build(SEPARATE)
     model.ln_f.weight = model.h[0].ln_1.weight
     with pytest.raises(ApplyError, match="which sees all positions"):
@@ -152,8 +150,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "selective", "copy_out"])
-def test_beside_what_claims_activations(name: str) -> None:
-    found = run_ranks(trained, 2, 2, config(KIND, beside=OTHERS[name]), False, 1, True)
+def test_training_with_activation_techniques(name: str) -> None:
+    found = run_ranks(trained, 2, 2, config(KIND, other_slots=OTHERS[name]), False, 1, True)
     assert_trained_as_one(found, trained(2, None, False, 1, True), atol=1e-5)
 
 
@@ -165,13 +163,13 @@ def test_ledger_peak_is_as_predicted(name: str) -> None:
     predicted = simulate(
         candidate(KIND, SEPARATE, 2, OTHERS[name]).program, hardware.detect("cpu")
     ).peak_allocated_bytes
-    for measured in run_ranks(peak, 2, config(KIND, beside=OTHERS[name])):
+    for measured in run_ranks(peak, 2, config(KIND, other_slots=OTHERS[name])):
         assert abs(measured - predicted) <= 0.02 * predicted, (measured, predicted)
 
 
-def a_loop_of_ones_own(document: dict[str, Any]) -> dict[str, Any]:
-    """Two backwards before each step, without `Tuned.step`, on the same samples on every rank; and the bytes
-    of one backward.
+def user_loop(document: dict[str, Any]) -> dict[str, Any]:
+    """Run two backwards before each step, without `Tuned.step`, on the same samples on every rank; return
+    one's bytes.
     """
     workload, model, optimizer = build(SEPARATE)
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False) if document else None
@@ -190,9 +188,9 @@ def a_loop_of_ones_own(document: dict[str, Any]) -> dict[str, Any]:
     return {"model": state, "gradients": gradients, "sent": sent[-1]}
 
 
-def test_gradients_add_up_in_any_loop_and_bytes_are_those_of_the_formula() -> None:
-    wanted = a_loop_of_ones_own({})
-    for found in run_ranks(a_loop_of_ones_own, 2, config(KIND)):
+def test_user_loop_sums_gradients_and_sends_bytes_by_formula() -> None:
+    wanted = user_loop({})
+    for found in run_ranks(user_loop, 2, config(KIND)):
         torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(
             found["gradients"], wanted["gradients"], rtol=1e-4, atol=1e-6

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what may be cut, what a rank's step holds, and that gloo ranks train as one does."""
+"""Tensor parallelism: layers that can be divided, a rank's bytes, and training on gloo ranks as on one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_pairs_are_found_by_names_and_shapes() -> None:
 
 def test_refusals_name_what_is_in_the_way() -> None:
     both = {"parallel": {"kind": "tensor"}, "states": {"kind": "fsdp"}}
-    assert "sharding.states: fsdp has no copies of a part" in refusal(KIND, beside={"sharding": both})
+    assert "sharding.states: fsdp has no copies of a part" in refusal(KIND, other_slots={"sharding": both})
     assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(KIND).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(TensorParallel().fits(program, Target(here, 2)))
@@ -89,7 +89,7 @@ def test_refusals_name_what_is_in_the_way() -> None:
         (2, lambda block: block.mlp[2].register_forward_hook(lambda *_: None), "h.0.mlp.2 has hooks"),
     ],
 )
-def test_layers_must_be_plain(degree: int, change: Any, reason: str | None) -> None:
+def test_fits_refuses_layers_that_are_not_plain(degree: int, change: Any, reason: str | None) -> None:
     _, model, _ = build(SEPARATE)
     pairs = find_pairs([(name, tuple(p.shape)) for name, p in model.named_parameters()], ["h.0", "h.1"]).found
     change(model.h[0])
@@ -102,7 +102,7 @@ def test_layers_must_be_plain(degree: int, change: Any, reason: str | None) -> N
 
 @cache
 def between() -> tuple[Recording, Recording, dict[str, Pair]]:
-    """The plain step, the cut one, and the pair of each MLP by what is between its layers."""
+    """Return the plain step, the divided one, and the pair of each MLP, by the code between its layers."""
     workload = Workload.load(BETWEEN)
     plain = record(workload)
     pairs = chosen_pairs(plain.step, 2, "mlp")
@@ -125,7 +125,7 @@ def between() -> tuple[Recording, Recording, dict[str, Pair]]:
         ("products", "sums over what was divided"),
     ],
 )
-def test_code_between_the_layers_must_treat_features_alike(name: str, reason: str | None) -> None:
+def test_fits_refuses_code_that_mixes_features_between_layers(name: str, reason: str | None) -> None:
     plain, cut, pairs = between()
     found = partition_difference(plain, cut, [pairs[name]], 2)
     assert found is None if reason is None else reason in str(found)
@@ -134,7 +134,7 @@ def test_code_between_the_layers_must_treat_features_alike(name: str, reason: st
 # -- the rank's step -----------------------------------------------------------------------------------------
 
 
-def test_a_step_has_half_the_cut_weights_and_two_sums_a_pair() -> None:
+def test_step_has_half_the_divided_weights_and_two_sums_a_pair() -> None:
     plain, cut = rewriter(SEPARATE).recording.at(SIZE), candidate(KIND).program.step
     shapes = {p.name: p.shape for p in cut.parameters}
     assert shapes["h.1.attn.q_proj.weight"] == (16, 32)
@@ -149,7 +149,7 @@ def test_a_step_has_half_the_cut_weights_and_two_sums_a_pair() -> None:
     assert cut.ops.flops.sum() < 0.75 * plain.ops.flops.sum()
 
 
-def test_a_step_has_the_same_samples_in_more_turns() -> None:
+def test_step_has_the_same_samples_in_more_micro_batches() -> None:
     program = candidate(KIND).program
     assert (program.accumulate, program.sharers, program.samples) == (2, 2, 2 * SIZE)
 
@@ -169,7 +169,7 @@ def test_two_ranks_train_as_one_with_clipping() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"cut": "mlp"}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"layers": "mlp"}], ids=str)
 def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
     assert_trained_as_one(
         run_ranks(trained, 4, 4, config(KIND, 4, **knobs), True), trained(4, None, True), atol=1e-5
@@ -178,12 +178,12 @@ def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_beside_recompute(kind: str) -> None:
-    found = run_ranks(trained, 2, 2, config(KIND, beside={"recompute": {"kind": kind}}))
+def test_training_with_recompute(kind: str) -> None:
+    found = run_ranks(trained, 2, 2, config(KIND, other_slots={"recompute": {"kind": kind}}))
     assert_trained_as_one(found, trained(2, None))
 
 
-def without_turns(document: dict[str, Any]) -> list[str]:
+def without_rotation(document: dict[str, Any]) -> list[str]:
     rank, said = torch.distributed.get_rank(), []
     for seed in (0, rank):
         workload, model, optimizer = build(SEPARATE)
@@ -198,15 +198,15 @@ def without_turns(document: dict[str, Any]) -> list[str]:
     return said
 
 
-def test_other_samples_outside_of_step_are_noticed() -> None:
-    for same, other in run_ranks(without_turns, 2, config(KIND)):
+def test_different_samples_outside_of_step_raise() -> None:
+    for same, other in run_ranks(without_rotation, 2, config(KIND)):
         assert same == ""
         assert "different micro-batches" in other
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize(
-    "beside",
+    "other_slots",
     [
         {},
         pytest.param({"recompute": {"kind": "full"}}, marks=pytest.mark.slow),
@@ -217,10 +217,10 @@ def test_other_samples_outside_of_step_are_noticed() -> None:
     ],
     ids=["alone", "full", "copy_out"],
 )
-def test_ledger_peak_is_as_predicted(beside: dict[str, Any]) -> None:
-    made = candidate(KIND, SEPARATE, 2, beside)
+def test_ledger_peak_is_as_predicted(other_slots: dict[str, Any]) -> None:
+    made = candidate(KIND, SEPARATE, 2, other_slots)
     predicted = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
-    for measured in run_ranks(peak, 2, config(KIND, beside=beside)):
+    for measured in run_ranks(peak, 2, config(KIND, other_slots=other_slots)):
         assert abs(measured - predicted) <= 0.02 * predicted, (measured, predicted)
 
 
@@ -231,4 +231,4 @@ class TestTensor(ShardedSuite):
         2,
         0.03,
         False,
-    )  # a message that gloo lets go of late, on a busy machine, is 1.2 % here
+    )  # on a busy machine gloo may free a message late, 1.2 % of the peak here

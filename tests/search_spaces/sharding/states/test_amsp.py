@@ -1,4 +1,6 @@
-"""AMSP: factors by hand and by plan, within the budget. On real ranks: memtune/runtime/test_states.py."""
+"""AMSP: factors by hand and by plan, within the budget. On real ranks:
+tests/parallel/sharding/test_nested_sharding.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from support.sharding_programs import program, target
 from support.suites.sharded_suite import ShardedSuite
 from support.zoo_paths import ZOO
 
-from memtune.parallel.sharding.factors import Factors, held, seconds
+from memtune.parallel.sharding.factors import Factors, held_bytes, seconds
 from memtune.program.step import Program
 from memtune.search_spaces.sharding.states._nested import schedule_of, whole_bytes
 from memtune.search_spaces.sharding.states.amsp import Amsp, AmspPlan
@@ -28,14 +30,14 @@ def factors(p: int, g: int, o: int) -> dict[str, int]:
     ("knobs", "ranks", "accumulate", "reason"),
     [
         ({}, 1, 4, "only one rank"),
-        ({"parameters": 2}, 16, 4, "some factors but not all"),
+        ({"parameters": 2}, 16, 4, "some factors are given but not all"),
         (factors(3, 3, 3), 16, 4, "the 16 ranks are no multiple of optimizer=3"),
         (factors(2, 4, 32), 16, 4, "the 16 ranks are no multiple of optimizer=32"),
         (factors(1, 1, 16), 16, 4, "(1, 1, 16) is zero1"),
         (factors(1, 16, 16), 16, 4, "(1, 16, 16) is zero2"),
         (factors(16, 16, 16), 16, 4, "is fsdp"),
         (factors(4, 4, 4), 16, 1, "is fsdp, degree: 4"),
-        (factors(2, 4, 8), 16, 1, "it is (2, 2, 8) (gradients: 2)"),
+        (factors(2, 4, 8), 16, 1, "it equals (2, 2, 8) (gradients: 2)"),
         (factors(2, 4, 8), 16, 4, ""),
         (factors(2, 2, 8), 16, 1, ""),
         (factors(16, 1, 16), 16, 4, ""),
@@ -52,24 +54,24 @@ def planned(budget_bytes: int | None, before: Program) -> Factors:
     return Factors(**Amsp().plan(before, where).document())
 
 
-def test_the_plan_fits_the_budget_and_less_memory_never_saves_time() -> None:
+def test_plan_fits_the_budget_and_less_memory_never_saves_time() -> None:
     before, where = program(ranks=RANKS, accumulate=4), target(RANKS)
     whole, schedule = whole_bytes(before.step), schedule_of(before, where, gathers=2)
-    beside = before.step.peak_bytes() - whole.total
+    other_bytes = before.step.peak_bytes() - whole.total
     times = []
     for share in (1.1, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1):
-        found = planned(int(beside + share * whole.total), before)
-        assert held(found, whole).total <= share * whole.total
+        found = planned(int(other_bytes + share * whole.total), before)
+        assert held_bytes(found, whole).total <= share * whole.total
         times.append(seconds(found, whole, schedule, where.hardware))
     assert times == sorted(times)
     assert times[0] < times[-1]
 
 
-def test_where_nothing_fits_all_is_divided_over_all() -> None:
+def test_plan_shards_over_all_ranks_if_nothing_fits() -> None:
     assert planned(1, program(ranks=RANKS, accumulate=4)) == Factors(RANKS, RANKS, RANKS)
 
 
-def test_the_plan_is_what_is_applied_and_explained() -> None:
+def test_plan_is_applied_and_explained() -> None:
     technique, before = Amsp(), program(ranks=RANKS, accumulate=4)
     plan = AmspPlan(parameters=2, gradients=2, optimizer=16)
     by_hand = Amsp(**factors(2, 2, 16)).rewrite(before, AmspPlan(), target(RANKS)).step
@@ -82,13 +84,13 @@ def test_the_plan_is_what_is_applied_and_explained() -> None:
     )
 
 
-def test_factors_are_one_candidate_whoever_asks() -> None:
+def test_equal_factors_are_one_candidate() -> None:
     assert Amsp(**factors(8, 8, 16)).record(target(RANKS)) == Paro(strategy="IIG").record(target(RANKS))
     assert Amsp(**factors(1, 8, 16)).record(target(RANKS)) == Paro(strategy="NIG").record(target(RANKS))
 
 
 class TestAmsp(ShardedSuite):
-    """Parameters and optimizer state over both ranks, sums of gradients whole."""
+    """Parameters and optimizer state sharded over both ranks, sums of gradients unsharded."""
 
     technique = Amsp
     accumulate, peak_rel, briefly = 2, 0.02, False

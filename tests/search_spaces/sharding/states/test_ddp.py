@@ -1,6 +1,4 @@
-"""DDP: when it fits, and what its pass says of buckets, sums and the link. On real ranks:
-memtune/runtime/test_sharding.py.
-"""
+"""DDP: conditions, and its pass's buckets, sums and link traffic. On real ranks: tests/parallel/replicas."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def test_fits_two_ranks_and_more() -> None:
     assert Ddp().fits(program("lora"), target(2)) is None  # frozen parameters are fine
 
 
-def test_a_parameter_without_gradient_must_be_looked_for() -> None:
+def test_fits_requires_find_unused_parameters() -> None:
     unused = with_parameter(4, gradient=-1)
     assert "1 trainable parameters get no gradient" in str(Ddp().fits(unused, target(2)))
     assert Ddp(find_unused_parameters=True).fits(unused, target(2)) is None
@@ -62,10 +60,10 @@ def test_a_parameter_without_gradient_must_be_looked_for() -> None:
     )  # a batch may leave experts out
 
 
-def test_buckets_hold_all_gradients_for_ever() -> None:
+def test_buckets_are_never_freed() -> None:
     assert buckets(rewritten()) == [GRADIENTS]
-    # The buckets of DDP exist beside gradients on their way in: at least one copy more than the plain step
-    # holds at its end.
+    # DDP's buckets are allocated in addition to incoming gradients: at least one copy more than the plain
+    # step holds at its end.
     assert rewritten().live_bytes()[0] == step().live_bytes()[0] + GRADIENTS
 
 
@@ -79,7 +77,7 @@ def test_buckets_close_when_they_reach_their_size() -> None:
     assert [int(after.ops.traffic_bytes[op]) for op in ops(after, "c10d.allreduce_.default")] == found
 
 
-def test_all_reduces_run_behind_the_backward_that_fills_them() -> None:
+def test_all_reduces_overlap_with_backward() -> None:
     after = replicate(step(), Replication(4, 100_000))
     reduced = ops(after, "c10d.allreduce_.default")
     last = int((after.ops.phase == Phase.BACKWARD).nonzero()[0][-1])
@@ -88,8 +86,8 @@ def test_all_reduces_run_behind_the_backward_that_fills_them() -> None:
     assert {int(after.ops.phase[op]) for op in reduced} == {Phase.BACKWARD}
 
 
-def test_micro_batches_in_the_middle_hold_all_sums_throughout() -> None:
-    """A peak late in backward, where the last micro-batch has let go of sums: seen from three micro-batches
+def test_middle_micro_batches_hold_all_sums() -> None:
+    """A peak at the end of backward, when the last micro-batch has freed sums; seen from three micro-batches
     on.
     """
     plain = program("gpt", accumulate=3).step
@@ -105,7 +103,7 @@ def test_micro_batches_in_the_middle_hold_all_sums_throughout() -> None:
     assert two < three == late.peak_bytes() + GRADIENTS
 
 
-def test_with_accumulation_sums_exist_beside_the_buckets_and_one_micro_batch_averages() -> None:
+def test_accumulation_holds_sums_and_buckets_and_averages_once() -> None:
     once, twice = rewritten(), rewritten(accumulate=2)
     assert twice.live_bytes()[0] == once.live_bytes()[0] + GRADIENTS
     assert {int(twice.ops.phase[op]) for op in ops(twice, "c10d.allreduce_.default")} == {
@@ -113,7 +111,7 @@ def test_with_accumulation_sums_exist_beside_the_buckets_and_one_micro_batch_ave
     }  # once per step
 
 
-def test_the_optimizer_reads_the_buckets() -> None:
+def test_optimizer_reads_the_buckets() -> None:
     after = rewritten()
     first = int((after.ops.phase == Phase.OPTIMIZER).nonzero()[0][0])
     assert not ((after.storages.kind == Kind.GRADIENT) & (after.storages.producer >= 0)).any()
@@ -121,13 +119,13 @@ def test_the_optimizer_reads_the_buckets() -> None:
     assert (after.uses.op[after.uses.storage == after.grad_order[0]] >= first).any()
 
 
-def test_buffers_follow_the_first_rank() -> None:
+def test_buffers_are_broadcast_from_the_first_rank() -> None:
     sent = ops(rewritten(model="cnn_bn"), "c10d.broadcast_.default")
     assert len(sent) == 1
     assert not ops(rewritten(), "c10d.broadcast_.default")
 
 
-def test_record_tells_it_from_sharding() -> None:
+def test_record_differs_from_sharding() -> None:
     assert Ddp().record(target(2))["states.shard"] == {"parameters": 1, "gradients": 1, "optimizer": 1}
     assert Ddp().record(target(2)) != Ddp(bucket_cap_mb=100).record(target(2))
 
@@ -154,7 +152,7 @@ class Gated(nn.Module):
         return out
 
 
-def not_looked_for() -> list[str]:
+def without_search() -> list[str]:
     model = Gated()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {"sharding": {"states": {"kind": "ddp"}}}
@@ -189,12 +187,12 @@ def gated() -> dict[str, Any]:
     return {
         "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
         "names": list(tuned.state_dict()["model"]),
-        "not looked for": not_looked_for(),
+        "not looked for": without_search(),
     }
 
 
 def test_unused_parameters_are_found() -> None:
-    """Or a bucket that was not full is an error, in the step itself."""
+    """Without the search a bucket that is not full is an error, in the step itself."""
     first, second = run_ranks(gated, 2)
     assert first["not looked for"] == second["not looked for"] == ["MT346", "find_unused_parameters: true"]
     assert all(torch.equal(first["moved"][name], second["moved"][name]) for name in first["moved"])

@@ -1,6 +1,4 @@
-"""FSDP: when it fits, what it stands for, and that its pass follows its knobs. Its numbers:
-memtune/passes/test_shard.py.
-"""
+"""FSDP: conditions, record, and its pass by knobs. Numbers: tests/parallel/sharding/test_fsdp_pass.py."""
 
 from __future__ import annotations
 
@@ -36,9 +34,9 @@ from memtune.technique import NO_PLAN, Exactness
         ({"reshard_after_forward": 2}, 2, "no smaller equal groups of the 2 ranks"),
         ({"reshard_after_forward": 3}, 4, "(reshard_after_forward: 2)"),
         ({"reshard_after_forward": 4, "degree": 4}, 8, "no smaller equal groups of the 4 ranks"),
-        ({"reshard_after_forward": False, "keep_root": False}, 4, "all units stay gathered"),
+        ({"reshard_after_forward": False, "keep_root": False}, 4, "all units stay unsharded"),
         ({"reduce_dtype": "bfloat16", "prefetch": 0}, 2, None),
-        ({"reduce_dtype": "float32"}, 2, "elements of 4 bytes already"),
+        ({"reduce_dtype": "float32"}, 2, "already have elements of 4 bytes"),
     ],
 )
 def test_fits(knobs: dict[str, Any], ranks: int, reason: str | None) -> None:
@@ -46,23 +44,23 @@ def test_fits(knobs: dict[str, Any], ranks: int, reason: str | None) -> None:
     assert found is None if reason is None else reason in str(found)
 
 
-def test_a_scalar_parameter_is_a_reason() -> None:
+def test_fits_refuses_scalar_parameters() -> None:
     found = Fsdp().fits(with_parameter(3, shape=()), target(2))
     assert "has no dimension to divide" in str(found)
 
 
-def test_two_types_in_one_unit_are_a_reason() -> None:
+def test_fits_refuses_two_types_in_one_unit() -> None:
     assert "another type" in str(Fsdp().fits(with_parameter(5, itemsize=2), target(2)))
     assert Fsdp().fits(with_parameter(5, itemsize=2, trainable=False), target(2)) is None
 
 
-def test_a_weight_shared_between_blocks_is_a_reason_unless_one_unit_holds_both() -> None:
+def test_fits_refuses_weights_shared_between_units() -> None:
     shared = with_parameter(3, block=1)  # a weight that block 0 uses, but block 1 holds
     assert "is used outside its unit" in str(Fsdp().fits(shared, target(2)))
     assert Fsdp(blocks_per_unit=2).fits(shared, target(2)) is None
 
 
-def test_a_model_without_blocks_is_one_unit() -> None:
+def test_model_without_blocks_is_one_unit() -> None:
     plain = program().step
     outside = tuple(p._replace(block=-1) for p in plain.parameters)
     step = (
@@ -75,12 +73,12 @@ def test_a_model_without_blocks_is_one_unit() -> None:
     assert "always stays gathered" in str(Fsdp(reshard_after_forward=False).fits(without, target(2)))
 
 
-def test_all_ranks_is_one_candidate_however_it_is_said() -> None:
+def test_all_ranks_is_one_candidate_for_any_spelling() -> None:
     assert Fsdp().record(target(8)) == Fsdp(degree=8).record(target(8)) != Fsdp(degree=4).record(target(8))
     assert Fsdp().record(target(8))["states.shard"] == {"parameters": 8, "gradients": 8, "optimizer": 8}
 
 
-def test_the_pass_follows_the_knobs() -> None:
+def test_pass_follows_the_knobs() -> None:
     step = Fsdp(degree=4).rewrite(program(ranks=16), NO_PLAN, target(16)).step
     by_name = {
         name: [op for op in range(step.ops.n) if step.names[step.ops.name[op]] == name] for name in step.names
@@ -97,16 +95,16 @@ def test_the_pass_follows_the_knobs() -> None:
     assert sum(kept.names[name] == "memtune.all_gather_into_.default" for name in kept.ops.name) == 5
 
 
-def test_other_collectives_are_refused_where_units_have_ways_of_their_own() -> None:
+def test_custom_collectives_refuse_other_gathers_and_types() -> None:
     for knobs, reason in (
-        ({"reshard_after_forward": 2}, "groups of its own"),
-        ({"reduce_dtype": "bfloat16"}, "type of their own"),
+        ({"reshard_after_forward": 2}, "in smaller groups"),
+        ({"reduce_dtype": "bfloat16"}, "travel in reduce_dtype"),
     ):
         chosen = replace(target(16), chosen={"sharding.states": Fsdp(**knobs)})
         assert reason in str(Hierarchical().fits(program(ranks=16), chosen))
 
 
-def test_only_several_nodes_are_asked_for_what_spares_their_links() -> None:
+def test_choices_spare_links_on_several_nodes_only() -> None:
     assert (
         Fsdp().choices_on(target(8)).keys()
         == Fsdp().choices_on(target(4, "cpu")).keys()
@@ -115,7 +113,7 @@ def test_only_several_nodes_are_asked_for_what_spares_their_links() -> None:
     assert Fsdp().choices_on(target(16))["reshard_after_forward"] == (True, False, 8)
 
 
-def test_fewer_bits_are_lossy() -> None:
+def test_narrow_reductions_are_lossy() -> None:
     assert Fsdp().exactly() is Fsdp(reshard_after_forward=2, prefetch=2).exactly() is Exactness.REORDERED
     assert Fsdp(reduce_dtype="bfloat16").exactly() is Exactness.LOSSY
 
@@ -166,7 +164,7 @@ def two_by_two() -> dict[str, Any]:
     return {"gradients": {name: before[name] - after[name] for name in before}, "shard": tuple(shard)}
 
 
-def test_copies_of_shards_train_as_the_plain_model() -> None:
+def test_replicated_shards_train_as_the_plain_model() -> None:
     plain = two_by_two()
     for rank in run_ranks(two_by_two, 4):
         assert rank["shard"] == (4, 8)

@@ -1,4 +1,4 @@
-"""MiCS: when it fits, what it stands for, and that averages between groups cost one message a step."""
+"""MiCS: conditions, record, and one average between groups per step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ops(step: Step, name: str) -> list[int]:
     return [op for op in range(step.ops.n) if name in step.names[step.ops.name[op]]]
 
 
-def test_groups_are_averaged_once_a_step_over_the_network() -> None:
+def test_groups_are_averaged_once_per_step_between_nodes() -> None:
     step = rewritten(4, 16)
     averages, reductions = ops(step, "all_reduce"), ops(step, "reduce_scatter")
     assert len(averages) == len(reductions)
@@ -61,15 +61,14 @@ def test_groups_are_averaged_once_a_step_over_the_network() -> None:
     assert sum(step.ops.traffic_bytes[averages]) * 4 == sum(step.ops.traffic_bytes[reductions])
 
 
-def test_all_but_the_last_unit_are_averaged_beside_backward() -> None:
+def test_averages_of_all_but_the_last_unit_overlap_with_backward() -> None:
     step = rewritten(2, 4)
     averages, end = ops(step, "all_reduce"), max(ops(step, "reduce_scatter"))
-    assert (
-        sum(op > end for op in averages) == 2
-    )  # the last unit, and the one before it beside whose reduction it runs
+    # The last unit, and the one before it, whose average overlaps with the last reduction.
+    assert sum(op > end for op in averages) == 2
 
 
-def test_a_group_is_a_node_unless_it_is_said() -> None:
+def test_group_is_a_node_by_default() -> None:
     where = target(16)
     assert where.hardware.gpus_per_node == 8
     assert Mics().plan(program(ranks=16, accumulate=2), where).document() == {"group": 8}
@@ -78,13 +77,13 @@ def test_a_group_is_a_node_unless_it_is_said() -> None:
     assert {int(rewritten(None, 16).ops.group[op]) for op in ops(rewritten(None, 16), "all_gather")} == {8}
 
 
-def test_it_differs_from_fsdp_in_when_copies_are_averaged() -> None:
+def test_record_differs_from_fsdp_in_the_average_of_copies() -> None:
     one, other = Mics(group=4).record(target(8)), Fsdp(degree=4).record(target(8))
     assert one.keys() == other.keys()
     assert {name for name in one if one[name] != other[name]} == {"states.average"}
 
 
-def test_sizes_are_parts_of_a_node_a_node_or_several() -> None:
+def test_choices_are_parts_of_a_node_a_node_or_several() -> None:
     assert Mics().choices_on(target(48))["group"] == (None, 24, 16, 8, 4, 2)
     assert Mics().choices_on(target(8))["group"] == (None, 4, 2)
     assert Mics().choices_on(target(1))["group"] == (None,)

@@ -1,6 +1,4 @@
-"""PaRO: which letters fit and why others do not, and that letters are factors. On real ranks:
-memtune/runtime/test_states.py.
-"""
+"""PaRO: strategies that fit, reasons of others, and their factors. On real ranks: tests/parallel/sharding."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def verdict(ranks: int = RANKS, accumulate: int = 4, **knobs: Any) -> str:
     return str(found) if found is not None else ""
 
 
-def test_letters_that_nothing_else_beats_fit() -> None:
+def test_fits_strategies_that_no_other_dominates() -> None:
     assert [letters for letters in FITTING if verdict(strategy=letters)] == []
 
 
@@ -42,7 +40,7 @@ def test_letters_that_nothing_else_beats_fit() -> None:
         ("III", "III holds no less and sends no less on any link than IIG"),
     ],
 )
-def test_why_others_do_not(letters: str, reason: str) -> None:
+def test_fits_refuses_dominated_strategies(letters: str, reason: str) -> None:
     assert reason in verdict(strategy=letters)
 
 
@@ -57,11 +55,11 @@ def test_why_others_do_not(letters: str, reason: str) -> None:
         ({"blocks_per_unit": 9}, "there are 4 blocks"),
     ],
 )
-def test_groups_and_batches_that_do_not_fit(knobs: dict[str, Any], reason: str) -> None:
+def test_fits_refuses_groups_and_micro_batches(knobs: dict[str, Any], reason: str) -> None:
     assert reason in verdict(**knobs)
 
 
-def test_a_scalar_is_a_reason() -> None:
+def test_fits_refuses_scalar_parameters() -> None:
     scalar = Program(with_parameter(3, shape=()).rank_classes, 2, accumulate=4)
     assert "has no dimension" in str(Paro(strategy="NIG").fits(scalar, target(RANKS)))
 
@@ -100,7 +98,7 @@ def test_nii_averages_groups_once() -> None:
     assert sent(rewritten("NII"), "all_reduce") == {(Phase.BOUNDARY, 2, Resource.INTER_LINK)}
 
 
-def test_what_a_rank_holds_follows_the_letters() -> None:
+def test_held_bytes_follow_the_strategy() -> None:
     whole = program().step
 
     def held(step: Step, kind: Kind) -> int:
@@ -128,7 +126,7 @@ def test_records_are_factors_and_groups_default_to_nodes() -> None:
     assert Paro(strategy="III").record(where)["states.shard"] == Mics().record(where)["states.shard"]
 
 
-def test_choices_are_letters_and_sizes() -> None:
+def test_choices_are_strategies_and_sizes() -> None:
     choices = Paro().choices_on(target(RANKS))
     assert choices["strategy"][0] == "IIG"
     assert len(set(choices["strategy"])) == 18

@@ -1,4 +1,4 @@
-"""ZeRO 1: when it fits, what it stands for, and that it passes the suite's checks on two ranks."""
+"""ZeRO 1: conditions, record, and the suite's checks on two ranks."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def test_fits(ranks: int, reason: str | None) -> None:
     assert found is None if reason is None else reason in str(found)
 
 
-def test_a_scalar_is_a_reason_only_where_it_is_trained() -> None:
+def test_fits_refuses_trained_scalar_parameters_only() -> None:
     assert "has no dimension to divide" in str(Zero1().fits(with_parameter(3, shape=()), target(2)))
     assert Zero1().fits(with_parameter(3, shape=(), trainable=False), target(2)) is None
 
 
-def test_divides_the_state_alone() -> None:
+def test_rewrite_shards_optimizer_state_only() -> None:
     after = Zero1().rewrite(program(ranks=4), NO_PLAN, target(4))
     after.step.validate()
     assert bytes_of(after, Kind.OPTIMIZER) * 4 == bytes_of(program(), Kind.OPTIMIZER)
     assert bytes_of(after, Kind.PARAMETER) == bytes_of(program(), Kind.PARAMETER)
 
 
-def test_the_gradients_cross_the_link_once_a_step() -> None:
+def test_gradients_cross_the_link_once_per_step() -> None:
     once, often = (Zero1().rewrite(program(accumulate=count), NO_PLAN, target(2)).step for count in (1, 4))
     for done in (once, often):
         sent = done.ops.traffic_bytes[done.ops.group > 0]
@@ -53,7 +53,7 @@ def test_the_gradients_cross_the_link_once_a_step() -> None:
         ]
 
 
-def test_it_lies_between_ddp_and_fsdp() -> None:
+def test_peak_is_between_ddp_and_fsdp() -> None:
     from memtune.search_spaces.sharding.states.ddp import Ddp
     from memtune.search_spaces.sharding.states.fsdp import Fsdp
 
@@ -63,7 +63,7 @@ def test_it_lies_between_ddp_and_fsdp() -> None:
     assert ddp.live_bytes()[0] > zero.live_bytes()[0] > fsdp.live_bytes()[0]
 
 
-def test_record_says_what_is_divided() -> None:
+def test_record_has_the_factors() -> None:
     record = Zero1().record(target(8))
     assert record["states.shard"] == {"parameters": 1, "gradients": 1, "optimizer": 8}
     assert record != Zero1(bucket_cap_mb=100).record(target(8))

@@ -1,4 +1,4 @@
-"""ZeRO 2: when it fits, what it stands for. On real ranks: memtune/runtime/test_partition.py."""
+"""ZeRO 2: conditions and record. On real ranks: tests/parallel/sharding/test_zero_partition.py."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from memtune.technique import NO_PLAN
 
 
 def test_fits_several_micro_batches() -> None:
-    assert "it is zero1 (sharding.states: zero1)" in str(Zero2().fits(program(), target(2)))
+    assert "it equals zero1 (sharding.states: zero1)" in str(Zero2().fits(program(), target(2)))
     assert Zero2().fits(program(accumulate=2), target(2)) is None
     assert "only one rank" in str(Zero2().fits(program(ranks=1), target(1)))
 
 
-def test_a_scalar_is_a_reason() -> None:
+def test_fits_refuses_scalar_parameters() -> None:
     scalar = with_parameter(3, shape=())
     assert "has no dimension" in str(Zero2().fits(Program(scalar.rank_classes, 2, accumulate=2), target(2)))
 
 
-def test_sums_are_shards() -> None:
+def test_gradient_sums_are_shards() -> None:
     whole = program(accumulate=2).step
     after = Zero2().rewrite(program(ranks=4, accumulate=2), NO_PLAN, target(4)).step
     after.validate()
@@ -42,7 +42,7 @@ def test_sums_are_shards() -> None:
     assert (sums(after) - flags) * 4 == sums(whole)
 
 
-def test_the_gradients_cross_the_link_in_every_micro_batch() -> None:
+def test_gradients_cross_the_link_in_every_micro_batch() -> None:
     done = Zero2().rewrite(program(accumulate=4), NO_PLAN, target(2)).step
     reduced = [op for op in range(done.ops.n) if "reduce_scatter" in done.names[done.ops.name[op]]]
     assert {int(done.ops.phase[op]) for op in reduced} == {Phase.BACKWARD}  # which runs once a micro-batch
@@ -50,7 +50,7 @@ def test_the_gradients_cross_the_link_in_every_micro_batch() -> None:
     assert {int(done.ops.phase[op]) for op in gathered} == {Phase.BOUNDARY}  # and this once a step
 
 
-def test_record_says_what_is_divided() -> None:
+def test_record_has_the_factors() -> None:
     assert Zero2().record(target(8))["states.shard"] == {"parameters": 1, "gradients": 8, "optimizer": 8}
 
 

@@ -1,4 +1,4 @@
-"""ZeRO 3 is FSDP over all ranks: one record, one candidate. On real ranks: memtune/runtime/test_states.py."""
+"""ZeRO 3 is FSDP over all ranks: one record, one candidate. On real ranks: tests/parallel/sharding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memtune.search_spaces.sharding.states.zero3 import Zero3
 from memtune.technique import NO_PLAN
 
 
-def test_is_fsdp_over_all_ranks() -> None:
+def test_record_equals_fsdp_over_all_ranks() -> None:
     knobs = {"reshard_after_forward": False, "blocks_per_unit": 2}
     assert Zero3().record(target(8)) == Fsdp().record(target(8)) == Fsdp(degree=8).record(target(8))
     assert Zero3(**knobs).record(target(8)) == Fsdp(**knobs).record(target(8))

@@ -1,4 +1,4 @@
-"""MLPs whose code between the layers runs with half of the features, and mostly means something else then."""
+"""MLPs whose code between the layers would compute something else on half of the features, in most cases."""
 
 from collections.abc import Callable
 

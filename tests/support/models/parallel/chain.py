@@ -1,4 +1,4 @@
-"""A GPT of eight small blocks that are all given one mask, with a head of its own."""
+"""A GPT of eight small blocks with one shared mask and an untied head."""
 
 import torch
 import torch.nn.functional as F

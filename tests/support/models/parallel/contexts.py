@@ -1,5 +1,5 @@
-"""Grouped-query attention, rotary tables that the blocks are given, SGD; IN_CONTEXTS names what is not right
-for a share.
+"""Grouped-query attention, rotary tables passed to the blocks, SGD; IN_CONTEXTS names the code that is
+invalid on a share of the positions.
 """
 
 import os
@@ -52,7 +52,7 @@ class Block(nn.Module):
             x = x + (more.unsqueeze(1) if WHAT == "conditioned" else more[:, :, :DIM].mean())
         x = x + self.drop(self.attended(self.norm_1(x), tables))
         x = x + self.drop(self.down(F.silu(self.up(self.norm_2(x)))))
-        return (x, x) if WHAT == "beside" else x
+        return (x, x) if WHAT == "extra outputs" else x
 
 
 class Net(nn.Module):
@@ -69,16 +69,16 @@ class Net(nn.Module):
         angle = torch.outer(torch.arange(tokens.shape[1]), 100.0 ** -torch.linspace(0, 1, HEAD // 2)).repeat(
             1, 2
         )
-        x, tables, beside = self.wte(tokens), (angle.cos(), angle.sin()), None
+        x, tables, extra = self.wte(tokens), (angle.cos(), angle.sin()), None
         more = self.wte(tokens[:, 0]) * self.scale if WHAT == "conditioned" else None
         if WHAT == "mask":
             more = torch.zeros(tokens.shape[0], tokens.shape[1], tokens.shape[1])
         for block in self.h:
             x = block(x, tables, more)
-            x, beside = x if isinstance(x, tuple) else (x, None)
+            x, extra = x if isinstance(x, tuple) else (x, None)
             x = x * {"between": self.scale, "made": self.scale.tanh()}.get(WHAT, 1.0)
         x = self.head(self.norm(x))
-        return x if beside is None else x * (1 + beside.square().mean())
+        return x if extra is None else x * (1 + extra.square().mean())
 
 
 def model() -> nn.Module:

@@ -1,5 +1,5 @@
-"""The model of `undrawn.py` under an optimizer that does not divide by the gradient's size: weights are as
-close as it is.
+"""The model of `undrawn.py` with an optimizer that does not divide by the gradient's size, so that weights
+are as close as gradients.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Blocks that may be cut, beside which something treats one position otherwise than another: what
-BETWEEN_LAYERS names.
+"""Blocks that can be sharded by positions, with code next to them that treats one position differently;
+BETWEEN_LAYERS selects it.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""A GPT whose attention has layers of its own for query, key and value, with biases, dropout beside them, and
-a tied head.
-"""
+"""A GPT with separate query, key and value layers, biases, dropout in attention, and a tied head."""
 
 import torch
 import torch.nn.functional as F

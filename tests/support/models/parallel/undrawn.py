@@ -1,4 +1,4 @@
-"""The model of `separate.py` without dropout, which draws other numbers where ranks take turns."""
+"""The model of `separate.py` without dropout, whose draws would differ under micro-batch rotation."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Blocks with gates whose inputs autograd keeps: what a gate makes can be had part by part, bit by bit."""
+"""Blocks with gates whose inputs autograd saves: a gate's output can be recomputed part by part, bitwise."""
 
 import torch
 from torch import nn

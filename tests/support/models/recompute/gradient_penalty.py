@@ -1,4 +1,4 @@
-"""A gradient penalty: a backward inside of forward, whose own graph is kept for the second one."""
+"""A gradient penalty: a backward inside forward, whose graph is kept for the second backward."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
-"""Two forwards before one backward, dropout and a running average in each, and a function of the
-user's own.
+"""Two forwards before one backward, with dropout and a running average in each, and a custom autograd
+function.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Small language models whose logits or MLPs set the peak. `language_models.py:large` and so on: one object a
-story.
+"""Small language models whose logits or MLPs set the peak, one object per case: `language_models.py:large`
+and so on.
 """
 
 import torch
@@ -46,7 +46,7 @@ class Gated(nn.Module):
 
 
 class Wide(nn.Module):
-    """A residual block round one of the two."""
+    """A residual block around one of the two MLPs."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Wide(nn.Module):
 
 
 class OwnHead(nn.Module):
-    """A head of the user's own: scaled logits from x @ weight.t()."""
+    """A custom head: scaled logits from x @ weight.t()."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 
 class Story:
-    """A workload with ignored targets, its logits' loss in the usual words."""
+    """A workload with ignored targets and a cross-entropy loss."""
 
     global_batch = 8
 

@@ -1,6 +1,4 @@
-"""A bfloat16 model whose norms set its peak: they work in float32 and in plain ops, as LLaMA's; torch's own;
-a fused one.
-"""
+"""A bfloat16 model whose norms set its peak: plain ops in float32, as in LLaMA; torch's own; a fused one."""
 
 import torch
 import torch.nn.functional as F

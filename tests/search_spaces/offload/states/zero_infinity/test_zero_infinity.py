@@ -17,7 +17,7 @@ from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
 from memtune.errors import EnvironmentFault
-from memtune.offload.ssd_states.ssd_parameters import Where
+from memtune.offload.ssd_states.ssd_parameters import ParameterTier
 from memtune.program.step import Kind, Phase, Resource, Step, Tier
 from memtune.runtime.memory_tiers import DEVICE, SSD, mark, tier_of
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
@@ -58,15 +58,15 @@ class TestZeroInfinity(TechniqueSuite):
         native = OptimizerCpu(kind="optimizer_cpu", update="native")
         assert not differences(train(ZOO[model], DEFAULT), train(ZOO[model], native))
 
-    def test_has_the_bits_of_the_native_update_in_host_memory(self) -> None:
+    def test_training_is_bitwise_that_of_the_native_update_in_host_memory(self) -> None:
         native = OptimizerCpu(kind="optimizer_cpu", update="native")
         assert not differences(train(ZOO["tied"], DEFAULT), train(ZOO["tied"], native))
 
-    @pytest.mark.parametrize("ahead", [0, 3])
-    def test_bytes_on_the_drive_and_in_host_memory(self, ahead: int) -> None:
+    @pytest.mark.parametrize("prefetch", [0, 3])
+    def test_bytes_on_the_drive_and_in_host_memory_follow_the_formula(self, prefetch: int) -> None:
         plain, step = (
             rewritten(ZOO["gpt"]),
-            rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"ahead": ahead})),
+            rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"optimizer_prefetch": prefetch})),
         )
         numel = sum(int(plain.storages.bytes[each.gradient]) // 4 for each in plain.parameters)
         largest = max(int(plain.storages.bytes[each.gradient]) // 4 for each in plain.parameters)
@@ -79,10 +79,10 @@ class TestZeroInfinity(TechniqueSuite):
         assert total(step, Resource.DEVICE_TO_HOST) == 4 * numel
         counters = 4 * len(plain.parameters)
         batch = plain.peak_bytes(Tier.HOST)
-        assert step.peak_bytes(Tier.HOST) - counters - batch <= (12 * (ahead + 3) + 4) * largest
+        assert step.peak_bytes(Tier.HOST) - counters - batch <= (12 * (prefetch + 3) + 4) * largest
         assert not (step.storages.kind[step.storages.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
-    def test_the_last_step_is_kept_in_twice_the_space_for_the_same_traffic(self) -> None:
+    def test_keeping_the_last_step_takes_twice_the_space_for_the_same_traffic(self) -> None:
         keeps = DEFAULT.model_copy(update={"resume": "last_step"})
         step, kept = rewritten(ZOO["tied"], DEFAULT), rewritten(ZOO["tied"], keeps)
         assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
@@ -91,26 +91,24 @@ class TestZeroInfinity(TechniqueSuite):
         self.check_drift("tied", keeps)
         ssd_tensors.folder().remove()
 
-    @pytest.mark.parametrize("where", ["ssd", pytest.param("host", marks=pytest.mark.slow)])
-    def test_parameters_on_another_tier_have_the_same_bits(self, where: Where) -> None:
-        away = DEFAULT.model_copy(update={"parameters": where})
-        self.check_drift("tied", away)
+    @pytest.mark.parametrize("tier", ["ssd", pytest.param("host", marks=pytest.mark.slow)])
+    def test_offloaded_parameters_train_bitwise(self, tier: ParameterTier) -> None:
+        offloaded = DEFAULT.model_copy(update={"parameters": tier})
+        self.check_drift("tied", offloaded)
         native = train(ZOO["tied"], OptimizerCpu(kind="optimizer_cpu", update="native"))
-        found = train(ZOO["tied"], away)
+        found = train(ZOO["tied"], offloaded)
         assert not differences(replace(found, gradients=[]), replace(native, gradients=[]))
 
-    def test_blocks_are_read_three_deep_and_bytes_are_the_formula(self) -> None:
-        """The mechanism: while block i computes, i + 1 comes up and i + 2 is being read; without reading
-        ahead not.
-        """
+    def test_blocks_are_read_two_blocks_before_use_and_bytes_follow_the_formula(self) -> None:
+        """The mechanism: while block i computes, i + 1 is loaded and i + 2 is read; without prefetch not."""
         plain = rewritten(ZOO["gpt"])
-        for read_ahead in (1, 0):
+        for prefetch in (1, 0):
             step = rewritten(
-                ZOO["gpt"], DEFAULT.model_copy(update={"parameters": "ssd", "read_ahead": read_ahead})
+                ZOO["gpt"], DEFAULT.model_copy(update={"parameters": "ssd", "parameter_prefetch": prefetch})
             )
             numel = sum(int(plain.storages.bytes[each.gradient]) // 4 for each in plain.parameters)
             sizes = block_bytes(plain)
-            twice = 2 * sum(sizes) - sum(sizes[-2:])  # the last two stay at the turn
+            twice = 2 * sum(sizes) - sum(sizes[-2:])  # the last two are resident between forward and backward
             assert total(step, Resource.SSD_READ) == 12 * numel + twice
             assert total(step, Resource.SSD_WRITE) == 12 * numel + sum(sizes)
             assert step.peak_bytes(Tier.SSD) == 12 * numel + sum(sizes)
@@ -122,7 +120,7 @@ class TestZeroInfinity(TechniqueSuite):
             assert there.peak_bytes() == sizes[0] + sizes[1]
             in_forward = [row for row in rows(step, "from_ssd") if step.ops.phase[row] == Phase.FORWARD]
             third = in_forward[2 * len(in_forward) // len(sizes)]
-            assert (third < self._begins(step, 0)) == (read_ahead == 1)
+            assert (third < self._begins(step, 0)) == (prefetch == 1)
             assert third < self._begins(step, 1)
 
     @staticmethod
@@ -134,9 +132,14 @@ class TestZeroInfinity(TechniqueSuite):
         )
         return int(np.flatnonzero(computes)[0])
 
-    def test_reads_go_ahead_of_updates(self) -> None:
-        """The mechanism: three deep. Without reading ahead, each read waits for the update before it."""
-        deep, flat = (rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"ahead": ahead})) for ahead in (3, 0))
+    def test_reads_begin_before_earlier_updates(self) -> None:
+        """The mechanism: three pieces are prefetched. Without prefetch each read waits for the update before
+        it.
+        """
+        deep, flat = (
+            rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"optimizer_prefetch": prefetch}))
+            for prefetch in (3, 0)
+        )
         assert rows(deep, "from_ssd")[2] < rows(deep, "host_update_")[0]
         assert rows(deep, "from_ssd")[3] < rows(deep, "host_update_")[1]
         assert rows(flat, "from_ssd")[1] > rows(flat, "host_update_")[0]
@@ -147,7 +150,7 @@ class TestZeroInfinity(TechniqueSuite):
         host = OptimizerCpu(kind="optimizer_cpu", update="master")
         assert not differences(train(ZOO["tobf16"], master), train(ZOO["tobf16"], host))
 
-    def test_a_state_dict_is_whole_and_can_be_loaded(self) -> None:
+    def test_state_dict_is_complete_and_can_be_loaded(self) -> None:
         workload, model, optimizer = build(ZOO["tied"])
         tuned = apply(model, optimizer, config_of(ZOO["tied"], DEFAULT), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -164,7 +167,7 @@ class TestZeroInfinity(TechniqueSuite):
         assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
         assert all(tier_of(state["exp_avg"]) == SSD for state in optimizer.state.values())
 
-    def test_a_damaged_file_stops_the_step_with_the_name_of_the_parameter(self) -> None:
+    def test_damaged_file_raises_in_the_step_with_the_name_of_the_parameter(self) -> None:
         workload, model, optimizer = build(ZOO["tied"])
         tuned = apply(model, optimizer, config_of(ZOO["tied"], DEFAULT), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -180,7 +183,7 @@ class TestZeroInfinity(TechniqueSuite):
         assert caught.value.code == "MT363"
         assert name in caught.value.what
 
-    def test_a_damaged_weight_stops_the_forward_with_its_name(self) -> None:
+    def test_damaged_weight_raises_in_forward_with_its_name(self) -> None:
         workload, model, optimizer = build(ZOO["tied"])
         away = DEFAULT.model_copy(update={"parameters": "ssd"})
         tuned = apply(model, optimizer, config_of(ZOO["tied"], away), strict=False)
@@ -200,7 +203,7 @@ class TestZeroInfinity(TechniqueSuite):
         with pytest.raises(EnvironmentFault, match=f"the weight {name}"):
             one_step(workload, model, optimizer, tuned, seed=SEED + 1)
 
-    def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fits_refuses_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "master" in str(DEFAULT.fits(plain_program(ZOO["tobf16"]), target_of()))
         master = ZeroInfinity(kind="zero_infinity", update="master")
         assert "native" in str(master.fits(plain_program(ZOO["tied"]), target_of()))
@@ -218,10 +221,8 @@ def optimizer(params):
 
 
 @pytest.mark.usefixtures("ssd")
-def test_groups_of_an_order_of_their_own_are_as_predicted(tmp_path: Path) -> None:
-    """What decays and what does not, as most training has it: memory follows the model's order, whatever the
-    groups'.
-    """
+def test_parameter_groups_in_another_order_are_as_predicted(tmp_path: Path) -> None:
+    """Groups with and without weight decay, as usual: memory follows the model's order, not the groups'."""
     path = tmp_path / "model.py"
     path.write_text(ZOO["tied"].read_text() + _GROUPS)
     for technique in (

@@ -1,5 +1,5 @@
-"""Parameters that come and go between SSD, host and device beside an optimizer on SSD, as every technique
-whose blocks do.
+"""Parameters offloaded to SSD and host together with an optimizer on SSD, by the suite of all block
+offloads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ ON_LINKS = {"ssd_write": Resource.SSD_WRITE, "ssd_read": Resource.SSD_READ}
 class TestGradientsOnSsd(LayersSuite):
     technique = ZeroInfinity
     models: ClassVar = {name: ZOO[name] for name in ("tied", "gpt")}
-    variants = (GRADIENTS_TOO, GRADIENTS_TOO.model_copy(update={"parameters": "host", "ahead": 0}))
+    variants = (
+        GRADIENTS_TOO,
+        GRADIENTS_TOO.model_copy(update={"parameters": "host", "optimizer_prefetch": 0}),
+    )
     quick = ("tied",)
 
     @classmethod
@@ -74,7 +77,7 @@ def test_gradients_on_ssd_are_written_and_read_as_predicted(parameters: str) -> 
 
 
 def predicted(micro_batches: int) -> Step:
-    """Of the model with all on SSD."""
+    """Return the prediction for the model with everything on SSD."""
     rewriter = Rewriter(recording_of(ZOO["tied"]), target_of())
     execution = {"micro_batch": 2, "accumulate": micro_batches}
     found = rewriter.candidate(Choice.from_document({**settings_of(GRADIENTS_TOO), "execution": execution}))
@@ -84,8 +87,8 @@ def predicted(micro_batches: int) -> Step:
 
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int) -> None:
-    """And each micro-batch writes each once, and all but the first read what the step reads once more."""
+def test_gradients_on_ssd_are_bitwise_those_on_the_host(micro_batches: int) -> None:
+    """Each micro-batch writes each gradient once, and all but the first read it once more."""
     gradients, found = sum(block_bytes(rewritten(ZOO["tied"]))), []
     for technique in (GRADIENTS_TOO, ON_SSD):
         workload, model, optimizer = build(ZOO["tied"])
@@ -113,7 +116,7 @@ def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int)
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("parameters", ["host", "ssd"])
-def test_a_later_micro_batch_is_as_predicted(parameters: str, tiles: int) -> None:
+def test_later_micro_batch_on_ssd_is_as_predicted(parameters: str, tiles: int) -> None:
     """The sums are read, added to and written again, op by op."""
     technique = GRADIENTS_TOO.model_copy(update={"parameters": parameters, "tiles": tiles})
     recording, target = recording_of(ZOO["tied"]), target_of(technique)
@@ -128,8 +131,8 @@ def test_a_later_micro_batch_is_as_predicted(parameters: str, tiles: int) -> Non
 
 
 @pytest.mark.usefixtures("ssd")
-def test_what_a_module_keeps_after_the_step_is_no_concern_of_sums_on_ssd() -> None:
-    """A module that writes an activation into an attribute of its own (`self.aux = …`)."""
+def test_sums_on_ssd_ignore_activations_kept_by_a_module() -> None:
+    """A module that stores an activation in an attribute of its own (`self.aux = …`)."""
     recording, target = recording_of(ZOO["tied"]), target_of(GRADIENTS_TOO)
     step = accumulate_gradients(recording.at(2))
     kept = np.flatnonzero((step.storages.kind == Kind.TEMPORARY) & (step.storages.producer >= 0))[0]
@@ -142,8 +145,8 @@ def test_what_a_module_keeps_after_the_step_is_no_concern_of_sums_on_ssd() -> No
 
 
 @pytest.mark.usefixtures("ssd")
-def test_gradients_that_are_let_go_before_the_step_do_not_come_back() -> None:
-    """`zero_grad` between two backward passes, in a loop of one's own."""
+def test_zero_grad_discards_gradients_on_ssd() -> None:
+    """`zero_grad` between two backward passes, in the user's own loop."""
     found = []
     for technique in (GRADIENTS_TOO, ON_SSD):
         workload, model, optimizer = build(ZOO["tied"])
@@ -159,18 +162,22 @@ def test_gradients_that_are_let_go_before_the_step_do_not_come_back() -> None:
 
 
 @pytest.mark.usefixtures("ssd")
-def test_gradients_away_from_parameters_on_the_device_are_refused() -> None:
+def test_offloaded_gradients_of_resident_parameters_are_refused() -> None:
     nonsense = ZeroInfinity(kind="zero_infinity", gradients="ssd")
-    assert "stay there until the step" in str(nonsense.fits(plain_program(ZOO["tied"]), target_of(nonsense)))
+    assert "on the device until the step" in str(
+        nonsense.fits(plain_program(ZOO["tied"]), target_of(nonsense))
+    )
     workload, model, optimizer = build(ZOO["tied"])
-    with pytest.raises(ApplyError, match="stay there until the step"):
+    with pytest.raises(ApplyError, match="on the device until the step"):
         apply(model, optimizer, config_of(ZOO["tied"], nonsense), loss=workload.loss, strict=False)
 
 
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("parameters", ["host", "ssd"])
-def test_parameters_that_come_and_go_need_ranks_that_average_gradients(parameters: str) -> None:
-    """A config may say otherwise: ranks would update weights by gradients that nobody has averaged."""
+def test_offloaded_parameters_on_ranks_need_averaged_gradients(parameters: str) -> None:
+    """A config without sharding of states: ranks would update weights by gradients that no component
+    averages.
+    """
     there = ON_SSD.model_copy(update={"parameters": parameters})
     workload, model, optimizer = build(ZOO["tied"])
     before = [parameter.clone() for parameter in model.parameters()]
@@ -205,7 +212,7 @@ class TestParametersOnSsd(LayersSuite):
     def test_float32_masters_of_bfloat16_parameters(self) -> None:
         self.check_drift("tobf16", ON_SSD.model_copy(update={"update": "master"}))
 
-    def test_weights_that_are_loaded_are_those_that_train(self) -> None:
+    def test_loaded_weights_are_trained(self) -> None:
         workload, model, optimizer = build(ZOO["tied"])
         tuned = apply(model, optimizer, config_of(ZOO["tied"], ON_SSD), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -215,7 +222,7 @@ class TestParametersOnSsd(LayersSuite):
         assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
         assert torch.equal(one_step(workload, model, optimizer, tuned, seed=SEED + 1)[0], wanted[0])
 
-    def test_scaled_gradients_are_noticed(self) -> None:
+    def test_scaled_gradients_are_refused(self) -> None:
         workload, model, optimizer = build(ZOO["tied"])
         apply(model, optimizer, config_of(ZOO["tied"], ON_SSD), strict=False)
         workload.loss(model, workload.make_batch(2)).backward()

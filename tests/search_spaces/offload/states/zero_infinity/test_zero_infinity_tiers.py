@@ -1,4 +1,4 @@
-"""`zero_infinity` with its optimizer on the host, beside parameters and gradients on any tier."""
+"""`zero_infinity` with its optimizer on the host, and parameters and gradients on any tier."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ from memtune.testing.drift_check import plain_program, recording_of, target_of
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("ssd")]
-STAYS = ZeroInfinity(kind="zero_infinity", optimizer="host")
-ON_HOST = STAYS.model_copy(update={"parameters": "host"})
-ON_SSD = STAYS.model_copy(update={"parameters": "ssd"})
-ALL_AWAY = ON_SSD.model_copy(update={"gradients": "ssd"})
+RESIDENT_PARAMETERS = ZeroInfinity(kind="zero_infinity", optimizer="host")
+ON_HOST = RESIDENT_PARAMETERS.model_copy(update={"parameters": "host"})
+ON_SSD = RESIDENT_PARAMETERS.model_copy(update={"parameters": "ssd"})
+ALL_ON_SSD = ON_SSD.model_copy(update={"gradients": "ssd"})
 WAYS = {
     "host": ON_HOST,
     "ssd": ON_SSD,
     "gradients": ON_HOST.model_copy(update={"gradients": "ssd"}),
-    "all": ALL_AWAY,
-    "nothing ahead": ALL_AWAY.model_copy(update={"ahead": 0, "read_ahead": 0, "on_device": 1}),
+    "all": ALL_ON_SSD,
+    "no prefetch": ALL_ON_SSD.model_copy(
+        update={"optimizer_prefetch": 0, "parameter_prefetch": 0, "on_device": 1}
+    ),
 }
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 LINKS = {
@@ -59,7 +61,7 @@ def started(technique: Technique) -> tuple[Any, torch.nn.Module, torch.optim.Opt
 
 
 def expected_on_ssd(technique: ZeroInfinity, plain: Step) -> tuple[int, int, int]:
-    """Bytes written and read in a step, and those that lie there."""
+    """Return bytes written and read in a step, and bytes stored."""
     sizes = block_bytes(plain)
     weights, gradients = (
         sum(sizes) if tier == "ssd" else 0 for tier in (technique.parameters, technique.gradients)
@@ -72,12 +74,12 @@ def expected_on_ssd(technique: ZeroInfinity, plain: Step) -> tuple[int, int, int
     "name",
     [
         pytest.param("host", marks=pytest.mark.slow),
-        pytest.param("nothing ahead", marks=pytest.mark.slow),
+        pytest.param("no prefetch", marks=pytest.mark.slow),
         "all",
     ],
 )
-def test_nothing_of_the_optimizer_crosses_the_drive(name: str) -> None:
-    """The mechanism: SSD has the blocks' weights and gradients alone; every op, byte and lifetime is as
+def test_optimizer_state_never_crosses_the_drive(name: str) -> None:
+    """The mechanism: only the blocks' weights and gradients are on SSD; every op, byte and lifetime is as
     recorded.
     """
     technique = WAYS[name]
@@ -92,8 +94,8 @@ def test_nothing_of_the_optimizer_crosses_the_drive(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_host_memory_holds_the_state_once_and_of_gradients_on_ssd_a_few() -> None:
-    """A float32 master in host memory is the weight that comes and goes."""
+def test_host_memory_holds_the_state_once_and_a_few_gradients() -> None:
+    """A float32 master in host memory is the offloaded weight itself."""
     plain, steps = rewritten(ZOO["gpt"]), {name: rewritten(ZOO["gpt"], each) for name, each in WAYS.items()}
     inside, batch = sum(block_bytes(plain)), plain.peak_bytes(Tier.HOST)
     trained = [int(plain.storages.bytes[each.gradient]) for each in plain.parameters]
@@ -101,15 +103,15 @@ def test_host_memory_holds_the_state_once_and_of_gradients_on_ssd_a_few() -> Non
     assert steps["host"].peak_bytes(Tier.HOST) - batch - counters == pytest.approx(
         state + inside, abs=2 * max(trained)
     )
-    few = (WRITES_IN_FLIGHT + 2 + ALL_AWAY.ahead) * max(trained)
+    few = (WRITES_IN_FLIGHT + 2 + ALL_ON_SSD.optimizer_prefetch) * max(trained)
     assert state <= steps["gradients"].peak_bytes(Tier.HOST) - batch - counters <= state + few
     assert steps["ssd"].peak_bytes(Tier.HOST) >= steps["host"].peak_bytes(Tier.HOST)
 
 
 @pytest.mark.parametrize("technique", [ZeroInfinity(kind="zero_infinity"), ON_HOST], ids=["ssd", "host"])
-def test_state_that_is_loaded_goes_to_its_tier_at_once(technique: ZeroInfinity) -> None:
-    """Also that of what gets no gradient any more; what was not saved begins anew, its steps counted from
-    there.
+def test_loaded_state_is_on_its_tier_at_once(technique: ZeroInfinity) -> None:
+    """Including the state of parameters without gradient; unsaved state starts again, with its steps counted
+    from there.
     """
     finals = []
     for each in (technique, NATIVE):
@@ -128,7 +130,7 @@ def test_state_that_is_loaded_goes_to_its_tier_at_once(technique: ZeroInfinity) 
     assert all(torch.equal(mine[name], value) for name, value in wanted.items())
 
 
-def test_a_whole_load_writes_each_piece_once() -> None:
+def test_full_load_writes_each_piece_once() -> None:
     workload, model, optimizer, tuned = started(ZeroInfinity(kind="zero_infinity"))
     one_step(workload, model, optimizer, tuned, seed=SEED)
     saved = tuned.state_dict()
@@ -171,7 +173,7 @@ class TestOptimizerOnHost(LayersSuite):
 
     @classmethod
     def default(cls) -> ZeroInfinity:
-        return ALL_AWAY
+        return ALL_ON_SSD
 
     @pytest.mark.parametrize("name", WAYS)
     def test_float32_masters_of_bfloat16_parameters(self, name: str) -> None:
@@ -188,7 +190,7 @@ class TestOptimizerOnHost(LayersSuite):
         assert not differences(train(ZOO["tied"], tiled), train(ZOO["tied"], on_ssd))
 
     @pytest.mark.parametrize("name", WAYS)
-    def test_a_state_dict_is_whole_and_can_be_loaded(self, name: str, tmp_path: Path) -> None:
+    def test_state_dict_is_complete_and_can_be_loaded(self, name: str, tmp_path: Path) -> None:
         workload, model, optimizer, tuned = started(WAYS[name])
         one_step(workload, model, optimizer, tuned, seed=SEED)
         tuned.save(tmp_path)
@@ -200,7 +202,7 @@ class TestOptimizerOnHost(LayersSuite):
         assert all(tier_of(state["exp_avg"]) == HOST for state in optimizer.state.values())
 
     @pytest.mark.parametrize("name", WAYS)
-    def test_weights_that_are_loaded_are_those_that_train(self, name: str) -> None:
+    def test_loaded_weights_are_trained(self, name: str) -> None:
         workload, model, optimizer, tuned = started(WAYS[name])
         one_step(workload, model, optimizer, tuned, seed=SEED)
         saved = {key: value.clone() for key, value in model.state_dict().items()}
@@ -210,7 +212,7 @@ class TestOptimizerOnHost(LayersSuite):
         assert torch.equal(one_step(workload, model, optimizer, tuned, seed=SEED + 1)[0], wanted[0])
 
     @pytest.mark.parametrize("name", ["host", "all"])
-    def test_scaled_gradients_are_noticed(self, name: str) -> None:
+    def test_scaled_gradients_are_refused(self, name: str) -> None:
         workload, model, optimizer, _ = started(WAYS[name])
         workload.loss(model, workload.make_batch(2)).backward()
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
@@ -233,18 +235,21 @@ def test_tiles_train_as_one_rank(tmp_path: Path, states: Technique) -> None:
     check_on_ranks({name: (states, each, NATIVE) for name, each in tiled.items()}, tmp_path, bitwise=False)
 
 
-def test_weights_that_stay_are_the_native_update_on_the_host() -> None:
+def test_resident_weights_equal_the_native_update_on_the_host() -> None:
     """One candidate, which needs no drive."""
-    target = replace(target_of(STAYS), offload_dir="")
-    assert STAYS.record(target) == NATIVE.record(target)
-    assert STAYS.fits(plain_program(ZOO["tied"]), target) is None
-    assert "no directory" in str(ALL_AWAY.fits(plain_program(ZOO["tied"]), target))
+    target = replace(target_of(RESIDENT_PARAMETERS), offload_dir="")
+    assert RESIDENT_PARAMETERS.record(target) == NATIVE.record(target)
+    assert RESIDENT_PARAMETERS.fits(plain_program(ZOO["tied"]), target) is None
+    assert "no directory" in str(ALL_ON_SSD.fits(plain_program(ZOO["tied"]), target))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["native", "master"])
-def test_weights_that_stay_train_as_they_do_there(update: Literal["native", "master"]) -> None:
-    model, mine = ZOO["tied" if update == "native" else "tobf16"], STAYS.model_copy(update={"update": update})
+def test_resident_weights_train_as_with_the_native_update(update: Literal["native", "master"]) -> None:
+    model, mine = (
+        ZOO["tied" if update == "native" else "tobf16"],
+        RESIDENT_PARAMETERS.model_copy(update={"update": update}),
+    )
     assert drift(model, mine) == ""
     assert not differences(train(model, mine), train(model, NATIVE.model_copy(update={"update": update})))
 
@@ -252,13 +257,13 @@ def test_weights_that_stay_train_as_they_do_there(update: Literal["native", "mas
 @pytest.mark.parametrize(
     ("knobs", "why"),
     [
-        ({"optimizer": "device"}, "nothing is moved"),
+        ({"optimizer": "device"}, "nothing is offloaded"),
         ({"optimizer": "device", "parameters": "host"}, "updated on the host, not on the device"),
         ({"optimizer": "host", "resume": "last_step"}, "the last step is kept on SSD"),
-        ({"optimizer": "host", "gradients": "ssd"}, "stay there until the step"),
+        ({"optimizer": "host", "gradients": "ssd"}, "on the device until the step"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(knobs: dict[str, Any], why: str) -> None:
+def test_fits_refuses_combinations_of_tiers_by_name(knobs: dict[str, Any], why: str) -> None:
     refused = ZeroInfinity.model_validate({"kind": "zero_infinity", **knobs})
     assert why in str(refused.fits(plain_program(ZOO["tied"]), target_of(refused)))
     workload, model, optimizer = build(ZOO["tied"])

@@ -1,4 +1,6 @@
-"""`zero_infinity` with `tiles`: weights of large linear layers come in row by row (memory-centric tiling)."""
+"""`zero_infinity` with `tiles`: weights of large linear layers are loaded row by row (memory-centric
+tiling).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_tiles_cover_every_row_once(count: int, parts: int) -> None:
 
 
 def most_of(step: Step, parameter: int) -> tuple[int, int]:
-    """Most bytes of a weight, and of its gradient in one micro-batch, that are on the device at once."""
+    """Return the most bytes of a weight, and of its gradient in one micro-batch, that are on the device at
+    once.
+    """
     found = []
     for kind in (Kind.COMMUNICATION, Kind.TEMPORARY):
         mine = np.flatnonzero(
@@ -75,7 +79,7 @@ def most_of(step: Step, parameter: int) -> tuple[int, int]:
     ],
     ids=["host", "ssd", "gradients", "gpt"],
 )
-def test_no_more_than_two_tiles_are_on_the_device(model: str, technique: ZeroInfinity) -> None:
+def test_at_most_two_tiles_are_on_the_device(model: str, technique: ZeroInfinity) -> None:
     """The mechanism: of each large weight, and of its gradient, two tiles at most; every op and byte is as
     recorded.
     """
@@ -115,7 +119,7 @@ def test_no_more_than_two_tiles_are_on_the_device(model: str, technique: ZeroInf
         )
 
 
-def test_the_next_tile_comes_up_while_one_computes() -> None:
+def test_next_tile_is_prefetched_while_one_computes() -> None:
     step = rewritten(ZOO["tied"], TILED)
     names = [step.names[i] for i in step.ops.name]
     first = names.index("aten.addmm.out")
@@ -126,7 +130,7 @@ def test_the_next_tile_comes_up_while_one_computes() -> None:
 
 
 @pytest.mark.parametrize(("technique", "micro_batches"), [(TILED, 1), (ON_SSD, 3), (ALL_ON_SSD, 3)])
-def test_five_steps_are_those_of_whole_weights(technique: ZeroInfinity, micro_batches: int) -> None:
+def test_five_steps_equal_those_of_untiled_weights(technique: ZeroInfinity, micro_batches: int) -> None:
     """Up to rounding: the input's gradient is a sum over tiles."""
     found, wanted = (
         train(ZOO["gpt"], each, steps=5, micro_batches=micro_batches)
@@ -140,13 +144,13 @@ def test_five_steps_are_those_of_whole_weights(technique: ZeroInfinity, micro_ba
 
 
 @pytest.mark.parametrize("technique", [TILED, pytest.param(ON_SSD, marks=pytest.mark.slow)])
-def test_blocks_that_run_again_bring_their_tiles_again(technique: ZeroInfinity) -> None:
+def test_recomputed_blocks_load_their_tiles_again(technique: ZeroInfinity) -> None:
     assert drift(ZOO["tied"], technique, Full(kind="full")) == ""
 
 
-def test_it_trains_where_whole_weights_are_out_of_memory() -> None:
-    """Under a budget between the two predicted peaks; the measured one is the predicted one, and nothing is
-    left after a step.
+def test_tiles_train_where_untiled_weights_are_out_of_memory() -> None:
+    """Under a budget between the two predicted peaks; the measured peak is the predicted one, and a step
+    leaves no bytes.
     """
     tiled, whole = (planned(ZOO["tied"], each)[0].step.peak_bytes() for each in (TILED, WHOLE))
     budget = (tiled + whole) // 2
@@ -177,7 +181,7 @@ def test_it_trains_where_whole_weights_are_out_of_memory() -> None:
     assert seen[3][0] == pytest.approx(tiled, rel=0.02)
 
 
-def test_weights_are_saved_loaded_and_evaluated_as_any() -> None:
+def test_tiled_weights_are_saved_loaded_and_evaluated() -> None:
     workload, model, optimizer = build(ZOO["tied"])
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(0)
@@ -209,8 +213,8 @@ def settings(technique: Technique, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("technique", [TILED, ON_SSD], ids=["host", "ssd"])
-def test_what_a_block_has_beside_its_modules_is_loaded(technique: ZeroInfinity) -> None:
-    """Its modules are loaded after it: nothing is brought again for them."""
+def test_parameters_of_the_block_itself_are_loaded(technique: ZeroInfinity) -> None:
+    """Its modules' tiles are loaded after it, without a second load of the block."""
     workload, model, optimizer = build(ZOO["tied"])
     for name, block in model.layers.named_children():  # type: ignore[operator, union-attr]
         block.scale = torch.nn.Parameter(torch.full((3,), float(name) + 1), requires_grad=False)
@@ -220,11 +224,13 @@ def test_what_a_block_has_beside_its_modules_is_loaded(technique: ZeroInfinity) 
     assert all(torch.equal(wanted[name], value) for name, value in model.state_dict().items())
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_fits_refuses_by_name() -> None:
     program, target = plain_program(ZOO["tied"]), target_of(TILED)
     many = WHOLE.model_copy(update={"tiles": 64}).fits(plain_program(ZOO["gpt"]), target)
     assert many is None or "so many outputs" in str(many)
-    assert "come and go" in str(TILED.model_copy(update={"parameters": "device"}).fits(program, target))
+    assert "weights in tiles are offloaded" in str(
+        TILED.model_copy(update={"parameters": "device"}).fits(program, target)
+    )
     workload, model, optimizer = build(ZOO["tied"])
     with pytest.raises(ApplyError, match="needs a plan"):
         apply(model, optimizer, settings(TILED), loss=workload.loss, strict=False)
@@ -235,10 +241,10 @@ def test_what_it_cannot_do_is_refused() -> None:
         apply(model, optimizer, config_of(ZOO["tied"], TILED), loss=workload.loss, strict=False)
 
 
-def test_a_schedule_of_a_block_is_refused() -> None:
-    """It would run without the schedule, which is not what was planned."""
+def test_block_schedule_with_tiles_is_refused() -> None:
+    """It would run without the schedule, which was not planned."""
     boundary = AttentionBoundary(kind="attention_boundary")
     assert "a schedule runs" in str(TILED.fits(plain_program(CHAIN), target_of(TILED, boundary)))
     workload, model, optimizer = build(CHAIN)
-    with pytest.raises(ApplyError, match="weights in tiles"):
+    with pytest.raises(ApplyError, match="products with tiled weights"):
         apply(model, optimizer, config_of(CHAIN, TILED, boundary), loss=workload.loss, strict=False)

@@ -1,17 +1,14 @@
-"""Which saved values are let go after forward, each made again once, just before backward first reads it.
+"""Planner that frees saved values after forward and recomputes each once, just before backward first reads
+it.
 
-As a compiler's partitioner does (torch's `activation_memory_budget`), over the ops of a whole region: what
-was let go comes back one by one, so that a block's second run is never there whole. Values go in the order of
-seconds per byte, counted with what else must run again for them and does not yet.
+It does what a compiler's partitioner does (torch's `activation_memory_budget`), over the ops of a whole
+region. Freed values are recomputed one by one, so that a block's second run is never resident as a whole.
+Values are selected in the order of seconds per byte, which include the ops that must run again for them and
+do not run again already.
 
-Rule 1. Only what ops make that may run again goes: none that write in place, run once or read what is written
-into later; and
-        nothing that others hold.
-Rule 2. What a second run reads and what never goes stays until then; all else that it reads runs again as
-well. Rule 3. Where a whole block runs again, its output costs no more seconds; but without it the next
-block's second run waits for
-        this one's, and all blocks are there at once. So there is a second order, in which what blocks hand on
-        never goes.
+If a whole block is recomputed, freeing its output costs no additional time. But without that output the next
+block's recomputation waits for this block's, and all blocks are resident at once. So there is a second order,
+which never frees what a block passes to another.
 """
 
 from __future__ import annotations
@@ -20,50 +17,49 @@ import heapq
 from collections import defaultdict
 from collections.abc import Set
 
-from memtune.program import F64, I32, I64, OpGraph, Schedule, scheduled
+from memtune.program import F64, I32, I64, OpGraph, Schedule, build_schedule
 
 
-class Late:
-    """The values of one region that may go, and the schedules that letting them go makes.
+class FreeAfterForwardPlanner:
+    """Values of one region that may be freed, and the schedules that free them.
 
     Args:
-        graph: The region's ops.
-        n_bytes: (m,) of each value.
+        graph: Ops of the region.
+        n_bytes: (m,) bytes of each value.
         op_s: (n,) seconds of each op.
-        outside_until: (m,) op during which others still hold a value, -1 never.
+        outside_until: (m,) op during which a value is still held outside, -1 for never.
         op_block: (n,) block of each op, -1 for none.
     """
 
     def __init__(self, graph: OpGraph, n_bytes: I64, op_s: F64, outside_until: I32, op_block: I32) -> None:
         self._graph, self._op_s = graph, op_s.tolist()
         self._bytes: list[int] = n_bytes.tolist()
-        stays = [
+        # Not recomputed: outputs of ops that write in place, run once, or read a value that is written later.
+        fixed = [
             op in graph.once
             or bool(graph.writes[op])
             or any(value in graph.writers for value in graph.makes[op])
             or any(graph.writers.get(value, (-1,))[-1] > op for value in graph.reads[op])
             for op in range(graph.n_ops)
         ]
-        self._again = [not stays[maker] and maker < graph.n_forward for maker in graph.maker]
+        self._again = [not fixed[maker] and maker < graph.n_forward for maker in graph.maker]
         asked = {value for op in range(graph.n_forward, graph.n_ops) for value in graph.reads[op]}
         self._saved = frozenset(value for value in asked if self._again[value])
         held = (outside_until >= graph.n_forward).tolist()
         self.candidates = [value for value in sorted(self._saved) if not held[value] and self._bytes[value]]
         block = op_block.tolist()
         forward = range(graph.n_forward)
-        self.handed_on = frozenset(
+        self.block_outputs = frozenset(
             v for op in forward for v in graph.reads[op] if block[graph.maker[v]] != block[op]
         )
 
     def order(self, but: Set[int] = frozenset()) -> list[int]:
-        """The candidates, the cheapest per byte first; of equal ones the one that backward asks for last.
-        Those in `but` stay.
+        """Return the candidates, the cheapest per byte first, without those in `but`; of equal ones the one
+        read last comes first.
         """
         kept, found = set(self._saved), list[int]()
-        running: set[int] = set()  # ops that run again for what is gone
-        priced_with: defaultdict[int, set[int]] = defaultdict(
-            set
-        )  # op → candidates whose price it is part of
+        running: set[int] = set()  # ops that run again for freed values
+        priced_with: defaultdict[int, set[int]] = defaultdict(set)  # op → candidates whose price includes it
         heap: list[tuple[float, int]] = []
         price: dict[int, float] = {}
 
@@ -80,7 +76,7 @@ class Late:
         while heap:
             cost, value = heapq.heappop(heap)
             if value not in kept or cost != price[value]:
-                continue
+                continue  # an outdated entry: the value has a lower price by now
             new = self._chain(value, kept) - running
             found.append(value)
             kept.remove(value)
@@ -90,7 +86,9 @@ class Late:
         return found
 
     def _chain(self, value: int, kept: Set[int]) -> set[int]:
-        """Ops that run again to have `value` where only `kept` and what never goes is there."""
+        """Return the ops that run again for `value` if of the values that can be recomputed only `kept` are
+        resident.
+        """
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -101,7 +99,7 @@ class Late:
         return found
 
     def schedule(self, gone: Set[int]) -> Schedule:
-        """Forward as it is without `gone`, and backward with what it takes to have them again."""
+        """Return the schedule that frees `gone` after forward and recomputes them in backward."""
         graph = self._graph
         there = set(self._saved - gone)
         backward: list[int] = []
@@ -110,7 +108,7 @@ class Late:
                 if self._again[value]:
                     self._bring(value, there, backward)
             backward.append(op)
-        return scheduled(graph, range(graph.n_forward), backward, made_by="planned")
+        return build_schedule(graph, range(graph.n_forward), backward, made_by="planned")
 
     def _bring(self, value: int, there: set[int], order: list[int]) -> None:
         stack = [value]

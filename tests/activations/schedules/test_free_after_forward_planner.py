@@ -1,4 +1,6 @@
-"""What goes after forward comes back once, late, and is right; the cheapest per byte goes first."""
+"""Values freed after forward are recomputed once, as late as possible, and correct; the cheapest per byte
+comes first.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.activations.schedules.late_free_planner import Late
-from memtune.program.op_schedule import Action, OpGraph, Schedule, wrong_with
+from memtune.activations.schedules.free_after_forward_planner import FreeAfterForwardPlanner
+from memtune.program.op_schedule import Action, OpGraph, Schedule, find_schedule_error
 
 
 @st.composite
 def graphs(draw: st.DrawFn) -> OpGraph:
-    """Some ops forward, some backward, with several outputs, writes and ops that run once."""
+    """Graphs with forward and backward ops, several outputs, writes and ops that run once."""
     n_forward, n_back = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     makes: list[tuple[int, ...]] = []
     reads: list[tuple[int, ...]] = []
@@ -37,54 +39,52 @@ def graphs(draw: st.DrawFn) -> OpGraph:
     )
 
 
-def late_of(graph: OpGraph, n_bytes: list[int], op_s: list[float]) -> Late:
+def planner_of(graph: OpGraph, n_bytes: list[int], op_s: list[float]) -> FreeAfterForwardPlanner:
     never, no_block = np.full(len(n_bytes), -1, np.int32), np.full(graph.n_ops, -1, np.int32)
-    return Late(graph, np.asarray(n_bytes), np.asarray(op_s), never, no_block)
+    return FreeAfterForwardPlanner(graph, np.asarray(n_bytes), np.asarray(op_s), never, no_block)
 
 
 @settings(max_examples=200, deadline=None)
 @given(graph=graphs(), data=st.data())
-def test_any_part_may_go(graph: OpGraph, data: st.DataObject) -> None:
-    """The schedule is right, runs nothing a third time, and what runs again is needed at once."""
+def test_schedule_is_valid_for_any_freed_subset(graph: OpGraph, data: st.DataObject) -> None:
+    """The schedule is valid, runs nothing a third time, and recomputes just before the read."""
     n_values = len(graph.maker)
-    late = late_of(
+    planner = planner_of(
         graph, [1 + value % 3 for value in range(n_values)], [1.0 + op % 4 for op in range(graph.n_ops)]
     )
-    order = late.order()
-    assert sorted(order) == late.candidates
+    order = planner.order()
+    assert sorted(order) == planner.candidates
     gone = set(data.draw(st.lists(st.sampled_from(order), unique=True))) if order else set()
-    schedule = late.schedule(gone)
-    assert wrong_with(graph, schedule) == ""
+    schedule = planner.schedule(gone)
+    assert find_schedule_error(graph, schedule) == ""
     times = np.bincount(schedule.computes(), minlength=graph.n_ops)
     assert times.max() <= 2
     assert all(times[graph.maker[value]] == 2 for value in gone)
     assert gone or times.max() == 1
     for at, step in enumerate(
         schedule.backward
-    ):  # late: the next first run of backward needs it, or what runs until then does
+    ):  # not earlier: the next first run of backward needs it, or a recomputation before that does
         if step.action == Action.COMPUTE and step.of < graph.n_forward:
             computes = [each.of for each in schedule.backward[at + 1 :] if each.action == Action.COMPUTE]
             until = next(i for i, op in enumerate(computes) if op >= graph.n_forward)
             assert any(set(graph.makes[step.of]) & set(graph.reads[op]) for op in computes[: until + 1])
 
 
-def test_the_cheapest_per_byte_goes_first_and_shared_runs_are_paid_once() -> None:
-    """c needs a's run, which is dear; once b has brought that about, c is as good as free, and goes
-    before d.
-    """
+def test_order_is_by_price_per_byte_with_shared_runs_paid_once() -> None:
+    """c needs an expensive run of a; once b has caused that run, c is nearly free and comes before d."""
     names = ("a", "b", "c", "d", "back")
     graph = OpGraph(names, 4, ((0,), (1,), (2,), (3,), (4,)), ((), (0,), (0,), (), (1, 2, 3)), ((),) * 5)
-    late = late_of(graph, [8, 8, 4, 8, 1], [40.0, 1.0, 1.0, 48.0, 1.0])
-    assert late.candidates == [1, 2, 3]
-    assert late.order() == [1, 2, 3]  # (40 + 1) / 8, then 1 / 4 and not 41 / 4, then 48 / 8
-    assert late_of(graph, [8, 8, 4, 8, 1], [40.0, 1.0, 1.0, 8.0, 1.0]).order() == [3, 1, 2]
-    assert late.schedule({1, 2}).computes() == [0, 1, 2, 3, 0, 1, 2, 4]
-    assert late.schedule({3}).computes() == [0, 1, 2, 3, 3, 4]
+    planner = planner_of(graph, [8, 8, 4, 8, 1], [40.0, 1.0, 1.0, 48.0, 1.0])
+    assert planner.candidates == [1, 2, 3]
+    assert planner.order() == [1, 2, 3]  # (40 + 1) / 8, then 1 / 4 and not 41 / 4, then 48 / 8
+    assert planner_of(graph, [8, 8, 4, 8, 1], [40.0, 1.0, 1.0, 8.0, 1.0]).order() == [3, 1, 2]
+    assert planner.schedule({1, 2}).computes() == [0, 1, 2, 3, 0, 1, 2, 4]
+    assert planner.schedule({3}).computes() == [0, 1, 2, 3, 3, 4]
 
 
-def test_what_blocks_hand_on_may_stay() -> None:
-    """With the outputs of eight blocks kept, no second run waits for another block's: few values are there at
-    once.
+def test_order_without_block_outputs_keeps_second_runs_separate() -> None:
+    """With the outputs of eight blocks kept, no second run waits for another block's: few values are resident
+    at once.
     """
     n_blocks, each = 8, 4
     n = n_blocks * each
@@ -92,16 +92,18 @@ def test_what_blocks_hand_on_may_stay() -> None:
     makes = [(op,) for op in range(n)] + [()] * n
     graph = OpGraph(tuple(f"op{op}" for op in range(2 * n)), n, tuple(makes), tuple(reads), ((),) * (2 * n))
     blocks = np.concatenate([np.arange(n) // each, np.arange(n)[::-1] // each]).astype(np.int32)
-    late = Late(graph, np.ones(n, np.int64), np.ones(2 * n), np.full(n, -1, np.int32), blocks)
-    assert late.handed_on == {each * block - 1 for block in range(1, n_blocks)}
-    order = late.order(late.handed_on)
-    assert sorted([*order, *late.handed_on]) == late.candidates == list(range(n))
-    assert most_values(late.schedule(set(order)), n) <= n_blocks - 1 + each < n
-    assert most_values(late.schedule(set(late.candidates)), n) >= n
+    planner = FreeAfterForwardPlanner(
+        graph, np.ones(n, np.int64), np.ones(2 * n), np.full(n, -1, np.int32), blocks
+    )
+    assert planner.block_outputs == {each * block - 1 for block in range(1, n_blocks)}
+    order = planner.order(planner.block_outputs)
+    assert sorted([*order, *planner.block_outputs]) == planner.candidates == list(range(n))
+    assert most_values(planner.schedule(set(order)), n) <= n_blocks - 1 + each < n
+    assert most_values(planner.schedule(set(planner.candidates)), n) >= n
 
 
 def most_values(schedule: Schedule, n_forward: int) -> int:
-    """How many values of a graph in which op and value have one number are there at once."""
+    """Return the largest number of resident values of a graph in which op and value have one number."""
     there, most = 0, 0
     for step in (*schedule.forward, *schedule.backward):
         there += (step.action == Action.COMPUTE and step.of < n_forward) - (step.action == Action.FREE)

@@ -1,4 +1,4 @@
-"""A loss that looks at a weight itself, not through its layer."""
+"""A loss that reads a weight directly, not through its layer."""
 
 import torch
 from torch import Tensor, nn

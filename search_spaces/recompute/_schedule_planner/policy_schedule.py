@@ -1,0 +1,80 @@
+"""Simulate an eviction policy on the recorded step, and run the schedule that it makes."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+from memtune.activations.eviction import (
+    Policy,
+    PolicySchedule,
+    Trace,
+    freeze,
+    region_trace,
+)
+from memtune.activations.schedules import ScheduledRegion, elements_of, region_of
+from memtune.errors import ApplyError
+from memtune.hardware import Hardware, op_costs
+from memtune.parallel.ranks import require_whole_parameters
+from memtune.program import Schedule, Step
+from memtune.runtime import Context
+from memtune.search_spaces.recompute._schedule_planner.block_options import is_cheap
+from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
+    instead_of_schedule,
+)
+from memtune.search_spaces.recompute._schedule_planner.placement import (
+    Placement,
+)
+
+
+@lru_cache(maxsize=32)
+def solve_policy(
+    place: Placement, policy: Policy, budget_bytes: int, online: bool = False
+) -> PolicySchedule | None:
+    """Return the policy's schedule within `budget_bytes`, None if it finds none; cached by place, policy and
+    budget.
+    """
+    traces = [
+        partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)
+    ]
+    return freeze(place.among, traces, policy, budget_bytes, place.peak_bytes)
+
+
+@lru_cache(maxsize=16)
+def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> Trace:
+    """Return the trace that policies are simulated on; equal for all policies and budgets."""
+    region = region_of(step)
+    assert not isinstance(region, str)  # checked by `cannot_schedule_model`
+    op_s = op_costs(step, hardware).op_s[region.rows]
+    return region_trace(
+        region, op_s, is_cheap, elements_of(step, region), keep_written=keep_written, online=online
+    )
+
+
+def install_region(context: Context, schedule: Schedule, kind: str) -> ScheduledRegion:
+    """Replace the model's forward by the executor of `schedule`, for the technique `kind`."""
+    region = ScheduledRegion(context.model, schedule, context.device)
+    region.install()
+    context.events.states_sharded.subscribe(
+        partial(require_whole_parameters, context, f"recompute: {{kind: {kind}}}")
+    )
+    return region
+
+
+def check_schedule(region: ScheduledRegion) -> dict[str, Any]:
+    """Return facts for the audit: runs by the schedule, and runs of the plain model instead.
+
+    Raises:
+        ApplyError: The schedule never ran, or another component replaced the executor.
+    """
+    runs = region.runs
+    if not region.is_installed:
+        raise ApplyError("the model should run by a schedule, but its forward was replaced.", code="MT313")
+    if runs.plain and not runs.frozen:
+        raise ApplyError(
+            "the model ran without its schedule.",
+            evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
+            fix=instead_of_schedule(runs.why_plain, "selective"),
+            code="MT313",
+        )
+    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}
