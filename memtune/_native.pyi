@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 def version() -> str:
     """
-    Version of memtune this module was built from; another one than the package's means: build again.
+    Version of memtune that this module was built from; if it is not the package's, rebuild.
     """
 
 def order_rows(removed: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], anchor: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], after: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
     """
-    New order of rows and insertions: (rows that stay, position by row with -1 for removed ones and one more -1, position or that of the last row before, position or that of the next row). ValueError for an anchor outside [-1, rows].
+    New order of rows and insertions: (remaining rows, position by row with -1 for removed ones and one more -1, position or that of the last remaining row before, position or that of the next row). ValueError for an anchor outside [-1, rows].
     """
 
 def take_rows(rows: NDArray[numpy.int32], old: NDArray[numpy.generic], added: NDArray[numpy.generic]) -> NDArray[numpy.generic]:
@@ -83,22 +83,22 @@ class IoEngine:
 
 def lay_out(start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], end: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], alignment: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], period: int, goal_bytes: int, heuristic_s: float, exact_s: float, seed: int) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], int, int, float, float]:
     """
-    Offsets for buffers on a line (period 0) or a circle: (offsets, proven lower bound, placements tried by the exact tier, seconds on a core of the heuristic and of the exact tier). ValueError names a row that is no buffer.
+    Offsets for buffers on a line (period 0) or a circle: (offsets, proven lower bound, placements tried by the exact tier, seconds on a core of the heuristic and of the exact tier). ValueError names an invalid row.
     """
 
 def layout_fault(start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], end: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], alignment: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], period: int, offset: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], height: int) -> str:
-    """What is wrong with a layout, empty if nothing is."""
+    """The first error of a layout, '' if there is none."""
 
 class OptimizerNumbers:
     """
-    Scalars of one optimizer step; which of them a rule reads is said in csrc/optim/update.h.
+    Scalars of one optimizer step; csrc/optim/update.h lists those that each rule reads.
     """
 
     def __init__(self, *, decay: float = 0.0, first: float = 0.0, second: float = 0.0, rest: float = 0.0, ahead: float = 0.0, correction: float = 1.0, eps: float = 0.0, rate: float = 0.0, sign: float = 1.0, from_gradient: bool = False, seed: int = 0) -> None: ...
 
 def wish_huge_pages(memory: int, bytes: int) -> bool:
     """
-    Asks the kernel for large pages in the whole ones within `bytes` at the address `memory`; False: there are none.
+    Advises huge pages within `bytes` at the address `memory`; returns False if there are none.
     """
 
 MOMENT_BLOCK: int = 256
@@ -108,7 +108,7 @@ def optimizer_isa() -> str:
 
 def optimizer_update(rule: str, moments: str, weight: object, gradient: object, out: object | None, first: object | None, second: object | None, first_scale: object | None, second_scale: object | None, numbers: OptimizerNumbers, threads: int = 1, isa: str = '') -> None:
     """
-    One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names what does not fit.
+    One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names an invalid argument.
     """
 
 def low_peak_order(n_ops: int, bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], producer: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], stays: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], use_op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], then: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], int, int]:
@@ -118,65 +118,65 @@ def low_peak_order(n_ops: int, bytes: Annotated[NDArray[numpy.int64], dict(shape
 
 def quantise(packed: object, values: object, error: object | None, lengths: Sequence[int], bits: int, block: int, nodes: int = 1, threads: int = 1, isa: str = '') -> None:
     """
-    Rows of values into rows of bytes: stretches of `lengths` are, in turn, quantised in blocks and kept. csrc/quant/quantise.h has the form. ValueError names what does not fit.
+    Packs rows of values into rows of bytes: stretches of `lengths` are alternately quantised in blocks and kept as float32. csrc/quant/quantise.h has the format. ValueError names an invalid argument.
     """
 
 def dequantise(values: object, packed: object, lengths: Sequence[int], bits: int, block: int, sources: int = 1, factor: float = 1.0, threads: int = 1, isa: str = '') -> None:
     """
-    Rows of bytes back into values: `factor` times the sum over `sources`, each with all rows. ValueError names what does not fit.
+    Unpacks rows of bytes into values: `factor` times the sum over `sources`, each with all rows. ValueError names an invalid argument.
     """
 
 class Rematerializer:
     """
-    Dynamic rematerialization on the books of a program that runs; a tensor is a storage.
+    Dynamic rematerialization, simulated alongside a running program; a tensor is a storage.
     """
 
     def __init__(self, settings: dict[str, object]) -> None: ...
 
     def constant(self, n_bytes: int) -> int:
-        """A tensor that cannot be made again; refers to it once."""
+        """Adds a tensor that cannot be recomputed, with one reference."""
 
     def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int, elements: int) -> list[int]:
         """
-        An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first one overwrites, or -1. scratch_bytes: what another run takes beside what it makes. elements: that it makes one by one of those that it reads, 0 where it does not.
+        Adds an operator that has run; returns the tensors that it made, each with one reference and one hold. takes_over: argument that the first one overwrites, or -1. scratch_bytes: workspace of another run. elements: number of output elements if it is elementwise, else 0.
         """
 
     def retain(self, tensor: int) -> None:
-        """One reference more."""
+        """Adds a reference."""
 
     def release(self, tensor: int) -> None:
-        """One reference less."""
+        """Removes a reference."""
 
     def hold(self, tensor: int) -> None:
-        """It may not be evicted until let go as often."""
+        """Adds a hold; a held tensor is not evicted."""
 
     def let_go(self, tensor: int) -> None:
-        """Takes back one hold."""
+        """Removes a hold."""
 
     def take(self, tensor: int) -> None:
-        """One reference more, and a hold."""
+        """Adds a reference and a hold."""
 
     def give_back(self, tensor: int) -> None:
-        """Takes back a hold and a reference."""
+        """Removes a hold and a reference."""
 
     def pending(self) -> bool:
-        """Whether `drain` has something to tell."""
+        """Whether `drain` has events."""
 
     def bring(self, tensor: int) -> None:
-        """Runs again what it takes to have the tensor."""
+        """Recomputes the tensor if it was evicted."""
 
     def make_room(self, n_bytes: int) -> None:
         """Evicts until so many bytes are free."""
 
     def drain(self) -> list[tuple[int, int]]:
-        """What was done since the last call."""
+        """Events since the last call: evictions and replays."""
 
     def counted(self) -> dict[str, Any]:
         """Counters so far."""
 
 class RematScript:
     """
-    What a Rematerializer was told in one run, event by event; each method adds one.
+    Recorded events of a Rematerializer in one run; each method appends one.
     """
 
     def __init__(self) -> None: ...
@@ -204,11 +204,11 @@ class RematScript:
     def __len__(self) -> int: ...
 
     def play(self, books: Rematerializer, first: int, end: int) -> list[tuple[int, int]]:
-        """Tells `books` the events from `first` to before `end`; what was done."""
+        """Replays events [first, end) on `books`; returns its `drain`."""
 
 def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, Any]:
     """
-    Runs a whole trace (columns as in csrc/remat/trace.h) under a budget; what came out, and what was done where asked.
+    Runs a trace (columns as in csrc/remat/trace.h) under a budget; returns results, and the journal if requested.
     """
 
 class StepColumns:
@@ -219,7 +219,7 @@ class StepColumns:
     def __init__(self, op_phase: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_resource: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_s: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], op_issue_s: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], tier: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], kind: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], producer: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], held_until: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_mutates: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], save_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], save_until: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], op_stream: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_prefetch: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_match: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
 class Footprint:
-    """What a step needs at most."""
+    """Peaks of a step."""
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -247,7 +247,7 @@ class Live(Footprint):
         """By resource (the last one is the host issuing ops) and phase."""
 
 class ClassTimeline(Footprint):
-    """What one class of ranks does in an optimizer step."""
+    """One rank class in a simulated optimizer step."""
 
     @property
     def finish_s(self) -> float:
@@ -272,7 +272,7 @@ class ClassTimeline(Footprint):
         """
 
 class Timeline:
-    """What came of scheduling one optimizer step of all rank classes."""
+    """A simulated optimizer step of all rank classes."""
 
     @property
     def step_s(self) -> float: ...
@@ -293,7 +293,7 @@ def live(columns: StepColumns, rounding_bytes: int = 1, small_bytes: int = 0) ->
 
 def least_s(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, shares_cores: bool = False) -> list[float]:
     """
-    By rank class the seconds after which one optimizer step is over at the earliest; `schedule` never says less.
+    A lower bound on the seconds of one optimizer step, by rank class; never above the result of `schedule`.
     """
 
 def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, link_slowdown: float = 0.0, rounding_bytes: int = 1, small_bytes: int = 0, copies_in_turn: bool = False, shares_cores: bool = False, link_of_root: tuple[float, float] = (0.0, 0.0)) -> Timeline:
@@ -307,12 +307,12 @@ def tsplit_greedy(live_bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,)
     """
 
 class ArenaOptions:
-    """How memtune's own allocator serves requests."""
+    """Options of memtune's allocator."""
 
     def __init__(self, *, defragment: bool = True, stitch_from_bytes: int = 0, reuse_limit: int = 10, most_stitched_bytes: int = 1099511627776, arena_below_bytes: int = 2097152, planned: bool = False, replan_after: int = 64, window: int = 64, layout_s: float = 1.0, pools: bool = False, transient_within: int = 64) -> None: ...
 
 class ArenaStatistics:
-    """What an allocator of this process has done."""
+    """Counters of an allocator of this process."""
 
     @property
     def allocated_bytes(self) -> int: ...
@@ -373,12 +373,12 @@ ARENA_CPU: int = -1
 
 def arena_open(device: int) -> str:
     """
-    Makes the allocator of a device if there is none; empty, or why it cannot be.
+    Creates the allocator of a device if there is none; returns '' or the reason why it cannot.
     """
 
 def arena_replace(device: int, options: ArenaOptions) -> str:
     """
-    Makes the allocator of a device anew; the one before ends when what is in use there has been freed. Empty, or why it cannot be.
+    Replaces the allocator of a device; the old one ends when its blocks have been freed. Returns '' or the reason why it cannot.
     """
 
 def arena_defaults(options: ArenaOptions) -> None:
@@ -432,7 +432,7 @@ class OutOfMemory:
     def largest_free_bytes(self) -> int: ...
 
 class AllocatorReplay:
-    """What a stream of allocations and frees does to the caching allocator."""
+    """State of the caching allocator over a stream of allocations and frees."""
 
     @property
     def peak_reserved_bytes(self) -> int: ...
