@@ -18,7 +18,7 @@ from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import
     CheckmateSchedule,
     schedule_for,
 )
-from memtune.search_spaces.recompute._schedule_planner.placement import Placement
+from memtune.search_spaces.recompute._schedule_planner.region_placement import Placement
 from memtune.workload.workload import Workload
 
 ROOT = Path(__file__).parents[1]

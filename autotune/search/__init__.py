@@ -9,7 +9,10 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.autotune.search.control import Control
     from memtune.autotune.search.dry_runs import traced_under
-    from memtune.autotune.search.events import (
+    from memtune.autotune.search.outcome import SearchOutcome
+    from memtune.autotune.search.plan_report import PlanReport, PlanRow, plan
+    from memtune.autotune.search.preparation import prepare
+    from memtune.autotune.search.search_events import (
         BestChanged,
         Calibrated,
         CandidatesScored,
@@ -31,9 +34,6 @@ if TYPE_CHECKING:
         Unknown,
         read_events,
     )
-    from memtune.autotune.search.outcome import SearchOutcome
-    from memtune.autotune.search.plan_report import PlanReport, PlanRow, plan
-    from memtune.autotune.search.preparation import prepare
     from memtune.autotune.search.study import search, study_folder
     from memtune.autotune.search.study_store import check_writable
     from memtune.autotune.search.trials import run_trial

@@ -125,7 +125,7 @@ class SearchApp(App[None]):
     #table { width: 1fr; height: 100%; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; background: $background; }
     #table:focus { background-tint: $foreground 0%; }
     #table > .datatable--header { background: $background; color: $text-muted; text-style: none; }
-    #scatter { width: 36; height: 100%; padding: 0 1; }
+    #scatter { width: 39; height: 100%; padding: 0 1; }
     #note { height: 1; padding: 0 1; color: $text-muted; }
     #keys { height: 1; padding: 0 1; background: $panel; }
     .narrow #scatter { display: none; }

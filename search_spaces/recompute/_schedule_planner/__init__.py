@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         schedule_for,
     )
     from memtune.search_spaces.recompute._schedule_planner.frozen_policy import BUDGET_KNOBS, DynamicPolicy
-    from memtune.search_spaces.recompute._schedule_planner.placement import (
+    from memtune.search_spaces.recompute._schedule_planner.region_placement import (
         SCHEDULED,
         Placement,
         SchedulePlan,

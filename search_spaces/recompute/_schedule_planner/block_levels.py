@@ -19,7 +19,7 @@ from memtune.offload.layer_major import Span
 from memtune.program import F64, I32, I64, Phase, Program, Schedule, Step
 from memtune.search_spaces.recompute._block_planner import live_bytes, pack_spans
 from memtune.search_spaces.recompute._schedule_planner.block_options import BlockOption
-from memtune.search_spaces.recompute._schedule_planner.placement import Placement
+from memtune.search_spaces.recompute._schedule_planner.region_placement import Placement
 from memtune.technique import Target
 
 _LEVELS = 12

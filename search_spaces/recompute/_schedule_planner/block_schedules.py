@@ -45,7 +45,7 @@ from memtune.search_spaces.recompute._block_planner import (
 )
 from memtune.search_spaces.recompute._schedule_planner.block_levels import LevelSearch
 from memtune.search_spaces.recompute._schedule_planner.block_options import BlockOption, Source, options_of
-from memtune.search_spaces.recompute._schedule_planner.placement import (
+from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     SCHEDULED,
     Placement,
     schedules_nothing,

@@ -11,7 +11,7 @@ from memtune.activations.schedules import region_of, solve_exactly, solve_rounde
 from memtune.hardware import op_costs
 from memtune.program import Schedule, find_schedule_error, plain_schedule
 from memtune.search_spaces.recompute._schedule_planner.coarse_graph import Stages, stages_of
-from memtune.search_spaces.recompute._schedule_planner.placement import Placement
+from memtune.search_spaces.recompute._schedule_planner.region_placement import Placement
 
 _TRIES = 5
 """Budgets tried on the coarse nodes, until the peak of the ops is just within the real budget."""

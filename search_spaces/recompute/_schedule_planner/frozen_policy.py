@@ -43,7 +43,12 @@ from memtune.search_spaces.recompute._schedule_planner.online_budget import (
     online_shortfall,
     sufficient_online_bytes,
 )
-from memtune.search_spaces.recompute._schedule_planner.placement import (
+from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
+    check_schedule,
+    install_region,
+    solve_policy,
+)
+from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     SCHEDULED,
     Placement,
     SchedulePlan,
@@ -53,11 +58,6 @@ from memtune.search_spaces.recompute._schedule_planner.placement import (
     needs_block_schedules,
     needs_own_budget,
     placement_of,
-)
-from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
-    check_schedule,
-    install_region,
-    solve_policy,
 )
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes

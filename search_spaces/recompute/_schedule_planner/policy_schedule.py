@@ -22,7 +22,7 @@ from memtune.search_spaces.recompute._schedule_planner.block_options import is_c
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
     instead_of_schedule,
 )
-from memtune.search_spaces.recompute._schedule_planner.placement import (
+from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     Placement,
 )
 

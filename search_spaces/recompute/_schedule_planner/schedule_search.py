@@ -30,17 +30,17 @@ from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
     solve_block_schedules,
 )
 from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import schedule_for
-from memtune.search_spaces.recompute._schedule_planner.placement import (
+from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
+    check_schedule,
+    install_region,
+    solve_policy,
+)
+from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     Placement,
     SchedulePlan,
     apply_schedule,
     cannot_schedule_model,
     placement_of,
-)
-from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
-    check_schedule,
-    install_region,
-    solve_policy,
 )
 from memtune.technique import Reason, Target
 from memtune.units import format_bytes, format_seconds

@@ -164,6 +164,6 @@ def loss(model, x): return model(x).square().mean()
 
 def test_regions_refuse_gradients_summed_in_blocks(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(BIASED)
-    assert "gradients of several blocks are added up" in str(
+    assert "gradients of several blocks are summed" in str(
         block_regions_of(recording_of(tmp_path / "model.py").at(4))
     )

@@ -113,7 +113,7 @@ def batch(size): return torch.randn(3, 6 * size)
 def model(): return nn.Linear(24, 2)
 def loss(m, b): return m(b).mean()
 """
-    assert "could not be checked" in verdict(tmp_path, body)
+    assert "could not be compared" in verdict(tmp_path, body)
 
 
 def test_batch_is_lossless_preserves_generator_state(tmp_path: Path):

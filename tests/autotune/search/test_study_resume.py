@@ -15,9 +15,9 @@ import pytest
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import BUDGET, asked, of, run
 
-from memtune.autotune.search import events, study
+from memtune.autotune.search import search_events, study
 from memtune.autotune.search.control import Control
-from memtune.autotune.search.events import read_events
+from memtune.autotune.search.search_events import read_events
 from memtune.autotune.search.study_store import StudyFolder
 from memtune.config.tuned_config import load_config
 from memtune.errors import EnvironmentFault, UsageError
@@ -55,7 +55,7 @@ def test_ctrl_c_writes_best_so_far(after: int):
     assert outcome.exit_code == 130
     assert Path("tuned.yaml").exists() == (outcome.config is not None)
     assert (outcome.config is not None) == (after >= 1)  # trial 0, the plain setting, does not fit
-    assert of(events.SearchFinished)[0].status == "interrupted"
+    assert of(search_events.SearchFinished)[0].status == "interrupted"
 
 
 def test_real_ctrl_c_ends_search_cleanly():
@@ -76,10 +76,10 @@ def test_real_ctrl_c_ends_search_cleanly():
 def test_resume_continues_interrupted_search_to_same_result():
     options, control = asked(), Control()
     run(options, interrupting(truth(options), 4, control), control)
-    told = [(each.number, each.result) for each in of(events.TrialFinished)]
+    told = [(each.number, each.result) for each in of(search_events.TrialFinished)]
     outcome = run(replace(options, resume=True))
     assert outcome.status == "done"
-    finished = [(each.number, each.result) for each in of(events.TrialFinished)]
+    finished = [(each.number, each.result) for each in of(search_events.TrialFinished)]
     assert finished[: len(told)] == told
     assert [number for number, _ in finished] == [each["number"] for each in outcome.trials]
     counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
@@ -97,7 +97,7 @@ def test_resume_adds_results_missing_from_log():
         b"".join(lines[:last]) + lines[last][:50]
     )  # torn, as a crash in the middle of the write leaves it
     outcome = run(replace(options, resume=True))
-    assert sorted(each.number for each in of(events.TrialFinished)) == [
+    assert sorted(each.number for each in of(search_events.TrialFinished)) == [
         each["number"] for each in outcome.trials
     ]
 
@@ -166,7 +166,7 @@ def test_resume_refuses_study_in_use():
 def test_resume_rebuilds_damaged_study_from_log():
     options, control = asked(), Control()
     run(options, interrupting(truth(options), 5, control), control)
-    told = {each.summary for each in of(events.TrialFinished)}
+    told = {each.summary for each in of(search_events.TrialFinished)}
     Path(".memtune/s/study.db").write_bytes(b"garbage" * 1000)
     outcome = run(replace(options, resume=True))
     assert told <= {each["summary"] for each in outcome.trials}
@@ -180,7 +180,7 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from search_world import prepared, truth
-from memtune.autotune.search import study
+from memtune.autotune.search import search_events, study
 from memtune.executors.simulated import SimulatedExecutor
 from memtune.ssd.offload_dir import VARIABLE
 from test_study_options import OPTIONS
@@ -213,7 +213,7 @@ def test_kill_loses_only_running_trials(seed: int, tmp_path: Path):
         told = {
             each.number: each.result
             for each in read_events(log_path)
-            if isinstance(each, events.TrialFinished)
+            if isinstance(each, search_events.TrialFinished)
         }
         assert kept.items() <= told.items()
         kept = told

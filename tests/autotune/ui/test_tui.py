@@ -14,7 +14,7 @@ pyte = pytest.importorskip("pyte")
 from support.search import event_stream as stream  # noqa: E402
 
 from memtune.autotune.search.control import Control  # noqa: E402
-from memtune.autotune.search.events import EventLog, TrialProgress, TrialStarted  # noqa: E402
+from memtune.autotune.search.search_events import EventLog, TrialProgress, TrialStarted  # noqa: E402
 from memtune.autotune.ui.tui import SearchApp, with_tui  # noqa: E402
 
 PROGRAM = Path(stream.__file__)

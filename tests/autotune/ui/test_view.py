@@ -6,7 +6,7 @@ import pytest
 from support.search import event_stream as stream
 
 from memtune.autotune.search.control import Control
-from memtune.autotune.search.events import (
+from memtune.autotune.search.search_events import (
     CandidatesScored,
     EventLog,
     LogOpened,

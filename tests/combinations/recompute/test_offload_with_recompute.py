@@ -345,9 +345,7 @@ def test_fits_and_apply_refuse_tiled_weights_with_schedules() -> None:
     """By `fits`, before any schedule is searched, and by `apply`."""
     whole = states("zero_infinity", parameters="host")
     tiled = whole.model_copy(update={"tiles": 2})
-    assert "tiled weights" in str(
-        CHECKMATE.fits(plain_program(MODEL, SAMPLES), target_of(CHECKMATE, tiled))
-    )
+    assert "tiled weights" in str(CHECKMATE.fits(plain_program(MODEL, SAMPLES), target_of(CHECKMATE, tiled)))
     plans = planned(MODEL, CHECKMATE, whole)[1]
     plan = {slot: each.document() for slot, each in plans.items()} | {"offload.states": {"tiled": []}}
     workload, model, optimizer = build(MODEL)

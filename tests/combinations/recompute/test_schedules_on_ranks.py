@@ -37,7 +37,7 @@ from memtune.runtime.memory_tiers import HOST, local, tier
 from memtune.runtime.training_step import upload
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.recompute._block_planner.fits import is_attention
-from memtune.search_spaces.recompute._schedule_planner.placement import placement_of
+from memtune.search_spaces.recompute._schedule_planner.region_placement import placement_of
 from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.checkmate import Checkmate
 from memtune.search_spaces.recompute.coop import Coop

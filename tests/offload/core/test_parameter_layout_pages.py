@@ -93,8 +93,7 @@ def test_runs_join_adjacent_pages(sizes: Sizes, page_bytes: int, frames: int, wa
 
 
 def test_ring_of_frames_loads_as_few_pages_as_any_cache() -> None:
-    """Forward and backward over n pages with f frames load 2n - f pages: the last f are resident in between.
-    """
+    """Forward and backward over n pages with f frames load 2n - f pages: the last f stay resident."""
     pages = paged((4,) * 12, tuple(range(12)), 4, 5)
     assert residency_moves(pages) == 2 * 12 - 5
 

@@ -70,8 +70,7 @@ def test_limits_include_every_control_group_around_the_process(tmp_path: Path) -
 
 @pytest.mark.parametrize("mounted", ["/", "/docker/abc"])
 def test_limits_end_at_the_containers_own_group(tmp_path: Path, mounted: str) -> None:
-    """Version 1: files are mounted from the container's group on, with the whole path in `/proc/self/cgroup`.
-    """
+    """Version 1: mounts start at the container's group, with the whole path in `/proc/self/cgroup`."""
     inside = "" if mounted == "/docker/abc" else "/docker/abc"
     at = f"sys/fs/cgroup/memory{inside}"
     texts = {

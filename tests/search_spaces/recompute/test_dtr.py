@@ -10,7 +10,7 @@ from support.zoo_paths import ZOO
 
 from memtune.api import apply
 from memtune.errors import ApplyError, ConfigError
-from memtune.search_spaces.recompute._schedule_planner.placement import placement_of
+from memtune.search_spaces.recompute._schedule_planner.region_placement import placement_of
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.split.tiled import Tiled
 from memtune.testing import TechniqueSuite

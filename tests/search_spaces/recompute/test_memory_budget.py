@@ -78,7 +78,7 @@ def test_it_needs_compiled_graphs() -> None:
     assert "only compiled graphs" in str(technique.fits(program, target_of(technique)))
     compiled = Target(hardware.detect("cpu"), compiled="blocks")
     assert technique.fits(program, compiled) is None
-    assert "save anyway" in str(MemoryBudget(budget=1.0).fits(program, compiled))
+    assert "save by default" in str(MemoryBudget(budget=1.0).fits(program, compiled))
     assert technique.rewrite(program, NO_PLAN, compiled) is program
     assert technique.exactness is Exactness.BITWISE
     _, model, optimizer = build(ZOO["tied"])

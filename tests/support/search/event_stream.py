@@ -4,7 +4,7 @@ import sys
 import time
 
 from memtune.autotune.search.control import Control
-from memtune.autotune.search.events import (
+from memtune.autotune.search.search_events import (
     BestChanged,
     Calibrated,
     CandidatesScored,

@@ -11,8 +11,8 @@ from support.search.prepared_search import AXES, GPT, truth
 
 from memtune.autotune.search import study
 from memtune.autotune.search.control import Control
-from memtune.autotune.search.events import read_events
 from memtune.autotune.search.outcome import SearchOutcome
+from memtune.autotune.search.search_events import read_events
 from memtune.autotune.space.search_options import SearchOptions
 from memtune.executors.base import Trial, TrialResult
 from memtune.executors.simulated import SimulatedExecutor

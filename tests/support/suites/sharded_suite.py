@@ -141,9 +141,7 @@ class ShardedSuite(TechniqueSuite):
 
         cls.test_suite_fails_under = test_suite_fails_under  # type: ignore[attr-defined]
         super().__init_subclass__(**kwargs)
-        pytest.mark.slow(
-            cls.test_failed_apply_leaves_no_trace
-        )  # briefly in memtune/runtime/test_sharding.py
+        pytest.mark.slow(cls.test_failed_apply_leaves_no_trace)  # briefly in memtune/runtime/test_sharding.py
         if not cls.briefly:
             pytest.mark.slow(cls.test_trains_as_the_plain_model)
             pytest.mark.slow(cls.test_rewrite_equals_the_recording_of_apply)

@@ -11,7 +11,7 @@ from support.zoo_paths import ZOO
 
 from memtune import hardware
 from memtune.program.step import Program, RankClass
-from memtune.search_spaces.recompute._schedule_planner.placement import placement_of
+from memtune.search_spaces.recompute._schedule_planner.region_placement import placement_of
 from memtune.search_spaces.recompute._schedule_planner.schedule_search import _FreeSearch
 from memtune.technique import Target
 from memtune.testing.drift_check import recording_of

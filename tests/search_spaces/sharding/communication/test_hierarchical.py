@@ -38,7 +38,7 @@ class TestHierarchical(ShardedSuite):
     ranks, other_slots, briefly = 4, (Fsdp(),), False
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
     # The same bits and the same peak over other links: tests/parallel/collectives counts the bytes of each
-    # link (test_fsdp_comm_hooks.py) and compares the rewrite with the ops that ran (test_collectives_pass.py).
+    # link (test_fsdp_comm_hooks.py), and compares rewrite and executed ops (test_collectives_pass.py).
     not_shown = (*NOT_AT_THE_PEAK, "rewrite does nothing", "apply does nothing")
 
     @classmethod

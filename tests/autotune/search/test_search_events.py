@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtune.autotune.search import events
-from memtune.autotune.search.events import (
+from memtune.autotune.search import search_events
+from memtune.autotune.search.search_events import (
     EventLog,
     LogOpened,
     LogTail,
@@ -36,7 +36,7 @@ def test_event_log_round_trip_sets_time(tmp_path):
         written = [log.write(Note(text="a\nb")), log.write(finished(3, losses=[1.5], step_s=0.25))]
     opened, *rest = read_events(path)
     assert isinstance(opened, LogOpened)
-    assert opened.schema_version == events.SCHEMA_VERSION
+    assert opened.schema_version == search_events.SCHEMA_VERSION
     assert opened.pid == os.getpid()
     assert [e.model_dump(exclude={"t", "elapsed_s"}) for e in rest] == [
         e.model_dump(exclude={"t", "elapsed_s"}) for e in written
@@ -112,20 +112,20 @@ def test_event_log_separates_partial_line_after_full_disk(tmp_path, monkeypatch)
             return write(file, data[:20])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(events.os, "write", full)
+    monkeypatch.setattr(search_events.os, "write", full)
     with pytest.raises(EnvironmentFault, match="cannot be written") as caught:
         log.write(Note(text="x" * 25))
     assert "No space left" in caught.value.evidence
     assert (tmp_path / "log").read_bytes().count(b"\n") == 1
     assert (tmp_path / "log").read_bytes().endswith(b"\n")
-    monkeypatch.setattr(events.os, "write", write)
+    monkeypatch.setattr(search_events.os, "write", write)
     log.write(Note(text="room again"))
     assert [e.event for e in read_events(tmp_path / "log")] == ["log_opened", "note"]
 
 
 def test_event_log_continues_elapsed_time(tmp_path, monkeypatch):
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(events.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(search_events.time, "monotonic", lambda: next(clock))
     for _ in range(2):
         with EventLog(tmp_path / "log") as log:
             log.write(Note(text="n"))
