@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from memtune.autotune.predict import Calibration
-from memtune.autotune.search import events
+from memtune.autotune.search import search_events
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import Measured, judge, loss_tolerance, losses_disagree
@@ -56,7 +56,7 @@ _POLL_S = 0.25
 class Job:
     """A trial to run, and its role."""
 
-    role: events.Role
+    role: search_events.Role
     scored: Scored
     name: str = ""
     number: int | None = None
@@ -92,7 +92,7 @@ class Driver:
         options: SearchOptions,
         sampler: Sampler,
         executor: Executor,
-        log: events.EventLog,
+        log: search_events.EventLog,
         control: Control,
         began_s: float | None = None,
     ) -> None:
@@ -187,7 +187,7 @@ class Driver:
             for happened in self._executor.wait(_POLL_S):
                 if isinstance(happened, Progress):
                     self._log.write(
-                        events.TrialProgress(
+                        search_events.TrialProgress(
                             number=happened.number, stage=happened.stage, device_bytes=happened.device_bytes
                         )
                     )
@@ -213,7 +213,7 @@ class Driver:
 
     def note(self, text: str, *, warning: bool = False) -> None:
         """Write a line to the log that belongs to no trial."""
-        self._log.write(events.Note(text=text, level="warning" if warning else "info"))
+        self._log.write(search_events.Note(text=text, level="warning" if warning else "info"))
 
     def _stop_asked(self) -> bool:
         for number in self.control.take_kills():
@@ -229,13 +229,13 @@ class Driver:
     def _note_pause(self) -> None:
         if self.control.paused != self._paused:
             self._paused = self.control.paused
-            self._log.write(events.Paused() if self._paused else events.Resumed())
+            self._log.write(search_events.Paused() if self._paused else search_events.Resumed())
 
     def _cancel(self, number: int, reason: str) -> None:
         self._executor.cancel(number)
         del self.running[number]
         self._sampler.fail(number, reason)
-        self._log.write(events.TrialCancelled(number=number, reason=reason))
+        self._log.write(search_events.TrialCancelled(number=number, reason=reason))
 
     def _start(self, job: Job) -> None:
         number = job.number
@@ -245,7 +245,7 @@ class Driver:
         self.running[number] = job
         prediction, choice = job.scored.prediction, job.scored.choice
         self._log.write(
-            events.TrialStarted(
+            search_events.TrialStarted(
                 number=number,
                 role=job.role,
                 name=job.name,
@@ -333,7 +333,7 @@ class Driver:
     def _write(self, done: FinishedTrial) -> None:
         prediction, choice = done.job.scored.prediction, done.job.scored.choice
         self._log.write(
-            events.TrialFinished(
+            search_events.TrialFinished(
                 number=done.number,
                 role=done.job.role,
                 name=done.job.name,
@@ -422,7 +422,7 @@ class Driver:
             winner = verdict.winner
             self._best_number = winner.number
             self._log.write(
-                events.BestChanged(
+                search_events.BestChanged(
                     number=winner.number,
                     summary=winner.choice.summary,
                     peak_bytes=winner.peak_bytes,
@@ -434,7 +434,7 @@ class Driver:
         if len(self._crashes) >= BREAKER:
             self.broken = done.result.reason
 
-    def _calibrated(self) -> events.Calibrated:
+    def _calibrated(self) -> search_events.Calibrated:
         correction = self.pruner.calibration.step_correction
         peaks, steps = [], []
         for each in self.finished:
@@ -442,7 +442,7 @@ class Driver:
             if result.status == "ok" and result.peak_allocated_bytes and result.step_s:
                 peaks.append(abs(prediction.peak_allocated_bytes / result.peak_allocated_bytes - 1))
                 steps.append(abs(prediction.step_s * correction / result.step_s - 1))
-        return events.Calibrated(
+        return search_events.Calibrated(
             peak_error=statistics.median(peaks), step_error=statistics.median(steps), n_trials=len(peaks)
         )
 
@@ -462,7 +462,7 @@ class Driver:
             scored = self.setup.scorer.score(Choice.from_document(trial.settings))
             if isinstance(scored, Reason):
                 continue
-            role: events.Role = trial.role  # type: ignore[assignment]  # written by this class
+            role: search_events.Role = trial.role  # type: ignore[assignment]  # written by this class
             job = Job(role, self.setup.scorer.refined(scored), trial.name)
             if trial.result is not None:
                 done = FinishedTrial(job, trial.number, trial.result)
@@ -473,7 +473,7 @@ class Driver:
                 again.append(job)
         return again
 
-    def rebuild(self, finished: Iterable[events.TrialFinished]) -> None:
+    def rebuild(self, finished: Iterable[search_events.TrialFinished]) -> None:
         """Fill an empty study from the event log; trials get new numbers."""
         for event in finished:
             scored = self.setup.scorer.score(Choice.from_document(event.settings))

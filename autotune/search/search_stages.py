@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from memtune.autotune.predict import SearchErrors, store_search
-from memtune.autotune.search import events
+from memtune.autotune.search import search_events
 from memtune.autotune.search.baselines import Baseline, baselines
 from memtune.autotune.search.driver import Driver, FinishedTrial, Job
 from memtune.autotune.search.numerics_check import numerics
@@ -43,7 +43,7 @@ class Stages:
     sampler: Sampler
     scores: Scores
     folder: StudyFolder
-    log: events.EventLog
+    log: search_events.EventLog
     resumed: bool
 
     def __post_init__(self) -> None:
@@ -69,7 +69,9 @@ class Stages:
         except MemtuneError as error:
             is_empty = isinstance(error, NothingFits)
             self.log.write(
-                events.SearchFinished(status="nothing_fits" if is_empty else "failed", message=error.what)
+                search_events.SearchFinished(
+                    status="nothing_fits" if is_empty else "failed", message=error.what
+                )
             )
             raise
 
@@ -79,7 +81,7 @@ class Stages:
         setup, options = self.driver.setup, self.driver.options
         if not self.resumed:
             self.log.write(
-                events.SearchStarted(
+                search_events.SearchStarted(
                     study=self.folder.name,
                     workload=setup.workload.path.name,
                     device=setup.device,
@@ -99,7 +101,7 @@ class Stages:
             )
         step = setup.recording.step
         self.log.write(
-            events.Recorded(
+            search_events.Recorded(
                 rung=setup.recording.rung,
                 record_s=setup.recording.record_s,
                 n_ops=step.ops.n,
@@ -111,7 +113,7 @@ class Stages:
             self.driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values()
         )
         self.log.write(
-            events.CandidatesScored(
+            search_events.CandidatesScored(
                 n_candidates=self.scores.n_candidates,
                 n_merged=self.scores.n_merged,
                 n_pruned=pruned,
@@ -400,7 +402,7 @@ class Stages:
             if not driver.stopped:
                 raise nothing_fits(driver)
             self.log.write(
-                events.SearchFinished(
+                search_events.SearchFinished(
                     status="interrupted" if control.interrupted else "stopped", message=driver.stopped
                 )
             )
@@ -437,7 +439,7 @@ class Stages:
             self._teach_later_runs()
             save_text(self.folder.path / RESULT, json.dumps(outcome.to_dict(), indent=1) + "\n")
         self.log.write(
-            events.SearchFinished(
+            search_events.SearchFinished(
                 status=status if status != "dry_run" else "done",
                 out=str(out),
                 best_number=verdict.winner.number,
@@ -474,7 +476,7 @@ class Stages:
     def _pruned(self, number: int, scored: Scored, reason: str) -> None:
         pruner = self.driver.pruner
         self.log.write(
-            events.TrialPruned(
+            search_events.TrialPruned(
                 number=number,
                 settings=scored.choice.dump(),
                 summary=scored.choice.summary,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from memtune.autotune.search import events
+from memtune.autotune.search import search_events
 from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.driver import Driver
@@ -69,7 +69,9 @@ def search(
         if too_large is not None:
             raise too_large
         logged = [
-            each for each in events.read_events(folder.events) if isinstance(each, events.TrialFinished)
+            each
+            for each in search_events.read_events(folder.events)
+            if isinstance(each, search_events.TrialFinished)
         ]
         opened = executor or make_executor(
             options.executor,
@@ -80,7 +82,7 @@ def search(
             log_dir=folder.logs,
         )
         try:
-            with events.EventLog(folder.events, began_s) as log:
+            with search_events.EventLog(folder.events, began_s) as log:
                 sampler = Sampler(folder.database, setup.space, options.seed)
                 try:
                     driver = Driver(setup, options, sampler, opened, log, control or Control(), began_s)

@@ -10,7 +10,7 @@ import pytest
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import BUDGET, asked, log, of, run
 
-from memtune.autotune.search import events, preparation, study
+from memtune.autotune.search import preparation, search_events, study
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.outcome import SearchOutcome
 from memtune.autotune.space.candidates import Choice
@@ -73,15 +73,15 @@ def test_search_with_concurrent_trials_keeps_limit():
 
 def test_search_log_contains_all_events():
     outcome = run(asked())
-    assert len(of(events.TrialFinished)) == len(outcome.trials)
-    assert [each.status for each in of(events.SearchFinished)] == ["done"]
-    assert of(events.SearchFinished)[0].best_number == next(
+    assert len(of(search_events.TrialFinished)) == len(outcome.trials)
+    assert [each.status for each in of(search_events.SearchFinished)] == ["done"]
+    assert of(search_events.SearchFinished)[0].best_number == next(
         each["number"]
         for each in outcome.trials
         if each["settings"] == outcome.config["settings"]  # type: ignore[index]
     )
-    assert of(events.CandidatesScored)[0].n_candidates > 50
-    assert of(events.Calibrated)[-1].n_trials > 3
+    assert of(search_events.CandidatesScored)[0].n_candidates > 50
+    assert of(search_events.Calibrated)[-1].n_trials > 3
 
 
 def test_search_writes_plain_setting_if_best():
@@ -110,7 +110,7 @@ def test_search_without_fit_reports_closest_and_remedies():
     assert "short by" in message
     assert "offload.states: " in message  # a way out that the simulator has tried
     assert "--max-memory" in message
-    assert of(events.SearchFinished)[0].status == "nothing_fits"
+    assert of(search_events.SearchFinished)[0].status == "nothing_fits"
     assert not Path("tuned.yaml").exists()
 
 
@@ -141,14 +141,14 @@ def test_search_audit_that_fits_widens_interval():
         return smaller(trial) if result.status == "oom" and len(seen) > 5 else result
 
     outcome = run(options, first_honest)
-    notes = [each.text for each in of(events.Note)]
+    notes = [each.text for each in of(search_events.Note)]
     assert any("interval was too narrow" in text for text in notes)
     assert any(each["role"] == "audit" and each["status"] == "ok" for each in outcome.trials)
 
 
 def test_search_reports_audit_that_does_not_fit():
     run(asked())
-    assert any(each.text.startswith("audit: the pruned candidate") for each in of(events.Note))
+    assert any(each.text.startswith("audit: the pruned candidate") for each in of(search_events.Note))
 
 
 def test_search_reserves_no_audit_without_pruning():
@@ -199,7 +199,7 @@ def test_search_reports_nan_loss():
         )
 
     outcome = run(options, diverging)
-    warned = [each.text for each in of(events.Note) if each.level == "warning"]
+    warned = [each.text for each in of(search_events.Note) if each.level == "warning"]
     assert any(each.startswith("the loss is nan from step 2 on with ") for each in warned)
     assert outcome.config is not None
 
@@ -326,9 +326,9 @@ def test_search_pause_delays_trials():
 
     outcome = run(options, pausing, control)
     kinds = [type(each) for each in log()]
-    assert kinds.count(events.Paused) == kinds.count(events.Resumed) == 1
-    between = kinds[kinds.index(events.Paused) : kinds.index(events.Resumed)]
-    assert events.TrialStarted not in between
+    assert kinds.count(search_events.Paused) == kinds.count(search_events.Resumed) == 1
+    between = kinds[kinds.index(search_events.Paused) : kinds.index(search_events.Resumed)]
+    assert search_events.TrialStarted not in between
     assert outcome.status == "done"
 
 
@@ -337,7 +337,9 @@ def test_search_reports_drift_of_machine():
     honest = truth(options, noise=0.001)
     outcome = run(options, lambda trial: slower(honest(trial), 1.0 + 0.02 * trial.number))
     assert outcome.status == "done"
-    assert any("the machine is busy" in each.text for each in of(events.Note) if each.level == "warning")
+    assert any(
+        "the machine is busy" in each.text for each in of(search_events.Note) if each.level == "warning"
+    )
 
 
 def slower(result: TrialResult, factor: float) -> TrialResult:
@@ -389,7 +391,7 @@ def test_search_drops_technique_that_refuses_live_model_twice():
         return honest(trial)
 
     run(options, refusing)
-    refused = [each for each in of(events.TrialFinished) if each.result.status == "unfit"]
+    refused = [each for each in of(search_events.TrialFinished) if each.result.status == "unfit"]
     assert (
         2 <= len(refused) <= 4
     )  # more than two only while nothing else told their kinds apart from those that work
