@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import re
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from pathlib import Path
 
 import pytest
 
-DEBT = Path(__file__).with_name("language_debt.json")
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 RETIRED_HEADING = "## Retired words"
@@ -351,16 +349,9 @@ def findings_of_the_tree() -> tuple[Finding, ...]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_no_folder_has_more_findings_than_recorded(rule: str) -> None:
-    """`language_debt.json` counts the findings that are left; the counts only fall."""
-    debt = json.loads(DEBT.read_text())
-    found = [finding for finding in findings_of_the_tree() if finding.rule == rule]
-    more = {
-        folder: [str(each) for each in found if str(Path(each.path).parent) == folder]
-        for (folder, _), count in counts_by_folder(found).items()
-        if count > debt.get(folder, {}).get(rule, 0)
-    }
-    assert not more, "\n".join(line for lines in more.values() for line in lines)
+def test_tree_has_no_findings(rule: str) -> None:
+    found = [str(finding) for finding in findings_of_the_tree() if finding.rule == rule]
+    assert not found, "\n".join(found)
 
 
 def findings_of(tmp_path: Path, name: str, text: str) -> list[tuple[int, str, str]]:
@@ -436,27 +427,15 @@ def counts_by_folder(found: Iterable[Finding]) -> Counter[tuple[str, str]]:
     return Counter((str(Path(each.path).parent), each.rule) for each in found)
 
 
-def record_debt(found: Iterable[Finding]) -> None:
-    """Write the counts that `test_no_folder_has_more_findings_than_recorded` allows."""
-    debt: dict[str, dict[str, int]] = {}
-    for (folder, rule), count in sorted(counts_by_folder(found).items()):
-        debt.setdefault(folder, {})[rule] = count
-    DEBT.write_text(json.dumps(debt, indent=1) + "\n")
-
-
 def main() -> int:
     """Print the findings of the given paths; return 1 if there are any."""
     parser = argparse.ArgumentParser(description="Find words that docs/glossary.md retires.")
     parser.add_argument(
         "--count", action="store_true", help="print counts per folder and rule instead of findings"
     )
-    parser.add_argument("--record", action="store_true", help="record the present counts as the most allowed")
     parser.add_argument("paths", nargs="*", type=Path, help="files and folders; default: the whole tree")
     options = parser.parse_args()
     found = all_findings(options.paths or [ROOT], Path.cwd() if options.paths else ROOT)
-    if options.record:
-        record_debt(found)
-        return 0
     if options.count:
         counts = counts_by_folder(found)
         folders = sorted({folder for folder, _ in counts})

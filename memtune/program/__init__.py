@@ -45,7 +45,12 @@ if TYPE_CHECKING:
         parts_of,
         plain_schedule,
     )
-    from memtune.program.parameter_columns import ParameterColumns, columns_of
+    from memtune.program.parameter_columns import (
+        ParameterColumns,
+        columns_of,
+        is_in_expert,
+        split_expert_name,
+    )
     from memtune.program.per_call_view import join_calls, split_calls
     from memtune.program.pipeline_order import (
         PipelineSchedule,
@@ -206,6 +211,7 @@ __all__ = [
     "gathering_order",
     "hold_prefetched_copies",
     "idle_share",
+    "is_in_expert",
     "join_calls",
     "lru_moves",
     "memoized",
@@ -224,6 +230,7 @@ __all__ = [
     "slots_between",
     "smallest_window",
     "split_calls",
+    "split_expert_name",
     "ssd_reads_by_moment",
     "ssd_spill_reads",
     "stage_actions",

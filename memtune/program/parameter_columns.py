@@ -101,3 +101,17 @@ def columns_of(parameters: Sequence[Parameter]) -> ParameterColumns:
 def numel_of(shapes: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.int64]:
     """Return the number of elements of each shape."""
     return np.asarray([math.prod(shape) for shape in shapes], np.int64)
+
+
+def is_in_expert(name: str) -> bool:
+    """Return whether the parameter `name` is in a list of experts, which not every sample (and rank) uses."""
+    return split_expert_name(name) is not None
+
+
+def split_expert_name(name: str) -> tuple[str, str, str] | None:
+    """Split a parameter's name into path of the experts' list, number and rest; None if it is in no list."""
+    parts = name.split(".")
+    for i in range(1, len(parts) - 1):
+        if parts[i].isdigit() and "expert" in parts[i - 1]:
+            return ".".join(parts[:i]), parts[i], ".".join(parts[i + 1 :])
+    return None

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         experts_to_read,
         find_experts,
         frozen_expert_parameter,
-        is_in_expert,
         moments_of,
     )
     from memtune.workload.linear_pairs import Pair, find_pairs, sharding_error, unsharded_in_blocks
@@ -60,7 +59,6 @@ __all__ = [
     "find_experts",
     "find_pairs",
     "frozen_expert_parameter",
-    "is_in_expert",
     "load_user_file",
     "map_leaves",
     "map_tensors",

@@ -9,7 +9,16 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from memtune.program import DECAY, Rule, Step, Units, columns_of, order_of_use, window_residency
+from memtune.program import (
+    DECAY,
+    Rule,
+    Step,
+    Units,
+    columns_of,
+    order_of_use,
+    split_expert_name,
+    window_residency,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +48,7 @@ def find_experts(
     """
     found: dict[tuple[int, str], dict[str, list[tuple[str, Shape, int]]]] = {}
     for index, (name, shape, block) in enumerate(zip(names, shapes, block_of, strict=True)):
-        if block >= 0 and (split := _split(name)) is not None:
+        if block >= 0 and (split := split_expert_name(name)) is not None:
             path, number, rest = split
             found.setdefault((block, path), {}).setdefault(number, []).append((rest, shape, index))
     experts = []
@@ -61,20 +70,6 @@ def experts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Expert, ...]:
     return find_experts(
         [name for name, _ in named], shapes, [block_of.get(id(parameter), -1) for _, parameter in named]
     )
-
-
-def is_in_expert(name: str) -> bool:
-    """Return whether the parameter `name` is in a list of experts, which not every sample (and rank) uses."""
-    return _split(name) is not None
-
-
-def _split(name: str) -> tuple[str, str, str] | None:
-    """Split a parameter's name into path of the experts' list, number and rest; None if it is in no list."""
-    parts = name.split(".")
-    for i in range(1, len(parts) - 1):
-        if parts[i].isdigit() and "expert" in parts[i - 1]:
-            return ".".join(parts[:i]), parts[i], ".".join(parts[i + 1 :])
-    return None
 
 
 class HostCache:

@@ -45,8 +45,8 @@ from memtune.errors import ApplyError
 from memtune.parallel.model.tensor_parallel import Average, mix_plain_and_sharded
 from memtune.parallel.ranks import Ring, RingRound, RingSums, require_groups, require_ranks
 from memtune.parallel.sharding import meshes, rebind
+from memtune.program import is_in_expert
 from memtune.runtime import Context, UncopiedHook, local
-from memtune.workload import is_in_expert
 
 
 def _add_product(sums: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

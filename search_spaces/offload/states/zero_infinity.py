@@ -31,7 +31,7 @@ from memtune.offload.tiles import (
     tileable_rows,
     weights_before_biases,
 )
-from memtune.program import Kind, Program, window_residency
+from memtune.program import Kind, Program, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import (
@@ -43,7 +43,6 @@ from memtune.search_spaces.offload.states._common import (
 )
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
-from memtune.workload import is_in_expert
 
 
 class ZeroInfinityPlan(Plan):

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
         native_of,
         replicas_of,
     )
+    from memtune.search_spaces.offload.states._common.layer_apply import apply_layers
     from memtune.search_spaces.offload.states._common.layer_offload import (
         EAGER_ONLY,
-        apply_layers,
         cannot_run_on_ranks,
         compute_s_of_moments,
         in_layers,

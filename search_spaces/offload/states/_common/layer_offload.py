@@ -7,12 +7,10 @@ from __future__ import annotations
 import numpy as np
 
 from memtune.hardware import Hardware, op_costs
-from memtune.offload.core import gathers_of, is_gathered
-from memtune.offload.optimizer import HostOptimizer, Native, optimizer_on_host
+from memtune.offload.core import gathers_of
+from memtune.offload.optimizer import Native, optimizer_on_host
 from memtune.offload.parameters import (
     Overlap,
-    OverlappedOffloader,
-    ParameterOffloader,
     moment_of_ops,
     not_in_layers,
     stream_parameters,
@@ -28,7 +26,6 @@ from memtune.program import (
     memoized,
     window_residency,
 )
-from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common.native_update_rules import unknown_optimizer
 from memtune.technique import Reason, Target, Technique
@@ -145,21 +142,3 @@ def window_of(program: Program, slots: int) -> Residency:
     once.
     """
     return window_residency(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
-
-
-def apply_layers(context: Context, kind: str, slots: int, overlap: Overlap | None = None) -> None:
-    """Move the optimizer to the host, then the blocks' parameters, with `slots` blocks on the device at once.
-
-    Args:
-        context: Context of the model.
-        kind: Kind of the technique, for messages.
-        slots: Width of the window.
-        overlap: As in `stream_parameters`.
-    """
-    residency = window_residency(len(context.blocks), slots, gathered=is_gathered(context.model))
-    optimizer = HostOptimizer(context, "native")
-    if overlap is None:
-        store = ParameterOffloader(context, residency, optimizer)
-    else:
-        store = OverlappedOffloader(context, residency, optimizer, overlap.deferred, at_end=overlap.at_end)
-    context.checks["offload.states"] = store.check
