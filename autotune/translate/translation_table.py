@@ -268,37 +268,31 @@ ATTENTION_ORDER: tuple[tuple[Callable[[int], bool], tuple[str, ...], str], ...] 
 """(compute capability × 10) → kernels in the order in which they are tried."""
 
 PADS_MASK = "aten.constant_pad_nd.default"
-MASK_SOURCE = (
-    "aten/src/ATen/native/transformers/attention.cpp preprocess_mask: efficient attention's mask is expanded"
-    " and its last dimension padded to a multiple of 16 unless it is one"
-)
+"""Source: aten/src/ATen/native/transformers/attention.cpp preprocess_mask: efficient attention's mask is
+expanded and its last dimension padded to a multiple of 16 unless it is one
+"""
 
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """Part of the names of CPU's attention ops, forward and backward."""
 
 DROPOUT = ("aten.native_dropout.default", "aten.native_dropout_backward.default")
-DROPOUT_SOURCE = (
-    "aten/src/ATen/native/Dropout.cpp is_fused_kernel_acceptable; cuda/Dropout.cu dropout_cuda: saves a bool"
-    " mask"
-)
+"""Source: aten/src/ATen/native/Dropout.cpp is_fused_kernel_acceptable; cuda/Dropout.cu dropout_cuda: saves a
+bool mask
+"""
 
 RMS_NORM = ("aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default")
-RMS_NORM_SOURCE = (
-    "aten/src/ATen/native/layer_norm.cpp rms_norm_symint: fused unless channels last, complex, or weight of"
-    " another type; tools/autograd/derivatives.yaml _fused_rms_norm saves input, weight and rstd;"
-    " cuda/layer_norm_kernel.cu: rstd in the accumulation type"
-)
+"""Source: aten/src/ATen/native/layer_norm.cpp rms_norm_symint: fused unless channels last, complex, or weight
+of another type; tools/autograd/derivatives.yaml _fused_rms_norm saves input, weight and rstd;
+cuda/layer_norm_kernel.cu: rstd in the accumulation type
+"""
 
 FOREACH_OPTIMIZERS = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-FOREACH_SOURCE = (
-    "torch/optim/optimizer.py _default_to_fused_or_foreach: foreach on CUDA where neither foreach nor fused"
-    " is set ; temporaries are those of torch's own _multi_tensor functions, recorded"
-)
-STEP_COUNTER_SOURCE = (
-    "torch/optim/adam.py Adam._init_group: `step` is a CPU tensor unless capturable or fused"
-)
+"""Source: torch/optim/optimizer.py _default_to_fused_or_foreach: foreach on CUDA where neither foreach nor
+fused is set ; temporaries are those of torch's own _multi_tensor functions, recorded
+"""
+"""Source: torch/optim/adam.py Adam._init_group: `step` is a CPU tensor unless capturable or fused."""
 
 
 @dataclass(frozen=True)
@@ -331,23 +325,21 @@ RECURRENT: Mapping[str, Recurrent] = {
 }
 
 NORM_STATISTICS = {"aten.native_layer_norm.default": (1, 2), "aten.native_batch_norm.default": (1, 2)}
-"""Outputs that CUDA keeps in fp32, and CPU in the input's dtype if weights are 16 bits too."""
-NORM_SOURCE = (
-    "aten/src/ATen/native/cuda/layer_norm_kernel.cu layer_norm_cuda and cuda/Normalization.cu"
-    " batch_norm_cuda: mean and rstd in the accumulation type"
-)
+"""Outputs that CUDA keeps in fp32, and CPU in the input's dtype if weights are 16 bits too. Source:
+aten/src/ATen/native/cuda/layer_norm_kernel.cu layer_norm_cuda and cuda/Normalization.cu batch_norm_cuda:
+mean and rstd in the accumulation type
+"""
 
 BATCH_NORM = ("aten.native_batch_norm.default", "aten.native_batch_norm_backward.default")
 CUDNN_BATCH_NORM = ("aten.cudnn_batch_norm.default", "aten.cudnn_batch_norm_backward.default")
 BATCH_NORM_RESERVE = "aten.empty.memory_format"
-"""The tensor that torch's own kernel allocates instead of cuDNN's reserve."""
-BATCH_NORM_SOURCE = (
-    "aten/src/ATen/native/Normalization.cpp _select_batch_norm_backend, _batch_norm_impl_index (the reserve);"
-    " tools/autograd/derivatives.yaml cudnn_batch_norm: saves the reserve last, and has torch's own backward"
-    " outside of training; the reserve's size is cuDNN's own"
-    " (cudnnGetBatchNormalizationTrainingExReserveSpaceSize), taken to be none as torch's meta registration"
-    " has it"
-)
+"""The tensor that torch's own kernel allocates instead of cuDNN's reserve. Source:
+aten/src/ATen/native/Normalization.cpp _select_batch_norm_backend, _batch_norm_impl_index (the reserve);
+tools/autograd/derivatives.yaml cudnn_batch_norm: saves the reserve last, and has torch's own backward
+outside of training; the reserve's size is cuDNN's own
+(cudnnGetBatchNormalizationTrainingExReserveSpaceSize), taken to be none as torch's meta registration has
+it
+"""
 
 CUBLAS_WORKSPACE: tuple[tuple[Callable[[str], bool], int], ...] = (
     (lambda chip: chip in ("sm90", "sm100", "sm103", "sm120", "sm121"), 32 * MIB),
@@ -355,13 +347,12 @@ CUBLAS_WORKSPACE: tuple[tuple[Callable[[str], bool], int], ...] = (
     (lambda chip: chip.startswith("gfx"), 32 * MIB),
     (lambda chip: True, 2 * 4096 * 1024 + 8 * 16 * 1024),
 )
-CUBLAS_SOURCE = (
-    "aten/src/ATen/cuda/CublasHandlePool.cpp parseChosenWorkspaceSize: from the caching allocator, one per"
-    " handle and stream; forward and autograd's thread have a handle each; `:4096:2:16:8`, 8,519,680 bytes,"
-    " is the default: pull/91564 of github.com/pytorch/pytorch; 32 MiB on Hopper and by majors 10 and 12 on"
-    " Blackwell: pull/175344 (its revert, pull/182669, was closed unmerged); 128 MiB on gfx94 and gfx95, 32"
-    " MiB on other AMD: pull/138791 and later"
-)
+"""Source: aten/src/ATen/cuda/CublasHandlePool.cpp parseChosenWorkspaceSize: from the caching allocator, one
+per handle and stream; forward and autograd's thread have a handle each; `:4096:2:16:8`, 8,519,680 bytes,
+is the default: pull/91564 of github.com/pytorch/pytorch; 32 MiB on Hopper and by majors 10 and 12 on
+Blackwell: pull/175344 (its revert, pull/182669, was closed unmerged); 128 MiB on gfx94 and gfx95, 32 MiB
+on other AMD: pull/138791 and later
+"""
 CUBLAS_HANDLES = 2
 
 CPU_ONLY = ("mkldnn", "_for_cpu", "onednn", "_cpu.")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memtune.offload.core import Pages, loads_of, paged, timeline, until
+from memtune.offload.core import Pages, loads_of, paged, until
 from memtune.program import Units
 
 
@@ -113,19 +113,3 @@ def _prefetched(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> list[
         found.append(max(min(free, open_ - row), 0))
         row += found[-1]
     return found
-
-
-def duration_s(pages: Pages, prefetch: Units, compute_s: Sequence[float], load_s: float) -> float:
-    """Return the seconds from the first moment's beginning to the last one's end.
-
-    Args:
-        pages: Layout.
-        prefetch: A result of `schedule`; all zeros: no prefetch.
-        compute_s: (moments,) seconds of each moment's computation.
-        load_s: Seconds that the load of a page takes.
-    """
-    uses, total = pages.uses(), 0.0
-    for used, comes, seconds in zip(uses, timeline(pages, prefetch).loads, compute_s, strict=False):
-        late = sum(page in used for page in comes)
-        total += late * load_s + max(seconds, (len(comes) - late) * load_s)
-    return total

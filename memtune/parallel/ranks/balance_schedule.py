@@ -43,10 +43,3 @@ def balance_rounds(contexts: int, context: int) -> Iterator[BalanceRound]:
             sends_keys=context + step < contexts,
             is_helped=helping and context + step >= contexts,
         )
-
-
-def attention_work(contexts: int, context: int) -> float:
-    """Return a rank's pieces of attention; one piece is all queries of one context with all keys of
-    another.
-    """
-    return 0.5 + sum(turn.attends or turn.helps for turn in balance_rounds(contexts, context))

@@ -7,8 +7,9 @@ from math import prod
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.page_time import duration_s
 
-from memtune.offload.chunks.page_planner import duration_s, in_frames, schedule
+from memtune.offload.chunks.page_planner import in_frames, schedule
 from memtune.offload.core.parameter_layout import Pages, loads_of, paged
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]

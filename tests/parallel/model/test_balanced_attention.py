@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference.attention import HEAD, HEADS, LENGTH, SAMPLES, made, one_rank
+from support.attention_work import attention_work
 from support.gloo import run_ranks
+from support.ring_traffic import Contexts
 
 from memtune.parallel.model import balanced_attention
 from memtune.parallel.model.context_groups import Split, grid_of
 from memtune.parallel.model.context_parallel import divided_attention
-from memtune.parallel.ranks.balance_schedule import attention_work
-from memtune.parallel.sharding.factors import Contexts, Schedule, by_link
+from memtune.parallel.sharding.factors import Schedule, by_link
 from memtune.runtime.transfer import COUNTERS
 
 Found = tuple[int, float, list[float]]

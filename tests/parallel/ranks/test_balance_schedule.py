@@ -5,8 +5,9 @@ sent is expected.
 from __future__ import annotations
 
 import pytest
+from support.attention_work import attention_work
 
-from memtune.parallel.ranks.balance_schedule import attention_work, balance_rounds
+from memtune.parallel.ranks.balance_schedule import balance_rounds
 
 
 @pytest.mark.parametrize("contexts", range(1, 18))

@@ -24,6 +24,7 @@ from support.ranks.model_parallel_runs import (
     settings,
     trained,
 )
+from support.ring_traffic import Contexts
 from support.suites.sharded_suite import ShardedSuite
 
 from memtune import hardware
@@ -35,7 +36,7 @@ from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.parallel.model.context_groups import Split
 from memtune.parallel.model.context_parallel import HEAD_CONTEXT
-from memtune.parallel.sharding.factors import Contexts, Schedule, by_link
+from memtune.parallel.sharding.factors import Schedule, by_link
 from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.head_context import HeadContext, HeadContextPlan

@@ -26,6 +26,7 @@ from support.ranks.model_parallel_runs import (
     rewriter,
     trained,
 )
+from support.ring_traffic import Rotation
 from support.suites.sharded_suite import ShardedSuite
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_c
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.parallel.model.weight_rotation import rotatable
-from memtune.parallel.sharding.factors import Rotation, Schedule, by_link
+from memtune.parallel.sharding.factors import Schedule, by_link
 from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.rtp import Rtp, RtpPlan
