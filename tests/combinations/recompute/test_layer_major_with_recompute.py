@@ -262,7 +262,7 @@ class TestOneRank:
     @pytest.mark.parametrize(
         ("other", "why"),
         [
-            (recompute("dtr", ratio=0.6, online=True), "at the block.s own calls"),
+            (recompute("dtr", ratio=0.6, online=True), "at its own calls only"),
             (find("offload.activations", "copy_out")(kind="copy_out", min_bytes=0), "used at once"),
         ],
         ids=lambda each: getattr(each, "kind", ""),
