@@ -135,8 +135,8 @@ def require_whole_parameters(context: Context, what: str, *, hides_graph: bool =
         raise ApplyError(
             f"{what} does not work with this config's technique under offload.states.",
             evidence=(
-                "It runs ops of all blocks at once, and a block's parameters or gradients move at its own calls"
-                " only."
+                "It runs ops of all blocks at once, and a block's parameters or gradients move at its own"
+                " calls only."
             ),
             fix="memtune search  or  memtune trial --config  plans each block separately",
             code="MT315",
@@ -145,8 +145,8 @@ def require_whole_parameters(context: Context, what: str, *, hides_graph: bool =
         raise ApplyError(
             f"{what} does not work with this config's technique under offload.activations.",
             evidence=(
-                "It runs ops of all blocks at once, and a block's saved tensors are offloaded at its own calls"
-                " only."
+                "It runs ops of all blocks at once, and a block's saved tensors are offloaded at its own"
+                " calls only."
             ),
             fix="memtune search  or  memtune trial --config  plans each block separately",
             code="MT315",
