@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from fixed_cpu import CPU
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
@@ -224,11 +225,10 @@ class TestPlanned(TechniqueSuite):
         assert "by a schedule of" in mine.explain(mine.plan(program, target))[0]
 
     def test_explained_block_by_block(self) -> None:
-        target = target_of()
-        one_machine = replace(
-            target.hardware, fp32_flops_per_s=1e11, memory_bytes_per_s=2e10, device_to_host_bytes_per_s=1e10
+        machine = replace(
+            CPU, fp32_flops_per_s=1e11, memory_bytes_per_s=2e10, device_to_host_bytes_per_s=1e10
         )
-        plan = Planned(share=0.3).plan(plain_program(ZOO["gpt"]), replace(target, hardware=one_machine))
+        plan = Planned(share=0.3).plan(plain_program(ZOO["gpt"]), replace(target_of(), hardware=machine))
         lines = Planned(share=0.3).explain(plan)
         assert len(lines) > 1
         assert all(line.startswith("block") for line in lines[1:])
