@@ -131,8 +131,8 @@ def _threads() -> ThreadPoolExecutor:
     return _pool
 
 
-def _finish_before_fork() -> None:
-    """Finish all updates before a fork: the child gets the futures but not the thread."""
+def wait_for_updates() -> None:
+    """Wait until the update thread has run all updates; before a fork too, whose child has no such thread."""
     if _pool is not None:
         # One thread runs them in order, so an empty task ends after all. At interpreter exit the pool refuses
         # it, and has waited for all.
@@ -145,7 +145,7 @@ def _forget_in_child() -> None:
     _pool = None
 
 
-os.register_at_fork(before=_finish_before_fork, after_in_child=_forget_in_child)
+os.register_at_fork(before=wait_for_updates, after_in_child=_forget_in_child)
 
 
 @contextmanager
