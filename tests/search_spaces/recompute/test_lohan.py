@@ -148,10 +148,12 @@ class TestLohan(TechniqueSuite):
             assert total(step, resource) == decisions["spilled_bytes"] == step.peak_bytes(Tier.SSD)
         assert 0 <= kept <= host_bytes
         largest = int(step.ops.traffic_bytes[step.ops.resource == Resource.SSD_WRITE].max())
-        batch = rewritten(ZOO["gpt"]).peak_bytes(Tier.HOST)
-        # After forward, writes may still be in flight while backward prefetches: a slow drive shows this.
-        in_flight = WRITES_IN_FLIGHT + spills.read_prefetch + 1
-        assert step.peak_bytes(Tier.HOST) - batch <= kept + in_flight * largest
+        # Batch, and random states of the blocks that run again, as under full recompute.
+        rest = rewritten(ZOO["gpt"], Full(kind="full")).peak_bytes(Tier.HOST)
+        assert (
+            step.peak_bytes(Tier.HOST) - rest
+            <= kept + (max(WRITES_IN_FLIGHT, spills.read_prefetch) + 1) * largest
+        )
         capped = SMALL.model_copy(update={"host_bytes": host_bytes})
         if capped.fits(program, target_of()) is None:
             assert decisions["swapped_bytes"] >= swapped_by(capped, program)
