@@ -214,13 +214,13 @@ WHY = {
         "fifth of the step. Not in memtune: several streams."
     ),
     "mobius": (
-        "3.9 and 4.3 if all four GPUs share a root, 2.9 and 3.4 if two do; published are 3.8 to 5.1. "
+        "3.9 and 4.3 if all four GPUs share a root, 2.9 and 3.2 if two do; published are 3.8 to 5.1. "
         "Expected were 4.6 and 4.9, 3.4 and 3.4; earlier rows had 2.2 to 2.8, for these reasons: ZeRO-3's "
         "gathers were not modelled through the host, over the root that its copies use (its steps are 16 to "
         "19 % longer with that); the input of a Mobius stage waited for the next stage's weights, which are "
         "now loaded in parts; gradients were offloaded while nothing was loaded, and now overlap the next "
         "stage; updates that backward would wait for now overlap the next forward. The host limits the rest:"
-        " with two and two GPUs, a Mobius step is as long as its updates, 1.7 of 2.2 s and 5.0 of 5.9 s, so "
+        " with two and two GPUs, a Mobius step is as long as its updates, 1.7 of 2.2 s and 5.0 of 6.2 s, so "
         "a faster link helps it less than ZeRO-3. Its end waits for the update of the first stage and of the"
         " embedding and the head, by one rank with a quarter of the host's rate while the others are idle: "
         "the simulator always divides the host evenly among ranks. In 32 bits, the dtype of memtune's "

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
 from support.ranks.data_parallel_steps import alone, loss, on_this_rank
+from support.ring_traffic import Rotation
 from support.suites.sharded_suite import peaks
 from support.zoo_paths import ZOO
 from test_fsdp_comm_hooks import converged
@@ -32,7 +33,7 @@ from memtune.api import apply
 from memtune.autotune.record_parallel.sharded_recording import CutRecordings
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.parallel.model.weight_rotation import rotatable
-from memtune.parallel.sharding.factors import Bytes, Factors, Rotation, Schedule, by_link, every, traffic
+from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, by_link, every, traffic
 from memtune.runtime import link_classes
 from memtune.technique import Reason, Target
 from memtune.testing.drift_check import recording_of
@@ -328,7 +329,7 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
                 rows.append(
                     {
                         "technique": name,
-                        "together_with": together_with,
+                        "beside": together_with,
                         "accumulate": parts,
                         "refused": str(made),
                     }
@@ -346,7 +347,7 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "technique": key[0],
-                    "together_with": key[1],
+                    "beside": key[1],
                     "accumulate": parts,
                     "measured": most,
                     "predicted": predicted,
@@ -371,7 +372,7 @@ def peak_lines(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for name in dict.fromkeys(row["technique"] for row in rows):
         worst = [
-            [row["off"] for row in ran if (row["technique"], row["together_with"]) == (name, together_with)]
+            [row["off"] for row in ran if (row["technique"], row["beside"]) == (name, together_with)]
             for together_with in OTHER_TECHNIQUES
         ]
         cells = (f"{max(each, key=abs):+.3%}" if each else "refused" for each in worst)

@@ -218,7 +218,7 @@ def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
             made = rewriter.candidate(Choice.from_document(settings))
             if isinstance(made, Reason):
                 rows.append(
-                    {"technique": name, "together_with": together_with, "accumulate": 1, "refused": str(made)}
+                    {"technique": name, "beside": together_with, "accumulate": 1, "refused": str(made)}
                 )
                 continue
             plan = {slot: each.document() for slot, each in made.plans.items()}
@@ -233,7 +233,7 @@ def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
         off = max(each) / n_bytes - 1
         row = {
             "technique": name,
-            "together_with": together_with,
+            "beside": together_with,
             "accumulate": 1,
             "measured": max(each),
             "predicted": n_bytes,
