@@ -179,15 +179,15 @@ def test_local_search_is_lower_than_first_fit() -> None:
 
 
 @pytest.mark.slow
-def test_heuristic_tier_ends_by_limit_with_100000_buffers() -> None:
-    """Long before its limit, and it is not above one best fit over time."""
+def test_heuristic_tier_takes_5_s_with_100000_buffers() -> None:
+    """The heuristic tier ends before its limit, and is not above one best fit over time."""
     rng = np.random.default_rng(0)
     start = rng.integers(0, 100_000, 100_000)
     table = np.stack(
         [start, start + rng.integers(1, 10_000, len(start)), rng.integers(1, 4096, len(start)) * 512], 1
     )
     buffers = Buffers.of(table.tolist(), alignment_bytes=512)
-    layout = lay_out(buffers, heuristic_s=120.0)
+    layout = lay_out(buffers, heuristic_s=60.0)
     assert fault(buffers, layout) == ""
-    assert layout.heuristic_s < 60.0
+    assert layout.heuristic_s <= 5.0
     assert layout.height_bytes <= lay_out(buffers, heuristic_s=0.0).height_bytes

@@ -18,7 +18,7 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
 from memtune.config.tuned_config import load_config
-from memtune.errors import ApplyError
+from memtune.errors import ApplyError, UsageError
 from memtune.offload.core.parameter_layout import Pages, aligned, loads_of, paged, timeline
 from memtune.offload.core.parameter_memory import mark_resident
 from memtune.offload.parameters.parameter_offload_pass import moment_of_ops, sizes_in_blocks
@@ -244,6 +244,17 @@ class TestAngelPtm(LayersSuite):
                 strict=False,
             )
         assert caught.value.code == "MT364"
+
+    def test_apply_refuses_a_missing_plan(self) -> None:
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(UsageError, match="plan") as caught:
+            apply(
+                model,
+                optimizer,
+                {"settings": settings_of(SMALL), "plan": {"offload.states": {}}},
+                strict=False,
+            )
+        assert caught.value.code == "MT316"
 
     def test_fits_refuses_by_name(self) -> None:
         program = plain_program(ZOO["gpt"])
