@@ -47,7 +47,7 @@ def test_compile_table_equals_the_techniques_effects() -> None:
             named = quoted(technique) or KINDS[slot] - {NULL_KINDS[slot]}
             said |= {(slot, kind): scope == "no" for kind in named}
     assert {key: no for key, no in said.items() if eager[key] is not no} == {}
-    beside = {"sharding.communication", "execution.order"}  # the text below the table has them
-    assert {(slot, kind) for slot, kind in eager if slot not in beside and kind != NULL_KINDS[slot]} <= set(
+    in_text = {"sharding.communication", "execution.order"}  # the text below the table has them
+    assert {(slot, kind) for slot, kind in eager if slot not in in_text and kind != NULL_KINDS[slot]} <= set(
         said
     )

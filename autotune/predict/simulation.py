@@ -225,7 +225,9 @@ def simulate(
         ValueError: A column of a step is malformed.
     """
     runs = _coarse(program, hardware, as_held) if level == "coarse" else _events(program, hardware)
-    beside = [run.live for run in runs] if level == "coarse" else _host_and_ssd_runs(program, hardware, runs)
+    host_and_ssd = (
+        [run.live for run in runs] if level == "coarse" else _host_and_ssd_runs(program, hardware, runs)
+    )
     heaviest = max(runs, key=lambda run: run.live.peak_bytes[Tier.DEVICE])
     slowest = max(runs, key=lambda run: run.time.step_s)
     calibration = calibration or Calibration()
@@ -241,8 +243,8 @@ def simulate(
         samples_per_s=program.samples / step_s if step_s else 0.0,
         peak_allocated_bytes=peak,
         peak_reserved_bytes=reserved,
-        host_peak_bytes=max(live.peak_bytes[Tier.HOST] for live in beside),
-        ssd_peak_bytes=max(live.peak_bytes[Tier.SSD] for live in beside),
+        host_peak_bytes=max(live.peak_bytes[Tier.HOST] for live in host_and_ssd),
+        ssd_peak_bytes=max(live.peak_bytes[Tier.SSD] for live in host_and_ssd),
         busy_s=_by_resource(slowest.time.busy_s, slowest.time.busy_s),
         exposed_s=_by_resource(slowest.time.exposed_s, slowest.time.busy_s),
         peak_by_kind={kind: n_bytes for kind, n_bytes in by_kind.items() if n_bytes},

@@ -417,10 +417,10 @@ class _Fusion:
             if first >= 0:
                 edit.add_uses(np.asarray([first], np.int32), np.asarray([padded], np.int32))
         made = _made_by(edit, kernel, last)
-        late = [output if each == table.OUTPUT else int(made[each]) for each in kernel.packed]
-        storages = np.asarray([*inputs, *late], np.int32)
+        packed = [output if each == table.OUTPUT else int(made[each]) for each in kernel.packed]
+        storages = np.asarray([*inputs, *packed], np.int32)
         if first >= 0:
-            edit.add_uses(np.full(len(late), first, np.int32), np.asarray(late, np.int32))
+            edit.add_uses(np.full(len(packed), first, np.int32), np.asarray(packed, np.int32))
         n_in, count = len(inputs), len(storages)
         before = np.where(np.arange(count) < n_in, last, last + 1).astype(np.int32)
         until = np.full(count, step.saves.held_until[saves].max(), np.int32)

@@ -49,7 +49,7 @@ def op_times(
         return []
     floor_s = min(each.seconds for each in observed) * 0.99  # nothing takes no time
     kernels_s = sum(each.seconds - floor_s for each in observed)
-    beside_s = max(step_s - kernels_s, 0.0) / len(observed) if host_computes else 0.0
+    host_s = max(step_s - kernels_s, 0.0) / len(observed) if host_computes else 0.0
     scale = min(1.0, step_s / kernels_s) if kernels_s > 0 else 1.0
     groups: dict[tuple[str, str, int, int], list[TimedOp]] = {}
     for each in observed:
@@ -58,7 +58,7 @@ def op_times(
     rows = []
     for (kind, dtype, *_), group in groups.items():
         count = len(group)
-        seconds = sum(each.seconds - floor_s for each in group) / count * scale + beside_s
+        seconds = sum(each.seconds - floor_s for each in group) / count * scale + host_s
         work, traffic = (
             sum(getattr(each, name) for each in group) / count for name in ("flops", "traffic_bytes")
         )

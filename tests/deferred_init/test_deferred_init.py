@@ -304,10 +304,10 @@ def test_deferred_with_each_sharded_state(name: str) -> None:
 
 
 def shared(kind: str, ranks: int, states: str = "", **knobs: Any) -> Document:
-    beside = (
+    together_with = (
         {"sharding": {"parallel": {"kind": kind, **knobs}, "states": {"kind": states}}} if states else None
     )
-    return model_parallel_runs.config(kind, ranks, beside, **knobs)
+    return model_parallel_runs.config(kind, ranks, together_with, **knobs)
 
 
 def test_keep_only_on_two_ranks_trains_bitwise_equal() -> None:

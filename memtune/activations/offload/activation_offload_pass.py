@@ -86,9 +86,9 @@ def copy_end_ops(step: Step, stages: Stages | None = None) -> I32:
     end = forward_end(split_calls(step))
     seen = np.sort(end[(step.calls.grad_enabled == 1) & (end >= 0)])
     following = np.searchsorted(seen, end, side="right")
-    lands = np.append(seen, np.int32(step.ops.n))[following]
+    ready = np.append(seen, np.int32(step.ops.n))[following]
     last = [len(step.blocks) - 1, *(start - 1 for start in (stages.starts[1:] if stages else ()))]
-    return np.where(np.isin(step.calls.block, last), end, lands).astype(np.int32)
+    return np.where(np.isin(step.calls.block, last), end, ready).astype(np.int32)
 
 
 def _move_calls(

@@ -108,8 +108,8 @@ def _prefetched(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> list[
     `bounds` is a result of `until`.
     """
     found, row = [], 0
-    for (late, open_), free in zip(bounds, room, strict=True):
-        row = max(row, late)
+    for (latest, open_), free in zip(bounds, room, strict=True):
+        row = max(row, latest)
         found.append(max(min(free, open_ - row), 0))
         row += found[-1]
     return found

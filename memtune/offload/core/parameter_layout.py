@@ -180,8 +180,8 @@ def timeline(pages: Pages, prefetch: Units) -> Residency:
         raise ValueError(f"a schedule of {len(prefetch)} moments for {moments}")
     loads, row = loads_of(pages), 0
     order, comes = loads.page.tolist(), []
-    for (late, open_), most in zip(until(loads, moments), prefetch, strict=True):
-        first, row = row, max(row, late)
+    for (latest, open_), most in zip(until(loads, moments), prefetch, strict=True):
+        first, row = row, max(row, latest)
         waited, row = row, max(row, min(row + max(most, 0), open_))
         comes.append((*sorted(order[first:waited]), *sorted(order[waited:row])))
     return Residency(((),) * moments + (tuple(range(pages.count)),), (*comes, ()))

@@ -276,8 +276,8 @@ class Gradients:
         """Return (parameters,) each one's gradient at the end, -1 if freed; and these in grad-ready order."""
         outside = self._columns.block < 0
         gradient = np.where(outside, self._device_sum, -1).astype(np.int32)
-        landing = np.asarray([gradient[row] for row in self._order if gradient[row] >= 0], np.int32)
-        return gradient, landing
+        grad_order = np.asarray([gradient[row] for row in self._order if gradient[row] >= 0], np.int32)
+        return gradient, grad_order
 
 
 def skipped_adds(gradients: Gradients, index: int, group: range) -> I32:

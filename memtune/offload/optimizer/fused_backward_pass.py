@@ -127,10 +127,10 @@ def needed_after_ready(step: Step, mine: _Rows, watched: int, ranks: int = 1) ->
     columns, (index, complete) = columns_of(step.parameters), ready_after(step, mine, watched, ranks)
     after = np.full(step.storages.n, FOREVER, np.int32)
     after[columns.storage[mine[index]]] = complete
-    late = (step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)
-    if not late.any():
+    used_after = (step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)
+    if not used_after.any():
         return ""
-    use = int(late.argmax())
+    use = int(used_after.argmax())
     name = columns.names[int(step.parameter_of[step.uses.storage[use]])]
     return (
         f"{step.names[step.ops.name[step.uses.op[use]]]} of backward needs {name} after its gradient is"

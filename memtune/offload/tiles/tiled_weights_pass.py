@@ -159,14 +159,14 @@ class OffloadedWeights:
         uses = np.flatnonzero(is_there[step.uses.storage])
         for each, op in zip(step.uses.storage[uses].tolist(), step.uses.op[uses].tolist(), strict=True):
             self.users[each].append(op)
-        lands = step.names.index("memtune.to_host.default")
+        to_host = step.names.index("memtune.to_host.default")
         down = np.flatnonzero(
             mine
             & (step.storages.kind == Kind.GRADIENT)
             & (step.storages.tier == Tier.HOST)
             & (step.storages.producer >= 0)
         )
-        down = down[step.ops.name[step.storages.producer[down]] == lands]
+        down = down[step.ops.name[step.storages.producer[down]] == to_host]
         self.on_host: dict[int, int] = dict(
             zip(step.storages.owner[down].tolist(), down.tolist(), strict=True)
         )

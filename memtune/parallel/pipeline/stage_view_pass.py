@@ -116,8 +116,8 @@ def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
     kinds = np.repeat(*np.array(marks, np.int32).T).astype(np.int32)
     enter, leave = _entered(made, kinds)
     gradient = columns_of(made.parameters).gradient
-    landing = np.unique(gradient[gradient >= 0]).astype(np.int32)
-    return replace(made, forward_starts=enter, forward_ends=leave, grad_order=landing).with_ops(
+    grad_order = np.unique(gradient[gradient >= 0]).astype(np.int32)
+    return replace(made, forward_starts=enter, forward_ends=leave, grad_order=grad_order).with_ops(
         match=kinds
     ).with_storages(grad_ready_after=_ready_after(made)), ids
 

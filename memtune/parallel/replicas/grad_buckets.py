@@ -180,10 +180,10 @@ class Buckets:
     def _fill(self) -> None:
         """Make the buckets by rule 1."""
         place = {parameter: index for index, parameter in enumerate(self._arrival)}
-        late = [p for p in reversed(self._parameters) if p not in place]
+        not_arrived = [p for p in reversed(self._parameters) if p not in place]
         open_: dict[torch.dtype, list[nn.Parameter]] = {}
         closed: list[list[nn.Parameter]] = []
-        order = self._as_first_copy([*self._arrival, *late])
+        order = self._as_first_copy([*self._arrival, *not_arrived])
         for parameter in order:
             filling = open_.setdefault(parameter.dtype, [])
             filling.append(parameter)

@@ -241,9 +241,9 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
         np.add.at(edit.storages.bytes, joined[gone], edit.storages.bytes[gone])
         edit.storages.bytes[gone] = 0
         gradient[columns.gradient >= 0] = joined[columns.gradient[columns.gradient >= 0]]
-        landing = edit.grad_order
+        grad_order = edit.grad_order
     else:
-        taken, landing = reduced.taken[mine.part], reduced.taken
+        taken, grad_order = reduced.taken[mine.part], reduced.taken
         gradient[mine.values] = taken
         moved = np.full(step.storages.n, -1, np.int32)
         moved[columns.gradient[mine.values]] = taken
@@ -252,7 +252,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
         edit.set_uses(storage=edit.uses.storage.copy())
         edit.uses.storage[later[target >= 0]] = target[target >= 0]
         edit.hold_through(reduced.taken, np.full(len(reduced.taken), step.ops.n - 1, np.int32))
-    edit.grad_order = landing
+    edit.grad_order = grad_order
     edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel)
     return edit.done()
 

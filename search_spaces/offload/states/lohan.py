@@ -127,7 +127,7 @@ class Lohan(Technique):
         return {
             "states.offload": {
                 "optimizer": "ssd",
-                "gradients": "as_they_land",
+                "gradients": "grad_ready",
                 "trigger": "per_gradient",
                 **how,
             }

@@ -53,7 +53,7 @@ class ZeroOffload(Technique):
     micro-batch. The host sums micro-batches and updates when the last gradient has arrived. On several ranks
     each sends its rows of reduced gradients, with `fsdp`, `zero3`, `zero1` or `zero2` (the paper's), and its
     host updates these alone. With `delayed` the update overlaps with the next step: weights have a staleness
-    of one step, which is declared lossy and off by default. Clipping by norm between backward and step is
+    of one step, which is declared knobs and off by default. Clipping by norm between backward and step is
     refused, since the gradients are offloaded.
 
     Distinguishing test: the copies of all buckets but the last begin before backward has ended, each holding
@@ -76,7 +76,7 @@ class ZeroOffload(Technique):
     masters for bfloat16 parameters, as the paper does for float16.
     """
     moments: Moments = "float32"
-    """Type in which the host stores moments; narrow ones are lossy."""
+    """Type in which the host stores moments; narrow ones are knobs."""
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
     """Gradients that are offloaded together; the device holds at most two such buckets. A larger bucket waits
     less often, a smaller one holds less and begins earlier.
@@ -206,9 +206,9 @@ class ZeroOffload(Technique):
 
     def apply(self, context: Context, plan: ZeroOffloadPlan) -> None:
         """Rebind the optimizer to host copies of its parameters and add hooks that offload gradients."""
-        late_after, ratio = self.delay_after if self.delayed else None, self._ratio(plan)
+        delay_after, ratio = self.delay_after if self.delayed else None, self._ratio(plan)
         apply_on_grad_ready(
-            context, self.update, self.moments, self._bucket_bytes, "end_of_step", late_after, ratio
+            context, self.update, self.moments, self._bucket_bytes, "end_of_step", delay_after, ratio
         )
 
     @property
@@ -217,28 +217,28 @@ class ZeroOffload(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the tier of the state, and the triggers of gradient offload and update."""
-        trigger = "one_step_late" if self.delayed else "end_of_step"
+        trigger = "one_step_delayed" if self.delayed else "end_of_step"
         how = {"update": self.update, "moments": self.moments, "bucket_bytes": self._bucket_bytes}
-        late: dict[str, Any] = {"late_after": self.delay_after} if self.delayed else {}
-        late |= {"ratio": "smallest" if self.ratio is None else self.ratio} if self.ratio != 1.0 else {}
+        knobs: dict[str, Any] = {"delay_after": self.delay_after} if self.delayed else {}
+        knobs |= {"ratio": "smallest" if self.ratio is None else self.ratio} if self.ratio != 1.0 else {}
         return {
             "states.offload": {
                 "optimizer": "host",
-                "gradients": "as_they_land",
+                "gradients": "grad_ready",
                 "trigger": trigger,
                 **how,
-                **late,
+                **knobs,
             }
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Return one update for each type of parameter, with all or the smallest part of the state offloaded.
 
-        Delay and narrow moments, which are lossy, are never proposed.
+        Delay and narrow moments, which are knobs, are never proposed.
         """
         return {"update": ("native", "master"), "ratio": (1.0, None)}
 
     def exactly(self) -> Exactness:
-        """Return lossy with masters, narrow moments or delay."""
+        """Return knobs with masters, narrow moments or delay."""
         narrow = self.update == "master" or self.moments != "float32"
         return Exactness.LOSSY if narrow or self.delayed else Exactness.REORDERED

@@ -44,7 +44,7 @@ class ExactSource:
     exact_s: float = 0.0
 
 
-FREE_AFTER_FORWARD = "late"
+FREE_AFTER_FORWARD = "free_after_forward"
 """The free-after-forward planner of `activations.schedules` as a source of options."""
 Source = Policy | ExactSource | str
 
@@ -142,12 +142,12 @@ def _schedules_from(
     elif isinstance(source, ExactSource):
         yield from _by_program(source, region, op_s, plain)
     else:
-        late = FreeAfterForwardPlanner(
+        planner = FreeAfterForwardPlanner(
             region.graph, region.bytes, op_s, region.outside_until, np.zeros(len(op_s), np.int32)
         )
-        order = late.order()
+        order = planner.order()
         for freed in range(1, len(order) + 1):
-            yield late.schedule(frozenset(order[:freed]))
+            yield planner.schedule(frozenset(order[:freed]))
 
 
 def _by_policy(

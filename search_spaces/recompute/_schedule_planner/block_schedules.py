@@ -127,7 +127,7 @@ class BlockSearch:
     @cached_property
     def frontier(self) -> Frontier:
         """All undominated plans."""
-        regions, beside = self._regions, self._background
+        regions, background = self._regions, self._background
         options = [self.options[sort] for sort in regions.sort.tolist()]
         shape = len(options), max(map(len, options))
         held, own, seconds = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape)
@@ -137,10 +137,10 @@ class BlockSearch:
                 option = mine[min(number, len(mine) - 1)]
                 held[block, number], seconds[block, number] = option.held_bytes, option.seconds
                 own[block, number] = (
-                    _own_bytes(option, beside.while_op[block], beside.after_op[block]) - before
+                    _own_bytes(option, background.while_op[block], background.after_op[block]) - before
                 )
-            before += beside.held_bytes[block]
-        problem = Problem(held, own, seconds, regions.sort, beside.between_bytes, beside.rest_bytes)
+            before += background.held_bytes[block]
+        problem = Problem(held, own, seconds, regions.sort, background.between_bytes, background.rest_bytes)
         return solve(problem, _WIDTH)
 
     def schedules(self, row: int) -> tuple[Schedule, ...]:

@@ -49,11 +49,11 @@ def programs(machine: Hardware, ranks: int, accumulate: int) -> dict[str, Progra
     technique's name.
     """
     rewriter = Rewriter(recording(), Target(machine, ranks))
-    beside = {"sharding.states": made(find("sharding.states", "fsdp"))} if ranks > 1 else {}
+    chosen = {"sharding.states": made(find("sharding.states", "fsdp"))} if ranks > 1 else {}
     found = {}
     for technique in map(made, all_techniques()):
         choice = Choice.of(
-            Execution(micro_batch=2, accumulate=accumulate), beside | {technique.slot: technique}
+            Execution(micro_batch=2, accumulate=accumulate), chosen | {technique.slot: technique}
         )
         program = rewriter.program(choice)
         if not isinstance(program, Reason):

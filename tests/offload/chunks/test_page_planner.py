@@ -37,13 +37,13 @@ def fewest_s(pages: Pages, compute_s: list[int], load_s: int) -> float:
     """Return the shortest duration over all placements of page loads."""
     best = float("inf")
     for moments in product(*windows(pages)):
-        beside, waited = [0] * len(compute_s), 0
+        overlapped, waited = [0] * len(compute_s), 0
         for needed, moment in zip(loads_of(pages).needed.tolist(), moments, strict=True):
             if moment == needed:
                 waited += load_s
             else:
-                beside[moment] += load_s
-        best = min(best, waited + sum(map(max, compute_s, beside)))
+                overlapped[moment] += load_s
+        best = min(best, waited + sum(map(max, compute_s, overlapped)))
     return best
 
 

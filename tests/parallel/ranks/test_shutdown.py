@@ -11,7 +11,7 @@ ENDS = 12
 SCRIPT = f"""
 import os, sys
 import torch, torch.distributed as dist
-from memtune.parallel.ranks import shutdown as last_collectives
+from memtune.parallel.ranks import shutdown
 
 bad = 0
 for _ in range({ENDS}):  # torch is loaded once
@@ -24,7 +24,7 @@ else:
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if sys.argv[1] == "waits":
-    last_collectives.let_go_at_exit()
+    shutdown.drain_at_exit()
 
 def last():
     tensors = [torch.ones(1) for _ in range(20000)]

@@ -145,14 +145,14 @@ class TestPlanned(TechniqueSuite):
     def test_sharding_and_offload_are_counted(self) -> None:
         program, host = plain_program(ZOO["gpt"]), OptimizerCpu()
         alone = self.solved(program, Planned(share=0.5), target_of())
-        beside = self.solved(program, Planned(share=0.5), target_of(host))
-        assert beside.plain_bytes < alone.plain_bytes
+        offloaded = self.solved(program, Planned(share=0.5), target_of(host))
+        assert offloaded.plain_bytes < alone.plain_bytes
         after = host.rewrite(
             program.with_step(rewritten_by(program, Planned(share=0.5), target_of(host))),
             NO_PLAN,
             target_of(host),
         )
-        assert after.step.peak_bytes() == beside.peak_bytes <= beside.budget_bytes
+        assert after.step.peak_bytes() == offloaded.peak_bytes <= offloaded.budget_bytes
 
     @pytest.mark.parametrize(
         ("calls", "moved", "blocks"),

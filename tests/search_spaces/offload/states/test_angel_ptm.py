@@ -130,14 +130,16 @@ class TestAngelPtm(LayersSuite):
             ops, loads = copies(step), loads_of(pages)
             n_bytes = step.ops.traffic_bytes[ops]
             assert len(ops) < len(loads.page)  # pages side by side are one copy
-            beside = step.ops.prefetch[ops] == 1
+            prefetched = step.ops.prefetch[ops] == 1
             if technique is JUST_IN_TIME:
-                assert not beside.any()
+                assert not prefetched.any()
                 assert set(ahead) == {0}
             else:  # only what has no free frame before is waited for, and what the first block needs
                 waited = loads.page[(loads.opens >= loads.needed) | (loads.needed == 0)].tolist()
-                assert n_bytes[~beside].sum() == sum(pages.filled[page] for page in waited)
-                per_moment = np.bincount(np.maximum(moment[ops[beside]], 0), n_bytes[beside], len(ahead))
+                assert n_bytes[~prefetched].sum() == sum(pages.filled[page] for page in waited)
+                per_moment = np.bincount(
+                    np.maximum(moment[ops[prefetched]], 0), n_bytes[prefetched], len(ahead)
+                )
                 assert (per_moment <= np.asarray(ahead) * PAGE).all()
                 assert (per_moment > 0).sum() > 3
         assert found["scheduled"] < found["just_in_time"]

@@ -111,9 +111,9 @@ def test_ring_reductions_overlap_both_links() -> None:
 
 def test_fits_several_but_not_too_many_nodes() -> None:
     assert find("sharding.communication", "ho_ring") is HoRing
-    beside = {"sharding.states": Fsdp()}
-    assert "share a node" in str(HoRing().fits(program(ranks=2), replace(slow(2), chosen=beside)))
-    assert "more than 16" in str(HoRing().fits(program(ranks=64), replace(slow(64), chosen=beside)))
+    chosen = {"sharding.states": Fsdp()}
+    assert "share a node" in str(HoRing().fits(program(ranks=2), replace(slow(2), chosen=chosen)))
+    assert "more than 16" in str(HoRing().fits(program(ranks=64), replace(slow(64), chosen=chosen)))
     assert HoRing().record(slow()) != Hierarchical().record(slow())
 
 
