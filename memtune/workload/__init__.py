@@ -10,14 +10,10 @@ if TYPE_CHECKING:
     from memtune.workload.batches import map_leaves, map_tensors, split_batch, tensors_of, to_device
     from memtune.workload.expert_modules import (
         Expert,
-        HostCache,
-        expert_traffic,
         experts_in,
         experts_of,
-        experts_to_read,
         find_experts,
         frozen_expert_parameter,
-        moments_of,
     )
     from memtune.workload.linear_pairs import Pair, find_pairs, sharding_error, unsharded_in_blocks
     from memtune.workload.model_file import (
@@ -46,15 +42,12 @@ __all__ = [
     "OPTIONAL",
     "REQUIRED",
     "Expert",
-    "HostCache",
     "Pair",
     "Workload",
     "compress",
     "expand",
-    "expert_traffic",
     "experts_in",
     "experts_of",
-    "experts_to_read",
     "find_blocks",
     "find_experts",
     "find_pairs",
@@ -62,7 +55,6 @@ __all__ = [
     "load_user_file",
     "map_leaves",
     "map_tensors",
-    "moments_of",
     "not_one_tensor",
     "require_structures",
     "sharding_error",

@@ -45,13 +45,14 @@ from torch.utils._pytree import tree_leaves
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.offload.core import Piece as Place
 from memtune.offload.core import is_gathered, sharded_like, to_host_now
+from memtune.offload.experts.host_cache import HostCache, experts_to_read, moments_of
 from memtune.offload.experts.resume_experts import ExpertSlots, ResidentParameter, ResidentSlots
 from memtune.offload.parameters import ParameterOffloader
 from memtune.offload.ssd_states import SsdOptimizer
 from memtune.program import Residency, Rule
 from memtune.runtime import HOST, Context, after_step, before_step, local, mark, tier, transfer
 from memtune.ssd import Piece, RecordSlots
-from memtune.workload import Expert, HostCache, experts_to_read, moments_of
+from memtune.workload import Expert
 
 
 class ExpertOptimizer(SsdOptimizer):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.core import gathers_of, rows_of_gradients
+from memtune.offload.experts.host_cache import expert_traffic
 from memtune.offload.experts.resume_experts_pass import hold_to_the_end, spare_slots, write_resident
 from memtune.offload.parameters import first_ops, stream_parameters
 from memtune.program import (
@@ -33,7 +34,7 @@ from memtune.program import (
     raw_gradients,
     window_residency,
 )
-from memtune.workload import Expert, expert_traffic
+from memtune.workload import Expert
 
 _OPS = (("write_ssd_", Resource.SSD_WRITE), ("from_ssd", Resource.SSD_READ))
 

@@ -23,6 +23,7 @@ from memtune.api import Tuned, apply
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
+from memtune.offload.experts.host_cache import expert_traffic
 from memtune.program.step import Phase, Resource, Step, Tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.l2l import L2L
@@ -37,7 +38,6 @@ from memtune.ssd import offload_dir
 from memtune.technique import Target, Technique
 from memtune.testing.drift_check import plain_program, recording_of, target_of
 from memtune.testing.training import build, settings_of
-from memtune.workload.expert_modules import expert_traffic
 
 RANKS, STEPS, REPLICAS, DIVIDED = 2, 5, Ddp(kind="ddp"), Fsdp(kind="fsdp")
 FEW = Moesys(kind="moesys", cache=6, on_device=1)

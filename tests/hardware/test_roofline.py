@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memtune import hardware
-from memtune.hardware.collective_costs import Algorithm, algorithm, collective_s
+from memtune.hardware.roofline import Algorithm, algorithm, collective_s
 from memtune.program.step import Resource
 
 LINKS = replace(
