@@ -222,9 +222,7 @@ def chosen_pairs(step: Step, degree: int, what: str) -> tuple[Pair, ...] | Reaso
         )
         return Reason(f"no {kind} were found in the blocks", "parallel: {kind: none}")
     by_module = {name.removesuffix(".weight"): shape for name, shape in shapes}
-    unequal = next(
-        (error_line for pair in chosen if (error_line := sharding_error(pair, by_module, degree))), None
-    )
+    unequal = next((error for pair in chosen if (error := sharding_error(pair, by_module, degree))), None)
     return chosen if unequal is None else Reason(unequal, _FIX)
 
 

@@ -121,9 +121,9 @@ def search(
     as_json: AsJson = False,
 ) -> int:
     """Find the fastest setting that fits, from real trials, and write tuned.yaml."""
+    given = dict(locals())
     from memtune.cli import _search
 
-    given = {name: value for name, value in locals().items() if name != "_search"}
     return _search.search(given)
 
 
@@ -152,9 +152,9 @@ def plan(
     as_json: AsJson = False,
 ) -> int:
     """Rank settings by simulation, without GPUs and without running any; exits 1 if nothing fits."""
+    given = dict(locals())
     from memtune.cli import _search
 
-    given = {name: value for name, value in locals().items() if name != "_search"}
     return _search.plan(given)
 
 
@@ -175,9 +175,9 @@ def trial(
     as_json: AsJson = False,
 ) -> int:
     """Run one config once in fresh processes, and print its step time and peak memory."""
+    given = dict(locals())
     from memtune.cli import _commands
 
-    given = {name: value for name, value in locals().items() if name != "_tools"}
     return _commands.trial(given)
 
 
@@ -221,9 +221,9 @@ def explain(
     """Explain each setting of a config: its reason, its cost and its savings, by simulating the config
     without it.
     """
+    given = dict(locals())
     from memtune.cli import _explain
 
-    given = {name: value for name, value in locals().items() if name != "_explain"}
     return _explain.explain(given)
 
 

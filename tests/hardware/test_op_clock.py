@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.hardware.op_clock import OpClock
 
 
