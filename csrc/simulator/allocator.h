@@ -61,7 +61,7 @@ struct AllocatorEvents {
   std::span<const std::int64_t> op;        // not falling
   std::span<const std::int64_t> ready_op;  // of a free: the op at which all other streams have finished with the storage
   std::span<const std::int64_t> step;      // first event of each step; the first is 0
-  HeldMemory held;                         // empty: the allocator starts empty
+  HeldMemory held = {};                    // empty: the allocator starts empty
 
   std::size_t n() const { return action.size(); }
 
