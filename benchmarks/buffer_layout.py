@@ -76,7 +76,8 @@ def lay_out(
         buffers: Buffers to place.
         goal_bytes: A height that is low enough, such as a capacity; 0 asks for the lowest.
         heuristic_s: Limit of the heuristic tier. One best fit over time always runs, and is quick.
-        exact_s: Limit of the exact tier, which starts from the heuristic result; 0 skips it.
+        exact_s: Limit of the exact tier, which starts from the heuristic result; 0 skips it. If its search
+            ends neither with a proof nor at the goal, the last quarter is the heuristic tier's.
         seed: Seed of the local search.
 
     Raises:

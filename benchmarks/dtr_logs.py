@@ -1,6 +1,7 @@
 """Read the operator logs of the DTR artifact as traces, by the artifact's own rules.
 
-The logs are not part of memtune: `MEMTUNE_DTR_LOGS` names their folder. An in-place op is a copy followed by
+The logs are not part of memtune: `MEMTUNE_DTR_LOGS` names their folder, with the artifact's files (`*.log`
+of its `simrd/logs.zip`) or with `<model>-<batch>.log.gz`. An in-place op is a copy followed by
 a write (the written tensor gets a new storage, as large as the one behind the argument); a view has no bytes.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,19 +33,22 @@ def folder() -> Path | None:
 
 def names() -> list[str]:
     """Return the names of the logs in the folder."""
-    found = folder()
-    return (
-        [] if found is None else sorted(path.name.removesuffix(".log.gz") for path in found.glob("*.log.gz"))
-    )
+    return sorted(_files())
 
 
 @cache
 def load(name: str) -> Trace:
     """Return the trace of one log; costs are nanoseconds."""
-    found = folder()
-    assert found is not None
-    with gzip.open(found / f"{name}.log.gz", "rt") as lines:
+    path = _files()[name]
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return _Reader().read(json.loads(line) for line in lines)
+
+
+def _files() -> dict[str, Path]:
+    """Return the files by model and batch size, which begin their names."""
+    found = folder()
+    paths = [] if found is None else [*found.glob("*.log"), *found.glob("*.log.gz")]
+    return {named[1]: path for path in paths if (named := re.match(r"(?:tv_)?(\w+-\d+)[-.]", path.name))}
 
 
 class _Reader:

@@ -26,6 +26,7 @@ __all__ = [
     "AllocatorEvents",
     "AllocatorResult",
     "AllocatorSettings",
+    "HeldMemory",
     "event_stream",
     "replay",
 ]
@@ -48,6 +49,24 @@ class Action(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
+class HeldMemory:
+    """Memory that the allocator holds before the first event: s segments and b blocks, by rising address."""
+
+    segment_address: I64  # (s,)
+    segment_bytes: I64  # (s,)
+    segment_stream: I32  # (s,)
+    segment_small: U8  # (s,) 1 if it belongs to the small pool
+    block_address: I64  # (b,) of the storages that the first b events allocate; all else is free
+    block_bytes: I64  # (b,)
+    expandable: bool
+    """Segments are contiguous mapped stretches of expandable ones."""
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns as the native replay reads them."""
+        return {name: value for name, value in vars(self).items() if name != "expandable"}
+
+
+@dataclass(frozen=True, eq=False)
 class AllocatorEvents:
     """Allocations and frees in the order in which the host requests them; one row per event, k of them."""
 
@@ -60,6 +79,7 @@ class AllocatorEvents:
     # they have
     ready_op: I64
     step: I64  # (steps,) first event of each step
+    held: HeldMemory | None = None
 
     @classmethod
     def of(cls, columns: I64, first_of_step: I64) -> AllocatorEvents:
@@ -159,7 +179,10 @@ def replay(
     *,
     timeline: bool = False,
 ) -> AllocatorResult:
-    """Replay `events` in an allocator that starts empty.
+    """Replay `events` in an allocator that starts with `events.held`, or empty.
+
+    Memory is held only by torch's own allocator, and only in segments of the same form, expandable or not;
+    under other settings the storages of that memory are allocated again.
 
     An allocation that fails is counted, and the program continues as if it had caught the error.
 
@@ -176,9 +199,21 @@ def replay(
         name: getattr(events, name)
         for name in ("action", "storage", "bytes", "stream", "op", "ready_op", "step")
     }
-    limit = settings.limit_bytes(capacity_bytes)
+    limit, native_settings = settings.limit_bytes(capacity_bytes), settings.native()
+    held = events.held
+    is_kept = (
+        held is not None
+        and held.expandable == settings.expandable_segments
+        and not native_settings.get("asynchronous")
+        and native_settings.get("arena") is None
+    )
     native = _native.replay_allocator(
-        **columns, **settings.native(), capacity_bytes=capacity_bytes, allowed_bytes=limit, timeline=timeline
+        **columns,
+        **native_settings,
+        capacity_bytes=capacity_bytes,
+        allowed_bytes=limit,
+        timeline=timeline,
+        held=held.columns() if held is not None and is_kept else {},
     )
     return AllocatorResult(settings, events, native)
 

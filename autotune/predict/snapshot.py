@@ -1,29 +1,43 @@
 """Read a memory snapshot of torch as allocations and frees that can be replayed.
 
-Gaps of a trace are filled as follows: storages that existed before it are taken as allocated in order of
-their addresses; an allocation that failed is requested again and freed at once; a release of cached memory
-releases all cached memory, whatever its cause, unless a capacity shows that the allocator itself was out of
-memory.
+Gaps of a trace are filled as follows: if it begins after allocations were made, the segments and blocks of
+that moment are those of the snapshot's end, followed backwards through the trace; where that contradicts
+itself, storages that existed before are taken as allocated in order of their addresses; an allocation that
+failed is requested again and freed at once; a release of cached memory releases all cached memory, whatever
+its cause, unless a capacity shows that the allocator itself was out of memory.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from memtune.autotune.predict import safe_pickle
-from memtune.autotune.predict.caching_allocator import Action, AllocatorEvents
+from memtune.autotune.predict.caching_allocator import (
+    Action,
+    AllocatorEvents,
+    AllocatorSettings,
+    HeldMemory,
+)
 from memtune.errors import UsageError
 from memtune.program import I64
 
 _GROWS = ("segment_alloc", "segment_map")
 _SHRINKS = ("segment_free", "segment_unmap")
+_StreamOf = Callable[[dict[str, Any], str, str], int]
 _KNOWN = ("alloc", "free_requested", "free_completed", "oom", *_GROWS, *_SHRINKS)
+_WAITING = ("active_pending_free", "active_awaiting_free")
 _NEVER = 2**62
+_BLOCK, _SMALL, _SMALL_SEGMENT = 512, 2**20, 2**21
+"""torch's allocator: sizes are multiples of the first, requests up to the second have their own segments, of
+the third.
+"""
 _MOST_BYTES = 2**45
 """Upper bound of any size in a snapshot: 32 TiB."""
 _RECORD = "call torch.cuda.memory._record_memory_history() before the part in question, then _dump_snapshot"
@@ -159,6 +173,9 @@ class _TraceReader:
     streams: dict[tuple[int, Any], int] = field(default_factory=dict)
     storages: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
+    block_bytes: dict[int, int] = field(default_factory=dict)
+    """Storage that was there when it began → bytes of its block, if it is there at the end."""
+    held: HeldMemory | None = None
 
     def trace(self) -> Trace:
         entries = self.snapshot.traces[self.device]
@@ -174,6 +191,8 @@ class _TraceReader:
             )
         rows = [row for _, row in self.before] + self._with_releases(entries, reserved)
         events = AllocatorEvents.of(np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64))
+        self.held = self._held(entries, int(reserved[0]))
+        events = replace(events, held=self.held)
         return Trace(
             self.device,
             len(entries),
@@ -227,11 +246,15 @@ class _TraceReader:
             blocks = segment.get("blocks")
             for block in blocks if isinstance(blocks, list) else []:
                 size = self.snapshot.number(block, "size", where)
-                if block.get("state") == "active_allocated" and address not in self.live:
+                state = block.get("state")
+                waits = state in _WAITING and address not in self.pending_frees
+                if (state == "active_allocated" or waits) and address not in self.live:
                     asked = self.snapshot.number(block, "requested_size", where, size)
-                    self._add_preexisting(
-                        address, asked or size, self._stream(segment, where, "segment_pool_id")
-                    )
+                    stream = self._stream(segment, where, "segment_pool_id")
+                    storage = self._add_preexisting(address, asked or size, stream)
+                    self.block_bytes[storage] = size
+                    if waits:  # freed before the trace began, and still in use by a stream when it ends
+                        self._add(Action.FREE, storage, 0, 0, 0, _NEVER)
                 address += size
 
     def _add_preexisting(self, address: int, size: int, stream: int) -> int:
@@ -268,6 +291,43 @@ class _TraceReader:
         mine = [each for each in self.snapshot.segments if each.get("device", 0) == self.device]
         end = sum(self.snapshot.number(each, "total_size", "a segment") for each in mine)
         return sums + max(end - int(sums[-1]), -int(sums.min()))
+
+    def _held(self, entries: list[dict[str, Any]], reserved: int) -> HeldMemory | None:
+        """Return the segments and blocks at the beginning; None if there are none, or the snapshot
+        contradicts itself.
+        """
+        segments = _HeldSegments.at_end(self.snapshot, self.device, self._stream)
+        if segments is None or not segments.rewind(entries, self._stream) or not segments.rows:
+            return None
+        rows, sizes = sorted(segments.rows), _BlockSizes.of(self.snapshot.settings)
+        begins = [row[0] for row in rows]
+        blocks = []
+        for number, (address, (_, storage, asked, stream, *_)) in enumerate(self.before):
+            at = bisect_right(begins, address) - 1
+            if at < 0 or rows[at][2] != stream:
+                return None
+            end = rows[at][0] + rows[at][1]
+            if number + 1 < len(self.before):
+                end = min(end, self.before[number + 1][0])
+            size = self.block_bytes.get(storage) or sizes.rounded(asked)
+            left = end - address - size
+            if left < 0:
+                return None
+            if storage not in self.block_bytes and not rows[at][3] and not segments.expandable:
+                size += left if left <= _SMALL or size >= sizes.max_split_bytes else 0  # torch left it uncut
+            blocks.append((address, size))
+        if sum(row[1] for row in rows) != reserved:
+            return None
+        starts, n_bytes, streams, small = zip(*rows, strict=True)
+        return HeldMemory(
+            segment_address=np.array(starts, np.int64),
+            segment_bytes=np.array(n_bytes, np.int64),
+            segment_stream=np.array(streams, np.int32),
+            segment_small=np.array(small, np.uint8),
+            block_address=np.array([block[0] for block in blocks], np.int64),
+            block_bytes=np.array([block[1] for block in blocks], np.int64),
+            expandable=segments.expandable,
+        )
 
     def _with_releases(self, entries: list[dict[str, Any]], reserved: I64) -> list[list[int]]:
         """Return the rows, with a call of empty_cache where cached memory was released."""
@@ -320,7 +380,13 @@ class _TraceReader:
         notes = (
             [f"device {self.device} of {', '.join(sorted([str(self.device), *others]))}"] if others else []
         )
-        if self.before:
+        if self.held is not None:
+            form = "expandable" if self.held.expandable else "plain"
+            notes.append(
+                f"{len(self.before)} storages existed before the trace; a replay with {form} segments starts"
+                " from those of the snapshot, others place the storages again, in order of address"
+            )
+        elif self.before:
             notes.append(
                 f"{len(self.before)} storages existed before the trace; they are placed again, in order"
                 " of address"
@@ -328,3 +394,93 @@ class _TraceReader:
         if any(key[1] is not None for key in self.streams):
             notes.append("private pools of CUDA graphs are taken as streams of their own")
         return (*notes, *(f"{count} entries '{action}' ignored" for action, count in self.ignored.items()))
+
+
+@dataclass
+class _HeldSegments:
+    """Segments of one device, followed backwards from the end of the trace."""
+
+    rows: list[tuple[int, int, int, int]]  # address, bytes, stream, whether small
+    expandable: bool
+
+    @classmethod
+    def at_end(cls, snapshot: _Snapshot, device: int, stream_of: _StreamOf) -> _HeldSegments | None:
+        """Return the segments of the snapshot; None if plain and expandable ones are mixed."""
+        rows, forms = [], set()
+        for number, segment in enumerate(snapshot.segments):
+            where = f"segment {number}"
+            if snapshot.number(segment, "device", where, 0) != device:
+                continue
+            address, n_bytes = (snapshot.number(segment, key, where) for key in ("address", "total_size"))
+            forms.add(bool(segment.get("is_expandable", False)))
+            small = int(segment.get("segment_type") == "small")
+            rows.append((address, n_bytes, stream_of(segment, where, "segment_pool_id"), small))
+        actions = {entry["action"] for entry in snapshot.traces[device]}
+        forms |= {True} if actions & {"segment_map", "segment_unmap"} else set()
+        forms |= {False} if actions & {"segment_alloc", "segment_free"} else set()
+        return cls(rows, True in forms) if len(forms) == 1 else None
+
+    def rewind(self, entries: list[dict[str, Any]], stream_of: _StreamOf) -> bool:
+        """Undo the entries, last first; return False where they contradict the segments."""
+        for number in range(len(entries) - 1, -1, -1):
+            entry = entries[number]
+            if entry["action"] not in (*_GROWS, *_SHRINKS) or not entry["size"]:
+                continue
+            address, end = entry.get("addr"), entry.get("addr", 0) + entry["size"]
+            if not isinstance(address, int):
+                return False
+            stream = stream_of(entry, f"entry {number}", "pool_id")
+            if not (
+                self._remove(address, end) if entry["action"] in _GROWS else self._add(address, end, stream)
+            ):
+                return False
+        return True
+
+    def _remove(self, address: int, end: int) -> bool:
+        """Cut [address, end) out of the segment that holds it."""
+        for at, (start, n_bytes, stream, small) in enumerate(self.rows):
+            if start <= address and end <= start + n_bytes:
+                left = [(start, address - start), (end, start + n_bytes - end)]
+                if not self.expandable and any(each for _, each in left):
+                    return False
+                self.rows[at : at + 1] = [(where, each, stream, small) for where, each in left if each]
+                return True
+        return False
+
+    def _add(self, address: int, end: int, stream: int) -> bool:
+        if any(start < end and address < start + n_bytes for start, n_bytes, *_ in self.rows):
+            return False
+        small = int(end - address <= _SMALL_SEGMENT)
+        if self.expandable:
+            # The pool of the mapped stretch nearest below: ranges of addresses belong to one pool each.
+            below = [row for row in self.rows if row[2] == stream and row[0] < address]
+            small = max(below)[3] if below else small
+            for row in [row for row in self.rows if row[2:] == (stream, small)]:
+                if row[0] + row[1] == address or row[0] == end:
+                    address, end = min(address, row[0]), max(end, row[0] + row[1])
+                    self.rows.remove(row)
+        self.rows.append((address, end - address, stream, small))
+        return True
+
+
+@dataclass(frozen=True)
+class _BlockSizes:
+    """Rules of the recorded run's settings for the sizes of blocks."""
+
+    divisions: list[int]
+    max_split_bytes: int
+
+    @classmethod
+    def of(cls, text: str) -> _BlockSizes:
+        try:
+            native = AllocatorSettings.parse(text).native()
+        except UsageError:  # recorded by a torch with more settings
+            native = AllocatorSettings().native()
+        return cls(native.get("roundup_divisions") or [0], native.get("max_split_bytes") or _NEVER)
+
+    def rounded(self, n_bytes: int) -> int:
+        """Return the size of the block that serves a request of `n_bytes`."""
+        power = max(n_bytes, 1).bit_length() - 1
+        divisions = self.divisions[min(max(power - 20, 0), len(self.divisions) - 1)]
+        part = (1 << power) // divisions if divisions > 1 and n_bytes > _BLOCK * divisions else _BLOCK
+        return -(-max(n_bytes, 1) // part) * part

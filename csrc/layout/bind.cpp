@@ -44,7 +44,7 @@ std::tuple<Made, std::int64_t, std::int64_t, double, double> lay_out(const Colum
     packed_s = clock.spent_s();
     if (exact_s > 0) {
       const layout::Clock search_clock(exact_s);
-      layout::Exact exact = layout::improve(instance, std::move(best), goal, search_clock);
+      layout::Exact exact = layout::solve(instance, std::move(best), goal, seed, exact_s);
       best = std::move(exact.layout);
       lower = exact.lower_bound;
       nodes = exact.nodes;

@@ -166,6 +166,7 @@ class Placed {
 
 constexpr std::int32_t kMostSearched = 2048;  // beyond, a single layout takes the search too long
 constexpr double kSearched = 0.3;             // of the time that is left: short searches at heights in between, before orders are changed
+constexpr double kUnproven = 0.25;            // of the exact tier's time: for the heuristics, where the search proves and finds nothing
 constexpr std::int32_t kMostByArea = 50'000;  // beyond, the order by area takes longest of all and has found nothing lower
 
 // First the buffers that are always alive, which are best at the bottom, then by what the orders differ in.
@@ -233,19 +234,37 @@ bool first_fit(const Instance& instance, const std::vector<std::int32_t>& order,
   return true;
 }
 
-Layout pack(const Instance& instance, std::int64_t goal, std::uint64_t seed, const Clock& clock) {
-  Layout best = best_fit(instance);
+namespace {
+
+Layout lowest_order(const Instance& instance, Layout best, std::int64_t goal, const Clock& clock) {
   for (const auto& order : orders(instance)) {
     Layout layout;
     if (best.height <= goal || clock.over()) break;
     if (first_fit(instance, order, best.height, clock, layout)) best = std::move(layout);
   }
+  return best;
+}
+
+}  // namespace
+
+Layout pack(const Instance& instance, std::int64_t goal, std::uint64_t seed, const Clock& clock) {
+  Layout best = lowest_order(instance, best_fit(instance), goal, clock);
   if (best.height <= goal || clock.over()) return best;
   if (instance.n() <= kMostSearched) {
     const Clock part(kSearched * clock.left_s());
     best = improve(instance, std::move(best), goal, part).layout;
   }
   return best.height <= goal || clock.over() ? best : local_search(instance, std::move(best), goal, seed, clock);
+}
+
+Exact solve(const Instance& instance, Layout start, std::int64_t goal, std::uint64_t seed, double limit_s) {
+  const Clock clock(limit_s);
+  Exact found = improve(instance, std::move(start), goal, Clock((1 - kUnproven) * limit_s));
+  const std::int64_t enough = std::max(goal, found.lower_bound);
+  if (found.layout.height <= enough || clock.over()) return found;
+  found.layout = lowest_order(instance, std::move(found.layout), enough, clock);
+  if (found.layout.height > enough && !clock.over()) found.layout = local_search(instance, std::move(found.layout), enough, seed, clock);
+  return found;
 }
 
 }  // namespace memtune::layout

@@ -1,6 +1,7 @@
 // The heuristic tier: what an allocator would do, first fit in several orders, then local search on the critical path.
 #pragma once
 
+#include "layout/exact.h"
 #include "layout/problem.h"
 
 namespace memtune::layout {
@@ -18,5 +19,9 @@ Layout local_search(const Instance& instance, Layout start, std::int64_t goal, s
 
 // All of it, until no higher than `goal` (in units) or the clock is over.
 Layout pack(const Instance& instance, std::int64_t goal, std::uint64_t seed, const Clock& clock);
+
+// The exact tier with a fallback: `improve`, and where it has neither reached `goal` nor ended with a proof after most of the time,
+// the orders and the local search of `pack` from the best layout so far.
+Exact solve(const Instance& instance, Layout start, std::int64_t goal, std::uint64_t seed, double limit_s);
 
 }  // namespace memtune::layout

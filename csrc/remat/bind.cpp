@@ -85,6 +85,7 @@ Settings settings_of(const nb::dict& from) {
   settings.in_place = option(from, "in_place", false);
   settings.parts = option(from, "parts", 1);
   settings.cost_limit = option(from, "cost_limit", 0.0);
+  settings.work_limit = option<std::int64_t>(from, "work_limit", 0);
   return settings;
 }
 
@@ -138,6 +139,7 @@ nb::dict replay_trace(const nb::dict& columns, const nb::dict& settings, bool se
   out["wanted_bytes"] = report.wanted_bytes;
   out["held_bytes"] = report.held_bytes;
   out["replays"] = report.replays;
+  out["work"] = report.work;
   out["events_done"] = report.events_done;
   out["journal"] = pairs(report.journal);
   return out;

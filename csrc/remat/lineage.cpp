@@ -109,6 +109,7 @@ double Lineage::walk(Id from, std::vector<Id> Storage::* next) {
   while (!stack_.empty()) {
     const Id at = stack_.back();
     stack_.pop_back();
+    steps += static_cast<std::int64_t>((storages[at].*next).size());
     for (Id other : storages[at].*next) {
       if (mark_[other] == mark || !storages[other].evicted) continue;
       mark_[other] = mark;
@@ -128,6 +129,7 @@ void Lineage::spoil(Id from, std::vector<Id> Storage::* next) {
   while (!stack_.empty()) {
     const Id at = stack_.back();
     stack_.pop_back();
+    steps += static_cast<std::int64_t>((storages[at].*next).size());
     for (Id other : storages[at].*next) {
       if (mark_[other] == mark) continue;
       mark_[other] = mark;

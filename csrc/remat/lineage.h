@@ -48,6 +48,7 @@ class Lineage {
   std::vector<Tensor> tensors;
   std::vector<Storage> storages;
   std::vector<Op> ops;
+  std::int64_t steps = 0;   // storages that walks came to: the work of neighbourhoods
   bool keeps_walks = true;  // whether closure_cost or ancestors_cost will be asked, one of the two
 
   // A tensor with a storage of its own, or with `base` one that looks into the storage of `base`.

@@ -277,6 +277,7 @@ void Rematerializer::execute(const Frame& frame) {
   else
     ++replays;
   if (settings_.cost_limit > 0 && first_cost + replay_cost > settings_.cost_limit) throw Thrashing();
+  if (settings_.work_limit > 0 && work() > settings_.work_limit) throw Thrashing();
 }
 
 // Room for all that the operator makes, also for what is still there: the second copy is freed right after.

@@ -23,6 +23,7 @@ struct Settings {
   bool in_place = false;       // an operator that overwrites an argument may use its place
   int parts = 1;               // more: an operator by elements and makers of its missing arguments may run together, part by part
   double cost_limit = 0;       // ends the run where the costs of all runs exceed it; 0: no limit
+  std::int64_t work_limit = 0; // the same for candidates looked at and steps of walks, which bounds the time of a simulation
 };
 
 struct Out {
@@ -47,7 +48,7 @@ struct Infeasible : std::runtime_error {
 };
 
 struct Thrashing : std::runtime_error {
-  Thrashing() : std::runtime_error("the limit of costs is exceeded") {}
+  Thrashing() : std::runtime_error("the limit of costs or of work is exceeded") {}
 };
 
 class Rematerializer {
@@ -66,6 +67,7 @@ class Rematerializer {
   void bring(Id tensor);    // recomputes it if needed
   void make_room(Bytes bytes);
   void settle();  // makes all referenced tensors resident at once
+  std::int64_t work() const { return cache.counters.looked_at + cache.lineage.steps; }
 
   Cache cache;
   std::vector<Entry> journal;

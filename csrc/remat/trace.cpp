@@ -84,6 +84,7 @@ Report run_trace(const Trace& trace, const Settings& settings, bool settle, bool
   report.replay_cost = books.replay_cost;
   report.peak_bytes = books.cache.arena.peak();
   report.replays = books.replays;
+  report.work = books.work();
   report.counters = books.cache.counters;
   report.journal = std::move(books.journal);
   return report;

@@ -33,7 +33,7 @@ struct Report {
   Outcome outcome = Outcome::done;
   double first_cost = 0, replay_cost = 0;
   Bytes peak_bytes = 0, wanted_bytes = 0, held_bytes = 0;
-  std::int64_t replays = 0, events_done = 0;
+  std::int64_t replays = 0, events_done = 0, work = 0;
   Counters counters;
   std::vector<Entry> journal;
 };

@@ -14,6 +14,7 @@ namespace {
 constexpr std::int32_t kNone = -1, kRefused = -2, kEmpty = -3;  // what a storage has instead of a block
 constexpr std::int64_t kMaxStreams = 1 << 16;
 constexpr std::int64_t kMaxBytes = std::int64_t{1} << 45;       // below what an expandable segment has addresses for
+constexpr std::int64_t kMaxAddress = std::int64_t{1} << 60;
 constexpr std::int64_t kAsyncPageBytes = 32 << 20;
 
 [[noreturn]] void refuse(std::size_t event, const std::string& why) {
@@ -89,6 +90,7 @@ class Run {
     std::int32_t storages = 0;
     for (const std::int32_t storage : events.storage) storages = std::max(storages, storage + 1);
     block_of_.assign(storages, kNone);
+    if constexpr (requires { allocator_.adopt(events.held); }) held_ = allocator_.adopt(events.held);
     if (!timeline) return;
     for (auto* column : {&out_.reserved_bytes, &out_.allocated_bytes, &out_.address}) column->reserve(events.n());
   }
@@ -154,7 +156,8 @@ class Run {
       block = kEmpty;
       return -1;
     }
-    const std::int32_t found = allocator_.allocate(bytes, events_.stream[event], events_.op[event]);
+    const std::int32_t found =
+        event < held_.size() ? held_[event] : allocator_.allocate(bytes, events_.stream[event], events_.op[event]);
     if (found < 0) {
       block = kRefused;
       if (out_.ooms++ == 0) {
@@ -181,7 +184,7 @@ class Run {
   const AllocatorEvents& events_;
   const bool timeline_;
   Allocator allocator_;
-  std::vector<std::int32_t> block_of_;
+  std::vector<std::int32_t> block_of_, held_;
   std::int64_t allocated_ = 0, step_allocated_ = 0;
   AllocatorReplay out_;
 };
@@ -214,6 +217,36 @@ void AllocatorEvents::check() const {
     }
   }
   if (step.empty() && n() > 0) throw std::invalid_argument("step must say where the first step begins");
+  held.check(n());
+  for (std::size_t event = 0; event < held.block_address.size(); ++event) {
+    if (action[event] != kAlloc || bytes[event] == 0) refuse(event, "it must be an allocation, of a block that is held");
+  }
+}
+
+void HeldMemory::check(std::size_t events) const {
+  const std::size_t segments = segment_address.size(), blocks = block_address.size();
+  const auto fail = [](const char* what, std::size_t row) {
+    throw std::invalid_argument(std::string("held ") + what + " " + std::to_string(row) + ": it overlaps another or lies outside");
+  };
+  if (segment_bytes.size() != segments || segment_stream.size() != segments || segment_small.size() != segments ||
+      block_bytes.size() != blocks || blocks > events) {
+    throw std::invalid_argument("columns of held memory must have the same length");
+  }
+  for (std::size_t s = 0; s < segments; ++s) {
+    const std::int64_t before = s == 0 ? 0 : segment_address[s - 1] + segment_bytes[s - 1];
+    if (segment_address[s] < before || segment_bytes[s] <= 0 || segment_bytes[s] > kMaxBytes || segment_address[s] > kMaxAddress ||
+        segment_stream[s] < 0 || segment_stream[s] >= kMaxStreams) {
+      fail("segment", s);
+    }
+  }
+  for (std::size_t b = 0, s = 0; b < blocks; ++b) {
+    const std::int64_t before = b == 0 ? 0 : block_address[b - 1] + block_bytes[b - 1];
+    while (s < segments && segment_address[s] + segment_bytes[s] <= block_address[b]) ++s;
+    if (block_address[b] < before || block_bytes[b] <= 0 || s == segments || block_address[b] < segment_address[s] ||
+        block_bytes[b] > segment_address[s] + segment_bytes[s] - block_address[b]) {
+      fail("block", b);
+    }
+  }
 }
 
 AllocatorReplay replay(const AllocatorEvents& events, const AllocatorConfig& config, bool timeline) {

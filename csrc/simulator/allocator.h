@@ -38,6 +38,18 @@ struct PlacedBlock {
   std::int64_t address, bytes;
 };
 
+// Memory that the allocator holds before the first event: segments in order of address, and in them the blocks of the first rows,
+// which must be allocations. The rest of them is free. Only torch's own allocator can start so.
+struct HeldMemory {
+  std::span<const std::int64_t> segment_address, segment_bytes;  // of expandable segments: contiguous mapped stretches
+  std::span<const std::int32_t> segment_stream;
+  std::span<const std::uint8_t> segment_small;   // whether the small pool owns it
+  std::span<const std::int64_t> block_address, block_bytes;  // rising, each within a segment
+
+  // Throws std::invalid_argument naming the row that overlaps another or lies outside.
+  void check(std::size_t events) const;
+};
+
 enum Action : std::uint8_t { kAlloc, kFree, kEmptyCache, kActions };
 
 // Events of a program, one per row; `op` is their time, ascending.
@@ -49,6 +61,7 @@ struct AllocatorEvents {
   std::span<const std::int64_t> op;        // not falling
   std::span<const std::int64_t> ready_op;  // of a free: the op at which all other streams have finished with the storage
   std::span<const std::int64_t> step;      // first event of each step; the first is 0
+  HeldMemory held = {};                    // empty: the allocator starts empty
 
   std::size_t n() const { return action.size(); }
 
@@ -77,7 +90,7 @@ struct AllocatorReplay {
   std::int64_t plan_bytes = 0, plan_bound_bytes = 0, deviations = 0;    // of a planned arena: its height, the most live bytes
 };
 
-// Runs `events` through an allocator that starts empty. After an allocation that cannot be served the program goes on as if it
+// Runs `events` through an allocator that starts with `events.held`. After an allocation that cannot be served the program goes on as if it
 // had caught the error: the storage does not exist, and its free does nothing. `timeline` fills the columns by event.
 AllocatorReplay replay(const AllocatorEvents& events, const AllocatorConfig& config, bool timeline);
 

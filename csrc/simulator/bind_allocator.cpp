@@ -24,6 +24,21 @@ Numbers column(nb::handle self) {
   return Numbers(values.data(), {values.size()}, self);
 }
 
+template <typename T>
+std::span<const T> held_column(const nb::dict& held, const char* name) {
+  return span(nb::cast<Column<T>>(held[name]));  // the dict keeps it alive
+}
+
+memtune::HeldMemory held_memory(const nb::dict& held) {
+  if (held.size() == 0) return {};
+  return {.segment_address = held_column<std::int64_t>(held, "segment_address"),
+          .segment_bytes = held_column<std::int64_t>(held, "segment_bytes"),
+          .segment_stream = held_column<std::int32_t>(held, "segment_stream"),
+          .segment_small = held_column<std::uint8_t>(held, "segment_small"),
+          .block_address = held_column<std::int64_t>(held, "block_address"),
+          .block_bytes = held_column<std::int64_t>(held, "block_bytes")};
+}
+
 memtune::AllocatorReplay replay(Column<std::uint8_t> action, Column<std::int32_t> storage, Column<std::int64_t> bytes,
                                 Column<std::int32_t> stream, Column<std::int64_t> op, Column<std::int64_t> ready_op,
                                 Column<std::int64_t> step, std::optional<std::int64_t> max_split_bytes,
@@ -32,9 +47,9 @@ memtune::AllocatorReplay replay(Column<std::uint8_t> action, Column<std::int32_t
                                 double garbage_collection_threshold, bool expandable_segments, bool async,
                             std::optional<memtune::vmm::AllocatorOptions> arena,
                                 std::optional<std::int64_t> capacity_bytes, std::optional<std::int64_t> allowed_bytes,
-                                bool timeline) {
+                                bool timeline, const nb::typed<nb::dict, nb::str, nb::object>& held) {
   const memtune::AllocatorEvents events{span(action), span(storage),  span(bytes), span(stream),
-                                        span(op),     span(ready_op), span(step)};
+                                        span(op),     span(ready_op), span(step),  held_memory(held)};
   const memtune::AllocatorConfig config{
       .max_split_bytes = max_split_bytes.value_or(memtune::kUnlimited),
       .max_non_split_rounding_bytes = max_non_split_rounding_bytes.value_or(large_segment_bytes),
@@ -89,5 +104,6 @@ void bind_allocator(nb::module_& m) {
         "garbage_collection_threshold"_a = 0.0, "expandable_segments"_a = false, "asynchronous"_a = false,
         "arena"_a = nb::none(),
         "capacity_bytes"_a = nb::none(), "allowed_bytes"_a = nb::none(), "timeline"_a = false,
+        "held"_a = nb::dict(),
         "Runs allocations (action 0), frees (1) and calls of empty_cache (2) through PyTorch's CUDA caching allocator.");
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <map>
 
 namespace memtune {
 namespace {
@@ -13,6 +14,70 @@ std::int64_t round_up(std::int64_t bytes, std::int64_t unit) { return (bytes + u
 }  // namespace
 
 CachingAllocator::CachingAllocator(const AllocatorConfig& config) : config_(config) {}
+
+std::vector<std::int32_t> CachingAllocator::adopt(const HeldMemory& held) {
+  std::vector<std::int32_t> used;
+  std::map<std::pair<std::int32_t, bool>, std::int32_t> last;  // of each stream and pool, where segments expand: its last block
+  std::size_t next = 0;
+  for (std::size_t s = 0; s < held.segment_address.size(); ++s) {
+    const std::int64_t from = held.segment_address[s], end = from + held.segment_bytes[s];
+    Block block{.address = from, .bytes = 0, .searched = 0, .stream = held.segment_stream[s], .small = held.segment_small[s] != 0};
+    if (static_cast<std::size_t>(block.stream) >= pools_.size()) pools_.resize(block.stream + 1);
+    std::int32_t previous = -1;
+    if (config_.expandable_segments) {
+      const auto [pool, is_new] = last.try_emplace({block.stream, block.small}, -1);
+      if (is_new) ranges_.push_back({from, 0, block.small ? kSmallSegmentBytes : config_.large_segment_bytes});
+      previous = pool->second;
+      block.range = is_new ? static_cast<std::int32_t>(ranges_.size()) - 1 : blocks_[previous].range;
+      if (!is_new && blocks_[previous].address + blocks_[previous].bytes < from) {
+        Block hole = block;
+        hole.address = blocks_[previous].address + blocks_[previous].bytes;
+        hole.bytes = from - hole.address;
+        hole.mapped = false;
+        previous = add_held(hole, previous);
+      }
+    }
+    for (std::int64_t at = from; at < end;) {
+      const bool more = next < held.block_address.size() && held.block_address[next] < end;
+      block.in_use = more && held.block_address[next] == at;
+      block.address = at;
+      block.bytes = block.in_use ? held.block_bytes[next] : (more ? held.block_address[next] : end) - at;
+      previous = add_held(block, previous);
+      if (block.in_use) {
+        used.push_back(previous);
+        ++next;
+      }
+      at += block.bytes;
+    }
+    if (config_.expandable_segments) last[{block.stream, block.small}] = previous;
+    reserved_ += end - from;
+    next_address_ = std::max(next_address_, round_up(end, kRoundLargeBytes));
+  }
+  for (const auto& [pool, block] : last) {  // what is left of the addresses of a range
+    Block rest = blocks_[block];
+    Range& range = ranges_[rest.range];
+    rest.address += rest.bytes;
+    rest.bytes = kVastBytes;
+    rest.in_use = rest.mapped = false;
+    range.bytes = rest.address + rest.bytes - range.base;
+    add_held(rest, block);
+    next_address_ = std::max(next_address_, round_up(rest.address + rest.bytes, kRoundLargeBytes));
+  }
+  peak_reserved_ = reserved_;
+  return used;
+}
+
+// A block behind `previous`, joined with it if both are free (Rule 2).
+std::int32_t CachingAllocator::add_held(Block block, std::int32_t previous) {
+  block.previous = block.next = -1;
+  const std::int32_t index = blocks_.add(block);
+  link(index, previous, -1);
+  if (block.in_use) return index;
+  merge(index, previous);
+  if (block.mapped) insert_free(index);
+  else pool_of(blocks_[index]).unmapped.emplace(blocks_[index].address, index);
+  return index;
+}
 
 std::int32_t CachingAllocator::allocate(std::int64_t bytes, std::int32_t stream, std::int64_t op) {
   finish_until(op);

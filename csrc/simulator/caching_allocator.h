@@ -56,6 +56,9 @@ class CachingAllocator {
  public:
   explicit CachingAllocator(const AllocatorConfig& config);
 
+  // Takes in memory that was reserved before; returns the blocks in use, in order.
+  std::vector<std::int32_t> adopt(const HeldMemory& held);
+
   struct Block {
     std::int64_t address, bytes;
     std::int64_t searched;  // searches of its pool when it became free: its age, where blocks are collected
@@ -108,6 +111,7 @@ class CachingAllocator {
   Pool& pool_of(const Block& block) { return pool(block.small, block.stream); }
   bool collects() const { return config_.garbage_collection_threshold > 0 && config_.allowed_bytes != kUnlimited; }
 
+  std::int32_t add_held(Block block, std::int32_t previous);
   std::int32_t take_free(const Request& request);
   FreeList::Place prefer_less_room(const FreeList& free, FreeList::Place place) const;
   bool splits(const Block& block, std::int64_t bytes) const;

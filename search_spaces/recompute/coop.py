@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from memtune.activations.eviction import COOP, Policy
+from memtune.activations.eviction import COOP, Policy, coop_options
 from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
 
@@ -14,8 +14,9 @@ class Coop(DynamicPolicy):
     """Recomputes single ops to stay within an arena, and evicts tensors so that the arena has no holes.
 
     A window slides over the arena in address order; the cheapest run of tensors that makes room for the
-    request is evicted. Ops that change a tensor in place keep its address. The policy's decisions on the
-    recorded step become a schedule.
+    request is evicted. Ops that change a tensor in place keep its address. The window is played with first
+    and with best fit, and with recomputed tensors kept or dropped after their reader; the decisions that
+    recompute least on the recorded step become a schedule.
 
     Distinguishing test: victims are neighbours, and fragmentation when a search starts stays within a few
     percent.
@@ -41,3 +42,7 @@ class Coop(DynamicPolicy):
         counted: Any = "closure" if self.neighbours else "own"
         small_bytes = COOP.small_bytes if self.small_area else 0
         return replace(COOP, groups=self.groups, neighbours=counted, small_bytes=small_bytes)
+
+    def options(self) -> tuple[Policy, ...]:
+        """Return Coop with the chosen parts, with either fit."""
+        return coop_options(self.policy())

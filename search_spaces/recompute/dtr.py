@@ -5,31 +5,21 @@ recompute per byte.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.activations.eviction import DTR, Policy
+from memtune.activations.eviction import DTR, DTR_HEURISTICS, Policy, dtr_options
 from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
-
-_HEURISTICS: dict[str, dict[str, Any]] = {
-    "e_star": {"neighbours": "closure"},
-    "classes": {"neighbours": "classes"},
-    "local": {"neighbours": "own"},
-    "lru": {"neighbours": "nothing", "by_size": False},
-    "size": {"neighbours": "nothing", "by_staleness": False},
-    "msps": {"neighbours": "ancestors", "by_staleness": False},
-    "random": {"random": True},
-}
 
 
 class Dtr(DynamicPolicy):
     """Recomputes single ops, some several times, and so reaches budgets that recomputing whole blocks cannot.
 
     A tensor's score is the cost of itself and its evicted neighbours, divided by its bytes and the time since
-    its last use; the tensor with the lowest score is evicted. The policy is simulated on the recorded step
-    with modelled costs, and its decisions become a schedule.
+    its last use; the tensor with the lowest score is evicted. Each published score is simulated on the
+    recorded step with modelled costs; the decisions of the one that recomputes least become a schedule.
 
     Distinguishing test: on the DTR artifact's logs its costs are the artifact's own.
     """
@@ -40,9 +30,11 @@ class Dtr(DynamicPolicy):
     source: ClassVar[str] = "Kirisame et al. 2021, Dynamic Tensor Rematerialization, ICLR, arXiv:2006.09616"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
-    heuristic: Literal["e_star", "classes", "local", "lru", "size", "msps", "random"] = "e_star"
+    heuristic: Literal["best", "e_star", "classes", "local", "lru", "size", "msps", "random"] = "best"
     """Terms of the score: exact evicted neighbourhoods, their union-find classes, the tensor's own cost, its
-    age alone, its size alone, cost with evicted ancestors per byte, or random.
+    age alone, its size alone, cost with evicted ancestors per byte, or random; `best`: the one of all but
+    the last that recomputes least within the budget, with recomputed tensors kept or not. Playing them
+    adds a tenth of a second to planning, near the smallest budgets some seconds.
     """
     sample: bool = False
     """Consider only a random part of the candidates, about the square root of their number."""
@@ -50,5 +42,15 @@ class Dtr(DynamicPolicy):
     """Tensors below this fraction of the mean size are evicted last; 0.01 in the authors' prototype."""
 
     def policy(self) -> Policy:
-        """Return DTR with the chosen score."""
-        return replace(DTR, **_HEURISTICS[self.heuristic], sample=self.sample, ignore_small=self.ignore_small)
+        """Return DTR with the chosen score; with the first to be played if several are."""
+        if self.heuristic == "random":
+            return replace(self._base(), random=True)
+        heuristic = "e_star" if self.heuristic == "best" else self.heuristic
+        return replace(self._base(), **DTR_HEURISTICS[heuristic])
+
+    def options(self) -> tuple[Policy, ...]:
+        """Return all published scores if the best is asked for."""
+        return dtr_options(self._base()) if self.heuristic == "best" else (self.policy(),)
+
+    def _base(self) -> Policy:
+        return replace(DTR, sample=self.sample, ignore_small=self.ignore_small)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.activations.eviction import MEGTAICHI, Policy
+from memtune.activations.eviction import MEGTAICHI, Policy, megtaichi_options
 from memtune.search_spaces.recompute._schedule_planner import BUDGET_KNOBS, DynamicPolicy
 from memtune.technique import Exactness
 
@@ -17,7 +17,9 @@ class Megtaichi(DynamicPolicy):
 
     The budget is one simulated arena with addresses; tensors that were recomputed often are evicted less
     readily. The policy's decisions on the recorded step become a schedule. An evicted tensor may be
-    recomputed and read part by part.
+    recomputed and read part by part. Near thrashing the score misleads, so alternatives are played too (cost
+    of the evicted ancestors alone, no age, recomputed tensors dropped after their reader), and the one that
+    recomputes least decides.
 
     Distinguishing test: of two equal tensors, the one next to a hole is evicted.
     """
@@ -50,3 +52,7 @@ class Megtaichi(DynamicPolicy):
     def policy(self) -> Policy:
         """Return MegEngine's score with the chosen exponents."""
         return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in BUDGET_KNOBS})
+
+    def options(self) -> tuple[Policy, ...]:
+        """Return the score with the chosen exponents, and its alternatives."""
+        return megtaichi_options(self.policy())

@@ -178,6 +178,19 @@ def test_local_search_is_lower_than_first_fit() -> None:
     assert patient.height_bytes < quick.height_bytes
 
 
+def test_exact_tier_without_a_proof_returns_the_heuristic_layout() -> None:
+    """So many buffers are beyond the exact search: from one best fit it finds nothing lower in its time."""
+    rng = np.random.default_rng(0)
+    start = rng.integers(0, 1000, 3000)
+    table = np.stack([start, start + rng.geometric(1 / 60, 3000), rng.integers(1, 1000, 3000)], 1)
+    buffers = Buffers.of(table.tolist())
+    begin, packed = lay_out(buffers, heuristic_s=0.0), lay_out(buffers, heuristic_s=0.5)
+    assert packed.height_bytes < begin.height_bytes
+    exact = lay_out(buffers, heuristic_s=0.0, exact_s=2.0)
+    assert fault(buffers, exact) == ""
+    assert exact.lower_bound_bytes < exact.height_bytes <= packed.height_bytes
+
+
 @pytest.mark.slow
 def test_heuristic_tier_takes_5_s_with_100000_buffers() -> None:
     """The heuristic tier ends before its limit, and is not above one best fit over time."""

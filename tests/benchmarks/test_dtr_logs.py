@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from memtune.activations.eviction.policy import Policy, replay
+from memtune.activations.eviction.policy import (
+    Policy,
+    coop_options,
+    dtr_options,
+    megtaichi_options,
+    replay,
+    replay_cheapest,
+)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LOGS = os.environ.get("MEMTUNE_DTR_LOGS")
@@ -68,3 +75,41 @@ def test_curves_equal_those_of_artifact(log: str, monkeypatch: pytest.MonkeyPatc
             assert got == (None if wanted is None else pytest.approx(wanted, abs=6e-5)), (
                 f"{heuristic} at {ratio}"
             )
+
+
+@pytest.mark.skipif(not LOGS, reason="MEMTUNE_DTR_LOGS does not say where the DTR artifact's logs are")
+@pytest.mark.parametrize("log", CURVES)
+def test_best_option_of_dtr_is_as_cheap_as_every_curve(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not run where none of the heuristics stays within the budget."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import dtr_logs
+
+    trace = dtr_logs.load(log)
+    base_bytes, curves = CURVES[log]
+    limit = 5 * replay(trace, Policy(release="banish")).first_cost
+    for at, ratio in enumerate(RATIOS):
+        known = [curve[at] for curve in curves.values() if curve[at] is not None]
+        if known:
+            budget = int(base_bytes * ratio)
+            _, done = replay_cheapest(trace, dtr_options(), budget, settle=True, cost_limit=limit)
+            assert done.slowdown <= min(known) + 6e-5, f"at {ratio}"
+
+
+@pytest.mark.skipif(not LOGS, reason="MEMTUNE_DTR_LOGS does not say where the DTR artifact's logs are")
+def test_options_of_coop_and_megtaichi_on_the_unet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the U-Net's peak was near thrashing for megtaichi's one score, and Coop left 6 % of holes."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import dtr_logs
+
+    if "unet-6" not in dtr_logs.names():
+        pytest.skip("the folder has no log of the U-Net")
+    trace = dtr_logs.load("unet-6")
+    base = replay(trace, Policy(release="banish"))
+    half, limit = base.peak_bytes // 2, 5 * base.first_cost
+    megtaichi, coop = (
+        replay_cheapest(trace, options, half, settle=True, cost_limit=limit)[1]
+        for options in (megtaichi_options(), coop_options())
+    )
+    assert megtaichi.slowdown < 1.26
+    assert coop.slowdown < 1.26
+    assert coop.fragmentation <= 0.05

@@ -20,6 +20,23 @@ class Recording(reference.Allocator):
     asked: dict[int, int] = field(default_factory=dict)
     """Bytes asked for, by address in use."""
     highest_ever: int = 0
+    grows_at: int = 0
+    """Address of the memory that `took` reports next."""
+
+    grows_for: int = 0
+    """Stream of that memory."""
+
+    def fresh(self, size: int, small: bool, stream: int) -> tuple[reference.Segment, reference.Piece] | None:
+        self.grows_for = stream
+        return super().fresh(size, small, stream)
+
+    def take_addresses(self, size: int) -> int:
+        self.grows_at = super().take_addresses(size)
+        return self.grows_at
+
+    def map(self, segment: reference.Segment, hole: reference.Piece, wanted: int) -> bool:
+        self.grows_at = hole.address
+        return super().map(segment, hole, wanted)
 
     def write(self, action: str, address: int, size: int, stream: int = 0) -> None:
         place = {"device_free": 0} if action == "oom" else {"addr": address}
@@ -37,17 +54,23 @@ class Recording(reference.Allocator):
     def took(self, n_bytes: int) -> None:
         super().took(n_bytes)
         self.highest_ever = max(self.highest_ever, self.reserved)
-        self.write("segment_map" if self.expandable_segments else "segment_alloc", 0, n_bytes)
+        self.write(
+            "segment_map" if self.expandable_segments else "segment_alloc",
+            self.grows_at,
+            n_bytes,
+            self.grows_for,
+        )
 
     def give_back(self, segment: reference.Segment) -> None:
         self.write("segment_free", segment.pieces[0].address, segment.pieces[0].size, segment.stream)
         super().give_back(segment)
 
     def unmap(self, segment: reference.Segment, piece: reference.Piece) -> None:
-        before = self.reserved
+        before, base = self.reserved, segment.pieces[0].address
+        first_page = base - (base - piece.address) // segment.page * segment.page
         super().unmap(segment, piece)
         if before > self.reserved:
-            self.write("segment_unmap", piece.address, before - self.reserved, segment.stream)
+            self.write("segment_unmap", first_page, before - self.reserved, segment.stream)
 
     def make_free(self, segment: reference.Segment, piece: reference.Piece) -> None:
         self.write("free_completed", piece.address, self.asked.pop(piece.address), segment.stream)
@@ -88,6 +111,7 @@ class Recording(reference.Allocator):
             "address": pieces[0].address,
             "total_size": sum(piece.size for piece in pieces),
             "stream": segment.stream,
+            "is_expandable": bool(segment.page),
             "segment_type": "small" if segment.small else "large",
             "segment_pool_id": (0, 0),
             "blocks": blocks,
@@ -108,7 +132,8 @@ def record(
         elif action == 1:
             held = live.pop(storage)
             if held is not None:
-                allocator.write("free_requested", held[1].address, allocator.asked[held[1].address], stream)
+                asked = allocator.asked[held[1].address]
+                allocator.write("free_requested", held[1].address, asked, held[0].stream)
                 allocator.free(*held, op, ready_op)
         else:
             live[storage] = got = allocator.allocate(n_bytes, stream, op)

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
         with_peak,
     )
     from memtune.activations.eviction.op_metadata import Costs, scratch_name
-    from memtune.activations.eviction.policy import COOP, DTR, MEGTAICHI, Policy, Trace
+    from memtune.activations.eviction.policy import (
+        COOP,
+        DTR,
+        DTR_HEURISTICS,
+        MEGTAICHI,
+        Policy,
+        Trace,
+        coop_options,
+        dtr_options,
+        megtaichi_options,
+    )
     from memtune.activations.eviction.policy_schedule_planner import (
         PolicySchedule,
         freeze,
@@ -32,6 +42,7 @@ else:
 __all__ = [
     "COOP",
     "DTR",
+    "DTR_HEURISTICS",
     "MEGTAICHI",
     "Costs",
     "OnlineRegion",
@@ -40,10 +51,13 @@ __all__ = [
     "PolicySchedule",
     "RuntimeCosts",
     "Trace",
+    "coop_options",
+    "dtr_options",
     "freeze",
     "freeze_between",
     "least_budget_bytes",
     "least_bytes",
+    "megtaichi_options",
     "online_policy",
     "peak_within",
     "region_trace",

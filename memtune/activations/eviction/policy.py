@@ -7,7 +7,7 @@ victims. A `Trace` is a program in the rematerializer's terms; `replay` plays it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -97,22 +97,35 @@ class Policy:
     epsilon: float = 0.0
     """megtaichi: added to cost and staleness, in mean costs of an op."""
     seed: int = 0
+    option: str = ""
+    """Its name among the options that a technique plays (`dtr_options`)."""
 
-    def settings(self, budget_bytes: int | None, cost_limit: float = 0.0) -> dict[str, Any]:
+    def settings(
+        self, budget_bytes: int | None, cost_limit: float = 0.0, work_limit: int = 0
+    ) -> dict[str, Any]:
         """Return the settings of the native rematerializer."""
+        limits = {"cost_limit": cost_limit, "work_limit": work_limit}
         if budget_bytes is None:
-            return {**asdict(self), "cost_limit": cost_limit}
+            return {**asdict(self), **limits}
         small = min(10 << 20, int(self.small_share * budget_bytes)) if self.small_bytes else 0
-        return {
-            **asdict(self),
-            "budget_bytes": budget_bytes,
-            "small_capacity_bytes": small,
-            "cost_limit": cost_limit,
-        }
+        return {**asdict(self), "budget_bytes": budget_bytes, "small_capacity_bytes": small, **limits}
 
 
 DTR = Policy(keep_replayed=False)
 """DTR as memtune runs it: a storage recomputed for a replay alone is dropped after the requesting call."""
+_KEPT = "_kept"
+"""End of the names of options that keep recomputed values until they are evicted."""
+DTR_HEURISTICS: dict[str, dict[str, Any]] = {
+    "e_star": {"neighbours": "closure"},
+    "classes": {"neighbours": "classes"},
+    "local": {"neighbours": "own"},
+    "lru": {"neighbours": "nothing", "by_size": False},
+    "size": {"neighbours": "nothing", "by_staleness": False},
+    "msps": {"neighbours": "ancestors", "by_staleness": False},
+}
+"""Terms of the published scores (Kirisame et al. 2021, section 4): h_DTR, h_DTR_eq, h_DTR_local, LRU, largest
+first, MSPS.
+"""
 MEGTAICHI = Policy(
     rule="megtaichi",
     neighbours="closure",
@@ -130,6 +143,53 @@ COOP = Policy(
     rule="coop", neighbours="closure", addressed=True, in_place=True, small_bytes=10 * 1024, small_share=0.01
 )
 """One group, as in OneFlow, with a separate small area."""
+
+_MEGTAICHI_NEIGHBOURS: tuple[Neighbours, ...] = ("closure", "ancestors")
+
+WORK_LIMIT, LEAST_WORK = 800_000_000, 20_000_000
+"""Work (`Replay.work`) of all options together, some 3 s; each may take half of what is left, and this
+little.
+"""
+
+
+def dtr_options(base: Policy = DTR) -> tuple[Policy, ...]:
+    """Return the published heuristics, each in two forms: a recomputed value is dropped after the requesting
+    call, or remains until it is evicted, as in the DTR artifact.
+    """
+    return tuple(
+        replace(base, **terms, keep_replayed=kept, option=f"{name}{suffix}")
+        for suffix, kept in (("", False), (_KEPT, True))
+        for name, terms in DTR_HEURISTICS.items()
+    )
+
+
+def megtaichi_options(base: Policy = MEGTAICHI) -> tuple[Policy, ...]:
+    """Return `base` and its alternatives near thrashing: cost of the evicted ancestors alone, no age, and
+    recomputed values dropped after the requesting call.
+    """
+    return tuple(
+        replace(
+            base,
+            neighbours=neighbours,
+            time_power=power,
+            keep_replayed=kept,
+            option=f"{neighbours}{age}{suffix}",
+        )
+        for suffix, kept in ((_KEPT, True), ("", False))
+        for age, power in (("", base.time_power), ("_without_age", 0.0))
+        for neighbours in _MEGTAICHI_NEIGHBOURS
+    )
+
+
+def coop_options(base: Policy = COOP) -> tuple[Policy, ...]:
+    """Return `base` and its alternatives: a request takes the smallest hole that holds it, which leaves
+    larger ones, and recomputed values are dropped after the requesting call.
+    """
+    return tuple(
+        replace(base, best_fit=best_fit, keep_replayed=kept, option=f"{fit}{suffix}")
+        for suffix, kept in ((_KEPT, True), ("", False))
+        for fit, best_fit in (("first_fit", False), ("best_fit", True))
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,6 +321,8 @@ class Replay:
     released: int
     searches: int
     looked_at: int
+    work: int
+    """Candidates looked at and steps of walks over evicted neighbours: the work of the simulation."""
     compactions: int
     moved_bytes: int
     fragmentation: float
@@ -286,6 +348,7 @@ def replay(
     *,
     settle: bool = False,
     cost_limit: float = 0.0,
+    work_limit: int = 0,
     journal: bool = False,
 ) -> Replay:
     """Play `trace` under `policy`.
@@ -296,8 +359,48 @@ def replay(
         budget_bytes: Limit of resident bytes; None: no limit.
         settle: Make everything that is still referenced resident at the end, all together.
         cost_limit: The run ends as `thrashing` above this sum of costs; 0 for no limit.
+        work_limit: The same for `Replay.work`.
         journal: Return the journal, entry by entry.
     """
-    return Replay(
-        **_native.remat_trace(trace.columns(), policy.settings(budget_bytes, cost_limit), settle, journal)
-    )
+    settings = policy.settings(budget_bytes, cost_limit, work_limit)
+    return Replay(**_native.remat_trace(trace.columns(), settings, settle, journal))
+
+
+def replay_cheapest(
+    trace: Trace,
+    options: Sequence[Policy],
+    budget_bytes: int,
+    *,
+    settle: bool = False,
+    cost_limit: float = 0.0,
+    journal: bool = False,
+) -> tuple[Policy, Replay]:
+    """Play `trace` under each of `options`; return the one with the lowest cost and its result.
+
+    An option is played only until it costs more than the best before it, or has taken its part of
+    `WORK_LIMIT`. The first one wins a tie, and is returned if none gets through.
+    """
+    best: tuple[Policy, Replay] | None = None
+    work = WORK_LIMIT
+    for policy in options:
+        limit = max(work // 2, LEAST_WORK)
+        done = replay(
+            trace,
+            policy,
+            budget_bytes,
+            settle=settle,
+            cost_limit=cost_limit,
+            work_limit=limit,
+            journal=journal,
+        )
+        work -= done.work
+        if best is None or (done.outcome == "done" and best[1].outcome != "done"):
+            best = policy, done
+        elif done.outcome == "done" and done.replay_cost < best[1].replay_cost:
+            best = policy, done
+        if best[1].outcome == "done":
+            cost_limit = best[1].first_cost + best[1].replay_cost
+            if not best[1].replays:
+                break
+    assert best is not None, "no options"
+    return best

@@ -14,7 +14,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memtune.activations.eviction.policy import ALONG, REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
+from memtune.activations.eviction.policy import (
+    ALONG,
+    LEAST_WORK,
+    REPLAY,
+    RUN,
+    WORK_LIMIT,
+    Policy,
+    Replay,
+    Trace,
+    TraceWriter,
+    replay,
+    replay_cheapest,
+)
 from memtune.activations.schedules import Region
 from memtune.program import F64, Action, OpGraph, Schedule, ScheduleStep, build_schedule, find_schedule_error
 
@@ -33,6 +45,8 @@ class PolicySchedule:
     """Peak of the whole step under the schedule."""
     recompute_s: float
     """Seconds of the second and later runs."""
+    policy: Policy
+    """The option that decided."""
 
 
 def region_trace(
@@ -113,47 +127,94 @@ def least_bytes(region: Region) -> int:
 def freeze(
     region: Region,
     traces: Sequence[Callable[[], Trace]],
-    policy: Policy,
+    options: Sequence[Policy],
     budget_bytes: int,
     peak_of: Callable[[Schedule], int],
+    accepts: Callable[[Policy], bool] = lambda policy: True,
 ) -> PolicySchedule | None:
-    """Return the schedule of `policy` whose step stays within `budget_bytes`; None if none is found.
+    """Return the cheapest schedule of `options` whose step stays within `budget_bytes`; None if none is
+    found.
 
-    The policy accounts the region's values alone. Its budget is what the rest of the step leaves, reduced
-    until the whole step's peak fits.
+    A policy accounts the region's values alone. Its budget is what the rest of the step leaves, reduced until
+    the whole step's peak fits. An option is played only until it costs more than the best before it.
 
     Args:
         region: The model's forward and backward.
         traces: Alternatives from `region_trace`, each tried if those before yield no valid schedule.
-        policy: The eviction policy; `in_place` is set, because the ops are in place.
+        options: Eviction policies; `in_place` is set, because the ops are in place. The first one wins a tie.
         budget_bytes: Budget of the whole step.
         peak_of: Peak bytes of the whole step under a schedule.
+        accepts: Whether the option can be used; others decide only if none can.
     """
-    policy = replace(policy, in_place=True, forget=True)
-    rest = region.background_bytes + region.scratch_bytes
-    allowed = budget_bytes - int(rest.min())
-    if policy.addressed:
+    allowed = budget_bytes - int((region.background_bytes + region.scratch_bytes).min())
+    if any(policy.addressed for policy in options):
         allowed += allowed // 4  # the arena's holes count for the policy, but not for the step
+    limits = _Limits()
+    rejected: PolicySchedule | None = None
+    accepted: PolicySchedule | None = None
+    for policy in options:
+        found = _freeze_one(region, traces, policy, allowed, limits, budget_bytes, peak_of)
+        if found is None:
+            continue
+        if accepts(policy):
+            accepted = found
+            limits.recompute_s = found.recompute_s
+            if found.recompute_s <= 0:
+                break
+        elif rejected is None or found.recompute_s < rejected.recompute_s:
+            rejected = found
+    return accepted or rejected
+
+
+@dataclass
+class _Limits:
+    """Limits of the options that are still to be played."""
+
+    recompute_s: float = float("inf")
+    """Seconds that an option must stay below."""
+    work: int = WORK_LIMIT
+    """Work left for all of them."""
+
+
+def _freeze_one(
+    region: Region,
+    traces: Sequence[Callable[[], Trace]],
+    policy: Policy,
+    allowed: int,
+    limits: _Limits,
+    budget_bytes: int,
+    peak_of: Callable[[Schedule], int],
+) -> PolicySchedule | None:
+    """Return the schedule of one option, which begins with `allowed` bytes of values."""
+    played = replace(policy, in_place=True, forget=True)
     for _ in range(_TRIES):
-        found = _frozen(region, traces, policy, allowed)
+        found = _frozen(region, traces, played, allowed, limits)
         if found is None:
             break
         schedule, recompute_s = found
         peak = peak_of(schedule)
         if peak <= budget_bytes:
-            return PolicySchedule(schedule, peak, recompute_s)
+            return PolicySchedule(schedule, peak, recompute_s, policy)
         allowed -= max(peak - budget_bytes, allowed // 24)
     return None
 
 
 def freeze_between(
-    region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int
+    region: Region, traces: Sequence[Callable[[], Trace]], options: Sequence[Policy], budget_bytes: int
 ) -> Schedule | None:
-    """Return the schedule of `policy` within `budget_bytes` of values, with the `between_bytes` of `traces`
-    left free.
+    """Return the cheapest schedule of `options` within `budget_bytes` of values, with the `between_bytes` of
+    `traces` left free.
     """
-    found = _frozen(region, traces, replace(policy, in_place=True, forget=True), budget_bytes, between=True)
-    return found[0] if found is not None else None
+    played = [replace(policy, in_place=True, forget=True) for policy in options]
+    for trace in (each() for each in traces):
+        limit = COST_LIMIT * float(trace.op_cost.sum())
+        policy, done = replay_cheapest(trace, played, budget_bytes, cost_limit=limit, journal=True)
+        if done.outcome != "done":
+            continue
+        schedule = _schedule(region.graph, done, policy, between=True)
+        if not find_schedule_error(region.graph, schedule):
+            return schedule
+    return None
 
 
 def _frozen(
@@ -161,17 +222,23 @@ def _frozen(
     traces: Sequence[Callable[[], Trace]],
     policy: Policy,
     budget_bytes: int,
-    *,
-    between: bool = False,
+    limits: _Limits,
 ) -> tuple[Schedule, float] | None:
-    """Return a schedule and its replay seconds, within `budget_bytes` of values."""
+    """Return a schedule and its replay seconds, within `budget_bytes` of values and `limits`."""
     for trace in (each() for each in traces):
+        plain_s = float(trace.op_cost.sum())
         done = replay(
-            trace, policy, budget_bytes, cost_limit=COST_LIMIT * float(trace.op_cost.sum()), journal=True
+            trace,
+            policy,
+            budget_bytes,
+            cost_limit=min(COST_LIMIT * plain_s, plain_s + limits.recompute_s),
+            work_limit=max(limits.work // 2, LEAST_WORK),
+            journal=True,
         )
-        if done.outcome != "done":
+        limits.work -= done.work
+        if done.outcome != "done" or done.replay_cost >= limits.recompute_s:
             continue
-        schedule = _schedule(region.graph, done, policy, between=between)
+        schedule = _schedule(region.graph, done, policy, between=False)
         if not find_schedule_error(region.graph, schedule):
             return schedule, done.replay_cost
     return None

@@ -2,9 +2,10 @@
 
 Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys, sections 4
 and 5: the mixed-integer program over stages (node t runs for the first time in stage t) and its two-phase
-rounding. Two differences: a FREE variable is bounded by each of its hazards separately, so that it need not
-be integer and the relaxation is tighter than with the paper's sum; and the model includes workspace of nodes
-and other live bytes of stages.
+rounding. If every rounded schedule exceeds the budget, the program itself is asked for any schedule within
+it, so one is found wherever one exists and the time limit suffices. Two differences: a FREE variable is
+bounded by each of its hazards separately, so that it need not be integer and the relaxation is tighter than
+with the paper's sum; and the model includes workspace of nodes and other live bytes of stages.
 
 HiGHS (through scipy, which only the search needs) solves both programs.
 """
@@ -28,6 +29,8 @@ selected.
 EPSILONS = (0.0, 0.1)
 """Fractions of the budget that the relaxation leaves free for the rounding."""
 
+_INFEASIBLE = 2
+"""Status of HiGHS if it has proven that there is no solution."""
 _STARTS, _TRIES = 3, 400
 """Number of rounded schedules that are improved, and of changes tried on each."""
 
@@ -192,9 +195,12 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     """Return a schedule by two-phase rounding: the cheapest within the budget, else the one that exceeds it
     least.
 
+    If rounding meets the budget nowhere and the relaxation does, the first schedule that the integer program
+    finds is the start.
+
     Args:
         problem: Up to some 100 nodes in seconds.
-        time_limit_s: Time limit of each relaxation.
+        time_limit_s: Time limit of each relaxation, and of the integer program.
     """
     candidates = [
         completed(problem, keep_all(problem), proven=True),
@@ -203,15 +209,29 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     if candidates[0].over_bytes <= 0:
         return candidates[0]  # the plain order fits
     candidates += [completed(problem, _every_nth(problem, n)) for n in range(2, min(problem.n, 8))]
+    is_impossible = False
     for epsilon in EPSILONS:
         result, model = _solved(problem, epsilon, integer=False, time_limit_s=time_limit_s)
+        is_impossible |= epsilon == 0 and result.status == _INFEASIBLE
         if result.x is not None:
             kept = model.kept(result.x)
             candidates += [completed(problem, kept >= threshold) for threshold in THRESHOLDS]
     starts = sorted({each.computes: each for each in candidates}.values(), key=_rank)
     if starts[0].over_bytes > 0:
-        return starts[0]
+        found = None if is_impossible else _first_within(problem, time_limit_s)
+        if found is None:
+            return starts[0]
+        starts = [found]
     return min((_improved(problem, start) for start in starts[:_STARTS] if start.over_bytes <= 0), key=_rank)
+
+
+def _first_within(problem: Problem, time_limit_s: float) -> Solution | None:
+    """Return any schedule within the budget; None if there is none or none was found in time."""
+    result, model = _solved(problem, 0.0, integer=True, time_limit_s=time_limit_s, gap=math.inf)
+    if result.x is None:
+        return None
+    found = completed(problem, model.kept(result.x) > 0.5)
+    return found if found.over_bytes <= 0 else None
 
 
 def _rank(solution: Solution) -> tuple[float, float]:
@@ -346,7 +366,10 @@ class _Model:
         return cost, (values, (rows, columns)), (self._lower, self._upper), (low, high)
 
 
-def _solved(problem: Problem, epsilon: float, *, integer: bool, time_limit_s: float) -> tuple[Any, _Model]:
+def _solved(
+    problem: Problem, epsilon: float, *, integer: bool, time_limit_s: float, gap: float = 0.0
+) -> tuple[Any, _Model]:
+    """Return the result of HiGHS, which stops within the relative `gap` of the optimum."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -355,7 +378,7 @@ def _solved(problem: Problem, epsilon: float, *, integer: bool, time_limit_s: fl
     integrality = np.zeros(len(cost))
     integrality[: model.n_integer] = integer
     constraint = LinearConstraint(csr_array(matrix, shape=(len(lower), len(cost))), lower, upper)
-    options = {"time_limit": time_limit_s, "mip_rel_gap": 0.0}
+    options = {"time_limit": time_limit_s, "mip_rel_gap": gap}
     return (
         milp(
             cost, integrality=integrality, bounds=Bounds(low, high), constraints=constraint, options=options

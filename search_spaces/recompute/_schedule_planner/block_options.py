@@ -46,7 +46,7 @@ class ExactSource:
 
 FREE_AFTER_FORWARD = "free_after_forward"
 """The free-after-forward planner of `activations.schedules` as a source of options."""
-Source = Policy | ExactSource | str
+Source = Policy | tuple[Policy, ...] | ExactSource | str
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +137,9 @@ def _undominated(options: Iterable[BlockOption]) -> Iterator[BlockOption]:
 def _schedules_from(
     source: Source, step: Step, region: Region, op_s: F64, plain: BlockOption
 ) -> Iterator[Schedule]:
-    if isinstance(source, Policy):
-        yield from _by_policy(source, step, region, op_s, plain)
+    if isinstance(source, Policy | tuple):
+        options = source if isinstance(source, tuple) else (source,)
+        yield from _by_policies(options, step, region, op_s, plain)
     elif isinstance(source, ExactSource):
         yield from _by_program(source, region, op_s, plain)
     else:
@@ -150,11 +151,11 @@ def _schedules_from(
             yield planner.schedule(frozenset(order[:freed]))
 
 
-def _by_policy(
-    policy: Policy, step: Step, region: Region, op_s: F64, plain: BlockOption
+def _by_policies(
+    options: tuple[Policy, ...], step: Step, region: Region, op_s: F64, plain: BlockOption
 ) -> Iterator[Schedule]:
     elements = elements_of(step, region)
-    holes = (0, plain.peak_bytes // 4) if policy.addressed else (0,)  # fragmentation costs no held bytes
+    holes = (0, plain.peak_bytes // 4) if options[0].addressed else (0,)  # fragmentation costs no held bytes
     for level, more in product(range(_LEVELS), holes):
         # Occupying memory between forward and backward forces the policy to keep less of the block.
         between = max(plain.peak_bytes - plain.held_bytes * level // _LEVELS, 1)
@@ -162,7 +163,7 @@ def _by_policy(
             partial(region_trace, region, op_s, is_cheap, elements, keep_written=keep, between_bytes=between)
             for keep in (False, True)
         ]
-        found = freeze_between(region, traces, policy, plain.peak_bytes + more)
+        found = freeze_between(region, traces, options, plain.peak_bytes + more)
         if found is not None:
             yield found
 

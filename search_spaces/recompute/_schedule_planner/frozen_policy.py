@@ -81,6 +81,8 @@ class DynamicPlan(SchedulePlan):
     """Peak without recompute."""
     recompute_s: float
     """Seconds of recomputation in a micro-batch."""
+    option: str = ""
+    """Name of the policy that decided, if the technique has several; empty for its only one."""
     online: OnlinePlan | None = None
     """Inputs of the runtime that decides while the model runs; None if the schedule decides."""
 
@@ -111,6 +113,10 @@ class DynamicPolicy(Technique):
     def policy(self) -> Policy:
         """Return the policy that selects which tensors are evicted."""
 
+    def options(self) -> tuple[Policy, ...]:
+        """Return the policies to play; the one that recomputes least within the budget decides."""
+        return (self.policy(),)
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse a model that is not whole on every rank or shared with another mechanism, and a budget that
         plain training meets or the policy does not.
@@ -135,11 +141,12 @@ class DynamicPolicy(Technique):
         budget_bytes = self._budget_bytes(place, target)
         if self.ratio is None and place.plain_bytes <= budget_bytes:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
-        if budget_bytes < least or self._frozen(program, target) is None:
+        frozen = None if budget_bytes < least else self._frozen(program, target)
+        if frozen is None:
             return self._too_little(place, budget_bytes)
         if self._is_online(program.step):
             return online_shortfall(
-                program.step, self.policy(), budget_bytes, target.hardware, place.more_bytes
+                program.step, frozen.policy, budget_bytes, target.hardware, place.more_bytes
             )
         return None
 
@@ -186,7 +193,7 @@ class DynamicPolicy(Technique):
 
     def _found_by_blocks(self, program: Program, target: Target) -> BlockSchedules:
         return solve_block_schedules(
-            placement_of(program, target), (self.policy(),), self._budget_of(target), self.ratio or 0.0
+            placement_of(program, target), (self.options(),), self._budget_of(target), self.ratio or 0.0
         )
 
     def _budget_of(self, target: Target) -> int | None:
@@ -211,7 +218,8 @@ class DynamicPolicy(Technique):
             peak_bytes=frozen.peak_bytes,
             plain_bytes=placement_of(program, target).plain_bytes,
             recompute_s=round(frozen.recompute_s, 9),
-            online=self._online(program, target) if self._is_online(program.step) else None,
+            option=frozen.policy.option,
+            online=self._online(program, target, frozen.policy) if self._is_online(program.step) else None,
         )
 
     def rewrite(self, program: Program, plan: DynamicPlan | BudgetBlocksPlan, target: Target) -> Program:
@@ -232,14 +240,26 @@ class DynamicPolicy(Technique):
             install_blocks(plan, context, self.kind)
             return
         if plan.online is not None:
-            self._apply_online(context, plan.online)
+            self._apply_online(context, plan.online, self._option(plan.option))
             return
         region = install_region(context, replace(plan.schedule, made_by=self.kind), self.kind)
         context.checks["recompute"] = lambda: check_schedule(region)
 
-    def _apply_online(self, context: Context, plan: OnlinePlan) -> None:
+    def _option(self, name: str) -> Policy:
+        """Return the policy of that name; plans from before there were options name none."""
+        by_name = {each.option: each for each in self.options()} | {"": self.policy()}
+        if name not in by_name:
+            raise ApplyError(
+                f"the plan of recompute: {{kind: {self.kind}}} names the policy '{name}', which the settings"
+                " do not have.",
+                fix="plan again: memtune search, or memtune plan",
+                code="MT316",
+            )
+        return by_name[name]
+
+    def _apply_online(self, context: Context, plan: OnlinePlan, policy: Policy) -> None:
         """Replace the model's forward by the online runtime."""
-        settings = online_settings(plan, online_policy(self.policy()), self.freeze_after)
+        settings = online_settings(plan, online_policy(policy), self.freeze_after)
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()
         context.events.states_sharded.subscribe(
@@ -262,13 +282,13 @@ class DynamicPolicy(Technique):
             self.online is None and not isinstance(region, str) and bool(not_foreseen(step, region))
         )
 
-    def _online(self, program: Program, target: Target) -> OnlinePlan:
+    def _online(self, program: Program, target: Target, policy: Policy) -> OnlinePlan:
         """Return the inputs of the runtime: the budget, bytes that it does not see, and rates that make costs
         equal in every run.
         """
         place = placement_of(program, target)
         budget_bytes = self._budget_bytes(place, target)
-        peak = online_peak_bytes(place.step, self.policy(), budget_bytes - place.more_bytes, target.hardware)
+        peak = online_peak_bytes(place.step, policy, budget_bytes - place.more_bytes, target.hardware)
         fields = online_plan_fields(place.step, target.hardware, place.buffer_bytes)
         return OnlinePlan(budget_bytes=budget_bytes, peak_bytes=peak or 0, **fields)
 
@@ -302,7 +322,7 @@ class DynamicPolicy(Technique):
             return None
         place = placement_of(program, target)
         return solve_policy(
-            place, self.policy(), self._budget_bytes(place, target), self._is_online(program.step)
+            place, self.options(), self._budget_bytes(place, target), self._is_online(program.step)
         )
 
     def _too_little(self, place: Placement, budget_bytes: int) -> Reason:
@@ -327,23 +347,27 @@ class DynamicPolicy(Technique):
         """
         online, found = self._is_online(place.step), too_little_bytes
         for _ in range(_LOOKS):
-            by_policy = _sufficient_bytes(place, self.policy(), found, online)
+            by_policy = _sufficient_bytes(place, self.options(), found, online)
             if by_policy is None or not online:
                 return by_policy
+            frozen = solve_policy(place, self.options(), by_policy, online)
+            assert frozen is not None  # `by_policy` has a schedule
             found = (
                 sufficient_online_bytes(
-                    place.step, self.policy(), by_policy, place.hardware, place.more_bytes
+                    place.step, frozen.policy, by_policy, place.hardware, place.more_bytes
                 )
                 or 0
             )
-            if not found or solve_policy(place, self.policy(), found, online) is not None:
+            if not found or solve_policy(place, self.options(), found, online) is not None:
                 return found or None
         return None
 
 
 @lru_cache(maxsize=16)
-def _sufficient_bytes(place: Placement, policy: Policy, too_little_bytes: int, online: bool) -> int | None:
-    """Return a budget for which the policy has a schedule, within 1 % of one for which it has none; None if
+def _sufficient_bytes(
+    place: Placement, options: tuple[Policy, ...], too_little_bytes: int, online: bool
+) -> int | None:
+    """Return a budget for which `options` have a schedule, within 1 % of one for which it has none; None if
     not even the plain peak is enough.
 
     A policy may fail above a budget that it meets, so bisection finds some budget that it meets, not the
@@ -351,14 +375,14 @@ def _sufficient_bytes(place: Placement, policy: Policy, too_little_bytes: int, o
     """
     low, high, least = too_little_bytes, place.plain_bytes, place.least_bytes
     if low < least:
-        if solve_policy(place, policy, least, online) is not None:
+        if solve_policy(place, options, least, online) is not None:
             return least
         low = least
-    if solve_policy(place, policy, high, online) is None:
+    if solve_policy(place, options, high, online) is None:
         return None
     while high - low > high // 100:
         middle = (low + high) // 2
-        low, high = (middle, high) if solve_policy(place, policy, middle, online) is None else (low, middle)
+        low, high = (middle, high) if solve_policy(place, options, middle, online) is None else (low, middle)
     return high
 
 

@@ -22,6 +22,7 @@ from memtune.search_spaces.recompute._schedule_planner.block_options import is_c
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
     instead_of_schedule,
 )
+from memtune.search_spaces.recompute._schedule_planner.online_budget import online_peak_bytes
 from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     Placement,
 )
@@ -29,15 +30,26 @@ from memtune.search_spaces.recompute._schedule_planner.region_placement import (
 
 @lru_cache(maxsize=32)
 def solve_policy(
-    place: Placement, policy: Policy, budget_bytes: int, online: bool = False
+    place: Placement, options: tuple[Policy, ...], budget_bytes: int, online: bool = False
 ) -> PolicySchedule | None:
-    """Return the policy's schedule within `budget_bytes`, None if it finds none; cached by place, policy and
-    budget.
+    """Return the cheapest schedule of `options` within `budget_bytes`, None if there is none; cached by
+    place, options and budget.
+
+    Online, an option that the runtime cannot use within the budget decides only if no other can.
     """
     traces = [
         partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)
     ]
-    return freeze(place.among, traces, policy, budget_bytes, place.peak_bytes)
+    budget_online = budget_bytes - place.more_bytes
+
+    def accepts(policy: Policy) -> bool:
+        return (
+            not online
+            or len(options) == 1
+            or online_peak_bytes(place.step, policy, budget_online, place.hardware) is not None
+        )
+
+    return freeze(place.among, traces, options, budget_bytes, place.peak_bytes, accepts)
 
 
 @lru_cache(maxsize=16)

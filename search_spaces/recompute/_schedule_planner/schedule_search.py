@@ -164,7 +164,7 @@ def _policy_schedules(place: Placement, budget_bytes: int) -> Iterator[FastestSc
 
 @lru_cache(maxsize=256)
 def _policy_schedule(place: Placement, policy: Policy, budget_bytes: int) -> FastestSchedule | None:
-    frozen = solve_policy(place, policy, budget_bytes)
+    frozen = solve_policy(place, (policy,), budget_bytes)
     return None if frozen is None else _evaluate(place, frozen.schedule)
 
 

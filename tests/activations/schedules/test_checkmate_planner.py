@@ -170,6 +170,58 @@ def test_rounding_is_near_the_optimum(problem: Problem) -> None:
         assert rounded.cost_s <= 1.10 * exact.cost_s + 1e-9
 
 
+# No threshold of the relaxation leads to a schedule of these within the budget.
+OUT_OF_REACH = (
+    Problem(
+        (3.0, 4.0, 1.0, 4.0, 3.0, 4.0),
+        (8, 9, 7, 3, 1, 5),
+        ((), (0,), (1,), (0, 2), (1, 3), (0,)),
+        (20,) * 6,
+        (1, 0, 3, 2, 2, 1),
+    ),
+    Problem(
+        (2.0, 2.0, 4.0, 1.0, 1.0, 2.0, 1.0),
+        (8, 9, 5, 9, 2, 1, 4),
+        ((), (0,), (1,), (1,), (1, 2), (3, 4), (2, 5)),
+        (22,) * 7,
+        (1, 3, 1, 2, 0, 2, 0),
+    ),
+    Problem(
+        (3.0, 3.0, 3.0, 3.0, 2.0, 1.0),
+        (8, 9, 8, 8, 6, 4),
+        ((), (0,), (1,), (2,), (1,), (0, 2)),
+        (23,) * 6,
+        (2, 2, 0, 1, 0, 0),
+        frozenset({4}),
+    ),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(7))
+@example(OUT_OF_REACH[0])
+@example(OUT_OF_REACH[1])
+@example(OUT_OF_REACH[2])
+def test_rounding_finds_a_schedule_wherever_one_exists(problem: Problem) -> None:
+    """Within the budget of the example, and within the smallest one of all."""
+    rounded = solve_rounded(problem)
+    check(problem, rounded)
+    assert (rounded.over_bytes <= 0) == (exhaustive_cost(problem) is not None)
+    least = 1
+    while exhaustive_cost(smaller := replace(problem, budget_bytes=(least,) * problem.n)) is None:
+        least += 1
+    found = solve_rounded(smaller)
+    check(smaller, found)
+    assert found.over_bytes <= 0
+
+
+def test_rounding_returns_the_least_excess_if_no_schedule_exists() -> None:
+    problem = replace(OUT_OF_REACH[0], budget_bytes=(5,) * 6)
+    found = solve_rounded(problem)
+    check(problem, found)
+    assert found.over_bytes > 0
+
+
 @pytest.mark.parametrize("budget", [5, 6, 7, 9, 12])
 def test_rounding_is_near_the_optimum_on_a_chain(budget: int) -> None:
     rounded, exact = solve_rounded(chain(9, budget)), solve_exactly(chain(9, budget))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,53 @@ def test_read_trace_recovers_storages_from_before(tmp_path: Path, rows: list[Row
     assert found.native.end_allocated_bytes == pytest.approx(in_use - waiting, abs=MIB * 40)
     assert trace.recorded.peak_reserved_bytes <= allocator.highest_ever
     assert trace.recorded.peak_reserved_bytes >= allocator.reserved
+
+
+@AGAIN
+@given(programs(empties=True), st.integers(2, 20), st.sampled_from(("", "roundup_power2_divisions:4")))
+def test_replay_of_a_warm_trace_starts_from_its_segments(
+    tmp_path: Path, rows: list[Row], part: int, ran: str
+) -> None:
+    """Of a trace that lacks its first entries, reserved bytes are those of the run, at the peak and at the
+    end.
+    """
+    chosen = AllocatorSettings.parse(ran)
+    whole = len(record(rows, ran, **chosen.native())[0]["device_traces"][0])
+    snapshot, allocator = record(rows, ran, last=max(whole * part // 20, 1), **chosen.native())
+    trace = read(tmp_path, snapshot)
+    found = replay(trace.events, chosen, None)
+    assert found.peak_reserved_bytes == trace.recorded.peak_reserved_bytes
+    assert found.native.end_reserved_bytes == allocator.reserved
+    assert found.native.end_allocated_bytes == sum(
+        piece.size for segment in allocator.segments for piece in segment.pieces if piece.used
+    ) - sum(piece.size for _, _, piece in allocator.waiting)
+
+
+def test_replay_of_a_warm_trace_of_expandable_segments(tmp_path: Path) -> None:
+    """Free pages between blocks that stay are held, too, and are used before new ones are mapped."""
+    rows: list[Row] = [(0, number, 30 * MIB, 0, number, -1) for number in range(4)]
+    rows += [(1, 0, 0, 0, 4, -1), (1, 2, 0, 0, 5, -1), (0, 4, 25 * MIB, 0, 6, -1), (0, 5, 45 * MIB, 0, 7, -1)]
+    chosen = AllocatorSettings(expandable_segments=True)
+    snapshot, allocator = record(rows, "expandable_segments:True", last=4, **chosen.native())
+    trace = read(tmp_path, snapshot)
+    assert trace.events.held is not None
+    assert trace.events.held.expandable
+    found = replay(trace.events, chosen, None)
+    assert found.peak_reserved_bytes == trace.recorded.peak_reserved_bytes == allocator.highest_ever
+    # Plain segments cannot be those of the snapshot: the storages are placed again.
+    plain, cold = (
+        replay(each, AllocatorSettings(), None) for each in (trace.events, replace(trace.events, held=None))
+    )
+    assert plain.to_dict() == cold.to_dict()
+
+
+def test_read_trace_places_storages_again_if_segments_contradict_the_trace(tmp_path: Path) -> None:
+    snapshot, _ = record(HOLES[:5], last=3)
+    assert read(tmp_path, snapshot).events.held is not None
+    snapshot["device_traces"][0].insert(
+        0, {"action": "segment_free", "addr": 10 * MIB, "size": 30 * MIB, "stream": 0}
+    )
+    assert read(tmp_path, snapshot).events.held is None
 
 
 HOLES: list[Row] = [

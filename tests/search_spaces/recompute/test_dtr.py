@@ -10,6 +10,7 @@ from support.zoo_paths import ZOO
 
 from memtune.api import apply
 from memtune.errors import ApplyError, ConfigError
+from memtune.search_spaces.recompute._schedule_planner.online_budget import online_peak_bytes
 from memtune.search_spaces.recompute._schedule_planner.region_placement import placement_of
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.split.tiled import Tiled
@@ -50,6 +51,52 @@ class TestDtr(TechniqueSuite):
             if heuristic == "e_star":
                 assert plan.recompute_s >= before
                 before = plan.recompute_s
+
+    @pytest.mark.parametrize(
+        ("model", "batch_size", "ratio"), [("cnn_bn", 4, 0.2), ("gpt", 16, 0.4), ("hf_llama", 16, 0.4)]
+    )
+    def test_best_heuristic_recomputes_least(self, model: str, batch_size: int, ratio: float) -> None:
+        """On two of the three another one than the authors' exact score is best."""
+        program = plain_program(ZOO[model], batch_size)
+        seconds = {}
+        for heuristic in HEURISTICS[:-1]:
+            technique = Dtr(ratio=ratio, heuristic=heuristic)  # type: ignore[arg-type]
+            if technique.fits(program, target_of(technique)) is None:
+                seconds[heuristic] = technique.plan(program, target_of(technique)).recompute_s
+        best = Dtr(ratio=ratio)
+        assert best.fits(program, target_of(best)) is None
+        plan = best.plan(program, target_of(best))
+        assert plan.recompute_s <= min(seconds.values())
+        if model != "gpt":
+            assert plan.recompute_s < seconds["e_star"]
+            assert plan.option.removesuffix("_kept") != "e_star"
+        assert plan.peak_bytes <= plan.plain_bytes
+        assert best.rewrite(program, plan, target_of(best)).step.peak_bytes() == plan.peak_bytes
+
+    def test_best_heuristic_decides_online(self) -> None:
+        """The runtime takes the plan's option, not the first one."""
+        program, technique = plain_program(ZOO["hf_llama"], 16), Dtr(ratio=0.4, online=True)
+        assert technique.fits(program, target_of(technique)) is None
+        plan = technique.plan(program, target_of(technique))
+        chosen = {each.option: each for each in technique.options()}[plan.option]
+        assert plan.option != "e_star"
+        place, hardware = placement_of(program, target_of(technique)), target_of(technique).hardware
+        peak = online_peak_bytes(place.step, chosen, plan.online.budget_bytes - place.more_bytes, hardware)
+        assert plan.online.peak_bytes == peak
+        _, model, optimizer = build(ZOO["hf_llama"])
+        settings = {"settings": settings_of(technique), "plan": {"recompute": plan.model_dump(mode="json")}}
+        apply(model, optimizer, settings, strict=False)
+        assert model.forward.__self__.settings.policy.neighbours == chosen.neighbours
+
+    def test_plan_of_an_unknown_heuristic_is_refused(self) -> None:
+        _, model, optimizer = build(ZOO["cnn_bn"])
+        technique = Dtr(ratio=0.5, online=True)
+        program = plain_program(ZOO["cnn_bn"])
+        plan = technique.plan(program, target_of(technique)).model_dump(mode="json") | {"option": "newest"}
+        config = {"settings": settings_of(technique), "plan": {"recompute": plan}}
+        with pytest.raises(ApplyError, match=r"MT316 .*'newest'"):
+            apply(model, optimizer, config, strict=False)
+        assert "forward" not in vars(model)
 
     def test_policy_reaches_least_peak_of_any_schedule(self) -> None:
         program, technique = plain_program(ZOO["cnn_bn"]), Dtr(ratio=0.0)

@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from support.zoo_paths import ZOO
 
+from memtune.search_spaces.recompute._schedule_planner.policy_schedule import solve_policy
+from memtune.search_spaces.recompute._schedule_planner.region_placement import placement_of
 from memtune.search_spaces.recompute.megtaichi import Megtaichi
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift_check import plain_program, target_of
@@ -30,3 +32,12 @@ class TestMegtaichi(TechniqueSuite):
             if technique.fits(program, target_of(technique)) is None:
                 plans.add(technique.plan(program, target_of(technique)).sha256)
         assert len(plans) >= 2
+
+    def test_alternatives_recompute_less_near_thrashing(self) -> None:
+        program, technique = plain_program(ZOO["gpt"], 16), Megtaichi(ratio=0.2)
+        target = target_of(technique)
+        place, plan = placement_of(program, target), technique.plan(program, target)
+        alone = solve_policy(place, (technique.policy(),), technique._budget_bytes(place, target))
+        assert alone is not None
+        assert plan.recompute_s < alone.recompute_s
+        assert plan.option not in ("", technique.options()[0].option)
