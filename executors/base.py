@@ -100,6 +100,14 @@ class TrialResult(BaseModel):
     audit: dict[str, Any] = {}
     link_bytes: dict[str, int] = {}
     """Bytes moved per step and rank by link: host_to_device, device_to_host, collective."""
+    other_load: float = 0.0
+    """Share of the machine's cores in use by others while steps were measured; largest over ranks."""
+    rates: dict[str, float] = {}
+    """Constants of `Hardware` that the ranks measured together; only if the trial requested `clock_ops`."""
+    reference_s: float = 0.0
+    """Time of a fixed matrix product after the measured steps; largest over ranks. Trials whose times differ
+    by it were not measured on equal machines.
+    """
     wall_s: float = 0.0
     retried: bool = False
 

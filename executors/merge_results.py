@@ -44,6 +44,9 @@ class RankRecord(BaseModel):
     op_times: list[OpTime] = []
     audit: dict[str, Any] = {}
     link_bytes: dict[str, int] = {}
+    other_load: float = 0.0
+    reference_s: float = 0.0
+    rates: dict[str, float] = {}
     samples_per_step: int | None = None
     """Samples of one optimizer step over all ranks, for the throughput; the trial's `global_batch` when
     None.
@@ -194,5 +197,8 @@ def merge(
         op_times=first.op_times,
         audit=audit,
         link_bytes={link: max(record.link_bytes.get(link, 0) for record in ranks) for link in sorted(links)},
+        other_load=max(record.other_load for record in ranks),
+        reference_s=max(record.reference_s for record in ranks),
+        rates=first.rates,
         wall_s=wall_s,
     )

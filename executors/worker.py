@@ -35,7 +35,7 @@ from memtune.executors.gradient_digest import (
     sha256_of,
     sha256_of_all,
 )
-from memtune.hardware import OpClock, OpTime, op_times
+from memtune.hardware import LoadMeter, OpClock, OpTime, measure_rates, op_times, reference_s
 from memtune.memory import Ledger
 from memtune.runtime import COUNTERS, HOST, no_dropout, prepare_model, tier
 from memtune.units import bytes_in_words
@@ -72,6 +72,10 @@ class _Measurements:
     gradients: list[dict[str, GradientRecord]] = field(default_factory=list)
     link_bytes: dict[str, int] = field(default_factory=dict)
     op_times: list[OpTime] = field(default_factory=list)
+    load: LoadMeter | None = None
+    other_load: float = 0.0
+    reference_s: float = 0.0
+    rates: dict[str, float] = field(default_factory=dict)
 
     def note_peaks(self, ledger: Ledger) -> None:
         self.peak_allocated = max(self.peak_allocated, ledger.peak_allocated_bytes())
@@ -113,10 +117,19 @@ def run(rank: _Rank) -> dict[str, Any]:
             rank.say(stage=_stage(trial, step, tuned), device_bytes=ledger.live_bytes())
             _step(rank, workload, tuned, step, measured)
     measured.note_peaks(ledger)
+    measured.other_load = measured.load.others() if measured.load is not None else 0.0
+    with tier(HOST):
+        measured.reference_s = reference_s(rank.device)
     if trial.clock_ops:
+        with tier(HOST):
+            measured.rates = measure_rates(rank.device, local_ranks=_local_ranks(rank))
         measured.op_times = _clock_ops(rank, workload, tuned, measured)
     samples = _micro_batch(rank, workload, tuned) * tuned.config.settings.execution.accumulate * rank.world
     return {**_record(tuned, ledger, measured), "samples_per_step": samples}
+
+
+def _local_ranks(rank: _Rank) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", rank.world))
 
 
 def _clock_ops(rank: _Rank, workload: Workload, tuned: Tuned, measured: _Measurements) -> list[OpTime]:
@@ -239,6 +252,8 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
     torch.manual_seed(rank.trial.seed * 1_000_003 + step * 1009 + rank.rank)
     COUNTERS.take()
     _synchronise(rank)
+    if step == rank.trial.warmup_steps:
+        measured.load = LoadMeter(rank.world if rank.trial.device == "cpu" else 1)
     started = time.perf_counter()
     loss = tuned.step(batches)
     if rank.trial.device == "cuda":
@@ -303,6 +318,9 @@ def _record(tuned: Tuned, ledger: Ledger, measured: _Measurements) -> dict[str, 
         "op_times": [each.model_dump() for each in measured.op_times],
         "audit": tuned.audit(),
         "link_bytes": measured.link_bytes,
+        "other_load": measured.other_load,
+        "reference_s": measured.reference_s,
+        "rates": measured.rates,
     }
 
 

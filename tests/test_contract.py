@@ -296,7 +296,12 @@ def test_light_runtime_imports_only_what_a_training_image_has() -> None:
         ("optuna", ("memtune.autotune",)),
         (
             "scipy",
-            ("memtune.activations.schedules", "memtune.offload.multiplexed", "memtune.parallel.pipeline"),
+            (
+                "memtune.activations.schedules",
+                "memtune.offload.multiplexed",
+                "memtune.parallel.pipeline",
+                "memtune.autotune",
+            ),
         ),
         ("typer", ("memtune.cli",)),
         ("textual", ("memtune.autotune.ui",)),

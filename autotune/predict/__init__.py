@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.machine_calibration import calibrate
     from memtune.autotune.predict.parallel_map import ParallelMap
     from memtune.autotune.predict.peak_breakdown import PeakRow, at_peak
-    from memtune.autotune.predict.simulation import Calibration, Prediction, simulate
+    from memtune.autotune.predict.simulation import Calibration, Prediction, PythonWork, simulate
     from memtune.autotune.predict.snapshot import Trace, read_trace
     from memtune.autotune.predict.time_breakdown import time_lines
 else:
@@ -33,6 +33,7 @@ __all__ = [
     "ParallelMap",
     "PeakRow",
     "Prediction",
+    "PythonWork",
     "SearchErrors",
     "Trace",
     "at_peak",

@@ -233,8 +233,10 @@ class Machine {
     for (std::size_t c = 0; c < ranks_.size(); ++c) {
       auto& slots = ranks_[c].slots;
       const bool links = slots[kIntraLink].runs || slots[kInterLink].runs;
-      const double cores = part_of_cores(slots);
-      set_rate(slots[kCompute], links ? cores / (1 + rules_.link_slowdown) : cores);
+      const double during_link = links ? 1 / (1 + rules_.link_slowdown) : 1;
+      // A link that uses cores takes them from all that runs on these.
+      const double cores = part_of_cores(slots) * (rules_.shares_cores ? during_link : 1);
+      set_rate(slots[kCompute], rules_.shares_cores ? cores : during_link);
       set_rate(slots[kHostThreads], cores);
       for (const Resource copy : {kHostToDevice, kDeviceToHost}) {
         if (slots[copy].runs) set_rate(slots[copy], copies(c, copy) ? cores * copy_rate(c, copy) : kWaits);

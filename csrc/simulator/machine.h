@@ -62,7 +62,8 @@ struct Timeline {
 //      as long as the slowest of them.
 // Compute is slower while a link of its class is busy; copies between host and device share the PCIe root evenly,
 // or with `serial_copies` one at a time. With `shares_cores` compute, host threads and copies of a class that run
-// at the same time have equal parts of its cores: nothing is hidden behind compute but links and drives.
+// at the same time have equal parts of its cores, and all of them are slower while a link is busy: nothing but drives, and links
+// that need few cores, overlaps with compute.
 // With `link_of_root` the root is shared as well by ops of `kIntraLink` that use device memory, in both directions at once; each
 // takes its even share, and copies have what these leave.
 // Throws std::invalid_argument where ops wait for each other.

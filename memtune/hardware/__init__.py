@@ -12,20 +12,24 @@ if TYPE_CHECKING:
     from memtune.hardware import flops as flops
     from memtune.hardware.calibration_cache import Calibration, Curve
     from memtune.hardware.cpu_cores import cpu_threads, threads_per_rank, usable_cores
+    from memtune.hardware.machine_load import BUSY, LoadMeter, reference_s
     from memtune.hardware.op_clock import OpClock, TimedOp, clock_of
     from memtune.hardware.op_timings import OpTime, op_times
+    from memtune.hardware.rate_probe import measure_rates
     from memtune.hardware.roofline import CLASSES, EVERY_CLASS, matmul_dtype, op_class, op_costs, op_s
     from memtune.hardware.spec import Device, Hardware, detect, find, gpu_name, names, with_measured
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "BUSY",
     "CLASSES",
     "EVERY_CLASS",
     "Calibration",
     "Curve",
     "Device",
     "Hardware",
+    "LoadMeter",
     "OpClock",
     "OpTime",
     "TimedOp",
@@ -38,11 +42,13 @@ __all__ = [
     "flops",
     "gpu_name",
     "matmul_dtype",
+    "measure_rates",
     "names",
     "op_class",
     "op_costs",
     "op_s",
     "op_times",
+    "reference_s",
     "threads_per_rank",
     "usable_cores",
     "with_measured",

@@ -265,6 +265,7 @@ def _communicator_bytes(node: _NodeModel) -> int:
 def _constants(card: _GpuModel) -> Constants:
     sheet = f"dense, 32-bit accumulation: {card.sheet}"
     usual = card.node.source
+    python = "rule of thumb: 8 to 10 times a dispatch; 8 to 15 times on a CPU"
     node: dict[str, Any] = {
         "host_to_device_bytes_per_s": card.node.pcie * 1e9,
         "device_to_host_bytes_per_s": card.node.pcie * 1e9,
@@ -289,6 +290,9 @@ def _constants(card: _GpuModel) -> Constants:
         "fp32_flops_per_s": (card.fp32 * 1e12, sheet),
         "memory_bytes_per_s": (card.bandwidth * 1e12, sheet),
         "launch_s": (5e-6, "rule of thumb: eager PyTorch dispatch and launch"),
+        "hook_s": (50e-6, python),
+        "dispatch_mode_s": (40e-6, python),
+        "dtensor_s": (40e-6, python),
         "intra_link_latency_s": (3e-6, "rule of thumb: one step of an NCCL ring"),
         "inter_link_latency_s": (10e-6, "rule of thumb: one step of an NCCL ring"),
         "ssd_read_bytes_per_s": (6e9, "rule of thumb: one PCIe 4 NVMe drive"),
@@ -334,6 +338,7 @@ def cpu(rates: CpuRates) -> Constants:
     measured = f"measured in {rates.measured_s:.2f} s on this machine, one core × {rates.cores} cores"
     system = "the operating system, this machine"
     copies = rates.memory_bytes_per_s / 2  # one copying thread next to the training threads
+    python = "the time of a small op, as steps of a GPT showed on a 2-core server"
     gloo = "gloo over loopback, two ranks on a 2-core server, 1 MiB messages; not this machine"
     return {
         "title": (rates.title, system),
@@ -346,6 +351,9 @@ def cpu(rates: CpuRates) -> Constants:
         "fp32_flops_per_s": (rates.fp32_flops_per_s, measured),
         "memory_bytes_per_s": (rates.memory_bytes_per_s, measured),
         "launch_s": (rates.op_s, measured),
+        "hook_s": (15 * rates.op_s, f"15 times {python}"),
+        "dispatch_mode_s": (15 * rates.op_s, f"15 times {python}"),
+        "dtensor_s": (8 * rates.op_s, f"8 times {python}"),
         "host_to_device_bytes_per_s": (copies, "half of the measured memory rate"),
         "device_to_host_bytes_per_s": (copies, "half of the measured memory rate"),
         "intra_link_bytes_per_s": (0.6e9, gloo),

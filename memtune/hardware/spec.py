@@ -44,6 +44,12 @@ class Hardware:
     memory_bytes_per_s: float
     launch_s: float
     """Cost of issuing one op: the host's time on CUDA, part of the op itself on CPU."""
+    hook_s: float
+    """Python time of a hook that issues a copy, a collective or a host update, beyond `launch_s`."""
+    dispatch_mode_s: float
+    """Python time that a dispatch mode adds to an op."""
+    dtensor_s: float
+    """Python time that an op on a DTensor takes longer than on its local tensor."""
     host_to_device_bytes_per_s: float
     device_to_host_bytes_per_s: float
     intra_link_bytes_per_s: float
@@ -144,7 +150,15 @@ def detect(device: Device = "cpu") -> Hardware:
     """
     found = _detect_cuda() if device == "cuda" else of_cpu(cpu_probe.cpu())
     known = calibration_cache.load(device)
-    return found if known is None else with_measured(found, known)
+    if known is None or (device == "cpu" and not cpu_probe.cpu().is_given and _contradicts(known, found)):
+        return found
+    return with_measured(found, known)
+
+
+def _contradicts(known: calibration_cache.Calibration, found: Hardware) -> bool:
+    """Return whether a CPU's kept calibration cannot be of this machine as it is now."""
+    rate = known.constants.get("fp32_flops_per_s")
+    return rate is not None and not 0.5 < rate / found.fp32_flops_per_s < 2.0
 
 
 def of_cpu(rates: cpu_probe.CpuRates) -> Hardware:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from memtune.errors import EnvironmentFault
 from memtune.runtime.memory_tiers import HOST, tier
 
 
-@runtime_checkable
 class Pending(Protocol):
     """Copy into host memory that is in flight on another thread or engine."""
 
@@ -141,7 +140,7 @@ def _copy(pair: list[Tensor]) -> None:
 def wait(host: Tensor) -> None:
     """Return once the copy into `host` is complete (CPU), or make the current stream wait for it (CUDA)."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Pending):
+    if pending is not None and not isinstance(pending, torch.cuda.Event):
         pending.result()
     elif pending is not None:
         pending.wait()
@@ -152,7 +151,7 @@ def wait(host: Tensor) -> None:
 def finish(host: Tensor) -> None:
     """Return once the copy into `host` is complete for the host as well, so that host code may read it."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Pending):
+    if pending is not None and not isinstance(pending, torch.cuda.Event):
         pending.result()
     elif pending is not None:
         pending.synchronize()

@@ -273,7 +273,8 @@ class Machine:
     def _rate(self, task: Task, running: list[Task]) -> Fraction:
         mine = [t for t in running if t.rank_class == task.rank_class]
         rate = Fraction(1)
-        if self._resource(task) == Resource.COMPUTE and any(self._resource(t) in LINKS for t in mine):
+        slowed = CORES if self.shares_cores else (Resource.COMPUTE,)
+        if self._resource(task) in slowed and any(self._resource(t) in LINKS for t in mine):
             rate /= 1 + self.slowdown
         if self._resource(task) in COPIES:
             root = self.classes[task.rank_class].root

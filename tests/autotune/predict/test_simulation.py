@@ -13,7 +13,7 @@ from support.synthetic_steps import columns_of, make_step
 
 from memtune import _native, hardware
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
-from memtune.autotune.predict.simulation import ACTIVATIONS, Calibration, simulate
+from memtune.autotune.predict.simulation import ACTIVATIONS, Calibration, PythonWork, simulate
 from memtune.hardware.roofline import matmul_dtype, op_costs
 from memtune.memory.arena_settings import ArenaSettings
 from memtune.program.step import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier
@@ -203,9 +203,46 @@ def test_simulation_repeats_micro_batches_but_not_optimizer(level: Any) -> None:
 def test_exposed_ops_are_reported_by_name() -> None:
     step = training(ops_resource=[Resource.COMPUTE, Resource.COMPUTE, Resource.DEVICE_TO_HOST])
     found = simulate(program_of((1, step)), CPU, level="events")
-    assert set(found.busy_s) == {"compute", "device_to_host"}
+    assert set(found.busy_s) == {"compute", "device_to_host", "host_issue"}
     assert found.exposed_s["device_to_host"] == pytest.approx(found.busy_s["device_to_host"])
     assert "host_issue" in simulate(program_of((1, step)), GPU).busy_s
+
+
+@pytest.mark.parametrize("level", ["coarse", "events"])
+def test_python_of_hooks_modes_and_dtensors_delays_ops_on_cpu(level: Any) -> None:
+    plain = simulate(program_of((1, training())), CPU, level=level).step_s
+    observed = simulate(program_of((1, training())), CPU, level=level, python=PythonWork(observes_ops=True))
+    assert observed.step_s == pytest.approx(plain + CPU.dispatch_mode_s)  # one op of forward
+    updated = simulate(
+        program_of((1, training())), CPU, level=level, python=PythonWork(updates_dtensors=True)
+    )
+    assert updated.step_s == pytest.approx(plain + CPU.dtensor_s)  # one op of the optimizer
+    copy = training(ops_resource=[Resource.COMPUTE, Resource.DEVICE_TO_HOST, Resource.COMPUTE])
+    free = replace(CPU, hook_s=0.0)
+    with_hook, without = (simulate(program_of((1, copy)), each, level=level).step_s for each in (CPU, free))
+    assert with_hook == pytest.approx(without + CPU.hook_s)
+
+
+def test_collective_overlaps_less_the_fewer_cores_a_rank_has() -> None:
+    """On CPU a collective is work of a core: nothing overlaps if it is the rank's only one."""
+    step = training(
+        names=("aten.mm.default", "aten.add.Tensor", "c10d.all_reduce"),
+        ops_name=[2, 0, 1],
+        ops_phase=[Phase.FORWARD, Phase.FORWARD, Phase.OPTIMIZER],
+        ops_resource=[Resource.INTRA_LINK, Resource.COMPUTE, Resource.COMPUTE],
+        ops_group=[2, 0, 0],
+        uses_op=[1, 2],
+        uses_storage=[0, 0],
+        uses_mode=[0, 1],
+    )
+    program = program_of((2, step))
+    few, many = (
+        simulate(program, replace(CPU, cores=cores, hook_s=0.0), level="events") for cores in (2, 64)
+    )
+    link_s = few.busy_s["intra_link"]
+    assert few.step_s - many.step_s > 0.5 * min(link_s, few.busy_s["compute"])
+    coarse = simulate(program, replace(CPU, cores=2, hook_s=0.0))
+    assert coarse.step_s <= few.step_s * (1 + 1e-9)
 
 
 def test_simulate_accepts_step_without_ops() -> None:

@@ -482,6 +482,7 @@ def test_places_follows_cross_mapping_of_roots() -> None:
         hardware.find("a100-80g"),
         gpus_per_pcie_root=2,
         launch_s=0.0,
+        hook_s=0.0,
         host_to_device_bytes_per_s=1e9,
         device_to_host_bytes_per_s=1e9,
     )
@@ -515,6 +516,7 @@ def test_collectives_through_host_slow_copies_behind_root() -> None:
         gpus_per_pcie_root=2,
         link_slowdown=0.0,
         launch_s=0.0,
+        hook_s=0.0,
         intra_link_latency_s=0.0,
         host_to_device_bytes_per_s=1e9,
         device_to_host_bytes_per_s=1e9,

@@ -119,7 +119,7 @@ class TestCopyOut(TechniqueSuite):
         """The mechanism of `prefetch`: the same bytes on the link, overlapped with backward except for the
         first read.
         """
-        program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0)
+        program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0, hook_s=0.0)
         plain_s = simulate(program, here, level="events").step_s
         steps = [rewritten(ZOO["gpt"], ALL.model_copy(update={"prefetch": prefetch})) for prefetch in (0, 6)]
         up = [

@@ -134,7 +134,7 @@ def test_equal_shares_expose_less_than_undivided_blocks(monkeypatch: pytest.Monk
     """With copies of three tenths of a step, less is exposed if all blocks but the last share them than if
     the first blocks send all.
     """
-    program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0)
+    program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0, hook_s=0.0)
     plain_s = simulate(program, here, level="events").step_s
 
     def lost() -> float:
@@ -299,6 +299,7 @@ def test_copies_are_exposed_above_a_forward_and_a_backward_of_time() -> None:
     here = replace(
         hardware.find("h100-80g"),
         launch_s=0.0,
+        hook_s=0.0,
         intra_link_bytes_per_s=1e15,
         intra_link_latency_s=0.0,
         tf32_flops_per_s=1e9,

@@ -124,7 +124,9 @@ class TestAngelPtm(LayersSuite):
         found: dict[str, float] = {}
         for technique in (SMALL, JUST_IN_TIME):
             program, pages, ahead = under_budget(technique, target(technique))
-            apart = replace(CPU, device="cuda", launch_s=0.0)  # a CPU's copies need the cores that compute
+            apart = replace(
+                CPU, device="cuda", launch_s=0.0, hook_s=0.0
+            )  # a CPU's copies need the cores that compute
             found[technique.moves] = simulate(program, apart, level="events").step_s
             step, moment = program.step, moment_of_ops(program.step)
             ops, loads = copies(step), loads_of(pages)

@@ -121,7 +121,9 @@ class TestStronghold(LayersSuite):
     def test_slow_host_updates_overlap_with_the_next_forward(self) -> None:
         """In the simulator as well, if the planner defers updates that backward would wait for."""
         program = plain_program(ZOO["gpt"])
-        slow = replace(CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0)
+        slow = replace(
+            CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0, hook_s=0.0
+        )
         target = Target(slow)
         within = Stronghold(kind="stronghold", deferred=())
         plans = [each.plan(program, target) for each in (DEFAULT, within)]

@@ -164,7 +164,7 @@ def test_stages_divide_the_model_and_send_bytes_by_formula() -> None:
 def test_idle_time_follows_the_formula() -> None:
     """With equal stages and links that cost nothing, m + p - 1 forwards and backwards pass in a step."""
     program = candidate(CHAIN, 4, accumulate=2).program
-    free = replace(hardware.detect("cpu"), intra_link_bytes_per_s=1e18, intra_link_latency_s=0.0)
+    free = replace(hardware.detect("cpu"), intra_link_bytes_per_s=1e18, intra_link_latency_s=0.0, hook_s=0.0)
     coarse = simulate(program, free)
     body = coarse.busy_s["compute"]
     assert coarse.step_s == pytest.approx(body * (1 + 3 / 8), rel=0.15)  # the optimizer does not wait

@@ -1,0 +1,64 @@
+"""Load of the machine by other processes, and a reference op: is a measured time comparable with others?"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+BUSY = 0.15
+"""Share of the machine's cores in use by others from which measured rates are not kept."""
+_REFERENCE_SIZE = {"cpu": 256, "cuda": 2048}
+_REFERENCE_RUNS = 5
+
+
+class LoadMeter:
+    """Measures the share of all cores that other processes use, from its construction on.
+
+    Args:
+        processes: Number of processes that work as this one does (the ranks of a trial on this machine).
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Return seconds: busy of all cores, CPU time of this process, clock. None without /proc/stat."""
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+        ticks = os.sysconf("SC_CLK_TCK")
+        busy_s = (user + nice + system + irq + softirq + steal) / ticks
+        return busy_s, time.process_time(), time.monotonic()
+
+    def others(self) -> float:
+        """Return the share of the cores that others used since the start, 0 to 1; 0 if it is unknown."""
+        now = self._now()
+        if self._start is None or now is None:
+            return 0.0
+        busy_s, own_s, elapsed_s = (b - a for a, b in zip(self._start, now, strict=True))
+        cores = os.cpu_count() or 1
+        if elapsed_s <= 0.05:  # /proc/stat counts hundredths of a second
+            return 0.0
+        return min(max((busy_s - own_s * self._processes) / (elapsed_s * cores), 0.0), 1.0)
+
+
+def reference_s(device: torch.device) -> float:
+    """Return the shortest time of a few runs of a fixed matrix product on `device`, in seconds."""
+    size = _REFERENCE_SIZE.get(device.type, 256)
+    a = torch.ones(size, size, device=device)
+    best = float("inf")
+    with torch.no_grad():
+        for _ in range(_REFERENCE_RUNS):
+            start = time.perf_counter()
+            a @ a
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    return best

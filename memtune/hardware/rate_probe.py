@@ -1,0 +1,111 @@
+"""Rates of host copies, host updates and links, measured by the ranks of a trial where they train.
+
+A trial's ranks measure at the same time, as they work at the same time: what they share (memory, cores, a
+PCIe root) is shared here too. Takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+_COPY_BYTES = {"cpu": 2**25, "cuda": 2**26}
+"""Beyond most caches: what is offloaded was not used for a while."""
+_ADAM_PARAMETERS = 2**22
+_MESSAGE_BYTES = {"cpu": (2**12, 2**18, 2**22), "cuda": (2**12, 2**20, 2**26)}
+_RUNS = {"cpu": 5, "cuda": 10}
+
+
+def measure_rates(device: torch.device, *, local_ranks: int) -> dict[str, float]:
+    """Return constants of `Hardware` by field name, as measured by this rank together with the others.
+
+    Links are measured if all ranks are on this machine; of others it is unknown which link a message takes.
+
+    Args:
+        device: Device of this rank.
+        local_ranks: Ranks on this machine, which must all call this function.
+    """
+    shared = local_ranks if device.type == "cpu" else 1
+    found = _copy_rates(device, shared)
+    found["host_adam_bytes_per_s"] = _adam_rate(device) * local_ranks
+    if local_ranks > 1 and dist.is_initialized() and dist.get_world_size() == local_ranks:
+        found |= _link_rates(device, local_ranks)
+    return found
+
+
+def _best_s(run: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Return the shortest time of `runs` runs, which all ranks begin together."""
+    best = float("inf")
+    for _ in range(runs + 1):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _copy_rates(device: torch.device, shared: int) -> dict[str, float]:
+    n_bytes = _COPY_BYTES.get(device.type, 2**23)
+    host = torch.ones(n_bytes // 4)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    there = torch.ones_like(host, device=device)
+    runs = _RUNS.get(device.type, 5)
+    up_s = _best_s(lambda: there.copy_(host, non_blocking=True), device, runs)
+    down_s = _best_s(lambda: host.copy_(there, non_blocking=True), device, runs)
+    return {
+        "host_to_device_bytes_per_s": n_bytes / up_s * shared,
+        "device_to_host_bytes_per_s": n_bytes / down_s * shared,
+    }
+
+
+def _adam_rate(device: torch.device) -> float:
+    """Return bytes that torch's fused AdamW on the host reads and writes per second on this rank."""
+    parameter = torch.zeros(_ADAM_PARAMETERS, requires_grad=True)
+    parameter.grad = torch.ones(_ADAM_PARAMETERS)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()  # makes its state
+    return 7 * 4 * _ADAM_PARAMETERS / _best_s(optimizer.step, device, 3)
+
+
+def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
+    """Return latency of a ring's step and bytes per second on a link, fitted to all-reduces of three sizes.
+
+    The fit minimises the relative error of the sizes: seconds = 2 (n - 1) (latency + bytes / n / rate).
+    """
+    seconds = {
+        n_bytes: _usual_s(torch.ones(n_bytes // 4, device=device), device)
+        for n_bytes in _MESSAGE_BYTES.get(device.type, _MESSAGE_BYTES["cpu"])
+    }
+    rounds = 2 * (ranks - 1)
+    rows = torch.tensor(
+        [[rounds / each_s, rounds * n_bytes / ranks / each_s] for n_bytes, each_s in seconds.items()],
+        dtype=torch.float64,
+    )
+    latency_s, s_per_byte = torch.linalg.lstsq(rows, torch.ones(len(rows), 1, dtype=torch.float64)).solution[
+        :, 0
+    ]
+    small, large = min(seconds), max(seconds)
+    if latency_s <= 0 or s_per_byte <= 0:  # sizes whose times fall on no line: the two ends tell
+        latency_s = seconds[small] / rounds
+        s_per_byte = max(seconds[large] - seconds[small], 1e-9) / (rounds * large / ranks)
+    return {"intra_link_latency_s": float(latency_s), "intra_link_bytes_per_s": 1 / float(s_per_byte)}
+
+
+def _usual_s(message: torch.Tensor, device: torch.device) -> float:
+    """Return the lower quartile of the time of an all-reduce: other load only makes it longer."""
+    times = []
+    for _ in range(2 * _RUNS.get(device.type, 5) + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(message)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[(len(times) - 1) // 4]

@@ -1,0 +1,94 @@
+"""Load by other processes, and rates that are only kept and believed on a quiet machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from memtune.hardware import cpu_probe
+from memtune.hardware.cpu_cores import usable_cores
+from memtune.hardware.machine_load import LoadMeter, reference_s
+from memtune.hardware.rate_probe import measure_rates
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
+    cpu_probe.cpu.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    cpu_probe.cpu.cache_clear()
+
+
+def test_load_meter_sees_other_process_and_not_this_one() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        meter = LoadMeter()
+        time.sleep(0.6)
+        with_other = meter.others()
+    finally:
+        other.kill()
+        other.wait()
+    assert with_other > 0.3 / usable_cores()
+
+
+def test_load_meter_counts_equal_ranks_as_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(100.0, 10.0, 0.0), (108.0, 12.0, 4.0)])
+    monkeypatch.setattr(LoadMeter, "_now", staticmethod(lambda: next(times)))
+    monkeypatch.setattr("memtune.hardware.machine_load.os.cpu_count", lambda: 4)
+    assert LoadMeter(2).others() == pytest.approx((8 - 2 * 2) / (4 * 4))
+
+
+def test_load_is_zero_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadMeter, "_now", staticmethod(lambda: None))
+    assert LoadMeter().others() == 0
+
+
+def test_reference_op_takes_time() -> None:
+    assert reference_s(torch.device("cpu")) > 0
+
+
+def keep(rates: cpu_probe.CpuRates) -> Path:
+    path = cpu_probe.save(rates)
+    cpu_probe.cpu.cache_clear()
+    return path
+
+
+def test_slow_kept_rates_are_measured_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadMeter, "others", lambda self: 0.0)
+    true = cpu_probe.cpu()
+    keep(replace(true, fp32_flops_per_s=true.fp32_flops_per_s / 14))  # taken while something else ran
+    found = cpu_probe.cpu()
+    assert found.fp32_flops_per_s > true.fp32_flops_per_s / 5
+    (file,) = empty_cache.iterdir()
+    assert json.loads(file.read_text()) == asdict(found)
+
+
+def test_rates_of_busy_machine_are_not_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadMeter, "others", lambda self: 0.5)
+    cpu_probe.cpu()
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_given_rates_are_neither_checked_nor_replaced(empty_cache: Path) -> None:
+    rates = replace(cpu_probe.cpu(), fp32_flops_per_s=1e6, is_given=True)
+    keep(rates)
+    assert cpu_probe.cpu() == rates
+
+
+def test_rates_of_one_rank_are_those_of_the_host() -> None:
+    found = measure_rates(torch.device("cpu"), local_ranks=1)
+    assert set(found) == {
+        "host_to_device_bytes_per_s",
+        "device_to_host_bytes_per_s",
+        "host_adam_bytes_per_s",
+    }
+    assert all(1e7 < rate < 1e13 for rate in found.values())
