@@ -125,6 +125,7 @@ class GradientOffload:
         ]
         self._missing: dict[int, set[nn.Parameter]] = {}  # by block: not on the host in this micro-batch
         self._bucket: list[tuple[nn.Parameter, Tensor]] = []  # (parameter, its gradient on the device)
+        self._held_bytes = 0  # of the bucket
         self._in_flight: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # (parameter, source, host copy)
         self._is_last = False  # inside the last micro-batch, whose gradients may be used for updates
         self._backward_end = BackwardEnd(self._backward_ends, self._backward_raised)
@@ -196,9 +197,10 @@ class GradientOffload:
             parameter.grad = _own_memory(parameter.grad)
             return
         self._bucket.append((parameter, local(parameter.grad)))
+        self._held_bytes += self._bucket[-1][1].nbytes
         # The bucket has the only reference: autograd starts the next micro-batch with a new gradient.
         parameter.grad = None
-        if sum(gradient.nbytes for _, gradient in self._bucket) >= self._bucket_bytes:
+        if self._held_bytes >= self._bucket_bytes:
             self._send()
 
     def _send(self) -> None:
@@ -214,7 +216,7 @@ class GradientOffload:
             self._in_flight.append((parameter, gradient, host))
             self.sent_bytes += gradient.nbytes
         self.buckets += 1
-        self._bucket = []
+        self._bucket, self._held_bytes = [], 0
 
     def _finish_copies(self) -> None:
         """Wait for the copies, add them to the sums of earlier micro-batches, and update at the trigger."""
@@ -277,7 +279,8 @@ class GradientOffload:
             transfer.abandon(host)
         self._early_updates.raised()
         self._version_check.forget()
-        self._bucket, self._in_flight, self._sentinel_missing = [], [], False
+        self._bucket, self._held_bytes = [], 0
+        self._in_flight, self._sentinel_missing = [], False
 
     def _forward_begins(self) -> None:
         """Refuse gradients that were changed since the last backward, before this forward's are added."""
