@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: help setup demo test test-rates test-slow test-native lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-sharding bench-offload gpu-check clean
+.PHONY: help setup demo test test-rates test-slow test-native lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -99,6 +99,10 @@ bench-recompute: setup  ## recompute techniques (dynamic ones if MEMTUNE_DTR_LOG
 bench-plan: setup  ## `memtune plan` in full, with cold caches: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384 (about 3 minutes on 2 cores)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/plan_speed.py --repeats 3 --json benchmarks/results/plan-speed.json
+
+bench-search: setup  ## regret of the setting that a search ships after 3, 6 and 12 trials, on simulated clusters (about 20 minutes on 2 cores)
+	mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/search_quality.py --json benchmarks/results/search-quality.json --markdown benchmarks/results/search-quality.md
 
 LAYOUTS := benchmarks/results/layout
 
