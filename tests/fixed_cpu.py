@@ -23,6 +23,7 @@ RATES: Final = CpuRates(
     memory_bytes_per_s=12e9,
     op_s=5e-6,
     measured_s=0.3,
+    is_given=True,
 )
 CPU: Final = of_cpu(RATES)
 

@@ -1,4 +1,4 @@
-"""The baselines, which are always measured: the user's own setting, full recompute and plain FSDP."""
+"""The baselines: the user's own setting, full recompute and plain FSDP."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import time
@@ -22,23 +23,30 @@ from memtune.autotune.predict import Calibration
 from memtune.autotune.search import search_events
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.preparation import Setup
-from memtune.autotune.search.trial_verdict import Measured, judge, loss_tolerance, losses_disagree
+from memtune.autotune.search.trial_verdict import (
+    Measured,
+    judge,
+    loss_tolerance,
+    losses_disagree,
+    relative_spread,
+)
 from memtune.autotune.space import (
+    PRIOR_SCALE,
     Choice,
-    Effects,
     Kind,
+    Observed,
     Pruner,
     Sampler,
     Scored,
     SearchOptions,
+    StepTimeModel,
     StoredTrial,
-    effects,
     kinds,
     refusing_techniques,
 )
 from memtune.config import TunedConfig
 from memtune.executors import Executor, Progress, Trial, TrialResult
-from memtune.hardware import OpTime, matmul_dtype
+from memtune.hardware import BUSY, OpTime, matmul_dtype
 from memtune.technique import Plan, Reason
 from memtune.units import format_bytes
 
@@ -49,6 +57,8 @@ _STEPS = (3, 20)
 _COUNTED = ("baseline", "search", "audit")
 _DECISIVE = ("repeat", "confirm")
 """A choice that fails in one of these roles is excluded, whatever its earlier results."""
+_QUIET_ROUNDS = 3
+"""Rounds on a quiet machine from which on disturbed ones do not count."""
 _POLL_S = 0.25
 
 
@@ -110,7 +120,7 @@ class Driver:
         self._best_number: int | None = None
         self._crashes: list[str] = []
         self._started_s = time.monotonic() if began_s is None else began_s
-        self._paused = False
+        self._paused = self._noted_disturbance = False
         self.unit = 2.0**-8 if matmul_dtype(setup.recording.step) in ("bfloat16", "float16") else 2.0**-24
         self._draws_random = bool(setup.recording.step.ops.rng.any())
 
@@ -145,12 +155,17 @@ class Driver:
             key: [each.result for each in group if each.job.role == "repeat"] for key, group in groups.items()
         }
         complete = min((len(repeats.get(key, ())) for key in self.finalists - rejected), default=0)
+        finalists = [repeats[key] for key in self.finalists - rejected] if complete else []
+        quiet = [
+            turn for turn in range(complete) if not any(self.is_disturbed(each[turn]) for each in finalists)
+        ]
+        counted = quiet if len(quiet) >= _QUIET_ROUNDS else range(complete)
         return [
             Measured(
                 group[0].job.scored.choice,
                 tuple(each.result for each in group),
                 baseline=next((each.job.name for each in group if each.job.role == "baseline"), ""),
-                rounds=tuple(repeats[key][:complete]) if key in self.finalists else (),
+                rounds=tuple(repeats[key][turn] for turn in counted) if key in self.finalists else (),
             )
             for key, group in groups.items()
         ]
@@ -260,7 +275,8 @@ class Driver:
     def _trial(self, number: int, job: Job) -> Trial:
         setup, choice = self.setup, job.scored.choice
         expected = self._expected_step_s(job.scored)
-        steps = min(max(round(_MEASURE_S / expected) if expected else _STEPS[1], _STEPS[0]), _STEPS[1])
+        measure_s = _MEASURE_S * (2 if job.role in _DECISIVE else 1)
+        steps = min(max(round(measure_s / expected) if expected else _STEPS[1], _STEPS[0]), _STEPS[1])
         slowest = max(
             (each.result.wall_s for each in self.finished if each.result.status == "ok"), default=0.0
         )
@@ -276,7 +292,7 @@ class Driver:
             seed=self.options.seed,
             global_batch=samples * choice.execution.accumulate * setup.ranks,
             deadline_s=max(60.0, 5 * slowest) if slowest else self.options.trial_deadline_s,
-            clock_ops=job.role == "baseline" and not choice.execution.compile,
+            clock_ops=not choice.execution.compile and (job.role == "baseline" or not self.op_times()),
             env=choice.env(),
         )
 
@@ -351,6 +367,8 @@ class Driver:
         self.tried.add(done.job.scored.key)
         self._strike()
         result, prediction = done.result, done.job.scored.prediction
+        if result.status == "oom":
+            self.pruner = self.pruner.after_failure(prediction)
         if result.status == "ok":
             baseline_is_due = self.reference is None or (
                 done.job.role == "baseline" and self.reference.job.role != "baseline"
@@ -367,9 +385,22 @@ class Driver:
             if done.job.role == "audit" and result.peak_allocated_bytes:
                 self.pruner = self.pruner.after_audit(prediction, result.peak_allocated_bytes)
 
-    def op_times(self, *, without: int | None = None) -> list[OpTime]:
-        """Return the op times measured by all trials, or by all but one."""
-        return [row for each in self.finished if each.number != without for row in each.result.op_times]
+    def op_times(self, *, without: int | None = None, quiet: bool = False) -> list[OpTime]:
+        """Return the op times measured by all trials, or by all but one, or by those on a quiet machine."""
+        return [
+            row
+            for each in self.finished
+            if each.number != without and not (quiet and self.is_disturbed(each.result))
+            for row in each.result.op_times
+        ]
+
+    def rates(self) -> dict[str, float]:
+        """Return the median of each constant that trials measured."""
+        found: dict[str, list[float]] = {}
+        for each in self.finished:
+            for name, value in each.result.rates.items():
+                found.setdefault(name, []).append(value)
+        return {name: statistics.median(values) for name, values in found.items()}
 
     def _learn(self) -> None:
         """Predict all finished trials again and calibrate by them.
@@ -377,7 +408,7 @@ class Driver:
         A trial is predicted without its own op times, so that its error is not hidden.
         """
         scorer, calibration = self.setup.scorer, Calibration()
-        scorer.learn(self.op_times())
+        scorer.learn(self.op_times(), self.rates())
         for i, each in enumerate(self.finished):
             taught_by = self.op_times(without=each.number) if each.result.op_times else None
             scored = scorer.again(each.job.scored, taught_by=taught_by)
@@ -388,12 +419,28 @@ class Driver:
                 )
         self.pruner = self.pruner.calibrated(calibration)
 
-    def effects(self) -> Effects:
-        """Return the techniques' correction factors from the trials."""
-        ok = [(each.job.scored, each.result.step_s) for each in self.finished if each.result.status == "ok"]
-        return effects(
-            (kinds(scored.choice), step_s / scored.prediction.step_s) for scored, step_s in ok if step_s
+    def step_times(self) -> StepTimeModel:
+        """Return the model of step times by the trials that fit."""
+        ok = [each for each in self.finished if each.result.status == "ok" and each.result.step_s]
+        return StepTimeModel(
+            tuple(
+                Observed(each.job.scored, each.result.step_s or 0.0, self._noise(each.result)) for each in ok
+            ),
+            PRIOR_SCALE[self.setup.device],
         )
+
+    def _noise(self, result: TrialResult) -> float:
+        """Return the relative uncertainty of a step time: unsteady steps, other load, a changed machine."""
+        return relative_spread(result) + result.other_load + abs(math.log(self._slowdown(result)))
+
+    def _slowdown(self, result: TrialResult) -> float:
+        """Return the time of the reference op in a trial relative to the median of all trials."""
+        known = [each.result.reference_s for each in self.finished if each.result.reference_s]
+        return result.reference_s / statistics.median(known) if result.reference_s and known else 1.0
+
+    def is_disturbed(self, result: TrialResult) -> bool:
+        """Return whether other load or a changed machine makes a trial's time doubtful."""
+        return result.other_load > BUSY or abs(math.log(self._slowdown(result))) > BUSY
 
     def refuses(self, choice: Choice) -> bool:
         """Return whether `choice` has all techniques of a set that refused the live model in two trials."""
@@ -417,6 +464,14 @@ class Driver:
     def _after(self, done: FinishedTrial) -> None:
         if done.result.status == "ok":
             self._log.write(self._calibrated())
+            if self.is_disturbed(done.result) and not self._noted_disturbance:
+                self._noted_disturbance = True
+                self.note(
+                    f"the machine was not quiet during trial {done.number}: others used"
+                    f" {done.result.other_load:.0%} of its cores, and a fixed matrix product took"
+                    f" {self._slowdown(done.result):.2f} times as long as in the median trial",
+                    warning=True,
+                )
         verdict = judge(self.measured(), self.setup.goal)
         if verdict is not None and verdict.winner.number != self._best_number:
             winner = verdict.winner

@@ -24,8 +24,16 @@ from memtune.autotune.search.outcome import (
     tuned_config,
 )
 from memtune.autotune.search.study_store import RESULT, StudyFolder
-from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, rounds_disagree
-from memtune.autotune.space import Choice, Proposer, Sampler, Scored, Scores, predict_again
+from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, undecided
+from memtune.autotune.space import (
+    Choice,
+    Proposer,
+    Sampler,
+    Scored,
+    Scores,
+    fits_budget,
+    predict_again,
+)
 from memtune.config import save_text
 from memtune.errors import MemtuneError, NothingFits, UsageError
 from memtune.search_spaces.execution import Execution
@@ -33,6 +41,13 @@ from memtune.technique import Reason
 
 _DRIFT = 0.05
 """Relative change of a baseline's time between start and end that flags the study."""
+
+_TRIALS_PER_BASELINE = 4
+"""One baseline is run before any candidate per this many trials; the others have to be promising."""
+_TRIALS_FOR_AUDIT = 8
+"""Least number of trials of which one is spent on the audit."""
+_MORE_ROUNDS = 4
+"""Rounds beyond `repeats` while the finalists cannot be distinguished."""
 
 
 @dataclass
@@ -48,6 +63,7 @@ class Stages:
 
     def __post_init__(self) -> None:
         setup = self.driver.setup
+        self._baseline_names: dict[str, str] = {}
         self._proposer = Proposer(self.scores, setup.scorer, self.sampler, setup.goal, self._pruned)
 
     def run(self, logged: set[int]) -> SearchOutcome:
@@ -138,14 +154,29 @@ class Stages:
         return baselines(self.driver.setup.scorer, self.driver.setup.global_batch)
 
     def _baselines(self, again: list[Job]) -> None:
+        """Run baselines that are expected to fit: the user's own setting, then the fastest.
+
+        The losses of the first one are the reference. The others are proposed like any
+        candidate, if they may beat what was measured.
+        """
         found, refused = self._known_baselines()
         for name, reason in refused.items():
             self.driver.note(f"baseline {name} cannot be used: {reason}")
+        listed = [each._replace(scored=self._listed(each.scored)) for each in found]
+        self._baseline_names = {each.scored.key: each.name for each in listed}
         done = {each.job.name for each in self.driver.finished if each.job.role == "baseline"}
-        jobs = [
-            Job("baseline", self._listed(each.scored), each.name) for each in found if each.name not in done
+        pruner, options = self.driver.pruner, self.driver.options
+        fitting = [
+            each
+            for each in listed
+            if fits_budget(each.scored.prediction, pruner.budget_bytes, pruner.calibration)
         ]
-        self.driver.run_all(jobs)
+        goal = self.driver.setup.goal
+        fitting.sort(key=lambda each: (each.name != "plain", *each.scored.rank_among_levels(goal)))
+        first = fitting[: max(1, options.trials // _TRIALS_PER_BASELINE)]
+        self.driver.run_all(
+            Job("baseline", each.scored, each.name) for each in first if each.name not in done
+        )
         self._note_losses()
         if self.driver.op_times():
             predict_again(self.scores.by_key, self.driver.setup.scorer)
@@ -188,17 +219,23 @@ class Stages:
                 return None
             refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
             proposal = self._proposer.next(
-                driver.pruner, driver.tried | refused, driver.best_value(), driver.effects()
+                driver.pruner, driver.tried | refused, driver.best_value(), driver.step_times()
             )
             if proposal is None:
                 return None
-            return Job("search", proposal.scored, number=proposal.number)
+            name = self._baseline_names.get(proposal.scored.key, "")
+            return Job("baseline" if name else "search", proposal.scored, name, number=proposal.number)
 
         driver.drive(next_job)
 
     def _to_audit(self) -> Scored | None:
-        """Return the pruned candidate closest to the budget; None if there is none or an audit was run."""
-        if any(each.job.role == "audit" for each in self.driver.finished):
+        """Return the pruned candidate closest to the budget.
+
+        None if there is none, if an audit was run, or if the search is short.
+        """
+        if self.driver.options.trials < _TRIALS_FOR_AUDIT or any(
+            each.job.role == "audit" for each in self.driver.finished
+        ):
             return None
         return self.driver.pruner.borderline(
             each for each in self.scores.by_key.values() if each.key not in self.driver.tried
@@ -282,9 +319,7 @@ class Stages:
         return high
 
     def _repeats(self) -> None:
-        """Run the best three and the best baseline again in alternation, so that a slow machine affects
-        all.
-        """
+        """Run the best settings and the best baseline in alternation until they can be distinguished."""
         driver, goal = self.driver, self.driver.setup.goal
         measured = driver.measured()
         if driver.stopped or goal != "throughput" or len(measured) < 2:
@@ -300,12 +335,13 @@ class Stages:
         driver.finalists = {job.scored.key for job in jobs}
         rounds = driver.options.repeats
         self._run_rounds(jobs, rounds)
-        if (
-            rounds > 1
-            and rounds_disagree([each for each in driver.measured() if each.rounds], goal)
+        while (
+            1 < rounds < driver.options.repeats + _MORE_ROUNDS
+            and undecided([each for each in driver.measured() if each.rounds], goal)
             and not self._out_of_time()
         ):
-            self._run_rounds(jobs, rounds + 1)
+            rounds += 1
+            self._run_rounds(jobs, rounds)
         self._note_drift()
 
     def _run_rounds(self, jobs: list[Job], rounds: int) -> None:
@@ -458,7 +494,7 @@ class Stages:
         taught = SearchErrors(
             date=datetime.now(UTC).date().isoformat(),
             workload=driver.setup.workload.path.name,
-            op_times=driver.op_times(),
+            op_times=driver.op_times(quiet=True),
             peak_ratios=list(calibration.peak_ratios),
             step_ratios=list(calibration.step_ratios),
         )

@@ -4,12 +4,17 @@ Rules:
 
 1. A trial is invalid if its losses differ from those of the first feasible baseline by more than its
   exactness class allows.
-2. A difference below the spread is a tie; the simpler choice wins it: fewer slots in use, then fewer changed
-  knobs.
-3. A choice must beat every feasible baseline by more than the spread, otherwise the best baseline wins.
-4. Measurements from different times are not compared: once the finalists have run again in alternation, only
-  those rounds count, and choices are compared round by round, so that a machine that slowed down meanwhile
-  has slowed all of them.
+2. Once the finalists have run again in alternating rounds, only those rounds count: each round measures every
+  finalist, so a machine that slowed down meanwhile has slowed all of them. The time of a finalist in a round
+  is the lower quartile of its steps; rounds in which others used the machine do not count if enough are left.
+  The logarithms of the times are modelled as finalist + round + noise, and a finalist beats another if the
+  interval of the difference excludes 0. All comparisons of a search together are wrong with a probability of
+  at most `ERROR_RATE` (two-way analysis of variance without replication; Student's t, Bonferroni over the
+  comparisons).
+3. Without rounds a difference below the spread of the steps is a tie.
+4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then fewer changed knobs.
+5. A choice must beat every feasible baseline, otherwise the best baseline wins. A gain is stated with its
+  interval.
 """
 
 from __future__ import annotations
@@ -17,13 +22,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
 
 from memtune.autotune.space import Choice, Goal
 from memtune.executors import TrialResult
 from memtune.technique import Exactness
 
+ERROR_RATE = 0.05
+"""Probability that any of the comparisons of a verdict is wrong."""
+_LEAST_NOISE = 0.002
+"""Relative noise of a round that is always assumed: two rounds may agree by chance."""
+_CLOSE_ENOUGH = 0.01
+"""Half-width of an interval below which further rounds are not worthwhile."""
+_CONTENDS = 0.05
+"""Relative distance from the best measured value within which a setting runs again."""
 _OTHER_RANDOM_NUMBERS = 0.2
 """Dropout draws other numbers when the batch is split differently; only divergence is detectable then."""
 
@@ -78,14 +94,11 @@ class Measured:
         """Return the spread of `value`; bytes and micro-batches repeat exactly."""
         return self.spread_s / self.samples_per_step if goal == "throughput" else 0.0
 
-    def per_round(self, goal: Goal) -> list[tuple[float, float]]:
-        """Return value and spread in each round; empty without rounds, or if rounds make no difference."""
+    def per_round(self, goal: Goal) -> list[float]:
+        """Return the value in each round; empty without rounds, or if rounds make no difference."""
         if goal != "throughput":
             return []
-        return [
-            (_middle(each) / self.samples_per_step, _spread(each) / self.samples_per_step)
-            for each in self.rounds
-        ]
+        return [_undisturbed_s(each) / self.samples_per_step for each in self.rounds]
 
     def _timed(self) -> tuple[TrialResult, ...]:
         return self.rounds or self.results
@@ -97,6 +110,18 @@ def _steps(result: TrialResult) -> list[float]:
 
 def _middle(result: TrialResult) -> float:
     return statistics.median(_steps(result))
+
+
+def _undisturbed_s(result: TrialResult) -> float:
+    """Return the lower quartile of the step times: other load only makes steps longer."""
+    steps = _steps(result)
+    return statistics.quantiles(steps, n=4, method="inclusive")[0] if len(steps) > 1 else steps[0]
+
+
+def relative_spread(result: TrialResult) -> float:
+    """Return half of the interquartile range of the steps, relative to their median."""
+    middle = _middle(result)
+    return _spread(result) / middle if middle and math.isfinite(middle) else 0.0
 
 
 def _spread(result: TrialResult) -> float:
@@ -115,69 +140,106 @@ class Verdict(NamedTuple):
     text: str
 
 
+class Gain(NamedTuple):
+    """Logarithm of one's value over another's, > 0 if it is better, with the bounds of its interval."""
+
+    log: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Return half the width of the interval."""
+        return (self.high - self.low) / 2
+
+
 def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
-    """Return the winner among measured choices that fit, by rules 2 to 4; None if nothing fits."""
+    """Return the winner among measured choices that fit, by rules 2 to 5; None if nothing fits."""
     if not measured:
         return None
     measured = [each for each in measured if each.rounds] or measured
-    winner = _simplest_of_the_best(measured, goal)
+    winner, best = _simplest_of_the_best(measured, goal), min(measured, key=lambda each: each.value(goal))
     baselines = [each for each in measured if each.baseline]
+    equal = "" if winner is best else f"; {_equal(winner, best, goal, measured)}"
     if winner.baseline:
         return Verdict(
             winner,
             False,
-            f"{_name(winner)} is the best: nothing that was measured beats it by more than the spread",
+            f"{_name(winner)} is the best: nothing that was measured beats it by more than the spread{equal}",
         )
-    unbeaten = [each for each in baselines if not beats(winner, each, goal)]
+    unbeaten = [each for each in baselines if not beats(winner, each, goal, measured)]
     if unbeaten:
-        best = _simplest_of_the_best(baselines, goal)
+        simplest = _simplest_of_the_best(baselines, goal)
         return Verdict(
-            best,
+            simplest,
             False,
-            f"{_name(best)} is the best: {winner.choice.summary} is no better by more than the spread",
+            f"{_name(simplest)} is the best: {winner.choice.summary} is no better by more than the spread",
         )
-    gains = ", ".join(f"{_gain(winner, each, goal)} {_name(each)}" for each in baselines)
-    return Verdict(winner, True, gains or "the settings that need no search do not fit")
+    gains = ", ".join(f"{_gain_text(winner, each, goal, measured)} {_name(each)}" for each in baselines)
+    return Verdict(winner, True, (gains or "the settings that need no search do not fit") + equal)
 
 
-def beats(one: Measured, other: Measured, goal: Goal) -> bool:
-    """Return whether `one` is better than `other` by more than the larger spread.
+def gain(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] = ()) -> Gain:
+    """Return by how much `one` is better than `other`.
 
-    Round by round if both have rounds.
+    Args:
+        one: A measured choice.
+        other: Another one.
+        goal: The value to compare.
+        among: All finalists, whose rounds tell the noise; the two alone by default.
     """
     mine, others = one.per_round(goal), other.per_round(goal)
-    if mine and len(mine) == len(others):
-        gain = statistics.median(b - a for (a, _), (b, _) in zip(mine, others, strict=True))
-        return gain > statistics.median(max(a, b) for (_, a), (_, b) in zip(mine, others, strict=True))
-    return other.value(goal) - one.value(goal) > max(one.spread(goal), other.spread(goal))
+    finalists = [each.per_round(goal) for each in among or (one, other)]
+    finalists = [each for each in finalists if len(each) == len(mine)]
+    if len(mine) >= 2 and len(mine) == len(others) and len(finalists) >= 2:
+        log = statistics.fmean(math.log(b / a) for a, b in zip(mine, others, strict=True))
+        half = _half_width(np.log(np.array(finalists)))
+        return Gain(log, log - half, log + half)
+    a, b = one.value(goal), other.value(goal)
+    log = math.log(b / a) if a > 0 and b > 0 else float(b - a)
+    # A negated micro-batch has no logarithm: its difference decides.
+    half = max(one.spread(goal) / abs(a), other.spread(goal) / abs(b)) if a and b else 0.0
+    return Gain(log, log - half, log + half)
 
 
-def rounds_disagree(finalists: Sequence[Measured], goal: Goal) -> bool:
-    """Return whether another round is worthwhile.
+def _half_width(log_s: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> float:
+    """Return the half-width of the interval of a difference between two of the (finalists, rounds) rows."""
+    n, rounds = log_s.shape
+    residual = log_s - log_s.mean(axis=1, keepdims=True) - log_s.mean(axis=0) + log_s.mean()
+    freedom = (n - 1) * (rounds - 1)
+    noise = max(math.sqrt(float((residual**2).sum()) / freedom), _LEAST_NOISE)
+    return float(stdtrit(freedom, 1 - ERROR_RATE / (2 * (n - 1)))) * noise * math.sqrt(2 / rounds)
 
-    Rounds differ in the best choice, and each judged alone in the winner.
+
+def beats(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] = ()) -> bool:
+    """Return whether the interval of `gain` excludes that `one` is no better than `other`."""
+    return gain(one, other, goal, among).low > 0
+
+
+def undecided(finalists: Sequence[Measured], goal: Goal) -> bool:
+    """Return whether another round is worthwhile: a finalist may still be better than the best, or equal it,
+    and the interval is wide.
     """
-    rounds = [each.per_round(goal) for each in finalists]
-    if len(rounds) < 2 or not all(rounds):
+    if goal != "throughput" or len(finalists) < 2:
         return False
-    best = {min(range(len(rounds)), key=lambda i: values[i][0]) for values in zip(*rounds, strict=False)}
-    turns = range(min(map(len, rounds)))
-    alone = [
-        judge([replace(each, rounds=(each.rounds[turn],)) for each in finalists], goal) for turn in turns
-    ]
-    return len(best) > 1 and len({verdict.winner.number for verdict in alone if verdict is not None}) > 1
+    best = min(finalists, key=lambda each: each.value(goal))
+    gains = [gain(best, each, goal, finalists) for each in finalists if each is not best]
+    return any(each.low <= 0 and each.half_width > _CLOSE_ENOUGH for each in gains)
 
 
 def contenders(measured: Sequence[Measured], goal: Goal, count: int = 3) -> list[Measured]:
-    """Return the finalists, to be measured again in alternation: a slow machine then affects all."""
-    return sorted(measured, key=lambda each: (each.value(goal), each.choice.complexity))[:count]
+    """Return the finalists, to be measured again in alternation: the best, and those close to it."""
+    ranked = sorted(measured, key=lambda each: (each.value(goal), each.choice.complexity))
+    return [each for each in ranked if gain(ranked[0], each, goal).low <= _CONTENDS][:count]
 
 
 def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
     best = min(measured, key=lambda each: each.value(goal))
     # A setting may tie with the best only because the best one's times spread widely; another may beat it.
     ties = [
-        each for each in measured if each is best or not any(beats(other, each, goal) for other in measured)
+        each
+        for each in measured
+        if each is best or not any(beats(other, each, goal, measured) for other in measured)
     ]
     return min(ties, key=lambda each: (each.choice.complexity, each.value(goal)))
 
@@ -190,13 +252,26 @@ def _name(measured: Measured) -> str:
     )
 
 
-def _gain(winner: Measured, baseline: Measured, goal: Goal) -> str:
+def _equal(winner: Measured, best: Measured, goal: Goal, among: Sequence[Measured]) -> str:
+    """Return why a setting wins although another one was measured faster."""
+    found = gain(best, winner, goal, among)
+    return (
+        f"{best.choice.summary} cannot be distinguished from it ({math.expm1(found.low):+.1%} to"
+        f" {math.expm1(found.high):+.1%}), and the simpler one is taken"
+    )
+
+
+def _gain_text(winner: Measured, baseline: Measured, goal: Goal, among: Sequence[Measured]) -> str:
     ratio = baseline.value(goal) / winner.value(goal) if winner.value(goal) else math.inf
     if goal == "memory":
         return f"{1 - 1 / ratio:.0%} less memory than"
     if goal == "batch":
         return f"{1 / ratio:.3g}× the micro-batch of"
-    return f"{ratio - 1:.0%} faster than" if ratio < 2 else f"{ratio:.3g}× as fast as"
+    found = gain(winner, baseline, goal, among)
+    ratio, low, high = (math.exp(each) for each in found)
+    if ratio >= 2:
+        return f"{ratio:.3g}× ({low:.3g} to {high:.3g}) as fast as"
+    return f"{ratio - 1:.0%} ({low - 1:.1%} to {high - 1:.1%}) faster than"
 
 
 def losses_disagree(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str | None:

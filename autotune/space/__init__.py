@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memtune.autotune.space.pareto import largest_micro_batch, refined_front
     from memtune.autotune.space.proposals import Proposer
     from memtune.autotune.space.pruning import Pruner
+    from memtune.autotune.space.refusals import refusing_techniques
     from memtune.autotune.space.sampler import Sampler, StoredTrial
     from memtune.autotune.space.scoring import (
         Goal,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         Scorer,
         Scores,
         alike,
+        fits_budget,
         predict_again,
         processes,
         same_passes,
@@ -33,19 +35,20 @@ if TYPE_CHECKING:
     )
     from memtune.autotune.space.search_options import PlanOptions, SearchOptions, TargetOptions
     from memtune.autotune.space.search_space import Space, batch_sizes, build_space, executions, variants
+    from memtune.autotune.space.step_time_model import PRIOR_SCALE, Kind, Observed, StepTimeModel, kinds
     from memtune.autotune.space.suggestions import Remedy, describe, more_memory, remedies
-    from memtune.autotune.space.technique_effects import Effects, Kind, effects, kinds, refusing_techniques
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "PRIOR_SCALE",
     "AblatedSetting",
     "Ablation",
     "Candidate",
     "Choice",
-    "Effects",
     "Goal",
     "Kind",
+    "Observed",
     "PlanOptions",
     "Proposer",
     "Pruner",
@@ -57,6 +60,7 @@ __all__ = [
     "Scores",
     "SearchOptions",
     "Space",
+    "StepTimeModel",
     "StoredTrial",
     "TargetOptions",
     "ablate",
@@ -65,8 +69,8 @@ __all__ = [
     "batch_sizes",
     "build_space",
     "describe",
-    "effects",
     "executions",
+    "fits_budget",
     "kinds",
     "largest_micro_batch",
     "more_memory",

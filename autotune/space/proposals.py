@@ -1,27 +1,44 @@
-"""Propose the next candidate.
-
-Two of three from the simulator's ranking, one of three from Optuna, none twice.
-"""
+"""Propose the next candidate: the one that is expected to improve most on the best measurement."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.special import ndtr
 
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.autotune.space.sampler import Sampler
 from memtune.autotune.space.scoring import EVENTS_FOR, Goal, Scored, Scorer, Scores, alike, fits_budget
-from memtune.autotune.space.technique_effects import Effects
+from memtune.autotune.space.step_time_model import (
+    F64,
+    Observed,
+    StepTimeModel,
+    chance_to_improve,
+    expected_improvement,
+)
 from memtune.technique import Reason
 
 _ASKS = 16
 """Suggestions of the sampler that may be pruned before the ranking is used instead."""
-_MOST_REFINED = 8
+_MOST_REFINED = 24
 """Coarse candidates that are simulated op by op for one proposal."""
-_SAMPLER_EVERY = 3
-"""Every third candidate is the sampler's: it learns from trials, the ranking from the simulator."""
+_SAMPLER_EVERY = 6
+"""Every sixth candidate is the sampler's: it leaves the neighbourhoods that were scored."""
+_WORTHWHILE = 0.005
+"""Relative gain below which a further trial is not worthwhile."""
+_MOST_COMPARED, _LEAST_COMPARED = 128, 8
+"""Refined candidates whose coarse prediction is compared with the refined one, the last ones and at least."""
+_CHANCE = 0.05
+"""Probability of a worthwhile gain below which a candidate is not run."""
+_BELOW_FAILED = 0.98
+"""Fraction of the predicted peak of a trial that ran out of memory which is again as likely to fit as not."""
+_UNCALIBRATED_PEAK_SD = {"cpu": 0.01, "cuda": 0.05}
+"""Standard deviation of the logarithm of measured over predicted peak before there are trials."""
 
 
 @dataclass(frozen=True)
@@ -36,39 +53,144 @@ class Proposal:
 class Proposer:
     """Proposes candidates until none is left that may beat the best measurement.
 
+    For goal throughput by expected improvement times the probability to fit: a candidate is proposed because
+    it is predicted to be fast, or because a mechanism of it is uncertain and may be faster than predicted.
+    Before anything was measured, the candidate comes first that is fast even if its mechanisms turn out slow.
+    For the other goals, whose values are predicted exactly, in the order of the predictions.
+
     Attributes:
+        sampler: Suggests every sixth candidate; None for the scored ones alone.
         on_pruned: Called with number, candidate and reason of each suggestion that is not run.
     """
 
     scores: Scores
     scorer: Scorer
-    sampler: Sampler
+    sampler: Sampler | None
     goal: Goal
     on_pruned: Callable[[int, Scored, str], None]
     _n_proposed: int = field(default=0)
 
     def next(
-        self, pruner: Pruner, tried: Collection[str], best: float | None, effects: Effects
+        self, pruner: Pruner, tried: Collection[str], best: float | None, model: StepTimeModel
     ) -> Proposal | None:
-        """Return the next candidate, or None if no untried one is predicted to improve on `best`.
+        """Return the next candidate, or None if no untried one may improve on `best`.
 
         Args:
             pruner: With the current calibration.
             tried: Keys of candidates that ran, are running or are queued.
             best: Best measured value, smaller is better.
-            effects: Of the techniques that ran; they order candidates and prune none.
+            model: Of the step times measured so far.
         """
         self._n_proposed += 1
-        if self._n_proposed % _SAMPLER_EVERY == 0:
-            found = self._from_sampler(pruner, tried, best)
+        if self.sampler is not None and self._n_proposed % _SAMPLER_EVERY == 0:
+            found = self._from_sampler(self.sampler, pruner, tried, best, model)
             if found is not None:
                 return found
-        for each in self._ranked(pruner, tried, effects):
-            if self._may_improve(each, pruner, best):
-                return Proposal(each)
-        return None
+        ranked = self._by_improvement if self.goal == "throughput" else self._by_prediction
+        return next(map(Proposal, ranked(pruner, tried, best, model)), None)
 
-    def _ranked(self, pruner: Pruner, tried: Collection[str], effects: Effects) -> Iterator[Scored]:
+    # -- throughput ------------------------------------------------------------------------------------------
+
+    def _by_improvement(
+        self, pruner: Pruner, tried: Collection[str], best: float | None, model: StepTimeModel
+    ) -> Iterator[Scored]:
+        """Yield candidates in order, all of them simulated op by op.
+
+        The coarse level is optimistic, so what comes first by it is simulated op by op and ranked again. One
+        of each group of equals comes before the others.
+        """
+        seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
+        untried = [
+            each
+            for each in self.scores.by_key.values()
+            if each.key not in tried and pruner.reason(each.prediction) is None
+        ]
+        gains = self._gains(untried, pruner, best, model)
+        queue = [
+            (alike(each.prediction) in seen, -gain, i, each)
+            for i, (each, gain) in enumerate(zip(untried, gains.tolist(), strict=True))
+            if gain > -math.inf
+        ]
+        heapq.heapify(queue)
+        refined_count = 0
+        while queue:
+            _, _, i, each = heapq.heappop(queue)
+            refined = self._refined(each)
+            if refined is each:
+                yield each
+                continue
+            if pruner.reason(refined.prediction) is not None:
+                continue
+            refined_count += 1
+            gain = float(self._gains([refined], pruner, best, model)[0])
+            if gain == -math.inf:
+                continue
+            if refined_count > _MOST_REFINED:
+                yield refined
+                continue
+            heapq.heappush(queue, (alike(refined.prediction) in seen, -gain, i, refined))
+
+    def _gains(
+        self, candidates: list[Scored], pruner: Pruner, best: float | None, model: StepTimeModel
+    ) -> F64:
+        """Return expected improvement times the probability to fit; -inf without a fair chance of any."""
+        if not candidates:
+            return np.zeros(0)
+        mean, sd = model.posterior(candidates)
+        more, more_sd = self._refinement(candidates)
+        sd = np.hypot(sd, more_sd)
+        log_s = np.log([_s_per_sample(each) for each in candidates]) + mean + more
+        fits = self._chance_to_fit(candidates, pruner)
+        if best is None:
+            # Nothing to improve on: first what is expected to fit, then what is fast at its slower end.
+            slow_end = log_s + sd
+            return np.asarray(-slow_end - np.where(fits >= 0.5, 0.0, 1e6 * (1 - fits)), dtype=np.float64)
+        found = fits * expected_improvement(log_s, sd, math.log(best))
+        chance = fits * chance_to_improve(log_s, sd, math.log(best), _WORTHWHILE)
+        # Before any trial the factor that all steps share is unknown, and `best` is no measure.
+        return np.where(chance >= _CHANCE if model.observed else True, found, -np.inf)
+
+    def _refinement(self, candidates: list[Scored]) -> tuple[F64, F64]:
+        """Return by how much the logarithm of a step time changes from the coarse level to that of events.
+
+        Coarse predictions are lower bounds and do not know the op times of trials; those that were refined
+        show by how much others would change. Mean and standard deviation, 0 for refined ones.
+        """
+        coarse = np.array([each.prediction.level == "coarse" for each in candidates])
+        mean, sd = np.zeros(len(candidates)), np.zeros(len(candidates))
+        refined = [each for each in self.scores.by_key.values() if each.coarse_s][-_MOST_COMPARED:]
+        if coarse.any() and len(refined) >= _LEAST_COMPARED:
+            pairs = [
+                Observed(
+                    replace(each, prediction=replace(each.prediction, step_s=each.coarse_s)),
+                    each.prediction.step_s,
+                )
+                for each in refined
+            ]
+            at = np.flatnonzero(coarse)
+            mean[at], sd[at] = StepTimeModel(pairs).posterior([candidates[i] for i in at])
+        return mean, sd
+
+    def _chance_to_fit(self, candidates: list[Scored], pruner: Pruner) -> F64:
+        if pruner.budget_bytes is None:
+            return np.ones(len(candidates))
+        calibration = pruner.calibration
+        low, high = calibration.peak_range() if calibration.is_calibrated else (1.0, 1.0)
+        sd = _UNCALIBRATED_PEAK_SD[self.scorer.rewriter.target.hardware.device]
+        if calibration.is_calibrated:
+            sd = max(math.log(high / low) / (2 * 1.645), 1e-3)
+        peak = np.array([max(each.prediction.peak_allocated_bytes, 1) for each in candidates])
+        room = np.log(pruner.budget_bytes / (peak * math.sqrt(low * high)))
+        if pruner.failed_peak_bytes is not None:  # what is predicted to need as much will not fit either
+            room = np.minimum(room, np.log(_BELOW_FAILED * pruner.failed_peak_bytes / peak))
+        found: F64 = ndtr(room / sd)
+        return found
+
+    # -- memory, batch ---------------------------------------------------------------------------------------
+
+    def _by_prediction(
+        self, pruner: Pruner, tried: Collection[str], best: float | None, model: StepTimeModel
+    ) -> Iterator[Scored]:
         """Yield the best few that are not pruned: first those expected to fit, then one of each group of
         equals.
 
@@ -80,49 +202,67 @@ class Proposer:
             over = not fits_budget(each.prediction, pruner.budget_bytes, pruner.calibration)
             # Over the expected budget the one most likely to fit comes first.
             excess = float(each.prediction.peak_allocated_bytes) if over else 0.0
-            rank = each.rank_among_levels(self.goal, slower=effects.of(each.choice))
-            return (over, alike(each.prediction) in seen, excess, *rank)
+            return (over, alike(each.prediction) in seen, excess, *each.rank_among_levels(self.goal))
 
         untried = (
             each
             for each in self.scores.by_key.values()
             if each.key not in tried and pruner.reason(each.prediction) is None
         )
-        best = [
+        queue = [
             (order(each), i, each) for i, each in enumerate(heapq.nsmallest(EVENTS_FOR, untried, key=order))
         ]
-        looked_at = 0
-        while best:
-            _, i, each = heapq.heappop(best)  # nsmallest gives them in order, which is a heap
+        refined_count = 0
+        while queue:
+            _, i, each = heapq.heappop(queue)  # nsmallest gives them in order, which is a heap
             refined = self._refined(each)
             if pruner.reason(refined.prediction) is not None:
                 continue
-            if refined is not each and looked_at < _MOST_REFINED:
-                looked_at += 1
-                heapq.heappush(best, (order(refined), i, refined))
-                continue
-            yield refined
+            if refined is not each and refined_count < _MOST_REFINED:
+                refined_count += 1
+                heapq.heappush(queue, (order(refined), i, refined))
+            elif self._may_improve(refined, pruner, best, model):
+                yield refined
+
+    def _may_improve(self, each: Scored, pruner: Pruner, best: float | None, model: StepTimeModel) -> bool:
+        """Return whether the better end of its interval beats `best`; always true before calibration."""
+        if best is None or not pruner.calibration.is_calibrated:
+            return True
+        if self.goal == "memory":
+            return pruner.peak_low_bytes(each.prediction) < best
+        if self.goal == "batch":
+            return -float(each.choice.execution.micro_batch or 0) < best
+        return bool(self._gains([each], pruner, best, model)[0] > -math.inf)
+
+    # -- both ------------------------------------------------------------------------------------------------
 
     def _refined(self, each: Scored) -> Scored:
         refined = self.scorer.refined(each)
         self.scores.by_key[each.key] = refined
         return refined
 
-    def _from_sampler(self, pruner: Pruner, tried: Collection[str], best: float | None) -> Proposal | None:
+    def _from_sampler(
+        self,
+        sampler: Sampler,
+        pruner: Pruner,
+        tried: Collection[str],
+        best: float | None,
+        model: StepTimeModel,
+    ) -> Proposal | None:
         for _ in range(_ASKS):
-            number, choice = self.sampler.ask()
+            number, choice = sampler.ask()
             scored = self._known(choice)
             if isinstance(scored, str):
-                self.sampler.prune(number, scored)
+                sampler.prune(number, scored)
                 continue
             reason = pruner.reason(scored.prediction)
             if scored.key in tried:
-                self.sampler.prune(number, "equal to a candidate that ran")
+                sampler.prune(number, "equal to a candidate that ran")
             elif reason is not None:
-                self.sampler.prune(number, reason)
+                sampler.prune(number, reason)
                 self.on_pruned(number, scored, reason)
-            elif not self._may_improve(scored, pruner, best):
-                self.sampler.prune(number, "predicted to be no better than what was measured")
+            elif not self._may_improve(scored, pruner, best, model):
+                sampler.prune(number, "predicted to be no better than what was measured")
             else:
                 return Proposal(scored, number)
         return None
@@ -135,14 +275,6 @@ class Proposer:
             return str(scored)
         return self._refined(self.scores.by_key.get(scored.key, scored))
 
-    def _may_improve(self, each: Scored, pruner: Pruner, best: float | None) -> bool:
-        """Return whether the better end of its interval beats `best`; always true before calibration."""
-        if best is None or not pruner.calibration.is_calibrated:
-            return True
-        if self.goal == "memory":
-            return pruner.peak_low_bytes(each.prediction) < best
-        if self.goal == "batch":
-            return -float(each.choice.execution.micro_batch or 0) < best
-        fast = pruner.calibration.step_range()[0] * pruner.calibration.step_correction
-        samples = each.prediction.samples_per_s * each.prediction.step_s
-        return each.prediction.step_s * fast / samples < best
+
+def _s_per_sample(each: Scored) -> float:
+    return 1 / each.prediction.samples_per_s if each.prediction.samples_per_s else 1e9

@@ -23,6 +23,8 @@ class Pruner:
     Attributes:
         budget_bytes: Device bytes per rank; None prunes nothing.
         calibration: Corrections of predictions from trials.
+        failed_peak_bytes: Smallest predicted peak of a trial that ran out of memory although it was expected
+            to fit; None if there is none.
         widest: Smallest measured over predicted peak of an audit that fitted; the interval extends at least
             that low.
     """
@@ -30,6 +32,7 @@ class Pruner:
     budget_bytes: int | None
     calibration: Calibration = field(default_factory=Calibration)
     widest: float = 1.0
+    failed_peak_bytes: int | None = None
 
     def peak_low_bytes(self, prediction: Prediction) -> int:
         """Lower end of the peak of allocated bytes."""
@@ -62,6 +65,13 @@ class Pruner:
     def calibrated(self, calibration: Calibration) -> Pruner:
         """Return this pruner with the interval of more trials."""
         return replace(self, calibration=calibration)
+
+    def after_failure(self, prediction: Prediction) -> Pruner:
+        """Return this pruner after a trial that was expected to fit and ran out of memory."""
+        if self.budget_bytes is None or prediction.peak_allocated_bytes > self.budget_bytes:
+            return self
+        known = self.failed_peak_bytes or prediction.peak_allocated_bytes
+        return replace(self, failed_peak_bytes=min(known, prediction.peak_allocated_bytes))
 
     def after_audit(self, prediction: Prediction, measured_peak_bytes: int) -> Pruner:
         """Return this pruner with an interval that would not have pruned the audited candidate."""

@@ -17,6 +17,7 @@ from memtune.autotune.predict import (
     Calibration,
     ParallelMap,
     Prediction,
+    PythonWork,
     host_memory_shortage,
     residuals,
     simulate,
@@ -24,6 +25,7 @@ from memtune.autotune.predict import (
 )
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, Space
+from memtune.effects import DISPATCH_MODE
 from memtune.hardware import Hardware, OpTime, usable_cores
 from memtune.program import Program
 from memtune.technique import Reason
@@ -61,6 +63,8 @@ class Scored:
     choice: Choice
     key: str
     prediction: Prediction
+    coarse_s: float = 0.0
+    """Step time at the coarse level, before the op times of trials were known; 0 unless it was refined."""
 
     def rank(self, goal: Goal) -> tuple[float, ...]:
         """Return the sort key for `goal`, smaller is better.
@@ -140,16 +144,23 @@ class Scorer:
     ) -> None:
         self.rewriter, self._op_times, self._calibration = rewriter, tuple(op_times), calibration
         self._host_bytes, self._ssd_bytes = host_bytes, ssd_bytes
-        self._known: dict[int, tuple[Program, Prediction]] = {}
+        self._known: dict[tuple[int, PythonWork], tuple[Program, Prediction]] = {}
+        self._rates: dict[str, float] = {}
         self._hardware = self._taught_by(())
 
-    def learn(self, op_times: Iterable[OpTime]) -> None:
-        """Correct all later predictions by these op times of trials, instead of those given before."""
+    def learn(self, op_times: Iterable[OpTime], rates: Mapping[str, float] | None = None) -> None:
+        """Correct all later predictions by what trials measured, instead of what was given before.
+
+        Args:
+            op_times: Of trials.
+            rates: Constants of `Hardware` that the ranks of trials measured.
+        """
+        self._rates = dict(rates or {})
         self._hardware = self._taught_by(op_times)
         self._known.clear()
 
     def _taught_by(self, op_times: Iterable[OpTime]) -> Hardware:
-        hardware = self.rewriter.target.hardware
+        hardware = replace(self.rewriter.target.hardware, **self._rates)  # type: ignore[arg-type]  # numbers
         return replace(hardware, residuals=residuals((*self._op_times, *op_times), hardware))
 
     def score(self, choice: Choice, *, level: Literal["coarse", "events"] = "coarse") -> Scored | Reason:
@@ -158,7 +169,7 @@ class Scorer:
         if isinstance(candidate, Reason):
             return candidate
         prediction = (
-            self._coarse(candidate.program)
+            self._coarse(choice, candidate.program)
             if level == "coarse"
             else self._events(choice, candidate.program, self._hardware)
         )
@@ -167,24 +178,36 @@ class Scorer:
         reason = reason or ssd_shortage(prediction, target, self._ssd_bytes, keeps_steps=keeps)
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
-    def _coarse(self, program: Program) -> Prediction:
-        known = self._known.get(id(program))
+    def _coarse(self, choice: Choice, program: Program) -> Prediction:
+        python = python_work(choice)
+        known = self._known.get((id(program), python))
         if known is None or known[0] is not program:  # Python reuses the id of a program that was freed
             if len(self._known) >= _MOST_PREDICTIONS:
                 del self._known[next(iter(self._known))]  # the oldest
             as_held = self._host_bytes is not None  # pinned sizes matter only if host memory is checked
-            prediction = simulate(program, self._hardware, calibration=self._calibration, as_held=as_held)
-            known = self._known[id(program)] = program, prediction
+            prediction = simulate(
+                program, self._hardware, calibration=self._calibration, as_held=as_held, python=python
+            )
+            known = self._known[id(program), python] = program, prediction
         return known[1]
 
     def again(self, scored: Scored, *, taught_by: Iterable[OpTime] | None = None) -> Scored:
         """Return `scored` predicted again at the events level; `taught_by` replaces the op times learnt."""
         hardware = self._hardware if taught_by is None else self._taught_by(taught_by)
-        return replace(scored, prediction=self._events(scored.choice, self.program(scored.choice), hardware))
+        coarse_s = scored.coarse_s if scored.prediction.level == "events" else scored.prediction.step_s
+        prediction = self._events(scored.choice, self.program(scored.choice), hardware)
+        return replace(scored, prediction=prediction, coarse_s=coarse_s)
 
     def _events(self, choice: Choice, program: Program, hardware: Hardware) -> Prediction:
         allocator = AllocatorSettings.from_env(choice.env())
-        return simulate(program, hardware, level="events", allocator=allocator, calibration=self._calibration)
+        return simulate(
+            program,
+            hardware,
+            level="events",
+            allocator=allocator,
+            calibration=self._calibration,
+            python=python_work(choice),
+        )
 
     def program(self, choice: Choice) -> Program:
         """Return the program of `choice`, which must fit."""
@@ -199,6 +222,18 @@ class Scorer:
     def refined(self, scored: Scored) -> Scored:
         """Return `scored` with the prediction of the events level, which trials are compared with."""
         return scored if scored.prediction.level == "events" else self.again(scored)
+
+
+def python_work(choice: Choice) -> PythonWork:
+    """Return the Python work of a step of `choice` that its program does not show."""
+    if not choice.techniques:
+        return PythonWork()
+    effects = [each.effects for each in choice.techniques]
+    sharded = any(each.shards not in ("none", "replicas") for each in effects)
+    return PythonWork(
+        observes_ops=any(each.eager_only == DISPATCH_MODE for each in effects),
+        updates_dtensors=sharded and not any(each.host_share == 1.0 for each in effects),
+    )
 
 
 @contextmanager
@@ -365,7 +400,12 @@ def _refine(
             groups, side_by_side.over([ScoreRequest(each.choice, each) for each in simplest]), strict=True
         ):
             assert isinstance(refined, Scored)
-            by_key.update({each.key: replace(each, prediction=refined.prediction) for each in group})
+            by_key.update(
+                {
+                    each.key: replace(each, prediction=refined.prediction, coarse_s=refined.coarse_s)
+                    for each in group
+                }
+            )
             if budget_bytes is None or refined.prediction.peak_allocated_bytes <= budget_bytes:
                 best = min(best, refined.rank_among_levels(goal))
 

@@ -32,7 +32,7 @@ def test_search_measures_audits_confirms_and_writes_config():
     assert outcome.status == "done"
     assert outcome.exit_code == 0
     roles = [each["role"] for each in outcome.trials]
-    assert roles.count("baseline") == 2
+    assert roles[0] == "baseline"
     assert roles.count("audit") == 1
     assert roles.count("confirm") == 1
     assert roles[-1] == "confirm"
@@ -154,17 +154,15 @@ def test_search_reports_audit_that_does_not_fit():
 def test_search_reserves_no_audit_without_pruning():
     options = asked(trials=3, budget_bytes=64 * 2**20)
     roles = [each["role"] for each in run(options, truth(options, step=1.0)).trials]
-    assert roles[:3] == ["baseline", "baseline", "search"]
+    assert len(roles) >= 3
+    assert roles[0] == "baseline"
+    assert "audit" not in roles
 
 
-def test_search_runs_no_audit_before_first_fit():
-    trials = run(asked(trials=3, budget_bytes=4 * 2**20)).trials
-    assert [(each["role"], each["status"]) for each in trials[:3]] == [
-        ("baseline", "oom"),
-        ("baseline", "oom"),
-        ("search", "ok"),
-    ]
-    assert all(each["role"] != "audit" for each in trials)
+def test_short_search_spends_no_trial_on_audit():
+    roles = [each["role"] for each in run(asked(trials=6, budget_bytes=4 * 2**20)).trials]
+    assert "audit" not in roles
+    assert "search" in roles
 
 
 def test_search_invalidates_trial_with_different_losses():
@@ -244,11 +242,17 @@ def test_search_replaces_winner_that_fails_confirmation():
     assert outcome.config["settings"] == confirms[1]["settings"] != confirms[0]["settings"]  # type: ignore[index]
 
 
-def test_search_ends_with_exhausted_space_without_repeats():
+def test_search_ends_when_nothing_left_may_improve():
     options = asked(axes=("recompute",), trials=50, budget_bytes=64 * 2**20, repeats=0)
-    outcome = run(options, truth(options, step=0.0, noise=0.0))
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
-    assert 2 < len(counted) == len(set(counted)) < 10
+    counts = []
+    for study_name, step in (("as-predicted", 0.0), ("surprising", 0.9)):
+        outcome = run(replace(options, study=study_name, force=True), truth(options, step=step, noise=0.0))
+        counted = [
+            each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")
+        ]
+        assert len(counted) == len(set(counted))
+        counts.append(len(counted))
+    assert 2 <= counts[0] < counts[1] < 50  # predictions that hold leave less to try
 
 
 @pytest.mark.slow
@@ -307,7 +311,7 @@ def test_search_time_limit_reserves_confirmation():
     options = asked(time_s=0.0, trials=50)
     outcome = run(options)
     roles = [each["role"] for each in outcome.trials]
-    assert roles.count("baseline") == 2
+    assert roles[0] == "baseline"
     assert "search" not in roles
     assert roles[-1] == "confirm"
 

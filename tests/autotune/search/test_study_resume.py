@@ -54,7 +54,7 @@ def test_ctrl_c_writes_best_so_far(after: int):
     assert outcome.interrupted
     assert outcome.exit_code == 130
     assert Path("tuned.yaml").exists() == (outcome.config is not None)
-    assert (outcome.config is not None) == (after >= 1)  # trial 0, the plain setting, does not fit
+    assert outcome.config is not None  # the first trial is a baseline that fits
     assert of(search_events.SearchFinished)[0].status == "interrupted"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.search.prepared_search import AXES, rewriter
 
@@ -14,9 +16,9 @@ from memtune.autotune.space import proposals
 from memtune.autotune.space.proposals import Proposer
 from memtune.autotune.space.pruning import Pruner
 from memtune.autotune.space.sampler import Sampler
-from memtune.autotune.space.scoring import Scorer, Scores, score_all
+from memtune.autotune.space.scoring import Scored, Scorer, Scores, score_all
 from memtune.autotune.space.search_space import Space, build_space
-from memtune.autotune.space.technique_effects import Effects, kinds
+from memtune.autotune.space.step_time_model import Observed, StepTimeModel, kinds
 
 
 @cache
@@ -33,29 +35,45 @@ def proposer(tmp_path: Path) -> Proposer:
     return Proposer(mine, scorer, Sampler(tmp_path / "study.db", space, 0), "throughput", lambda *_: None)
 
 
-def test_proposer_proposes_fastest_first(proposer: Proposer) -> None:
-    first = proposer.next(Pruner(None), set(), None, Effects())
+def by_time(proposer: Proposer) -> list[Scored]:
+    return sorted(proposer.scores.by_key.values(), key=lambda each: each.rank("throughput"))
+
+
+def test_proposer_begins_with_fast_and_certain(proposer: Proposer) -> None:
+    """Before any trial nothing uncertain is proposed if something certain is predicted as fast."""
+    first = proposer.next(Pruner(None), set(), None, StepTimeModel())
     assert first is not None
-    known = proposer.scores.by_key.values()
     assert first.scored.prediction.level == "events"
-    assert first.scored.rank("throughput") == min(each.rank("throughput") for each in known)
+    fastest = by_time(proposer)[0]
+    model = StepTimeModel()
+    mine, others = (float(model.posterior([each]).sd[0]) for each in (first.scored, fastest))
+    assert first.scored.prediction.step_s * mine <= fastest.prediction.step_s * others * (1 + 1e-9)
 
 
 def test_proposer_delays_techniques_that_trials_showed_slow(proposer: Proposer) -> None:
     """The techniques of what would come next turn out to be four times as slow, so something else comes."""
-    naive = proposer.next(Pruner(None), set(), None, Effects())
+    plain = next(each for each in proposer.scores.by_key.values() if not each.choice.techniques)
+    ran = proposer.scorer.refined(plain)
+    observed = [Observed(ran, ran.prediction.step_s)]
+    best = ran.prediction.step_s / (ran.prediction.samples_per_s * ran.prediction.step_s)
+    naive = proposer.next(Pruner(None), {ran.key}, best, StepTimeModel(observed))
     assert naive is not None
-    slow = Effects(dict.fromkeys(kinds(naive.scored.choice), 4.0))
-    found = proposer.next(Pruner(None), set(), None, slow)
-    assert found is not None
-    assert slow.of(found.scored.choice) < slow.of(naive.scored.choice)
+    observed.append(Observed(naive.scored, 4 * naive.scored.prediction.step_s))
+    found = proposer.next(Pruner(None), {ran.key, naive.scored.key}, best, StepTimeModel(observed))
+    assert found is None or not kinds(naive.scored.choice) <= kinds(found.scored.choice)
+
+
+def test_proposer_stops_when_nothing_may_improve(proposer: Proposer) -> None:
+    ran = proposer.scorer.refined(by_time(proposer)[0])
+    observed = [Observed(ran, ran.prediction.step_s)] * 4
+    assert proposer.next(Pruner(None), {ran.key}, 1e-6 / 4, StepTimeModel(observed)) is None
 
 
 def test_proposer_reorders_after_simulation_by_events(proposer: Proposer) -> None:
     """A coarse candidate is simulated op by op before it is run, and then compared with the others."""
     far = [each for each in proposer.scores.by_key.values() if each.prediction.level == "events"]
     tried = {each.key for each in far}
-    found = proposer.next(Pruner(None), tried, None, Effects())
+    found = proposer.next(Pruner(None), tried, None, StepTimeModel())
     if found is None:
         pytest.skip("all of this space was simulated op by op")
     assert found.scored.prediction.level == "events"
@@ -74,4 +92,20 @@ def test_proposer_skips_candidates_pruned_by_events(
 
     monkeypatch.setattr(proposals, "_MOST_REFINED", closer)
     assert any(each.prediction.level == "coarse" for each in proposer.scores.by_key.values())
-    assert proposer.next(NothingFits(None), set(), None, Effects()) is None
+    assert proposer.next(NothingFits(None), set(), None, StepTimeModel()) is None
+
+
+def test_proposer_corrects_coarse_predictions_by_refined_ones(proposer: Proposer) -> None:
+    """Trials made every refined prediction twice as long; coarse ones do not know of these trials."""
+    known = proposer.scores.by_key
+    for key, each in known.items():
+        if each.prediction.level == "events":
+            slower = replace(each.prediction, step_s=2 * each.coarse_s)
+            known[key] = replace(each, prediction=slower)
+    coarse = [each for each in known.values() if each.prediction.level == "coarse"]
+    assert coarse
+    mean, sd = proposer._refinement(coarse)
+    assert np.median(mean) == pytest.approx(math.log(2), rel=0.05)
+    assert (sd > 0).all()
+    refined = [each for each in known.values() if each.prediction.level == "events"]
+    assert not proposer._refinement(refined)[0].any()

@@ -1,0 +1,135 @@
+"""The posterior of step times: one trial corrects all candidates that share a mechanism with it."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from support.search.prepared_search import rewriter
+
+from memtune.autotune.predict.simulation import PythonWork
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.scoring import Scored, Scorer, python_work, score_all
+from memtune.autotune.space.search_space import build_space
+from memtune.autotune.space.step_time_model import (
+    Observed,
+    StepTimeModel,
+    chance_to_improve,
+    expected_improvement,
+    kinds,
+)
+
+
+@cache
+def candidates() -> tuple[Scored, ...]:
+    made = rewriter()
+    scores = score_all(
+        build_space(made, 8, axes=("recompute", "offload.activations")), Scorer(made), "throughput"
+    )
+    return tuple(scores.by_key[key] for key in sorted(scores.by_key))
+
+
+def one_with(*wanted: tuple[str, str]) -> Scored:
+    return next(each for each in candidates() if kinds(each.choice) == frozenset(wanted))
+
+
+def test_posterior_without_trials_is_prediction_and_more_uncertain_with_more_mechanisms() -> None:
+    plain, full = one_with(), one_with(("recompute", "full"))
+    mean, sd = StepTimeModel().posterior([plain, full])
+    assert (mean == 0).all()
+    assert sd[0] < sd[1]
+
+
+def test_posterior_corrects_all_that_share_a_slow_machine() -> None:
+    plain, full = one_with(), one_with(("recompute", "full"))
+    model = StepTimeModel([Observed(plain, 3 * plain.prediction.step_s)])
+    mean, sd = model.posterior([full])
+    assert math.exp(mean[0]) == pytest.approx(3, rel=0.05)
+    assert sd[0] < StepTimeModel().posterior([full]).sd[0]
+
+
+def test_posterior_blames_mechanism_that_plain_steps_lack() -> None:
+    plain, full = one_with(), one_with(("recompute", "full"))
+    others = [each for each in candidates() if ("recompute", "full") in kinds(each.choice)]
+    observed = [
+        Observed(plain, plain.prediction.step_s),
+        Observed(full, 2 * full.prediction.step_s),
+    ]
+    mean, _ = StepTimeModel(observed).posterior([*others, plain])
+    assert (mean[:-1] > math.log(1.3)).all()
+    assert abs(mean[-1]) < 0.1
+
+
+def test_posterior_recovers_hidden_factors_and_its_interval_holds() -> None:
+    """True times are predictions times a hidden factor by mechanism: after trials nine of ten lie inside."""
+    draw, inside, errors = random.Random(0), [], []
+    for _ in range(20):
+        hidden = {kind: draw.uniform(-0.69, 0.69) for each in candidates() for kind in kinds(each.choice)}
+
+        def true_s(each: Scored, hidden: dict[tuple[str, str], float] = hidden) -> float:
+            return each.prediction.step_s * math.exp(sum(hidden[kind] for kind in kinds(each.choice)))
+
+        trials = draw.sample(candidates(), 8)
+        model = StepTimeModel([Observed(each, true_s(each)) for each in trials])
+        for each in draw.sample(candidates(), 20):
+            at, low, high = model.step_s(each)
+            inside.append(low <= true_s(each) <= high)
+            errors.append(abs(math.log(at / true_s(each))))
+    assert np.mean(inside) > 0.75
+    assert np.median(errors) < 0.3
+
+
+def test_posterior_explores_less_where_trials_agree_with_predictions() -> None:
+    trials = random.Random(0).sample(candidates(), 8)
+    right = StepTimeModel([Observed(each, each.prediction.step_s) for each in trials])
+    odd = StepTimeModel(
+        [
+            Observed(each, each.prediction.step_s * factor)
+            for each, factor in zip(trials, [0.5, 2] * 4, strict=True)
+        ]
+    )
+    rest = [each for each in candidates() if each not in trials]
+    assert np.median(right.posterior(rest).sd) < 0.5 * np.median(odd.posterior(rest).sd)
+
+
+def test_noisy_trial_counts_less() -> None:
+    plain, full = one_with(), one_with(("recompute", "full"))
+    clear, noisy = (
+        StepTimeModel([Observed(plain, 2 * plain.prediction.step_s, noise)]).posterior([full]).mean[0]
+        for noise in (0.0, 1.0)
+    )
+    assert noisy < 0.5 * clear
+
+
+def test_expected_improvement_equals_monte_carlo() -> None:
+    log_s, sd, best = np.array([0.1, -0.2, 0.0]), np.array([0.3, 0.05, 0.2]), 0.0
+    draws = np.random.default_rng(0).normal(log_s[:, None], sd[:, None], (3, 200_000))
+    assert expected_improvement(log_s, sd, best) == pytest.approx(
+        np.maximum(best - draws, 0).mean(1), abs=2e-3
+    )
+    by = math.log1p(-0.01)
+    assert chance_to_improve(log_s, sd, best, 0.01) == pytest.approx((draws < best + by).mean(1), abs=5e-3)
+
+
+def test_posterior_of_unknown_prediction_time_is_finite() -> None:
+    plain = one_with()
+    idle = replace(plain, prediction=replace(plain.prediction, exposed_s={"intra_link": 1.0}))
+    mean, sd = StepTimeModel([Observed(plain, plain.prediction.step_s)]).posterior([idle])
+    assert np.isfinite(mean).all()
+    assert sd[0] > 0.2
+
+
+def test_python_work_follows_effects_of_techniques() -> None:
+    def choice(**settings: object) -> Choice:
+        return Choice.from_document({"execution": {"micro_batch": 4}, **settings})
+
+    assert python_work(choice()) == python_work(choice(recompute={"kind": "full"})) == PythonWork()
+    assert python_work(choice(recompute={"kind": "selective"})).observes_ops
+    sharded = choice(sharding={"states": {"kind": "zero1"}})
+    assert python_work(sharded).updates_dtensors
+    on_host = choice(sharding={"states": {"kind": "zero1"}}, offload={"states": {"kind": "optimizer_cpu"}})
+    assert not python_work(on_host).updates_dtensors
