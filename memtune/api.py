@@ -44,6 +44,7 @@ from memtune.parallel.ranks import (
     shutdown,
 )
 from memtune.parallel.sharding import rebind
+from memtune.refusals import error_of, one_graph
 from memtune.runtime import Context, LossFunction, Snapshot, prepare_model
 from memtune.search_spaces import is_null
 from memtune.search_spaces._support import refusal
@@ -397,12 +398,7 @@ def _execution(context: Context, config: TunedConfig) -> None:
 def _require_eager_blocks(context: Context) -> None:
     whole = context.loop.compiled is not None and context.loop.compiled.is_whole
     if whole and any(region.recompute or region.move for region in context.activations.regions):
-        raise ApplyError(
-            "recompute and offload of blocks do not work with execution: {compile: model}.",
-            evidence="One graph holds all blocks.",
-            fix="compile: blocks, or recompute: {kind: memory_budget}",
-            code="MT315",
-        )
+        raise error_of(one_graph(), "Recompute or offload of blocks is set with execution: {compile: model}.")
 
 
 def _apply_slot(context: Context, config: TunedConfig, slot: str) -> None:

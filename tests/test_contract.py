@@ -31,6 +31,7 @@ effects
 runtime
 ssd memory
 technique
+refusals
 deferred_init
 compile
 activations.offload

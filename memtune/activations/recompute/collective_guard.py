@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.runtime import WatchingMode
 
@@ -119,8 +120,4 @@ def _looked_at_above(op: Any, kernel: Any, keys: Any, *args: Any, **kwargs: Any)
 
 
 def _twice(op: Any) -> ApplyError:
-    return ApplyError(
-        f"{op} runs inside {_inside.block}: a second run would exchange data between ranks again.",
-        fix="move it out of the block, or choose recompute: {kind: none}",
-        code="MT306",
-    )
+    return refusals.error_of(refusals.collective_runs_twice(op, _inside.block))

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import Trigger, resident_count, sentinel_index
 from memtune.offload.gradients import SentinelGradient, WatchedGradients
@@ -300,15 +301,10 @@ class GradientOffload:
         self._version_check.require_unchanged()
         self._sentinel.remove_placeholder()
         if self._sentinel_missing:
-            raise ApplyError(
-                "The smallest parameter got no gradient in this backward, so clipping by norm could not be"
-                " noticed.",
-                evidence=(
-                    f"Its shape is {tuple(self._sentinel.parameter.shape)}; {len(self._hosts)} other"
-                    " gradients are offloaded."
-                ),
-                fix=_OTHER,
-                code="MT364",
+            raise refusals.error_of(
+                refusals.clipping_unnoticed_in_step(_OTHER),
+                f"Its shape is {tuple(self._sentinel.parameter.shape)}; {len(self._hosts)} other gradients"
+                " are offloaded.",
             )
         self._early_updates.forget()
         self._version_check.forget()

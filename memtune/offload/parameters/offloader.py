@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import (
     Chunks,
@@ -397,11 +398,7 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], when_ready: bool) -> li
     refuse_shared_memory(model, mine)
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
     if when_ready and not outside:
-        raise ApplyError(
-            "Nothing outside of the blocks is trained, so clipping by norm could not be noticed.",
-            fix="offload: {states: {kind: optimizer_cpu}}",
-            code="MT364",
-        )
+        raise refusals.error_of(refusals.clipping_unnoticed_in_blocks())
     return outside
 
 

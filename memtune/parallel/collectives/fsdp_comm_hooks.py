@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import memtune.parallel.collectives.quantization  # noqa: F401  (defines torch.ops.memtune.quantise_ and dequantise_)
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.collectives.message_layout import Communication, Form, Row
 from memtune.parallel.ranks import SeamAllGather, SeamReduceScatter
@@ -78,19 +79,8 @@ def _place(context: Context, how: Communication, degree: int) -> Nodes | None:
     local = min(how.ranks_per_node, degree)
     if not how.by_node:
         return None
-    if local < 2:
-        raise ApplyError(
-            "every node has one of the ranks that share a copy of the model: there is no fast link to use"
-            " instead.",
-            fix="sharding.communication: {kind: none}",
-            code="MT342",
-        )
-    if degree % local:
-        raise ApplyError(
-            f"nodes of {local} ranks do not divide the {degree} ranks that share a copy of the model.",
-            fix="ranks_per_node: a divisor of the sharding degree",
-            code="MT342",
-        )
+    if (reason := refusals.uneven_nodes(degree, local)) is not None:
+        raise refusals.error_of(reason)
     return nodes.nodes_of(context.device.type, degree, local, context.placement.model_parallel_size)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from memtune import refusals
 from memtune.compile import LOW_PEAK
 from memtune.offload.optimizer import FusedBackward, no_sentinel, not_at_gradients, updates_at_gradients
 from memtune.program import Program
@@ -65,9 +66,7 @@ class Roam(Technique):
         if target.optimizer is not None and target.optimizer.not_one_by_one:
             return Reason(target.optimizer.not_one_by_one, _PLAIN)
         if no_sentinel(program.step):
-            return Reason(
-                "the smallest parameter gets no gradient, so clipping by norm could not be noticed", _PLAIN
-            )
+            return refusals.clipping_unnoticed_in_step(_PLAIN)
         return conflict(self, target, "recompute", "offload.states")
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:

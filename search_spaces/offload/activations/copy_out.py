@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from memtune import refusals
 from memtune.activations.offload import OffloadClaim, Prefetcher, SSDSpill, claimable_bytes, move_activations
 from memtune.effects import Effects
 from memtune.program import Program
@@ -97,7 +98,7 @@ class CopyOut(Technique):
                 "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
             )
         if target.compiled == "model":
-            return Reason("one graph holds all blocks", "execution: {compile: blocks}")
+            return refusals.one_graph()
         saved = program.step.saves.storage[program.step.saves.block >= 0]
         if not (program.step.storages.bytes[saved] >= max(self.min_bytes, 1)).any():
             return Reason(f"no saved activation has {self.min_bytes} bytes", "a smaller min_bytes")

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
-from memtune.errors import ApplyError
 from memtune.offload.core import gathers_of, is_gathered
 from memtune.offload.experts import (
     ExpertOffloader,
@@ -116,10 +116,7 @@ class Moesys(Technique):
                     f"no expert of the model is completely trained: {frozen} gets no gradient",
                     "train all of its parameters, or choose zero_infinity",
                 )
-            return Reason(
-                "the model has no experts: modules of a block, in a list whose name has `experts`, all with"
-                " equal parameters"
-            )
+            return refusals.no_experts()
         if (reason := no_directory(target)) is not None:
             return reason
         if gathers_of(program.step) is None and (reason := conflict(self, target, "recompute")) is not None:
@@ -167,9 +164,7 @@ class Moesys(Technique):
         offload_dir.checked()
         experts, blocks = experts_of(context.model, context.blocks), len(context.blocks)
         if not experts:
-            raise ApplyError(
-                "The model has no experts.", fix="offload: {states: {kind: zero_infinity}}", code="MT381"
-            )
+            raise refusals.error_of(refusals.no_experts())
         optimizer = ExpertOptimizer(
             context, experts, self.cache, self.eviction, self.on_device, self.effects.keeps_steps
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from memtune import refusals
 from memtune.program import Kind, Phase, Step
 from memtune.technique import CompileScope, Facts, Reason
 
@@ -32,10 +33,7 @@ def cannot_recompute(
         return Reason("it sees which op runs through a dispatch mode", "execution.compile: false")
     talks = _first_collective(step)
     if talks:
-        return Reason(
-            f"{talks} runs inside the blocks: a second run would exchange data between ranks again",
-            "recompute: {kind: none}",
-        )
+        return refusals.collective_runs_twice(talks)
     changed = _first_block_writing_inputs(step)
     if changed:
         return Reason(f"{changed} changes its input in place", "write x = x + y instead of x += y there")
@@ -55,9 +53,7 @@ def holds_blocks_in_one_graph(compiled: CompileScope) -> Reason | None:
     """Return a reason if compiled code calls the blocks, so that wrapping a block has no effect;
     else None.
     """
-    return (
-        Reason("one graph holds all blocks", "execution: {compile: blocks}") if compiled == "model" else None
-    )
+    return refusals.one_graph() if compiled == "model" else None
 
 
 def no_attention(step: Step) -> Reason | None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.runtime import link_classes
 from memtune.search_spaces._support import conflict
 from memtune.technique import Plan, Reason, Target, Technique
@@ -88,22 +89,13 @@ def unsharded(technique: Technique, target: Target) -> Reason | None:
 
 
 def uneven_nodes(ranks: Ranks) -> Reason | None:
-    """Return why the ranks that gather are one node, or no whole nodes."""
+    """Return why the ranks that gather are one node, or no whole nodes of several ranks."""
     if ranks.degree <= ranks.per_node:
         return Reason(
             f"the {ranks.degree} ranks that share a copy are on one node",
             "a larger sharding degree, or ranks_per_node",
         )
-    if ranks.degree % ranks.per_node:
-        return Reason(
-            f"nodes of {ranks.per_node} ranks do not divide the {ranks.degree} ranks that share a copy",
-            "ranks_per_node or a sharding degree of whole nodes",
-        )
-    if ranks.per_node == 1:
-        return Reason(
-            "every node has one rank: there is no fast link to use instead", "sharding.communication: none"
-        )
-    return None
+    return refusals.uneven_nodes(ranks.degree, ranks.per_node)
 
 
 def gathers_again(target: Target) -> bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from memtune import refusals
 from memtune.offload.core import Trigger
 from memtune.offload.optimizer import (
     BLOCK,
@@ -51,9 +52,7 @@ def cannot_offload_on_grad_ready(
             "execution.compile: false",
         )
     if no_sentinel(program.step, ratio):
-        return Reason(
-            "the smallest parameter gets no gradient, so clipping by norm could not be noticed", _OTHER
-        )
+        return refusals.clipping_unnoticed_in_step(_OTHER)
     return None
 
 

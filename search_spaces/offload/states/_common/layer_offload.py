@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memtune import refusals
 from memtune.hardware import Hardware, op_costs
 from memtune.offload.core import gathers_of
 from memtune.offload.optimizer import Native, optimizer_on_host
@@ -96,9 +97,7 @@ def _cannot_offload_parameters(step: Step, target: Target, natively: bool) -> Re
     if not in_blocks.any() or not (step.storages.kind == Kind.OPTIMIZER).any():
         return Reason("the optimizer has no state of a block to offload")
     if in_blocks.all():
-        return Reason(
-            "no parameter outside of the blocks is trained, so clipping by norm could not be detected", _OTHER
-        )
+        return refusals.clipping_unnoticed_in_blocks()
     if natively and (unknown := unknown_optimizer(target)) is not None:
         return unknown
     if natively and (columns.itemsize[trained] != 4).any():

@@ -35,7 +35,7 @@ def target_with(ranks: int, states: Technique | None, device: str = "cuda") -> T
         ({}, 16, None, "sharding.states is none"),
         ({}, 16, Fsdp(degree=8), "the 8 ranks that share a copy are on one node"),
         ({"ranks_per_node": 6}, 16, Fsdp(), "nodes of 6 ranks do not divide the 16"),
-        ({"ranks_per_node": 1}, 16, Fsdp(), "every node has one rank"),
+        ({"ranks_per_node": 1}, 16, Fsdp(), "every node has one of the ranks"),
         ({}, 16, Fsdp(reshard_after_forward=False), "nothing is gathered again in backward"),
         (QUANTIZED, 16, Fsdp(reshard_after_forward=False), None),
         (QUANTIZED, 4, Fsdp(), None),
