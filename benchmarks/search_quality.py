@@ -273,10 +273,7 @@ def regrets(cases: Pool, draws: int) -> list[dict[str, Any]]:
                             "cpu_s_per_search": (time.process_time() - started) / len(found),
                         }
                     )
-                    print(
-                        f"  {rows[-1]['hidden']:9s} {name:22s} {trials:3d} trials  {_text(rows[-1])}",
-                        flush=True,
-                    )
+                    print(f"  {rows[-1]['hidden']:9s} {name:22s} {_text(rows[-1])}", flush=True)
     return rows
 
 
