@@ -102,7 +102,7 @@ bench-plan: setup  ## `memtune plan` in full, with cold caches: a 7B GPT on 64 G
 
 bench-search: setup  ## regret of the setting that a search ships after 3, 6 and 12 trials, on simulated clusters (about 20 minutes on 2 cores)
 	mkdir -p benchmarks/results
-	$(BIN)/python benchmarks/search_quality.py --json benchmarks/results/search-quality.json --markdown benchmarks/results/search-quality.md
+	$(BIN)/python benchmarks/search_quality.py --draws 40 --json benchmarks/results/search-quality.json --markdown benchmarks/results/search-quality.md
 
 LAYOUTS := benchmarks/results/layout
 

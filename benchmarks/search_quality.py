@@ -284,13 +284,13 @@ def _text(row: dict[str, Any]) -> str:
     )
 
 
-def markdown(results: dict[str, list[dict[str, Any]]]) -> str:
+def markdown(results: dict[str, list[dict[str, Any]]], draws: int) -> str:
     """Return the table of the regrets."""
     lines = [
         "# Regret of the shipped setting, simulated",
         "",
         "`python benchmarks/search_quality.py`: step times are simulated, with hidden factors of 0.5 to 2 by",
-        "technique or resource; no GPU was used.",
+        f"technique or resource; {draws} draws each; no GPU was used.",
         "",
         "| workload | hidden factors by | searcher | trials | median | 90th percentile | worst |",
         "|---|---|---|---|---|---|---|",
@@ -322,7 +322,7 @@ def main() -> None:
     if asked.json:
         asked.json.write_text(json.dumps({"draws": asked.draws, "regrets": results}, indent=1) + "\n")
     if asked.markdown:
-        asked.markdown.write_text(markdown(results))
+        asked.markdown.write_text(markdown(results, asked.draws))
 
 
 if __name__ == "__main__":
