@@ -72,3 +72,32 @@ def no_experts() -> Reason:
         "offload: {states: {kind: zero_infinity}}",
         "MT381",
     )
+
+
+def several_stages(states: str) -> Reason:
+    """Return why state sharding of kind `states` cannot reduce in each backward on interleaved stages."""
+    return Reason(
+        f"sharding.states: {states} needs one stage per rank",
+        "schedule: 1f1b, or sharding: {states: {kind: zero1}}",
+    )
+
+
+def tied_stages(states: str, parameter: str) -> Reason:
+    """Return why state sharding of kind `states` cannot reduce a parameter of two stages in each backward."""
+    return Reason(
+        f"sharding.states: {states}: the first and the last stage share {parameter}",
+        "sharding: {states: {kind: zero1}}",
+    )
+
+
+def copies_follow_schedule(states: str) -> Reason:
+    """Return why state sharding of kind `states` does not work with activation offload by stage."""
+    return Reason(
+        f"sharding.states: {states} does not work where copies follow the schedule",
+        "offload.activations: {kind: copy_out}, or sharding: {states: {kind: zero1}}",
+    )
+
+
+def no_factors(problem: str) -> Reason:
+    """Return why nested sharding cannot divide the ranks."""
+    return Reason(problem, "factors that divide one another and the ranks", "MT345")

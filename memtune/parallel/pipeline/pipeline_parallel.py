@@ -52,6 +52,7 @@ from memtune.parallel.ranks import (
 )
 from memtune.parallel.sharding import meshes
 from memtune.program import PipelineSchedule, StageAction, stage_actions
+from memtune.refusals import copies_follow_schedule, error_of, several_stages, tied_stages
 from memtune.runtime import Context, LossFunction, RemoteParameters, local
 
 
@@ -140,25 +141,11 @@ class Pipeline:
         """
         layout = self._layout
         if self._context.activations.slots is not None:
-            raise ApplyError(
-                "offload.activations: {kind: pipelined} does not work together with sharding.states: {kind:"
-                f" {kind}}} on stages.",
-                fix="sharding: {states: {kind: zero1}}",
-                code="MT315",
-            )
-        tied = sorted(layout.first & layout.last)
-        several = (
-            f"A rank has {len(layout.stages) // layout.degree} stages."
-            if len(layout.stages) > layout.degree
-            else ""
-        )
-        if several or tied:
-            raise ApplyError(
-                f"sharding.states: {{kind: {kind}}} does not work on these stages.",
-                evidence=several or f"The first and the last stage both have {tied[0]}.",
-                fix="sharding: {states: {kind: zero1}}",
-                code="MT315",
-            )
+            raise error_of(copies_follow_schedule(kind))
+        if len(layout.stages) > layout.degree:
+            raise error_of(several_stages(kind), f"A rank has {len(layout.stages) // layout.degree} stages.")
+        if tied := sorted(layout.first & layout.last):
+            raise error_of(tied_stages(kind, tied[0]))
 
     def divided_among(self, sharers: dist.ProcessGroup) -> None:
         """Declare that gradients of this rank's stages are sharded over `sharers`, so that norms sum over

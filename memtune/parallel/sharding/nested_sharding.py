@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import PARTS, ShardMeshes, require_ranks, shard_meshes
 from memtune.parallel.sharding.factors import Factors
@@ -103,9 +104,7 @@ def divide(
     require_ranks(context, kind)
     problem = factors.problem(context.placement.data_parallel_size)
     if problem:
-        raise ApplyError(
-            f"{kind} cannot divide the model: {problem}.", fix="factors that divide one another", code="MT345"
-        )
+        raise refusals.error_of(refusals.no_factors(problem), f"sharding.states: {kind}")
     p, o, whole_gradients = factors.parameters, factors.optimizer, factors.gradients == 1 < factors.parameters
     before = dict(context.model.named_parameters())
     pipeline: Any = context.loop.pipeline

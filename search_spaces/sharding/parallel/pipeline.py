@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.hardware import op_costs
 from memtune.parallel.pipeline import Chain, PipelineSettings, balanced, chain_of, piped
@@ -143,15 +144,12 @@ class Pipeline(Technique):
             return None
         moving, chain = target.chosen.get("offload.activations"), chain_of(step)
         if self.schedule == "interleaved_1f1b":
-            return Reason(f"{asked} needs one stage per rank", "schedule: 1f1b, or sharding.states: zero1")
+            return refusals.several_stages(states.kind)
         if moving is not None and moving.effects.activations == "stage":
-            return Reason(
-                f"{asked} does not work where copies follow the schedule",
-                "offload.activations: {kind: copy_out}",
-            )
+            return refusals.copies_follow_schedule(states.kind)
         if isinstance(chain, Chain) and set(chain.first) & set(chain.last):
             tied = sorted(set(chain.first) & set(chain.last))[0]
-            return Reason(f"{asked}: the first and the last stage share {tied}", "sharding.states: zero1")
+            return refusals.tied_stages(states.kind, tied)
         if getattr(states, "blocks_per_unit", 1) > 1:
             return Reason("a unit of several blocks may lie in two stages", "blocks_per_unit: 1")
         if not isinstance(getattr(states, "reshard_after_forward", True), bool):

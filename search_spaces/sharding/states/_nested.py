@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.parallel.sharding import Bytes, Division, Factors, Schedule, divide, divide_states
 from memtune.program import Kind, Program, Step, Tier, columns_of
@@ -38,7 +39,7 @@ class _NestedSharding(_FsdpUnits):
         """Return why `factors` cannot be used on `program`, or equal another technique."""
         problem = factors.problem(target.ranks)
         if problem:
-            return Reason(problem, "factors that divide one another and the ranks")
+            return refusals.no_factors(problem)
         p, g, o, several = factors.parameters, factors.gradients, factors.optimizer, program.accumulate > 1
         if not several and g != p:
             return Reason(

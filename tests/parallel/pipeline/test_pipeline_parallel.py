@@ -89,11 +89,11 @@ def test_pipeline_refuses_edited_configs() -> None:
             plain,
             {"states": {"kind": "fsdp"}, "communication": by_node},
         ),
-        "{kind: pipelined} does not work together with sharding.states: {kind: zero3}": (
+        "sharding.states: zero3 does not work where copies follow the schedule": (
             pipelined,
             {"states": {"kind": "zero3"}},
         ),
-        "{kind: pipelined} does not work together with sharding.states: {kind: zero2}": (
+        "sharding.states: zero2 does not work where copies follow the schedule": (
             pipelined,
             {"states": {"kind": "zero2"}},
         ),
