@@ -97,7 +97,9 @@ def test_refusals_name_what_is_in_the_way() -> None:
     by_node = {"kind": "hierarchical", "ranks_per_node": 4}
     assert "sharding.states is zero1" in refused(states={"kind": "zero1"}, communication=by_node)
     assert "all 2 ranks share a node" in refused(4, states=FSDP, communication=by_node)
-    assert "every node has one rank" in refused(states=FSDP, communication={**by_node, "ranks_per_node": 2})
+    assert "every node has one of the ranks that share a copy" in refused(
+        states=FSDP, communication={**by_node, "ranks_per_node": 2}
+    )
     assert "groups of 2 ranks, which share layers" in refused(
         states=FSDP, communication={**by_node, "ranks_per_node": 3}
     )

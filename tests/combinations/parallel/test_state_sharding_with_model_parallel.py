@@ -259,11 +259,11 @@ def test_edited_configs_are_refused() -> None:
             two,
             {"offload": {"states": {"kind": "optimizer_cpu"}}},
         ),
-        "the 2 ranks are no multiple of optimizer=4": (
+        "The 2 ranks are no multiple of optimizer=4": (
             two,
             {"sharding": {"states": {"kind": "amsp", "parameters": 1, "gradients": 2, "optimizer": 4}}},
         ),
-        "every node has one of the ranks": (
+        "Every node has one of the ranks that share a copy": (
             two,
             {"sharding": {"states": {"kind": "fsdp"}, "communication": by_node}},
         ),
