@@ -223,7 +223,23 @@ class Technique(BaseModel):
     title: ClassVar[str]
     source: ClassVar[str]
     """Paper or project it comes from; for memtune's own techniques, the work they build on."""
+    paper: ClassVar[str] = ""
+    """Its short name in the literature, printed after the sentence; empty if PyTorch itself does it."""
     exactness: ClassVar[Exactness]
+
+    def sentence(self) -> str:
+        """Return the setting as one plain clause without a subject: `recomputes every block in backward`."""
+        raise TypeError(f"{type(self).__name__} must say in one clause what it does")
+
+    def described(self) -> str:
+        """Return the sentence, with the paper, and the changed knobs that the sentence does not depend on."""
+        plain, knobs = self.sentence(), []
+        for name, field_info in type(self).model_fields.items():
+            value, default = getattr(self, name), field_info.default
+            if value != default and self.model_copy(update={name: default}).sentence() == plain:
+                knobs.append(f"{name}: {value}")
+        brackets = [each for each in (self.paper, *knobs) if each]
+        return f"{plain} ({', '.join(brackets)})" if brackets else plain
 
     @property
     def effects(self) -> Effects:

@@ -73,6 +73,22 @@ class Settings:
             node[last] = {"kind": technique.kind} | technique.model_dump(exclude_defaults=True, mode="json")
         return settings
 
+    def sentences(self) -> dict[str, str]:
+        """Return one plain clause by slot for the execution and each technique that is not null, as a config
+        lists them; the execution's is missing if the training script decides it.
+        """
+        ordered = sorted(self.techniques, key=lambda each: SLOTS.index(each.slot))
+        clauses = {"execution": self.execution.sentence()} | {each.slot: each.described() for each in ordered}
+        return {slot: clause for slot, clause in clauses.items() if clause}
+
+    @cached_property
+    def sentence(self) -> str:
+        """The settings as clauses in one line, without the micro-batches, which tables show as numbers."""
+        plain = Settings(
+            self.execution.model_copy(update={"micro_batch": None, "accumulate": 1}), self.techniques
+        )
+        return "; ".join(plain.sentences().values()) or "changes nothing"
+
     def env(self) -> dict[str, str]:
         """Return environment variables that must be set before the device starts."""
         return {

@@ -26,6 +26,10 @@ class Async(Technique):
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "allocates with cudaMallocAsync"
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse CPU, and NCCL that registers torch's memory."""
         return not_remapped(target)

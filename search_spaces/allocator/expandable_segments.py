@@ -24,6 +24,10 @@ class ExpandableSegments(Technique):
     source: ClassVar[str] = "PyTorch, CUDA semantics: expandable_segments of PYTORCH_ALLOC_CONF"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "lets PyTorch's allocator grow its segments (expandable_segments)"
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse CPU, and NCCL that registers torch's memory."""
         return not_remapped(target)

@@ -22,6 +22,7 @@ class GMLake(OwnAllocator):
     kind: Literal["gmlake"] = "gmlake"
     title: ClassVar[str] = "Stitched memory"
     source: ClassVar[str] = "Guo et al. 2024, GMLake, ASPLOS 2024, arXiv:2401.08156"
+    paper: ClassVar[str] = "GMLake"
 
     defragment: bool = True
     """Stitch pieces; if false they are only split and reused."""
@@ -40,6 +41,10 @@ class GMLake(OwnAllocator):
     """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their
     own.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "stitches free pieces of memory into large blocks"
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the allocator and its knobs."""

@@ -101,6 +101,10 @@ class Native(Technique):
     pinned_free_catch_all: bool | None = None
     """Passed to torch unchanged; see its documentation."""
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "uses PyTorch's caching allocator"
+
     @model_validator(mode="after")
     def _blocks_are_not_smaller_than_segments(self) -> Self:
         segment = self.large_segment_size_mb or 20

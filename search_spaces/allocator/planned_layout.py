@@ -28,11 +28,16 @@ class PlannedLayout(OwnAllocator):
     kind: Literal["planned_layout"] = "planned_layout"
     title: ClassVar[str] = "Planned offsets"
     source: ClassVar[str] = "Imanishi and Xu 2024, A Heuristic for Periodic Memory Allocation, ISMM 2024"
+    paper: ClassVar[str] = "Imanishi and Xu 2024"
 
     replan_after: Annotated[int, Field(ge=1)] = 64
     """Unplanned requests before another step is observed: a small value plans often where steps differ, a
     large one keeps an old plan.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "gives the tensors of a step planned addresses"
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the allocator and its knob."""

@@ -46,6 +46,21 @@ class Execution(BaseModel):
             raise ValueError("compile_backend without compile: set compile to blocks or model")
         return self
 
+    def sentence(self) -> str:
+        """Return the micro-batches and compilation as one plain clause; empty if the script decides them."""
+        size = f"{self.micro_batch} sample{'s' * (self.micro_batch > 1)}" if self.micro_batch else ""
+        batches = (
+            f"{self.accumulate} micro-batches" if self.accumulate > 1 else "one micro-batch" if size else ""
+        )
+        parts = [f"runs {batches}{' of ' * bool(size)}{size} a step"] if batches else []
+        parts += (
+            ["compiles each block" if self.compile == "blocks" else "compiles the model"]
+            if self.compile
+            else []
+        )
+        backend = " (aot_eager)" if self.compile_backend != "inductor" else ""
+        return ", ".join(parts) + backend
+
     def summary(self) -> str:
         """Return the differences from the plain step as text, such as `mb 4×2, compiled`; empty if there are
         none.

@@ -86,6 +86,7 @@ class AttentionBoundary(Technique):
     source: ClassVar[str] = (
         "Li et al. 2024, DistFlashAttn, arXiv:2310.03294, rematerialization-aware checkpointing"
     )
+    paper: ClassVar[str] = "DistFlashAttn"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = SCHEDULED
 
@@ -94,6 +95,10 @@ class AttentionBoundary(Technique):
     recomputes more at once. Default: the square root of the number of attentions, which needs the least
     memory. By blocks: of the attentions of one block.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "recomputes everything but attention in backward, from one attention output to the next"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse blocks without fused attention, data-dependent ops, and mechanisms that act inside the

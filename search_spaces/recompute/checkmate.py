@@ -12,6 +12,7 @@ from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import within
 from memtune.search_spaces._plan_fields import Bytes
 from memtune.search_spaces.recompute._schedule_planner import (
     SCHEDULED,
@@ -67,6 +68,7 @@ class Checkmate(Technique):
     source: ClassVar[str] = (
         "Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys"
     )
+    paper: ClassVar[str] = "Checkmate"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = SCHEDULED
 
@@ -81,6 +83,10 @@ class Checkmate(Technique):
     """
     solver: Literal["approx", "exact"] = "approx"
     """`approx`: linear program, rounded; `exact`: also the integer program, for up to a minute per budget."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"recomputes single ops by a solved schedule, {within(self.budget_bytes, self.share)}"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse a budget that plain training meets or no schedule meets, and models with

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from memtune.activations.eviction import COOP, Policy, coop_options
+from memtune.search_spaces._phrases import within
 from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
 
@@ -26,6 +27,7 @@ class Coop(DynamicPolicy):
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Evict neighbours in a sliding window (Coop)"
     source: ClassVar[str] = "Zhang et al. 2023, Coop: Memory is not a Commodity, NeurIPS, arXiv:2311.00591"
+    paper: ClassVar[str] = "Coop"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     groups: Literal[1, 2] = 1
@@ -36,6 +38,10 @@ class Coop(DynamicPolicy):
     """A tensor's cost includes that of its evicted neighbourhood, not its own op alone."""
     small_area: bool = True
     """Tensors of at most 10 KiB are kept in a separate area."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"recomputes tensors that are neighbours in memory, {within(self.budget_bytes, self.ratio)}"
 
     def policy(self) -> Policy:
         """Return Coop with the chosen parts."""

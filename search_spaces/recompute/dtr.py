@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.activations.eviction import DTR, DTR_HEURISTICS, Policy, dtr_options
+from memtune.search_spaces._phrases import within
 from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
 
@@ -28,6 +29,7 @@ class Dtr(DynamicPolicy):
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Evict and run again by cost, size and age (DTR)"
     source: ClassVar[str] = "Kirisame et al. 2021, Dynamic Tensor Rematerialization, ICLR, arXiv:2006.09616"
+    paper: ClassVar[str] = "DTR"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     heuristic: Literal["best", "e_star", "classes", "local", "lru", "size", "msps", "random"] = "best"
@@ -40,6 +42,10 @@ class Dtr(DynamicPolicy):
     """Consider only a random part of the candidates, about the square root of their number."""
     ignore_small: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Tensors below this fraction of the mean size are evicted last; 0.01 in the authors' prototype."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"recomputes cheap, large and old tensors, {within(self.budget_bytes, self.ratio)}"
 
     def policy(self) -> Policy:
         """Return DTR with the chosen score; with the first to be played if several are."""

@@ -28,11 +28,16 @@ class EveryNth(Technique):
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute one block in n"
     source: ClassVar[str] = "Chen et al. 2016, arXiv:1604.06174; block method of NVIDIA Megatron-LM"
+    paper: ClassVar[str] = "Chen et al. 2016"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="block")
 
     n: Annotated[int, Field(ge=1)] = 2
     """One block in n is recomputed; larger n keeps more bytes and recomputes less."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"recomputes one block in {self.n} in backward"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse n blocks or fewer, blocks that change their input, and one compiled graph for all blocks."""

@@ -105,6 +105,7 @@ class Lohan(Technique):
         "Liao et al. 2024, LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer"
         " GPU, arXiv:2403.06504, traffic-aware activation swapping"
     )
+    paper: ClassVar[str] = "LoHan"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="tensor", eager_only=DISPATCH_MODE)
 
@@ -123,6 +124,11 @@ class Lohan(Technique):
     """
     min_bytes: Annotated[int, Field(ge=1)] = MIN_MOVED_BYTES
     """Smaller tensors are not swapped: a copy has a fixed cost."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        beyond = " and SSD" if self.spill == "ssd" else ""
+        return f"moves activations to host memory{beyond} where that beats recomputing, recomputes the rest"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse blocks that cannot run again or run several times, and blocks in which recomputing is always

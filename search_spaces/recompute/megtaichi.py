@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.activations.eviction import MEGTAICHI, Policy, megtaichi_options
+from memtune.search_spaces._phrases import within
 from memtune.search_spaces.recompute._schedule_planner import BUDGET_KNOBS, DynamicPolicy
 from memtune.technique import Exactness
 
@@ -28,6 +29,7 @@ class Megtaichi(DynamicPolicy):
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Evict by cost and address (MegTaiChi)"
     source: ClassVar[str] = "Hu et al. 2022, MegTaiChi, ICS; the score as in MegEngine"
+    paper: ClassVar[str] = "MegTaiChi"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     foresight: bool = False
@@ -48,6 +50,10 @@ class Megtaichi(DynamicPolicy):
     """Exponent of the age."""
     replay_base: Annotated[float, Field(ge=1)] = 1.0001
     """A score grows by this factor with every recomputation."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"recomputes cheap tensors next to free memory, {within(self.budget_bytes, self.ratio)}"
 
     def policy(self) -> Policy:
         """Return MegEngine's score with the chosen exponents."""

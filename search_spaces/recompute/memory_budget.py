@@ -34,6 +34,7 @@ class MemoryBudget(Technique):
     source: ClassVar[str] = (
         "PyTorch, torch._functorch.partitioners, activation_memory_budget (pytorch/pytorch#126320)"
     )
+    paper: ClassVar[str] = "PyTorch"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="graph")
 
@@ -43,6 +44,10 @@ class MemoryBudget(Technique):
     """Solver of the knapsack: `dp` exact over rounded sizes, `ilp` exact (needs SciPy), `greedy` by bytes per
     FLOP.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"recomputes ops inside compiled graphs, which then save {self.budget:.0%} of the bytes"
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse code that is not compiled."""

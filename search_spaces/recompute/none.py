@@ -16,6 +16,10 @@ class KeepAll(Technique):
     source: ClassVar[str] = "PyTorch autograd"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "keeps every activation for backward"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return nothing: no mechanism is used."""
         return {}

@@ -11,6 +11,7 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
+from memtune.search_spaces._phrases import within
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.recompute._block_planner import (
     Budget,
@@ -78,6 +79,7 @@ class Planned(Technique):
         "memtune; on min-cut rematerialization (He and Yu 2023, PyTorch's partitioner), Checkmate (Jain et"
         " al. 2020, arXiv:1910.02653) and TSPLIT (Nie et al., ICDE 2022)"
     )
+    paper: ClassVar[str] = "memtune"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
@@ -100,6 +102,11 @@ class Planned(Technique):
     """Schedules of single ops replace the plan where they are faster within the same budget: one for the
     model, or one per block where ranks shard parameters. Every step must run the same ops.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        how = "op by op" if self.by_schedule else "cheapest first"
+        return f"recomputes as few activations as needed {within(self.budget_bytes, self.share)}, {how}"
 
     @property
     def effects(self) -> Effects:

@@ -40,6 +40,7 @@ class Selective(Technique):
         "Korthikanti et al. 2023, Reducing Activation Recomputation in Large Transformer Models, section 5,"
         " and its per-op form in PyTorch's selective checkpointing"
     )
+    paper: ClassVar[str] = "Korthikanti et al. 2023"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="uniform", eager_only=DISPATCH_MODE)
 
@@ -48,6 +49,12 @@ class Selective(Technique):
     softmax, its dropout and the product with the values, whose bytes grow with the square of the sequence
     (Korthikanti's own form).
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        if self.scope == "core_attention":
+            return "recomputes attention scores and softmax in backward"
+        return "recomputes norms, activation functions and dropout in backward"
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse a model without blocks."""

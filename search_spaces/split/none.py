@@ -16,6 +16,10 @@ class Whole(Technique):
     source: ClassVar[str] = "PyTorch eager execution"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "runs every op whole"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return nothing: no mechanism is used."""
         return {}

@@ -82,6 +82,7 @@ class Tiled(Technique):
     source: ClassVar[str] = (
         "Nie et al. 2022, TSPLIT, ICDE 22; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, tiling"
     )
+    paper: ClassVar[str] = "ZeRO-Infinity, TSPLIT"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunks: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -96,6 +97,12 @@ class Tiled(Technique):
     """Number of parts of the tokens in every norm of the blocks that saves more than its input, except norms
     that `mlp` cuts. 1: not cut.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        counts = (("logits and loss", self.chunks), ("MLPs", self.mlp), ("norms", self.norm))
+        parts = [f"{name} in {n} parts" for name, n in counts if n > 1]
+        return f"computes {', '.join(parts) or 'every op whole'}"
 
     @property
     def effects(self) -> Effects:

@@ -498,3 +498,25 @@ def test_variable_set_after_cuda_started_raises(monkeypatch: pytest.MonkeyPatch)
 def test_misplaced_axis_error_names_its_place() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'sharding'[\s\S]*Fix: settings: \{sharding: …\}"):
         load_config({"sharding": {"states": {"kind": "ddp"}}})
+
+
+def test_sentences_are_those_of_the_chosen_techniques():
+    settings = load_config(
+        {
+            "settings": {
+                "execution": {"micro_batch": 2, "accumulate": 4, "compile": "blocks"},
+                "offload": {"states": {"kind": "l2l"}},
+                "recompute": {"kind": "full"},
+            }
+        }
+    ).settings
+    assert list(settings.sentences().items()) == [
+        ("execution", "runs 4 micro-batches of 2 samples a step, compiles each block"),
+        ("recompute", "recomputes every block in backward (Chen et al. 2016)"),
+        (
+            "offload.states",
+            "keeps the blocks in host memory, with one block's weights at a time on the device (L2L)",
+        ),
+    ]
+    assert settings.sentence.startswith("compiles each block; recomputes every block")
+    assert load_config({"settings": {}}).settings.sentence == "changes nothing"

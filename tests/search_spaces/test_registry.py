@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,47 @@ def test_a_technique_says_what_it_is(cls: type[Technique]):
     assert isinstance(cls.exactness, Exactness)
     assert cls.__doc__
     assert sys.modules[cls.__module__].__doc__
+
+
+def settings_of(cls: type[Technique]) -> Iterator[Technique]:
+    """The default knobs, then each other value that a search tries, where the technique allows it alone."""
+    default = cls()
+    yield default
+    for knob, values in default.choices().items():
+        yield from (default.model_copy(update={knob: value}) for value in values[1:])
+
+
+@pytest.mark.parametrize("slot", search_spaces.SLOTS)
+def test_every_setting_has_one_clause_of_its_own(slot: str):
+    clauses = [
+        each.described()
+        for cls in search_spaces.all_techniques()
+        if cls.slot == slot
+        for each in settings_of(cls)
+    ]
+    assert len(set(clauses)) == len(clauses)
+    for clause in clauses:
+        verb, *rest = clause.split()
+        assert re.fullmatch(r"[a-z]+s", verb), clause
+        assert rest, clause
+        assert "." not in clause.split("(")[0], clause
+        assert len(clause) <= 150, clause
+
+
+def test_the_clause_names_the_paper_of_a_published_technique():
+    unnamed = {
+        cls.model_fields["kind"].default
+        for cls in search_spaces.all_techniques()
+        if not cls.paper and re.search(r"\d{4}", cls.source)
+    }
+    assert unnamed == set()
+
+
+def test_a_knob_that_the_clause_does_not_depend_on_is_appended():
+    copied = search_spaces.find("offload.activations", "copy_out")(kind="copy_out", ratio=0.5, prefetch=3)
+    assert copied.described() == (
+        "moves 50% of the blocks' saved activations to host memory until backward (vDNN, prefetch: 3)"
+    )
 
 
 @pytest.mark.parametrize("slot", search_spaces.SLOTS)

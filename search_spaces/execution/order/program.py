@@ -16,6 +16,10 @@ class ProgramOrder(Technique):
     source: ClassVar[str] = "PyTorch"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "runs ops in the order of your code"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return nothing: no mechanism is used."""
         return {}

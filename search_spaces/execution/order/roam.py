@@ -45,7 +45,12 @@ class Roam(Technique):
     source: ClassVar[str] = (
         "Shu et al. 2023, ROAM: memory-efficient large DNN training via operator ordering, arXiv:2310.19295"
     )
+    paper: ClassVar[str] = "ROAM"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "updates each weight as soon as its gradient is ready; orders compiled graphs for a low peak"
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse compiled graphs of fused kernels."""

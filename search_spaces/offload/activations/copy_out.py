@@ -74,6 +74,7 @@ class CopyOut(Technique):
         "Rhu et al. 2016, vDNN, arXiv:1602.08124; PyTorch save_on_cpu; Rajbhandari et al. 2021,"
         " arXiv:2104.07857"
     )
+    paper: ClassVar[str] = "vDNN"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="uniform")
 
@@ -88,6 +89,12 @@ class CopyOut(Technique):
     takes its bytes of host memory; 6 from the host, where each takes its bytes of the device; 0 from the host
     on stages of a pipeline.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        share = "" if self.ratio == 1 else f"{self.ratio:.0%} of "
+        where = "SSD" if self.target == "ssd" else "host memory"
+        return f"moves {share}the blocks' saved activations to {where} until backward"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require blocks, eager mode or compiled blocks, and a saved tensor that is large enough."""

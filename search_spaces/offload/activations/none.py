@@ -16,6 +16,10 @@ class OnDevice(Technique):
     source: ClassVar[str] = "PyTorch autograd"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "keeps saved activations on the device"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return no settings: no mechanism is used."""
         return {}

@@ -13,6 +13,7 @@ from memtune.effects import Effects
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
+from memtune.search_spaces._phrases import within
 from memtune.search_spaces._plan_fields import Bytes
 from memtune.search_spaces.offload.activations._block_shares import (
     Runs,
@@ -96,6 +97,7 @@ class Pipelined(Technique):
         "Yuan et al. 2024, Accelerating the Training of Large Language Models using Efficient Activation"
         " Rematerialization and Optimal Hybrid Parallelism, USENIX ATC 24, section 4"
     )
+    paper: ClassVar[str] = "Yuan et al. 2024"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(
         activations="stage", eager_only="tensors to prefetch together are counted in the eager step"
@@ -109,6 +111,13 @@ class Pipelined(Technique):
     """Peak to stay within if no ratio is given. Default: in a pipeline all memory of the target."""
     min_bytes: Annotated[int, Field(ge=0)] = 1 << 20
     """Smaller tensors are resident: a copy has a fixed cost."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        if self.ratio is None:
+            few = "moves as few saved activations to host memory as needed"
+            return f"{few} {within(self.budget_bytes, None)}, between micro-batches"
+        return f"moves {self.ratio:.0%} of the saved activations to host memory between micro-batches"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a budget that the step exceeds and some ratio meets; in a pipeline also stages with

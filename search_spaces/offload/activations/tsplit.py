@@ -14,6 +14,7 @@ from memtune.errors import ApplyError
 from memtune.program import Program, Step, split_calls
 from memtune.runtime import Context
 from memtune.search_spaces import active
+from memtune.search_spaces._phrases import within
 from memtune.search_spaces.offload.activations._tsplit_plan import (
     Decided,
     TsplitLimits,
@@ -63,6 +64,7 @@ class TSplit(Technique):
         "Nie et al. 2022, TSPLIT: Fine-grained GPU Memory Management for Efficient DNN Training via Tensor"
         " Splitting, ICDE 2022"
     )
+    paper: ClassVar[str] = "TSPLIT"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(activations="tensor", eager_only=DISPATCH_MODE)
 
@@ -86,6 +88,11 @@ class TSplit(Technique):
     """Tensors prefetched before backward needs them, overlapped with compute; each takes its bytes. 0 waits
     for each.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        needed = within(self.budget_bytes, self.share)
+        return f"moves as few saved activations to host memory as needed {needed}"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a budget that the step exceeds and some plan meets, and blocks whose tensors have

@@ -68,6 +68,7 @@ class AngelPtm(Technique):
         "Nie et al. 2023, Angel-PTM: A Scalable and Economical Large-scale Pre-training System in Tencent,"
         " VLDB 16(12), arXiv:2303.02868, sections 4 and 5"
     )
+    paper: ClassVar[str] = "Angel-PTM"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     page_mib: Annotated[float, Field(ge=0.001, le=64)] | None = None
@@ -97,6 +98,12 @@ class AngelPtm(Technique):
     latter needs `optimizer: ssd` and excludes `lock_free`: each piece has two slots on SSD, which takes twice
     the space for the same bytes written, and every step ends with a flush.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        state = "optimizer state on SSD, " if self.optimizer == "ssd" else ""
+        late = ", which may be some steps late" if self.lock_free else ""
+        return f"keeps {state}pages of the blocks' weights in host memory and updates on the host{late}"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -60,6 +60,7 @@ class Elixir(Technique):
     source: ClassVar[str] = (
         "Huang et al. 2022, Elixir: Train a Large Language Model on a Small GPU Cluster, arXiv:2212.05339"
     )
+    paper: ClassVar[str] = "Elixir"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -68,6 +69,10 @@ class Elixir(Technique):
     """Blocks by which chunks are prefetched; 0: loaded at their use."""
     device_updates: bool = True
     """Chunks are resident with their optimizer state if that takes less time than a larger cache."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "keeps chunks of the blocks' weights in host memory, with a cache on the device"
 
     @property
     def effects(self) -> Effects:

@@ -51,6 +51,7 @@ class L2L(Technique):
     source: ClassVar[str] = (
         "Pudipeddi et al. 2020, Training Large Neural Networks with Constant Memory, arXiv:2002.05645"
     )
+    paper: ClassVar[str] = "L2L"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     order: Literal["micro_batch_major", "layer_major"] = "micro_batch_major"
@@ -59,6 +60,11 @@ class L2L(Technique):
     """
     stash: Literal["device", "host"] = "device"
     """Tier of the layers' inputs until backward, with `order: layer_major`."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        order = ", each block runs all micro-batches" if self.order == "layer_major" else ""
+        return f"keeps the blocks in host memory, with one block's weights at a time on the device{order}"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -15,6 +15,7 @@ from memtune.offload.ssd_states import (
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces.offload.states._common import (
     cannot_offload_on_grad_ready,
     no_native_update,
@@ -50,6 +51,7 @@ class Lohan(Technique):
         "Liao et al. 2024, LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer"
         " GPU, arXiv:2403.06504, active gradient offloading"
     )
+    paper: ClassVar[str] = "LoHan"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     update: Literal["native", "master"] = "native"
@@ -65,6 +67,10 @@ class Lohan(Technique):
     each piece has two slots on SSD, which takes twice the space for the same bytes written, and every step
     ends with a flush of the drive.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"keeps optimizer state on SSD and updates on the host during backward{UPDATES[self.update]}"
 
     @property
     def effects(self) -> Effects:

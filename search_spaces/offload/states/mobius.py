@@ -103,6 +103,7 @@ class Mobius(Technique):
     source: ClassVar[str] = (
         "Feng et al. 2023, Mobius: Fine Tuning Large-Scale Models on Commodity GPU Servers, ASPLOS 23"
     )
+    paper: ClassVar[str] = "Mobius"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(
         averages="all",
@@ -123,6 +124,10 @@ class Mobius(Technique):
     """Blocks whose updates overlap with the next step's forward. Default: solved; []: all updates end within
     the step.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "keeps the blocks in host memory, and runs stages of them in turn while the next is copied in"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a chain of blocks without random numbers and statistics, in float32, and enough blocks."""

@@ -73,6 +73,7 @@ class Moesys(Technique):
         "Shen et al. 2022, SE-MoE: A Scalable and Efficient Mixture-of-Experts Distributed Training and"
         " Inference System, arXiv:2205.10034, section 3.1"
     )
+    paper: ClassVar[str] = "SE-MoE"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     cache: Annotated[int, Field(ge=1, le=1 << 20)] = 64
@@ -92,6 +93,10 @@ class Moesys(Technique):
     experts and all other trained parameters have two slots on SSD. Each step writes the experts that it has
     changed and all of the rest, and ends with a flush of the drive.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"keeps experts and their optimizer state on SSD, {self.cache} of them in host memory"
 
     @property
     def effects(self) -> Effects:

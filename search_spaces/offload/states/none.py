@@ -16,6 +16,10 @@ class OnDevice(Technique):
     source: ClassVar[str] = "PyTorch optimizers"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "keeps weights, gradients and optimizer state on the device"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return no settings: no mechanism is used."""
         return {}

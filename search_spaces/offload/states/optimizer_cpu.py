@@ -17,6 +17,7 @@ from memtune.offload.optimizer import (
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces.offload.states._common import (
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
@@ -46,6 +47,7 @@ class OptimizerCpu(Technique):
     source: ClassVar[str] = (
         "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840"
     )
+    paper: ClassVar[str] = "ZeRO-Offload"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     update: Literal["user", "native", "master"] = "user"
@@ -66,6 +68,13 @@ class OptimizerCpu(Technique):
     gradients are on the device until the step, so clipping by norm and skipping a step work; else clipping is
     refused, and finished updates cannot be undone.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        when = {"end_of_step": "", "per_gradient": " per gradient", "per_layer": " block by block"}[
+            self.trigger
+        ]
+        return f"keeps optimizer state in host memory and updates there{when}{UPDATES[self.update]}"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

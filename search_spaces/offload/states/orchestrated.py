@@ -68,6 +68,7 @@ class TensorMovement(Technique):
         "Lin et al. 2023, Tensor Movement Orchestration in Multi-GPU Training Systems, HPCA 23, disjoint"
         " selection and command orchestration"
     )
+    paper: ClassVar[str] = "Lin et al. 2023"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(
         calls="block_hooks", moves="block", eager_only=EAGER_ONLY, host_share=1.0
@@ -85,6 +86,13 @@ class TensorMovement(Technique):
     """Blocks from the one that computes to the one that is loaded; 1 waits for each copy."""
     slot_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Most bytes of a copy during one hold of the token; small pieces are fairer and cost more requests."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        some = "some blocks" if self.stride is None else f"one block in {self.stride}"
+        copies = {"disjoint": "other ones on each rank", "token": "copied by one rank at a time"}
+        how = copies.get(self.mode, "copied by all ranks at once")
+        return f"keeps the weights of {some} in host memory, {how}"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require replicas behind one link, and blocks that run one after the other."""

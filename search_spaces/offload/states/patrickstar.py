@@ -67,6 +67,7 @@ class PatrickStar(Technique):
         "Fang et al. 2021, PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Memory"
         " Management, arXiv:2108.05818"
     )
+    paper: ClassVar[str] = "PatrickStar"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -78,6 +79,10 @@ class PatrickStar(Technique):
     """
     device_updates: bool = True
     """Chunks whose optimizer state fits on the device are resident and updated there."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "keeps chunks of the blocks' weights in host memory when the device is full, and updates there"
 
     @property
     def effects(self) -> Effects:

@@ -10,6 +10,7 @@ from memtune.effects import Effects
 from memtune.offload.near_storage import Updaters, UpdatersSpec, optimizer_on_updaters
 from memtune.program import Kind, Program
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces.offload.states._common import no_native_update, not_contiguous
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
@@ -39,6 +40,7 @@ class SmartInfinity(Technique):
         "Jang et al. 2024, Smart-Infinity: Fast Large Language Model Training using Near-Storage Processing"
         " on a Real System, arXiv:2403.06664, SmartUpdate, its handler, SmartComp"
     )
+    paper: ClassVar[str] = "Smart-Infinity"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     update: Literal["native", "master"] = "native"
@@ -66,6 +68,11 @@ class SmartInfinity(Technique):
     step waits for all writes and a flush of each drive. Not with `topk_ratio`, whose unsent gradients are not
     on SSD.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        top = "" if self.topk_ratio is None else f", sends the largest {self.topk_ratio:.0%} of gradients"
+        return f"keeps optimizer state on SSD, where a process per drive updates{top}{UPDATES[self.update]}"
 
     @property
     def effects(self) -> Effects:

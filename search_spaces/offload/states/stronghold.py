@@ -63,6 +63,7 @@ class Stronghold(Technique):
     source: ClassVar[str] = (
         "Sun et al. 2022, STRONGHOLD: Fast and Affordable Billion-Scale Deep Learning Model Training, SC 22"
     )
+    paper: ClassVar[str] = "STRONGHOLD"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(
         averages="blocks", calls="block_hooks", moves="block", eager_only=EAGER_ONLY, host_share=1.0
@@ -78,6 +79,11 @@ class Stronghold(Technique):
     """Blocks whose updates overlap with the next step's forward. Default: solved; []: all updates end within
     the step.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        window = "as many as fit" if self.window is None else f"{self.window} of them"
+        return f"keeps the blocks in host memory, with {window} on the device"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

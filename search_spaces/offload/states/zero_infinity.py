@@ -33,6 +33,7 @@ from memtune.offload.tiles import (
 )
 from memtune.program import Kind, Program, is_in_expert, window_residency
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import (
     EAGER_ONLY,
@@ -85,6 +86,7 @@ class ZeroInfinity(Technique):
     source: ClassVar[str] = (
         "Rajbhandari et al. 2021, ZeRO-Infinity: Breaking the GPU Memory Wall, arXiv:2104.07857, section 5.2.2"  # noqa: E501
     )
+    paper: ClassVar[str] = "ZeRO-Infinity"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     update: Literal["native", "master"] = "native"
@@ -123,6 +125,19 @@ class ZeroInfinity(Technique):
     tiles, and two of their gradients, are on the device at once (section 5.1.3). With `fsdp` a tile is
     gathered from all ranks. 1 loads weights completely, with their block.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        places = {"ssd": "on SSD", "host": "in host memory"}
+        tiers = (
+            ("optimizer state", self.optimizer),
+            ("weights", self.parameters),
+            ("gradients", self.gradients),
+        )
+        parts = [f"{state} {places[tier]}" for state, tier in tiers if tier in places]
+        kept = f"keeps {', '.join(parts)}, " if parts else ""
+        tiled = f", loads large weights in {self.tiles} parts" if self.tiles > 1 else ""
+        return f"{kept}updates on the host{tiled}{UPDATES[self.update]}"
 
     @property
     def effects(self) -> Effects:

@@ -19,6 +19,7 @@ from memtune.offload.optimizer import (
 )
 from memtune.program import Kind, Program, Step
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import (
     RatioSolution,
@@ -69,6 +70,7 @@ class ZeroOffload(Technique):
         "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840,"
         " sections 4.1 and 5.2"
     )
+    paper: ClassVar[str] = "ZeRO-Offload"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     update: Literal["native", "master"] = "native"
@@ -90,6 +92,14 @@ class ZeroOffload(Technique):
     """Each update overlaps with the next step (section 5.2, one-step delayed parameter update)."""
     delay_after: Annotated[int, Field(ge=0)] = 40
     """Steps without delay at the beginning of a run: the paper delays once training has settled."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        share = "as little as needed" if self.ratio is None else f"{self.ratio:.0%}"
+        state = "optimizer state" if self.ratio == 1 else f"{share} of the optimizer state"
+        late = " one step late" if self.delayed else ""
+        sent = "sends gradients to host memory in backward"
+        return f"{sent}, keeps {state} and updates there{late}{UPDATES[self.update]}"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

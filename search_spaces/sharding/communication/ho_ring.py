@@ -33,10 +33,16 @@ class HoRing(_GathersByNode):
     kind: Literal["ho_ring"] = "ho_ring"
     title: ClassVar[str] = "Rings between nodes, overlapped with gathers inside them"
     source: ClassVar[str] = "Wu et al. 2023, PaRO, arXiv:2310.06003, section 4 (HO-Ring)"
+    paper: ClassVar[str] = "PaRO"
     _gather: ClassVar[Gathering] = "ho_ring"
 
     reductions: bool = False
     """Gradients are reduced by the same rings, backwards."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        what = "gathers weights and reduces gradients" if self.reductions else "gathers weights"
+        return f"{what} on rings between nodes and inside them at the same time"
 
     def exactly(self) -> Exactness:
         """Return reordered if reductions go by node, too."""

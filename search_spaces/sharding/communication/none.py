@@ -18,6 +18,10 @@ class Plain(Technique):
     source: ClassVar[str] = "torch.distributed"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "uses torch's own collectives"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return no settings: no mechanism is used."""
         return {}

@@ -38,6 +38,7 @@ class ZeroPp(_CustomCollectives):
     source: ClassVar[str] = (
         "Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ), 3.2 (hpZ) and 3.3 (qgZ)"
     )
+    paper: ClassVar[str] = "ZeRO++"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     hpz: bool = True
@@ -62,6 +63,13 @@ class ZeroPp(_CustomCollectives):
     """Parameters with fewer elements (norms, biases, routers) travel in float32: few bytes, and the most
     sensitive ones.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        parts = ["gathers weights inside the node in backward"] if self.hpz else []
+        parts += [f"sends weights in {self.weight_bits} bits"] if self.qwz else []
+        parts += [f"sends gradients in {self.gradient_bits} bits"] if self.qgz else []
+        return ", ".join(parts) or "sends weights and gradients as they are"
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:

@@ -12,6 +12,7 @@ from pydantic import Field, PlainSerializer
 from memtune.parallel.model import HEAD_CONTEXT, Split, divide_sequence
 from memtune.program import Program
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import MicroBatchRotation, wrong_plan_error
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.workload import unsharded_in_blocks
@@ -61,6 +62,7 @@ class HeadContext(MicroBatchRotation):
         "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4; work sharing: Li et al. 2023,"
         " DistFlashAttn, arXiv:2310.03294"
     )
+    paper: ClassVar[str] = "LoongTrain"
 
     head_degree: Annotated[int, Field(ge=1)] = 1
     """Ranks of a context, which divide the heads of attention; the other ranks of the group have other
@@ -76,6 +78,11 @@ class HeadContext(MicroBatchRotation):
     """`zigzag`: a context has a piece from the front of the sequence and one from the back. `work_sharing`:
     contexts are contiguous, and the first ones compute attention for the last.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        heads = f", and attention's heads over {self.head_degree} of them" if self.head_degree > 1 else ""
+        return f"divides the positions of a sequence over {ranks(self.degree)}{heads}"
 
     def split(self, ranks: int, node: int) -> Split | Reason:
         """Return the division over `ranks`, `node` of them on a node, or why there is none."""

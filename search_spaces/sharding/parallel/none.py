@@ -16,6 +16,10 @@ class DataParallelOnly(Technique):
     source: ClassVar[str] = "PyTorch eager execution"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "divides no layer over ranks"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return no settings: no mechanism is used."""
         return {}

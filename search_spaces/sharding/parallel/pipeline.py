@@ -15,6 +15,7 @@ from memtune.parallel.pipeline import Chain, PipelineSettings, balanced, chain_o
 from memtune.program import Program, RankClass, Stages, Step, accumulate_gradients, columns_of, idle_share
 from memtune.runtime import Context
 from memtune.search_spaces import active
+from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces._stage_steps import steps_of_stages
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.sharding.parallel._sharded_layers import wrong_plan_error
@@ -82,6 +83,7 @@ class Pipeline(Technique):
     source: ClassVar[str] = (
         "Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Huang et al. 2019, GPipe, arXiv:1811.06965"
     )
+    paper: ClassVar[str] = "Narayanan et al. 2021"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(
         layers="stages", eager_only="a stage stops the user's code between blocks, compiled or not"
@@ -93,6 +95,12 @@ class Pipeline(Technique):
     """One forward, one backward; the same with several stages on each rank; or all forwards first."""
     stages_per_rank: Annotated[int, Field(ge=2)] = 2
     """Stages on each rank, with `interleaved_1f1b`; other schedules have one."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        names = {"1f1b": "one forward, one backward", "gpipe": "all forwards first"}
+        order = names.get(self.schedule, f"{self.stages_per_rank} stages on each rank")
+        return f"runs the blocks as pipeline stages on {ranks(self.degree)}, {order}"
 
     def _count(self, ranks: int) -> int:
         return (self.degree or ranks) * (self.stages_per_rank if self.schedule == "interleaved_1f1b" else 1)

@@ -13,6 +13,7 @@ from pydantic import Field
 from memtune.parallel.model import Sharing, average, rotate, sum_shards
 from memtune.program import APART, Edit, Program, Resource, accumulate_gradients, columns_of, memoized
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import (
     PartitionedLayers,
     divides_states,
@@ -57,9 +58,14 @@ class Rtp(PartitionedLayers):
     plan_types: ClassVar[tuple[type[Plan], ...]] = (RtpPlan,)
     title: ClassVar[str] = "Weights rotated over the ranks"
     source: ClassVar[str] = "Luo et al. 2023, RTP, arXiv:2311.01635"
+    paper: ClassVar[str] = "RTP"
 
     in_place: bool = False
     """Write each shard over the own one: half the extra bytes, one hop more per rotation, and a copy."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"divides every layer over {ranks(self.degree)}, between which parts of the weights rotate"
 
     def asked(self, target: Target) -> str:
         """Return the rotation, into a second buffer or in place."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from memtune.parallel.model import divide
 from memtune.program import Program
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import CutLayers, PairsPlan
 from memtune.technique import Target
 from memtune.workload import Pair, unsharded_in_blocks
@@ -35,6 +36,11 @@ class SequenceParallel(CutLayers):
     kind: Literal["sequence_parallel"] = "sequence_parallel"
     title: ClassVar[str] = "Heads, features and positions divided over ranks"
     source: ClassVar[str] = "Korthikanti et al. 2023, arXiv:2205.05198, section 4.2"
+    paper: ClassVar[str] = "Korthikanti et al. 2023"
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return f"divides every layer, and the positions between layers, over {ranks(self.degree)}"
 
     def asked(self, target: Target) -> str:
         """Return the division of attention, MLPs, and the positions between them."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from memtune.parallel.model import cut
 from memtune.runtime import Context
+from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import CutLayers
 from memtune.technique import Target
 from memtune.workload import Pair
@@ -35,9 +36,15 @@ class TensorParallel(CutLayers):
     kind: Literal["tensor"] = "tensor"
     title: ClassVar[str] = "Heads and features divided over ranks"
     source: ClassVar[str] = "Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3"
+    paper: ClassVar[str] = "Megatron-LM"
 
     layers: Literal["all", "mlp"] = "all"
     """All pairs, or those of MLPs only (if attention layers cannot be divided)."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        layers = "heads and features of every layer" if self.layers == "all" else "features of every MLP"
+        return f"divides {layers} over {ranks(self.degree)}"
 
     def asked(self, target: Target) -> str:
         """Return the value of `layers`."""

@@ -11,6 +11,7 @@ from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held_bytes
 from memtune.program import Program, Step
+from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.states._nested import _NestedSharding, schedule_of, whole_bytes
 from memtune.technique import Exactness, Plan, Reason, Target
 
@@ -56,6 +57,7 @@ class Amsp(_NestedSharding):
     plan_types: ClassVar[tuple[type[Plan], ...]] = (AmspPlan,)
     title: ClassVar[str] = "States divided over factors of their own"
     source: ClassVar[str] = "Chen et al. 2023, AMSP, arXiv:2311.00257, section 4"
+    paper: ClassVar[str] = "AMSP"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     parameters: Annotated[int, Field(ge=1)] | None = None
@@ -64,6 +66,18 @@ class Amsp(_NestedSharding):
     """Ranks over which sums of gradients are sharded: 1, or a multiple of `parameters`."""
     optimizer: Annotated[int, Field(ge=1)] | None = None
     """Ranks over which optimizer state is sharded: a multiple of the other two."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+
+        def over(n: int | None) -> str:
+            return "as many ranks as planned" if n is None else ranks(n)
+
+        factors = (self.parameters, self.gradients, self.optimizer)
+        if len(set(factors)) == 1:
+            return f"divides weights, gradients and optimizer state over {over(self.parameters)}"
+        weights, gradients, optimizer = map(over, factors)
+        return f"divides weights over {weights}, gradients over {gradients}, optimizer state over {optimizer}"
 
     def _given(self) -> Factors | None:
         if self.parameters is None or self.gradients is None or self.optimizer is None:

@@ -33,6 +33,7 @@ class Ddp(Technique):
     slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Replicas that average their gradients"
     source: ClassVar[str] = "Li et al. 2020, PyTorch Distributed, arXiv:2006.15704"
+    paper: ClassVar[str] = "DDP"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
@@ -40,6 +41,11 @@ class Ddp(Technique):
     """
     find_unused_parameters: bool = False
     """Search every step for parameters without gradient; needed if the graph changes, slower otherwise."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        buckets = "" if self.bucket_cap_mb == 25 else f" in buckets of {self.bucket_cap_mb} MiB"
+        return f"keeps the whole model on every rank, averages gradients{buckets}"
 
     @property
     def effects(self) -> Effects:

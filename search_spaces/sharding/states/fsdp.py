@@ -12,6 +12,7 @@ from pydantic import Field
 
 from memtune.parallel.sharding import Sharding
 from memtune.program import Program
+from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits, does_not_divide
 from memtune.technique import Exactness, Reason, Target
 
@@ -41,6 +42,7 @@ class Fsdp(_FsdpUnits):
     source: ClassVar[str] = (
         "Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277; Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
     )
+    paper: ClassVar[str] = "FSDP"
 
     degree: Annotated[int, Field(ge=2)] | None = None
     """Ranks that share one copy of the model state. Default: all; fewer hold more bytes and gather on shorter
@@ -62,6 +64,11 @@ class Fsdp(_FsdpUnits):
     """
     keep_root: bool = True
     """Parameters in no block are unsharded between forward and backward; off, they are gathered again."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        kept = ", keeps gathered weights until backward" if self.reshard_after_forward is False else ""
+        return f"divides weights, gradients and optimizer state over {ranks(self.degree)}{kept}"
 
     def exactly(self) -> Exactness:
         """Return lossy if gradients may be sent in fewer bits than they have."""

@@ -36,11 +36,17 @@ class Mics(_FsdpUnits):
     source: ClassVar[str] = (
         "Zhang et al. 2022, MiCS, VLDB 16(1), arXiv:2205.00119, sections 3.2 (groups) and 3.4 (two hops)"
     )
+    paper: ClassVar[str] = "MiCS"
     effects: ClassVar[Effects] = replace(_FsdpUnits.effects, reduces="step")
 
     group: Annotated[int, Field(ge=2)] | None = None
     """Ranks that share one copy. Default: those of a node; fewer hold more bytes and gather on shorter rings.
     """
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        group = "node" if self.group is None else f"group of {self.group} ranks"
+        return f"divides weights, gradients and optimizer state inside each {group}"
 
     def _degree(self, ranks: int, plan: GroupPlan) -> int:
         group = self.group or plan.group

@@ -22,6 +22,10 @@ class Alone(Technique):
     source: ClassVar[str] = "PyTorch eager execution"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        return "runs the whole model on one rank"
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require one rank, or several whose gradients another technique reduces, such as model
         parallelism.

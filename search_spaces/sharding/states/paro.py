@@ -39,12 +39,20 @@ class Paro(_NestedSharding):
     plan_types: ClassVar[tuple[type[Plan], ...]] = (GroupPlan,)
     title: ClassVar[str] = "States divided in groups or over all ranks"
     source: ClassVar[str] = "Wu et al. 2023, PaRO, arXiv:2310.06003, section 3"
+    paper: ClassVar[str] = "PaRO"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     strategy: Annotated[str, Field(pattern="^[NIG]{3}$")] = "IIG"
     """Sharding of parameters, gradients and optimizer state, a letter each."""
     group: Annotated[int, Field(ge=2)] | None = None
     """Ranks of a group. Default: those of a node."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        group = "node" if self.group is None else f"group of {self.group} ranks"
+        places = {"N": "on every rank", "I": f"divided in each {group}", "G": "divided over all ranks"}
+        states = zip(("weights", "gradients", "optimizer state"), self.strategy, strict=True)
+        return f"keeps {', '.join(f'{state} {places[letter]}' for state, letter in states)}"
 
     def _factors(self, ranks: int, plan: GroupPlan) -> Factors:
         group = self.group or plan.group
