@@ -44,6 +44,7 @@ from memtune.search_spaces.recompute._schedule_planner.online_budget import (
     sufficient_online_bytes,
 )
 from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
+    FitsOnline,
     check_schedule,
     install_region,
     solve_policy,
@@ -322,7 +323,10 @@ class DynamicPolicy(Technique):
             return None
         place = placement_of(program, target)
         return solve_policy(
-            place, self.options(), self._budget_bytes(place, target), self._is_online(program.step)
+            place,
+            self.options(),
+            self._budget_bytes(place, target),
+            _online_check(self._is_online(program.step)),
         )
 
     def _too_little(self, place: Placement, budget_bytes: int) -> Reason:
@@ -350,7 +354,7 @@ class DynamicPolicy(Technique):
             by_policy = _sufficient_bytes(place, self.options(), found, online)
             if by_policy is None or not online:
                 return by_policy
-            frozen = solve_policy(place, self.options(), by_policy, online)
+            frozen = solve_policy(place, self.options(), by_policy, _online_check(online))
             assert frozen is not None  # `by_policy` has a schedule
             found = (
                 sufficient_online_bytes(
@@ -358,9 +362,18 @@ class DynamicPolicy(Technique):
                 )
                 or 0
             )
-            if not found or solve_policy(place, self.options(), found, online) is not None:
+            if not found or solve_policy(place, self.options(), found, _online_check(online)) is not None:
                 return found or None
         return None
+
+
+def _fits_online(place: Placement, policy: Policy, budget_bytes: int) -> bool:
+    budget_online = budget_bytes - place.more_bytes
+    return online_peak_bytes(place.step, policy, budget_online, place.hardware) is not None
+
+
+def _online_check(online: bool) -> FitsOnline | None:
+    return _fits_online if online else None
 
 
 @lru_cache(maxsize=16)
@@ -373,16 +386,19 @@ def _sufficient_bytes(
     A policy may fail above a budget that it meets, so bisection finds some budget that it meets, not the
     smallest.
     """
+    fits_online = _online_check(online)
     low, high, least = too_little_bytes, place.plain_bytes, place.least_bytes
     if low < least:
-        if solve_policy(place, options, least, online) is not None:
+        if solve_policy(place, options, least, fits_online) is not None:
             return least
         low = least
-    if solve_policy(place, options, high, online) is None:
+    if solve_policy(place, options, high, fits_online) is None:
         return None
     while high - low > high // 100:
         middle = (low + high) // 2
-        low, high = (middle, high) if solve_policy(place, options, middle, online) is None else (low, middle)
+        low, high = (
+            (middle, high) if solve_policy(place, options, middle, fits_online) is None else (low, middle)
+        )
     return high
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,32 +23,31 @@ from memtune.search_spaces.recompute._schedule_planner.block_options import is_c
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
     instead_of_schedule,
 )
-from memtune.search_spaces.recompute._schedule_planner.online_budget import online_peak_bytes
 from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     Placement,
 )
 
+FitsOnline = Callable[[Placement, Policy, int], bool]
+"""Return whether the runtime can use a policy within a budget when it decides while the model runs."""
+
 
 @lru_cache(maxsize=32)
 def solve_policy(
-    place: Placement, options: tuple[Policy, ...], budget_bytes: int, online: bool = False
+    place: Placement, options: tuple[Policy, ...], budget_bytes: int, fits_online: FitsOnline | None = None
 ) -> PolicySchedule | None:
     """Return the cheapest schedule of `options` within `budget_bytes`, None if there is none; cached by
-    place, options and budget.
+    all arguments.
 
-    Online, an option that the runtime cannot use within the budget decides only if no other can.
+    With `fits_online` the policy decides online, and an option that it refuses is taken only if all others
+    fail too.
     """
+    online = fits_online is not None
     traces = [
         partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)
     ]
-    budget_online = budget_bytes - place.more_bytes
 
     def accepts(policy: Policy) -> bool:
-        return (
-            not online
-            or len(options) == 1
-            or online_peak_bytes(place.step, policy, budget_online, place.hardware) is not None
-        )
+        return fits_online is None or len(options) == 1 or fits_online(place, policy, budget_bytes)
 
     return freeze(place.among, traces, options, budget_bytes, place.peak_bytes, accepts)
 
