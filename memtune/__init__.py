@@ -1,7 +1,7 @@
 """memtune: find how to train a PyTorch model fast inside the memory of its GPU, and apply it with one line.
 
-The names below load at first use: `import memtune` takes milliseconds and touches no device, and training
-needs none of the packages that only the search uses.
+`__all__` is the public API. The names load at first use: `import memtune` takes milliseconds and touches no
+device, and training needs none of the packages that only the search uses.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memtune.api import Tuned, apply
-    from memtune.autotune.search.study import search
     from memtune.config.tuned_config import TunedConfig, load_config
     from memtune.deferred_init.deferred_init import deferred
+    from memtune.interactive.calls import plan, search
+    from memtune.interactive.results import PlanResult, SearchResult
     from memtune.technique import Technique
     from memtune.workload.workload import Workload
 
     __version__: str
 
 __all__ = [
+    "PlanResult",
+    "SearchResult",
     "Technique",
     "Tuned",
     "TunedConfig",
@@ -29,10 +32,13 @@ __all__ = [
     "apply",
     "deferred",
     "load_config",
+    "plan",
     "search",
 ]
 
 _HOME = {
+    "PlanResult": "memtune.interactive.results",
+    "SearchResult": "memtune.interactive.results",
     "Technique": "memtune.technique",
     "Tuned": "memtune.api",
     "TunedConfig": "memtune.config.tuned_config",
@@ -40,7 +46,8 @@ _HOME = {
     "apply": "memtune.api",
     "deferred": "memtune.deferred_init.deferred_init",
     "load_config": "memtune.config.tuned_config",
-    "search": "memtune.autotune.search.study",
+    "plan": "memtune.interactive.calls",
+    "search": "memtune.interactive.calls",
 }
 
 

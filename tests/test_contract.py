@@ -71,8 +71,10 @@ autotune.predict
 autotune.space
 autotune.search
 autotune.ui
+autotune.report
 testing
 cli
+interactive
 __main__
 """
 LEVEL = {room: level for level, line in enumerate(ORDER.split("\n")) for room in line.split()}

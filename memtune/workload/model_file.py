@@ -55,7 +55,8 @@ def load_user_file(target: str | Path) -> UserFile:
     """Import `model.py` or `model.py:name` and check that its functions exist. This runs the user's code.
 
     The module gets a unique name, so `__name__ == "__main__"` is false, and no bytecode is written. Its
-    directory stays on `sys.path`, because functions may import neighbouring files when they are called.
+    directory stays on `sys.path`, because functions may import neighbouring files when they are called; if
+    that is a package, so does the folder that holds it, for relative imports.
 
     Raises:
         WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
@@ -176,7 +177,11 @@ def _import(path: Path, source: bytes) -> ModuleType:
             importlib.import_module("torch._dynamo")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    module_name = f"memtune_user_{path.stem}_{next(_serial)}"
+    package = _package_of(path)
+    # In a package `from . import layers` needs the package's name in the module's, and the folder above it.
+    module_name = f"{package and f'{package}.'}memtune_user_{path.stem}_{next(_serial)}"
+    if package and (root := str(path.parents[package.count(".") + 1])) not in sys.path:
+        sys.path.append(root)
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)
@@ -187,6 +192,16 @@ def _import(path: Path, source: bytes) -> ModuleType:
         del sys.modules[module_name]
         raise _import_error(error, path) from error
     return module
+
+
+def _package_of(path: Path) -> str:
+    """Return the dotted name of the package that a file is in, '' if its folder is none."""
+    names: list[str] = []
+    folder = path.parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier() and folder != folder.parent:
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(names)
 
 
 def _shadows_the_standard_library(folder: Path) -> bool:

@@ -328,3 +328,17 @@ def test_batch_size_of_is_most_frequent_first_dimension():
         == 4
     )
     assert batch_size_of([1, "a"]) is None
+
+
+def test_load_allows_relative_and_sibling_imports_in_a_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    inner = tmp_path / "project" / "nets"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    written(inner.parent, "WIDTH = 4", "sizes.py")
+    written(inner, "DEPTH = 2", "depth.py")
+    relative = "from ..sizes import WIDTH\nfrom .depth import DEPTH\nimport depth\n"
+    workload = Workload.load(written(inner, relative + GOOD))
+    assert workload.build_model()[1].out_features == 4
+    assert workload._file.holder.WIDTH * workload._file.holder.DEPTH == 8

@@ -1,0 +1,15 @@
+"""Pictures of a search or a plan, and the report: one offline page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.autotune.report.pictures import Point, front
+    from memtune.autotune.report.svg import Picture
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = ["Picture", "Point", "front"]

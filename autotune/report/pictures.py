@@ -1,0 +1,314 @@
+"""The pictures of a report: front, memory over time, streams, waterfall, predicted against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from memtune.autotune.report.svg import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    YELLOW,
+    Canvas,
+    Picture,
+    Scale,
+)
+from memtune.units import format_bytes, format_seconds
+
+WIDTH = 760
+Status = Literal["trial", "baseline", "best", "failed"]
+_LOOK: dict[Status, tuple[str, str, str]] = {
+    "trial": ("circle", BLUE, "setting"),
+    "baseline": ("square", ORANGE, "baseline"),
+    "best": ("star", GREEN, "chosen"),
+    "failed": ("cross", RED, "did not fit"),
+}
+_KIND_COLORS = {
+    "weights": BLUE,
+    "gradients": ORANGE,
+    "optimizer": GREEN,
+    "activations": RED,
+    "temporaries": SKY,
+    "communication": PURPLE,
+    "workspace": YELLOW,
+    "buffers": GREY,
+    "batch": "#333333",
+}
+_PHASE_COLORS = {
+    "prologue": GREY,
+    "forward": BLUE,
+    "recompute": YELLOW,
+    "backward": ORANGE,
+    "boundary": PURPLE,
+    "optimizer": GREEN,
+}
+_STREAMS = {
+    "compute": "compute",
+    "host_to_device": "host → device",
+    "device_to_host": "device → host",
+    "intra_link": "links in a node",
+    "inter_link": "links between nodes",
+    "ssd_read": "SSD reads",
+    "ssd_write": "SSD writes",
+    "host_threads": "host threads",
+    "host_issue": "host issues ops",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting: its peak memory and the time of its step."""
+
+    label: str
+    """A trial's number, or empty."""
+    text: str
+    """Its settings."""
+    peak_bytes: int
+    step_s: float
+    status: Status = "trial"
+
+
+def front(points: Sequence[Point], limit_bytes: int | None, *, measured: bool = True) -> Picture:
+    """Draw step time against peak memory, with the line of settings that none beats in both."""
+    title = f"Time against memory, {'measured' if measured else 'predicted'}"
+    if not points:
+        return _nothing(title, "no setting ran to its end")
+    most_bytes = max([each.peak_bytes for each in points] + ([limit_bytes] if limit_bytes else []))
+    most_s = max(each.step_s for each in points)
+    canvas = Canvas(WIDTH, 400)
+    x, y = Scale(0, most_bytes * 1.06, 74, WIDTH - 20), Scale(0, most_s * 1.1, 330, 36)
+    canvas.axes(x, y, "peak device memory", "seconds per step", format_bytes, _seconds, x_base=1024)
+    if limit_bytes:
+        canvas.line(x(limit_bytes), y.start, x(limit_bytes), y.stop, RED, stroke_dasharray="5 4")
+        canvas.text(x(limit_bytes) - 5, y.stop + 2, f"limit {format_bytes(limit_bytes)}", "end", fill=RED)
+    best = _front_of([each for each in points if each.status != "failed"])
+    canvas.polyline([(x(each.peak_bytes), y(each.step_s)) for each in best], GREY, stroke_width=1.5)
+    for each in sorted(points, key=lambda point: point.status == "best"):
+        shape, color, _ = _LOOK[each.status]
+        at = x(each.peak_bytes), y(each.step_s)
+        hint = f"{each.label} {each.text}: {_both(each)}".strip()
+        canvas.mark(*at, shape, color, hint)
+        canvas.text(at[0] + 8, at[1] - 6, each.label, font_size=11)
+    used = {each.status for each in points}
+    canvas.legend(74, 390, [look for status, look in _LOOK.items() if status in used])
+    fastest = min(best, key=lambda each: each.step_s, default=points[0])
+    smallest = min(best, key=lambda each: each.peak_bytes, default=points[0])
+    description = (
+        f"{len(points)} settings. Fastest that fits: {fastest.text}, {_both(fastest)}. Smallest:"
+        f" {smallest.text}, {_both(smallest)}."
+    )
+    return canvas.picture(title, description)
+
+
+def _both(point: Point) -> str:
+    return f"{format_seconds(point.step_s)} a step, peak {format_bytes(point.peak_bytes)}"
+
+
+def _front_of(points: Sequence[Point]) -> list[Point]:
+    found: list[Point] = []
+    for each in sorted(points, key=lambda point: (point.peak_bytes, point.step_s)):
+        if not found or each.step_s < found[-1].step_s:
+            found.append(each)
+    return found
+
+
+def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Picture:
+    """Draw the bytes of one step over time by kind, one panel per setting on common axes.
+
+    Args:
+        runs: `memory` of each `StepTimeline` document by the name of its setting.
+        limit_bytes: The limit of a rank.
+    """
+    title = "Memory of a step by kind, simulated"
+    if not runs:
+        return _nothing(title, "the study has no timelines")
+    most_s = max(run["time_s"][-1] for run in runs.values())
+    peaks = {
+        name: max(map(sum, zip(*run["bytes_by_kind"].values(), strict=True))) for name, run in runs.items()
+    }
+    most = max([*peaks.values(), limit_bytes or 0])
+    canvas = Canvas(WIDTH, 70 + 250 * len(runs))
+    kinds = [kind for kind in _KIND_COLORS if any(kind in run["bytes_by_kind"] for run in runs.values())]
+    for row, (name, run) in enumerate(runs.items()):
+        top = 40 + 250 * row
+        x, y = Scale(0, most_s, 74, WIDTH - 20), Scale(0, most * 1.05, top + 170, top)
+        canvas.axes(
+            x,
+            y,
+            "time in the step",
+            f"{name}: peak {format_bytes(peaks[name])}",
+            _seconds,
+            format_bytes,
+            y_base=1024,
+        )
+        below = [0.0] * len(run["time_s"])
+        for kind in kinds:
+            values = run["bytes_by_kind"].get(kind)
+            if values is None:
+                continue
+            above = [low + value for low, value in zip(below, values, strict=True)]
+            upper = _steps(run["time_s"], above)
+            lower = _steps(run["time_s"], below)
+            outline = [(x(t), y(v)) for t, v in upper] + [(x(t), y(v)) for t, v in reversed(lower)]
+            canvas.polygon(outline, _KIND_COLORS[kind], f"{kind}: at most {format_bytes(max(values))}")
+            below = above
+        if limit_bytes:
+            canvas.line(x.start, y(limit_bytes), x.stop, y(limit_bytes), RED, stroke_dasharray="5 4")
+    canvas.legend(20, 62 + 250 * len(runs), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
+    said = "; ".join(f"{name} has a peak of {format_bytes(peak)}" for name, peak in peaks.items())
+    return canvas.picture(
+        title, f"{said}. {_LIMIT.format(format_bytes(limit_bytes)) if limit_bytes else ''}".strip()
+    )
+
+
+_LIMIT = "The limit is {}."
+
+
+def _steps(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the corners of a line that holds each value until the next time."""
+    corners = [(times[0], values[0])]
+    for time, value in zip(times[1:], values[1:], strict=True):
+        corners += [(time, corners[-1][1]), (time, value)]
+    return corners
+
+
+def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """Draw for each setting which resource works when, coloured by phase.
+
+    Args:
+        runs: `streams` of each `StepTimeline` document by the name of its setting: by resource a list of
+            (phase, start, stop).
+    """
+    title = "Timeline of a step, simulated"
+    rows = [(name, stream) for name, run in runs.items() for stream in _STREAMS if stream in run]
+    if not rows:
+        return _nothing(title, "the study has no timelines")
+    most_s = max(stop for run in runs.values() for spans in run.values() for _, _, stop in spans)
+    height = 30 + sum(28 + 24 * len([1 for owner, _ in rows if owner == name]) for name in runs)
+    canvas = Canvas(WIDTH, height + 62)
+    x = Scale(0, most_s, 150, WIDTH - 20)
+    top, said, phases = 8, [], set()
+    for name, run in runs.items():
+        canvas.text(8, top + 16, name, font_weight="bold")
+        top += 24
+        for stream in (each for each in _STREAMS if each in run):
+            canvas.text(x.start - 6, top + 13, _STREAMS[stream], "end")
+            canvas.rect(x.start, top, x.stop - x.start, 18, "#f2f2f2")
+            for phase, start, stop in run[stream]:
+                phases.add(phase)
+                hint = f"{_STREAMS[stream]}, {phase}: {format_seconds(start)} to {format_seconds(stop)}"
+                canvas.rect(x(start), top, x(stop) - x(start), 18, _PHASE_COLORS[phase], hint)
+            busy = sum(stop - start for _, start, stop in run[stream])
+            said.append(f"{name}, {_STREAMS[stream]}: busy for {format_seconds(busy)}")
+            top += 24
+        top += 4
+    for value in x.ticks():
+        canvas.line(x(value), top, x(value), top + 4)
+        canvas.text(x(value), top + 17, _seconds(value), "middle")
+    canvas.legend(
+        150, top + 42, [("bar", color, phase) for phase, color in _PHASE_COLORS.items() if phase in phases]
+    )
+    return canvas.picture(title, "; ".join(said) + ".")
+
+
+def waterfall(steps: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> Picture:
+    """Draw how time and peak change from the plain setting to the chosen one, one setting more per row.
+
+    Args:
+        steps: Documents of `WaterfallStep`: `setting`, `step_s`, `peak_bytes`, or `unfit` instead of both.
+        limit_bytes: The limit of a rank.
+    """
+    title = "From the plain setting to the chosen one, simulated"
+    known = [each for each in steps if each.get("step_s") is not None]
+    if len(known) < 2:
+        return _nothing(title, "the chosen setting is the plain one")
+    canvas = Canvas(WIDTH, 76 + 30 * len(known))
+    most_s, most = max(each["step_s"] for each in known), max(each["peak_bytes"] for each in known)
+    time, size = Scale(0, most_s, 270, 470), Scale(0, max(most, limit_bytes or 0), 520, 720)
+    canvas.text(time.start, 20, "seconds per step", font_weight="bold")
+    canvas.text(size.start, 20, "peak device memory", font_weight="bold")
+    before: Mapping[str, Any] | None = None
+    for row, each in enumerate(known):
+        top = 32 + 30 * row
+        canvas.text(time.start - 10, top + 15, each["setting"], "end")
+        for scale, key, form in ((time, "step_s", _seconds), (size, "peak_bytes", format_bytes)):
+            value, last = each[key], before[key] if before else 0
+            whole = before is None or row == len(known) - 1
+            low, high = (0, value) if whole else sorted((value, last))
+            color = BLUE if whole else GREEN if value < last else ORANGE if value > last else GREY
+            canvas.rect(
+                scale(low),
+                top,
+                max(scale(high) - scale(low), 1.5),
+                20,
+                color,
+                f"{each['setting']}: {form(value)}",
+            )
+            canvas.text(scale(high) + 5, top + 15, form(value), font_size=11)
+        before = each
+    bottom = 32 + 30 * len(known)
+    if limit_bytes:
+        canvas.line(size(limit_bytes), 26, size(limit_bytes), bottom, RED, stroke_dasharray="5 4")
+    canvas.legend(
+        20, bottom + 22, [("bar", BLUE, "whole setting"), ("bar", GREEN, "gain"), ("bar", ORANGE, "cost")]
+    )
+    said = "; ".join(
+        f"{each['setting']}: {format_seconds(each['step_s'])}, {format_bytes(each['peak_bytes'])}"
+        for each in known
+    )
+    return canvas.picture(title, f"{said}.")
+
+
+def agreement(trials: Sequence[Mapping[str, Any]]) -> Picture:
+    """Draw predicted against measured peak and step time of the trials that fit.
+
+    Args:
+        trials: With `number`, `predicted_peak_bytes`, `peak_bytes`, `predicted_step_s`, `step_s`.
+    """
+    title = "Predicted against measured"
+    if not trials:
+        return _nothing(title, "no trial fitted")
+    canvas = Canvas(WIDTH, 360)
+    said = []
+    for left, key, name, form, base in (
+        (78, "peak_bytes", "peak", format_bytes, 1024),
+        (WIDTH / 2 + 74, "step_s", "step time", _seconds, 10),
+    ):
+        pairs = [
+            (each[f"predicted_{key}"], each[key], each["number"])
+            for each in trials
+            if each[f"predicted_{key}"] and each[key]
+        ]
+        if not pairs:
+            continue
+        most = max(max(predicted, measured) for predicted, measured, _ in pairs) * 1.08
+        x, y = Scale(0, most, left, left + 270), Scale(0, most, 300, 40)
+        canvas.axes(x, y, f"measured {name}", f"predicted {name}", form, form, x_base=base, y_base=base)
+        canvas.line(x(0), y(0), x(most), y(most), GREY, stroke_dasharray="4 4")
+        for predicted, measured, number in pairs:
+            canvas.mark(
+                x(measured),
+                y(predicted),
+                "circle",
+                BLUE,
+                f"trial {number}: {form(predicted)} predicted, {form(measured)} measured",
+            )
+        errors = sorted(abs(predicted / measured - 1) for predicted, measured, _ in pairs)
+        said.append(f"{name}: median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}")
+    return canvas.picture(title, f"{len(trials)} trials. {'; '.join(said)}.")
+
+
+def _nothing(title: str, reason: str) -> Picture:
+    canvas = Canvas(WIDTH, 40)
+    canvas.text(8, 24, f"Nothing to draw: {reason}.")
+    return canvas.picture(title, f"Nothing to draw: {reason}.")
+
+
+def _seconds(value: float) -> str:
+    return format_seconds(value) if value else "0"

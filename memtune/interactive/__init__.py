@@ -1,0 +1,16 @@
+"""memtune from Python: `memtune.search` and `memtune.plan`, with the command line's names and defaults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.interactive.calls import plan, search
+    from memtune.interactive.objects import load_functions
+    from memtune.interactive.results import PlanResult, SearchResult
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = ["PlanResult", "SearchResult", "load_functions", "plan", "search"]
