@@ -16,16 +16,12 @@ from memtune.units import format_bytes, format_seconds
 _COLUMNS = ("#", "trial", "result", "step", "samples/s", "peak", "settings")
 
 
-class Rows(list[dict[str, Any]]):
-    """Rows of a table, returned where pandas is not installed."""
-
-
 def table_of(rows: Sequence[dict[str, Any]]) -> Any:
-    """Return a `pandas.DataFrame` of `rows`, or `Rows` where pandas is not installed."""
+    """Return a `pandas.DataFrame` of `rows`, or a list where pandas is not installed."""
     try:
         import pandas
     except ImportError:
-        return Rows(rows)
+        return list(rows)
     return pandas.DataFrame(list(rows))
 
 

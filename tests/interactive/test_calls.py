@@ -61,7 +61,6 @@ def test_plan_of_objects_ranks_prints_and_draws(tmp_path, monkeypatch, capfd):
     )
     assert found.feasible
     assert found.best.summary == found.report.front[0].summary
-    assert [row["summary"] for row in results.Rows(each.to_dict() for each in found.report.rows)]
     assert len(found.rows) == len(found.report.rows)
     assert "samples/s" in repr(found)
     assert "settings. Fastest that fits" in found.plot().description
