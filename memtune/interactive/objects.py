@@ -109,7 +109,7 @@ def write_workload(title: str, functions: dict[str, Any]) -> str:
     """
     model, batch = functions["model"], functions["batch"]
     if isinstance(model, nn.Module):
-        functions["model"] = None  # stored by itself, and loaded anew at each call
+        functions["model"] = None  # stored by itself, and loaded again at each call
         _refuse_meta(model)
     elif not callable(model):
         raise UsageError(

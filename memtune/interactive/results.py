@@ -37,7 +37,7 @@ class SearchResult:
 
     @property
     def status(self) -> Literal["done", "stopped", "interrupted", "dry_run"]:
-        """How the search ended."""
+        """Return the end of the search: done, stopped, interrupted or a dry run."""
         return self.outcome.status
 
     @property
@@ -131,7 +131,7 @@ class PlanResult:
 
     @property
     def feasible(self) -> bool:
-        """Whether anything, or the given config, is predicted to fit."""
+        """Return whether anything, or the given config, is predicted to fit."""
         return self.report.feasible
 
     @property
