@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from memtune.runtime.context import Context, Snapshot
     from memtune.runtime.data_alias import plain_type, track_data, untrack_data, version_of_data
-    from memtune.runtime.dispatch_modes import OneFakeMode, WatchingMode
+    from memtune.runtime.dispatch_modes import OneFakeMode, WatchingMode, without_modes
     from memtune.runtime.dropout import no_dropout
     from memtune.runtime.events import GradReady
     from memtune.runtime.link_classes import count_collective, ranks_per_node
@@ -81,6 +81,8 @@ if TYPE_CHECKING:
         autocast_now,
         generator_of,
         generators_of,
+        is_autocast_on,
+        no_autocast_contexts,
         observe_kept,
     )
     from memtune.runtime.seam import (
@@ -153,6 +155,7 @@ __all__ = [
     "group_size",
     "host_like",
     "in_huge_pages",
+    "is_autocast_on",
     "is_dense",
     "is_uncounted",
     "keep_groups",
@@ -166,6 +169,7 @@ __all__ = [
     "members_of",
     "memory_tiers",
     "mutated",
+    "no_autocast_contexts",
     "no_dropout",
     "node_topology",
     "observe_kept",
@@ -194,4 +198,5 @@ __all__ = [
     "version_of_data",
     "weakly",
     "with_hooks",
+    "without_modes",
 ]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context without dispatch modes; a null context, which costs nothing, if none is active."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__

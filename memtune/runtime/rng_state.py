@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from memtune.runtime.dispatch_modes import WatchingMode
+from memtune.runtime.dispatch_modes import WatchingMode, without_modes
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.op_schema import draws
 
@@ -55,16 +55,16 @@ class RandomState:
 
     def is_now(self, module: nn.Module) -> bool:
         """Return True if nothing has been drawn since; fake tensors draw nothing."""
-        now = self.capture(module, [each for each, _ in self.own])
         if isinstance(self.cpu, FakeTensor):
             return True
+        now = self.capture(module, [each for each, _ in self.own])
         pairs = [
             (self.cpu, now.cpu),
             *((then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)),
         ]
         if self.cuda is not None and now.cuda is not None:
             pairs.append((self.cuda, now.cuda))
-        with _disable_current_modes():
+        with without_modes():
             return all(torch.equal(then, state) for then, state in pairs)
 
     def with_generators(self, others: Iterable[tuple[Generator, Tensor]]) -> RandomState:
@@ -166,5 +166,19 @@ def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
         cache = torch.is_autocast_cache_enabled()
         return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [maker(device) for device in devices]
+    return [maker(device) for device in _autocast_devices()]
+
+
+def is_autocast_on() -> bool:
+    """Return whether autocast is on for a device that this process uses."""
+    return any(map(torch.is_autocast_enabled, _autocast_devices()))
+
+
+def no_autocast_contexts() -> list[AbstractContextManager[Any]]:
+    """Return contexts without autocast, for code that ran without it."""
+    return [torch.autocast(device, enabled=False) for device in _autocast_devices()]
+
+
+@cache
+def _autocast_devices() -> tuple[str, ...]:
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -36,14 +36,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.activations.offload import (
     ByteShare,
@@ -57,9 +56,16 @@ from memtune.activations.offload import (
     id_of,
     is_written_part,
 )
-from memtune.activations.recompute.buffer_mutation import changed_buffers, copied_buffers, only_written
-from memtune.activations.recompute.collective_guard import refused_in
-from memtune.activations.recompute.fingerprint import Fingerprint, Fingerprinter, first_op, magnitude
+from memtune.activations.recompute.buffer_mutation import changed_buffers, copied_buffers
+from memtune.activations.recompute.collective_guard import is_on_ranks, refused_in
+from memtune.activations.recompute.fingerprint import (
+    Fingerprint,
+    Fingerprinter,
+    QuickFingerprint,
+    QuickFingerprinter,
+    first_op,
+    magnitude,
+)
 from memtune.activations.recompute.region import Region as Region
 from memtune.activations.recompute.region import Traffic
 from memtune.activations.recompute.saved_outputs import (
@@ -75,13 +81,23 @@ from memtune.activations.recompute.second_forward import (
     StopReplay,
     as_input,
     is_plain,
+    leaves_of,
+    mapped,
     once_each,
     refuse_unpack,
 )
 from memtune.activations.recompute.user_checkpoint import autograd_saves
 from memtune.errors import ApplyError
 from memtune.program import INPUTS, OpAddress
-from memtune.runtime import ForwardWrapper, NoteGenerators, RandomState, autocast_now, generators_of, local
+from memtune.runtime import (
+    ForwardWrapper,
+    NoteGenerators,
+    RandomState,
+    autocast_now,
+    generators_of,
+    is_autocast_on,
+    no_autocast_contexts,
+)
 
 
 class ActivationTable:
@@ -286,6 +302,8 @@ class ActivationTable:
 class _Number:
     """Number of a recomputed tensor of a region's forward; autograd saves it instead of the tensor."""
 
+    __slots__ = ("_frame", "_n")
+
     def __init__(self, frame: _Frame, n: int) -> None:
         self._frame, self._n = frame, n
 
@@ -303,9 +321,9 @@ class _Frame:
         self.table, self.region, self._forward = table, region, forward
         self._args: Any = (args, kwargs)
         self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
-        fixed = (*region.module.named_parameters(), *region.module.named_buffers())
-        self.fixed = {id_of(local(tensor)): name for name, tensor in fixed}
-        self.inputs = {id_of(t): t for t in tree_leaves(self._args) if is_plain(t)}
+        region.state.refresh()
+        self.fixed = region.state.names()
+        self.inputs = {id_of(t): t for t in leaves_of(self._args) if is_plain(t)}
         self.kept: dict[OpAddress, KeptOutputs] = {}
         self.skipped = SkippedCalls()
         self._named = None if region.only is None else NamedMode(region.only)
@@ -315,79 +333,77 @@ class _Frame:
         self._share = ByteShare[SavedStorage](region.move)
         self._decided: dict[int, SavedStorage] = {}
         self.count = 0
-        self._fingerprinter, self.fingerprints = Fingerprinter(self.fixed), list[Fingerprint]()
+        self.fingerprints: list[Fingerprint | QuickFingerprint] = []
         """Fingerprints of the recomputed tensors."""
         self.magnitudes: dict[int, Tensor | float | None] = {}
         """Magnitudes by number: all in the region's first run, later only the one that is compared."""
         self.wanted: set[int] = set()
         """Numbers of the recomputed tensors that autograd still holds."""
-        if region.recompute and not region.watched:
-            region.generators = generators_of(region.module)
-        self._random = region.random_state() if region.recompute else None
-        self._autocast = autocast_now() if region.recompute else []
+        self._random: RandomState | None = None
+        self._autocast: list[Callable[[], AbstractContextManager[Any]]] = []
         self._noted: NoteGenerators | None = None
         self._back: dict[int, Tensor] = {}
         self._changed_buffers: list[str] = []
         self._before: dict[str, Tensor] = {}
         """Values of the buffers in `region.reads_back` before the first run."""
+        if region.recompute:
+            if not region.watched:
+                region.generators = generators_of(region.module)
+            self._random = region.random_state()
+            self._autocast = autocast_now() if is_autocast_on() else []
+        # Autocast's cached casts may be in the graph of one run only, which the quick form would report.
+        self.is_quick = not region.recompute or (region.is_quick and not self._autocast)
+        self._fingerprinter = self.fingerprinter()
+        self.quick = self._fingerprinter.quick
+
+    def fingerprinter(self) -> Fingerprinter | QuickFingerprinter:
+        """Return what compares both runs: the quick form once the region has shown that it suffices."""
+        if self.is_quick:
+            return QuickFingerprinter(self.fixed)
+        return Fingerprinter(self.fixed)
 
     def run(self) -> Any:
         """Run the forward for the first time; each tensor that autograd saves passes through `pack`."""
-        self.table.traffic.forwards.add(self.region.name)
-        if self.region.compared is not None and self.region.compared.is_here():
-            compared, self.region.compared = self.region.compared, None
+        region, recompute = self.region, self.region.recompute
+        self.table.traffic.forwards.add(region.name)
+        if region.compared is not None and region.compared.is_here():
+            compared, region.compared = region.compared, None
             compared.check()
         args, kwargs = self._args
-        recompute = self.region.recompute
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
-        buffers = (
-            {name: buffer._version for name, buffer in self.region.module.named_buffers()}
-            if recompute
-            else {}
-        )
-        self._before = copied_buffers(self.region.module, self.region.reads_back) if recompute else {}
-        keep = self.region.keep if recompute else None
-        random = partial(RandomState.kept, self.region.module, self.region.generators)
-        mode = (
-            nullcontext()
-            if keep is None
-            else KeepMode(keep, self.kept, self.skipped, lambda: self.count, random)
-        )
+        buffers = region.state.buffers() if recompute else {}
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        self._before = copied_buffers(buffers, region.reads_back, region.state.only_written)
+        self._checks_values = not region.watched or region.checks_values(self.inputs.values())
         packer = _Packer(self)
-        watch = refused_in(self.region.name, first=not self.region.watched) if recompute else nullcontext()
-        self._noted = noted = (
-            NoteGenerators(self.region.generators) if recompute and not self.region.watched else None
-        )
-        with (
-            saved_tensors_hooks(packer, _unpack),
-            self._named or nullcontext(),
-            mode,
-            watch,
-            noted or nullcontext(),
-        ):
+        with saved_tensors_hooks(packer, _unpack), ExitStack() as stack:
+            for context in self._contexts():
+                stack.enter_context(context)
             out = self._forward(*args, **kwargs)
+        noted = self._noted
         if noted is not None and noted.found and self._random is not None:
             self._random = self._random.with_generators(noted.found)
-        self._random, self.region.watched = self.region.needed(self._random, noted), True
+        self._random, region.watched = region.needed(self._random, noted), True
         packer.frame = None
         if recompute:
             if any(tensor._version != version for tensor, version in inputs):
                 raise ApplyError(
-                    f"{self.region.name} changes its input in place, so it cannot be run a second time.",
+                    f"{region.name} changes its input in place, so it cannot be run a second time.",
                     fix=(
                         "write x = x + y instead of x += y at the start of its forward, or choose recompute:"
                         " {kind: none}"
                     ),
                     code="MT306",
                 )
-            self._changed_buffers = changed_buffers(self.region.module, buffers)
-            self._before = {
-                name: copy for name, copy in self._before.items() if name in self._changed_buffers
-            }
-            changed = frozenset(self._changed_buffers) - only_written(self.region.module)
-            self.region.reads_back = changed | (self.region.reads_back or frozenset())
+            if versions:
+                self._changed_buffers = changed_buffers(region.module, versions)
+                self._before = {
+                    name: copy for name, copy in self._before.items() if name in self._changed_buffers
+                }
+                changed = frozenset(self._changed_buffers) - region.state.only_written
+                region.reads_back = changed | (region.reads_back or frozenset())
         self.inputs = {}
-        del args, kwargs, inputs, mode, watch, noted  # the mode holds all kept outputs, needed or not
+        del args, kwargs, inputs, noted, stack  # modes hold all kept outputs, needed or not
         if recompute:
             self._settle()
         else:
@@ -397,6 +413,24 @@ class _Frame:
             self.table.offload(rest[0], self.region, rest[1])
         self._decided, self._named, self._share = {}, None, ByteShare(0.0)
         return out
+
+    def _contexts(self) -> Iterator[AbstractContextManager[Any]]:
+        """Yield the contexts of the first run, the outermost first; none in most regions after their first
+        run.
+        """
+        region = self.region
+        if self._named is not None:
+            yield self._named
+        if not region.recompute:
+            return
+        if region.keep is not None:
+            random = partial(RandomState.kept, region.module, region.generators)
+            yield KeepMode(region.keep, self.kept, self.skipped, lambda: self.count, random)
+        if is_on_ranks():
+            yield refused_in(region.name, first=not region.watched)
+        if not region.watched:
+            self._noted = NoteGenerators(region.generators)
+            yield self._noted
 
     def _settle(self) -> None:
         """Drop kept outputs that the second run does not read, and offload the claimed ones, after the first
@@ -411,8 +445,9 @@ class _Frame:
         if not self.wanted:  # nothing to recompute, so the inputs are not needed either
             self._args, self._before = None, {}
             return
-        claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
-        self._args = tree_map(claimed, self._args)
+        if self.region.move:
+            claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
+            self._args = mapped(claimed, self._args)
         for kept in self.kept.values():
             kept.settle(self.claim)
         self.table.traffic.recomputed_regions.add(self.region.name)
@@ -439,17 +474,19 @@ class _Frame:
             return tensor
         if not self.region.recompute or key in self.inputs:
             return _detached(self.claim(tensor))
-        kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
-        if kept is not None:
-            return _detached(kept.claimed(tensor, self.claim(tensor)))
+        if self.kept:
+            kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
+            if kept is not None:
+                return _detached(kept.claimed(tensor, self.claim(tensor)))
         if self.skipped.made(tensor):
             return _detached(self.claim(tensor))
-        self.wanted.add(self.count)
+        n = self.count
+        self.count = n + 1
+        self.wanted.add(n)
         self.fingerprints.append(self._fingerprinter.take(tensor))
-        if not self.region.watched or self.count == self.region.last_unpacked:
-            self.magnitudes[self.count] = magnitude(tensor)
-        self.count += 1
-        return _Number(self, self.count - 1)
+        if self._checks_values and (not self.region.watched or n == self.region.last_unpacked):
+            self.magnitudes[n] = magnitude(tensor)
+        return _Number(self, n)
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output that the first run kept, or of a skipped call."""
@@ -469,20 +506,11 @@ class _Frame:
         self._back.pop(n, None)
 
     def _run_again(self) -> None:
-        args, kwargs = tree_map(once_each(as_input), self._args)
-        mode = ReplayMode(self.kept, self.skipped) if self.region.keep is not None else nullcontext()
-        replay = Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
-        with ExitStack() as stack:
-            stack.enter_context(self._put_back_buffers())
-            stack.enter_context(nullcontext() if self._random is None else self._random.restored())
-            for autocast in self._autocast:
-                stack.enter_context(autocast())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(replay.pack, refuse_unpack))
-            stack.enter_context(refused_in(self.region.name, first=False))
-            stack.enter_context(mode)
-            # The same mode as in the first run: composite ops such as reshape take another path under a mode.
-            stack.enter_context(self._noted or nullcontext())
+        args, kwargs = mapped(once_each(as_input), self._args)
+        replay = Replay(self, {id_of(t) for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)})
+        with torch.enable_grad(), saved_tensors_hooks(replay.pack, refuse_unpack), ExitStack() as stack:
+            for context in self._contexts_again():
+                stack.enter_context(context)
             try:
                 self._forward(*args, **kwargs)
             except StopReplay:
@@ -497,12 +525,32 @@ class _Frame:
                 ),
                 code="MT307",
             )
+        replay.settle()
+
+    def _contexts_again(self) -> Iterator[AbstractContextManager[Any]]:
+        """Yield the contexts of the second run, the outermost first."""
+        region = self.region
+        if self._changed_buffers:
+            yield self._put_back_buffers()
+        if self._random is not None:
+            yield self._random.restored()
+        for autocast in self._autocast:
+            yield autocast()
+        if not self._autocast and is_autocast_on():
+            yield from no_autocast_contexts()
+        if is_on_ranks():
+            yield refused_in(region.name, first=False)
+        if region.keep is not None:
+            yield ReplayMode(self.kept, self.skipped)
+        # The same mode as in the first run: composite ops such as reshape take another path under a mode.
+        if self._noted is not None:
+            yield self._noted
 
     @contextmanager
     def _put_back_buffers(self) -> Iterator[None]:
-        buffers = dict(self.region.module.named_buffers())
-        copies = [(buffers[name], buffers[name].clone()) for name in self._changed_buffers]
+        buffers = self.region.state.buffers()
         with torch.no_grad():
+            copies = [(buffers[name], buffers[name].clone()) for name in self._changed_buffers]
             for name, before in self._before.items():
                 buffers[name].copy_(before)
         yield

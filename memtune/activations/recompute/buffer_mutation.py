@@ -37,10 +37,11 @@ def only_written(module: nn.Module) -> set[str]:
     }
 
 
-def copied_buffers(module: nn.Module, reads_back: frozenset[str] | None) -> dict[str, Tensor]:
-    """Return copies of the buffers that a second run must find unchanged: `reads_back`, or all while that is
-    unknown (None).
+def copied_buffers(
+    buffers: dict[str, Tensor], reads_back: frozenset[str] | None, written: set[str]
+) -> dict[str, Tensor]:
+    """Return copies of the buffers that a second run must find unchanged: `reads_back`, or all but the only
+    `written` ones while that is unknown (None).
     """
-    buffers = dict(module.named_buffers())
-    names = set(buffers) - only_written(module) if reads_back is None else reads_back
+    names = set(buffers) - written if reads_back is None else reads_back
     return {name: buffer.detach().clone() for name, buffer in buffers.items() if name in names}

@@ -56,8 +56,12 @@ def refused_in(name: str, *, first: bool = True) -> AbstractContextManager[Any]:
         name: Name of the block.
         first: It is the block's first run, which needs the dispatch mode.
     """
-    talks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return _refused_in(name, first) if talks else nullcontext()
+    return _refused_in(name, first) if is_on_ranks() else nullcontext()
+
+
+def is_on_ranks() -> bool:
+    """Return whether this process can exchange data with other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager

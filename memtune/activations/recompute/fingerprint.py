@@ -9,6 +9,9 @@ parameters that it took and the numbers that autograd saved of it (a dim, a powe
 Values that autograd does not save, such as the number in `x + 2` or a bias without a gradient, have no
 influence on the graph. So a `magnitude` of the values is compared as well: of all saved tensors in the first
 run, later of the tensor that backward unpacks last, which depends on all before it.
+
+The walk takes longer than a small op. Once both runs of a region were equal in full, later ones are compared
+by quick fingerprints: the kind and the number of nodes, without what each of them took.
 """
 
 from __future__ import annotations
@@ -24,11 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.activations.offload import id_of
 from memtune.errors import ApplyError
-from memtune.runtime import page_locked
+from memtune.runtime import page_locked, without_modes
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """Its sequence number does not show the order, because inputs of the region are leaves in the second run."""
@@ -70,6 +72,50 @@ class Fingerprint(NamedTuple):
     dtype: torch.dtype
 
 
+class QuickFingerprint(NamedTuple):
+    """Properties of a saved tensor that are read without a walk through the graph."""
+
+    node: type
+    """Autograd node that made it."""
+    nodes: int
+    """Nodes that the run had made so far."""
+    passed: tuple[str, ...]
+    size: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def made_by(self) -> tuple[GraphNode, ...]:
+        """Return the last node alone."""
+        return (GraphNode(self.node.__name__, (), ()),)
+
+
+class QuickFingerprinter:
+    """Computes the quick fingerprints of the saved tensors of one run, in order.
+
+    Two runs of a region that made the same nodes differ in none of them, so a region whose two runs were
+    equal in full is compared by these from then on.
+    """
+
+    def __init__(self, fixed: Mapping[int, str]) -> None:
+        self._start, self._fixed = _now(), fixed
+        self._passed: tuple[str, ...] = ()
+        self.quick: list[QuickFingerprint] = []
+        """Quick fingerprints so far; a full `Fingerprinter` collects them as well."""
+
+    def passes(self, key: int) -> None:
+        """Note that autograd saved a parameter or buffer."""
+        self._passed += (self._fixed[key],)
+
+    def take(self, tensor: Tensor) -> QuickFingerprint:
+        """Return the fingerprint of `tensor`, the next saved one."""
+        passed, self._passed = self._passed, ()
+        found = QuickFingerprint(
+            type(tensor.grad_fn), _now() - self._start, passed, tensor.shape, tensor.dtype
+        )
+        self.quick.append(found)
+        return found
+
+
 class Fingerprinter:
     """Computes the fingerprints of the saved tensors of one run, in order.
 
@@ -82,13 +128,17 @@ class Fingerprinter:
         self._fixed = fixed
         self._seen: set[int] = set()
         self._passed: list[str] = []
+        self._quick = QuickFingerprinter(fixed)
+        self.quick = self._quick.quick
 
     def passes(self, key: int) -> None:
         """Note that autograd saved a parameter or buffer."""
         self._passed.append(self._fixed[key])
+        self._quick.passes(key)
 
     def take(self, tensor: Tensor) -> Fingerprint:
         """Return the fingerprint of `tensor`, the next saved one."""
+        self._quick.take(tensor)
         passed, self._passed = tuple(self._passed), []
         return Fingerprint(tuple(self._new(tensor.grad_fn)), passed, tensor.shape, tensor.dtype)
 
@@ -120,8 +170,13 @@ class Fingerprinter:
                     yield found
 
 
-def difference(before: Fingerprint, now: Fingerprint) -> tuple[str, str]:
+def difference(
+    before: Fingerprint | QuickFingerprint, now: Fingerprint | QuickFingerprint
+) -> tuple[str, str]:
     """Return the first op that differs, before and now; '' if there was none, or none differs."""
+    if isinstance(before, QuickFingerprint) and isinstance(now, QuickFingerprint):
+        if before.nodes != now.nodes and before.node is now.node:
+            return tuple(f"{each.nodes} nodes up to {each.node.__name__}" for each in (before, now))  # type: ignore[return-value]
     pairs = zip_longest(reversed(before.made_by), reversed(now.made_by), fillvalue=_NOTHING)
     one, two = next(((one, two) for one, two in pairs if one != two), (_NOTHING, _NOTHING))
     if one.name != two.name:
@@ -133,7 +188,7 @@ def difference(before: Fingerprint, now: Fingerprint) -> tuple[str, str]:
     return _of("an op", before.passed), _of("an op", now.passed)
 
 
-def first_op(fingerprints: Sequence[Fingerprint]) -> str:
+def first_op(fingerprints: Sequence[Fingerprint | QuickFingerprint]) -> str:
     """Return the name of the first op that led to one of the tensors, as far as autograd's graph shows it."""
     return next(
         (made.name for each in fingerprints for made in reversed(each.made_by)),
@@ -151,11 +206,11 @@ def magnitude(tensor: Tensor) -> Tensor | float | None:
     """
     if type(tensor) is not Tensor or tensor.grad_fn is None or not tensor.numel():
         return None
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+    if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     step = -(-tensor.numel() // _SAMPLED)
     # Outside all modes: these ops are not the model's, and must not be counted or replaced.
-    with torch.no_grad(), _disable_current_modes():
+    with without_modes():
         some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,), tensor.storage_offset())
         if tensor.device.type == "cpu":
             return _norm(some)
@@ -166,10 +221,12 @@ def magnitude(tensor: Tensor) -> Tensor | float | None:
 def _norm(some: Tensor) -> float | None:
     if some.dtype == torch.bfloat16:
         bits = some.view(torch.int16).numpy().astype(np.int32) << 16
-        return float(np.linalg.norm(bits.view(np.float32)))
+        values = bits.view(np.float32)
+        return math.sqrt(float(np.dot(values, values)))
     if not some.dtype.is_floating_point or some.dtype.itemsize == 1:
         return None
-    return float(np.linalg.norm(some.numpy().astype(np.float32)))
+    values = some.numpy().astype(np.float32)
+    return math.sqrt(float(np.dot(values, values)))
 
 
 def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
@@ -178,7 +235,7 @@ def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
     """
     if before is None or now is None:
         return True
-    with _disable_current_modes():
+    with without_modes():
         before, now = float(before), float(now)
     return not (math.isfinite(before) and math.isfinite(now)) or abs(before - now) <= _CLOSE * max(
         before, now
@@ -191,7 +248,7 @@ class Compared:
 
     region: str
     number: int
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint | QuickFingerprint
     before: Tensor | float | None
     now: Tensor | float | None
     event: torch.cuda.Event | None = None
@@ -201,7 +258,7 @@ class Compared:
         """Return a copy whose values are being copied to the host, so that the host need not wait."""
         if not isinstance(self.before, Tensor) or not isinstance(self.now, Tensor):
             return self
-        with _disable_current_modes():
+        with without_modes():
             there = page_locked(lambda locked: torch.empty(2, pin_memory=locked), wanted=True)
             there.copy_(torch.stack([self.before, self.now]), non_blocking=True)
             event = torch.cuda.Event()
@@ -261,7 +318,7 @@ def _python_number(saved: Any) -> str:
     data = saved.data
     if type(data) is not Tensor or data.dim() or data.device.type != "cpu":
         return ""
-    with _disable_current_modes():  # not one of the model's ops: must not be counted or replaced
+    with without_modes():  # not one of the model's ops: must not be counted or replaced
         return repr(data.item())
 
 

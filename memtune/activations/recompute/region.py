@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from memtune.activations.recompute.fingerprint import Compared
+from memtune.activations.recompute.module_state import ModuleState
 from memtune.activations.recompute.saved_outputs import Keep
 from memtune.program import OpAddress
 from memtune.runtime import NoteGenerators, RandomState
+
+_VALUES_FIRST, _VALUES_EVERY = 8, 16
 
 
 @dataclass
@@ -48,6 +53,26 @@ class Region:
     """
     ssd: bool = False
     """Offloaded tensors are spilled from the host to SSD."""
+    is_quick: bool = False
+    """A second run equalled its first in full, and in the quick form of fingerprints, which later runs
+    compare.
+    """
+    value_checks: int = 0
+    """Number of runs so far whose values could be compared."""
+
+    @cached_property
+    def state(self) -> ModuleState:
+        """Parameters and buffers of the block."""
+        return ModuleState(self.module)
+
+    def checks_values(self, inputs: Iterable[Tensor]) -> bool:
+        """Return whether this run compares values: each run on CPU, else the first runs and then one in
+        `_VALUES_EVERY`, in which blocks take turns, since each comparison issues kernels.
+        """
+        self.value_checks += 1
+        if self.value_checks <= _VALUES_FIRST or all(each.device.type == "cpu" for each in inputs):
+            return True
+        return (self.value_checks + self.index) % _VALUES_EVERY == 0
 
     def random_state(self) -> RandomState:
         """Return the random state at the start of a run; the pass counts it as host memory if the region

@@ -269,6 +269,8 @@ class SkippedCalls:
 
     def made(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output of a skipped call, in the current run."""
+        if not self._made:
+            return False
         found = self._made.get(id_of(tensor))
         return found is not None and found() is tensor.untyped_storage()
 
@@ -281,6 +283,11 @@ class SkippedCalls:
         """
         self._made = {}
         self._all_run = self._needed <= last or not all_kept
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no call is skipped."""
+        return not self._calls
 
     def __contains__(self, call: OpAddress) -> bool:
         """Return whether the second run skips `call`."""

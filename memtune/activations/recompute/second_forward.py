@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.activations.offload import OffloadedTensor, id_of
-from memtune.activations.recompute.fingerprint import Compared, Fingerprinter, difference, magnitude
+from memtune.activations.recompute.fingerprint import Compared, difference, magnitude
 from memtune.errors import ApplyError
 
 if TYPE_CHECKING:
@@ -23,16 +24,17 @@ class Replay:
 
     def __init__(self, frame: Frame, inputs: set[int]) -> None:
         self._frame, self._inputs, self.count = frame, inputs, 0
-        self._fingerprinter = Fingerprinter(frame.fixed)
+        self._fixed, self._keeps = frame.fixed, bool(frame.kept) or not frame.skipped.is_empty
+        self._fingerprinter = frame.fingerprinter()
         self.enough = max(frame.wanted) + 1
 
     def pack(self, tensor: Tensor) -> int:
         """Return the number of a saved tensor, stored for backward; -1 for one that is not recomputed."""
         key = id_of(tensor)
-        if key in self._frame.fixed:
+        if key in self._fixed:
             self._fingerprinter.passes(key)
             return -1
-        if key in self._inputs or not is_plain(tensor) or self._frame.is_kept(tensor):
+        if key in self._inputs or not is_plain(tensor) or (self._keeps and self._frame.is_kept(tensor)):
             return -1
         self._compare(tensor)
         self._frame.keep_back(self.count, tensor.detach())
@@ -63,7 +65,7 @@ class Replay:
                 ),
                 code="MT307",
             )
-        if self.count in self._frame.magnitudes:
+        if self._frame.magnitudes and self.count in self._frame.magnitudes:
             region = self._frame.region
             compared = Compared(
                 region.name, self.count, now, self._frame.magnitudes[self.count], magnitude(tensor)
@@ -72,6 +74,12 @@ class Replay:
                 compared.check()
             else:
                 region.compared = compared.sent()
+
+    def settle(self) -> None:
+        """After a run compared in full: compare the quick form from now on if it did not differ either."""
+        if not self._frame.is_quick:
+            before, now = self._frame.quick, self._fingerprinter.quick
+            self._frame.region.is_quick = before[: len(now)] == now
 
 
 class StopReplay(Exception):
@@ -92,6 +100,25 @@ def refuse_unpack(packed: int) -> Tensor:
     raise ApplyError(
         "backward ran through the graph of a recomputation.", fix="report this as a bug", code="MT308"
     )
+
+
+def leaves_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Return the leaves of a call's arguments; plain ones, as of most blocks, without a walk."""
+    args, kwargs = arguments
+    if all(isinstance(each, _LEAVES) for each in (*args, *kwargs.values())):
+        return [*args, *kwargs.values()]
+    return tree_leaves(arguments)
+
+
+def mapped(convert: Callable[[Any], Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """Return the arguments of a call with each leaf converted."""
+    args, kwargs = arguments
+    if all(isinstance(each, _LEAVES) for each in (*args, *kwargs.values())):
+        return tuple(map(convert, args)), {name: convert(each) for name, each in kwargs.items()}
+    return tree_map(convert, arguments)
+
+
+_LEAVES = (Tensor, OffloadedTensor, type(None), bool, int, float, str)
 
 
 def once_each(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
