@@ -1,4 +1,4 @@
-"""Residual convolution blocks of small ops with group norms, as in diffusion U-Nets, without down-sampling."""
+"""Residual convolution blocks of small ops with group norms, as in diffusion U-Nets."""
 
 import torch
 import torch.nn.functional as F

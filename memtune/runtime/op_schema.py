@@ -73,7 +73,12 @@ def may_write(func: Any) -> bool:
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Return True if the op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func, args, kwargs)
+    return _is_seeded(func) and not draws_nothing(func, args, kwargs)
+
+
+@functools.cache
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:

@@ -71,7 +71,7 @@ from memtune.activations.recompute.region import Traffic
 from memtune.activations.recompute.saved_outputs import (
     Keep,
     KeepMode,
-    KeptOutputs,
+    KeptByStorage,
     NamedMode,
     ReplayMode,
     SkippedCalls,
@@ -324,7 +324,7 @@ class _Frame:
         region.state.refresh()
         self.fixed = region.state.names()
         self.inputs = {id_of(t): t for t in leaves_of(self._args) if is_plain(t)}
-        self.kept: dict[OpAddress, KeptOutputs] = {}
+        self.kept = KeptByStorage()
         self.skipped = SkippedCalls()
         self._named = None if region.only is None else NamedMode(region.only)
         self._entered = (
@@ -377,8 +377,7 @@ class _Frame:
         self._checks_values = not region.watched or region.checks_values(self.inputs.values())
         packer = _Packer(self)
         with saved_tensors_hooks(packer, _unpack), ExitStack() as stack:
-            for context in self._contexts():
-                stack.enter_context(context)
+            self._enter_contexts(stack)
             out = self._forward(*args, **kwargs)
         noted = self._noted
         if noted is not None and noted.found and self._random is not None:
@@ -403,7 +402,7 @@ class _Frame:
                 changed = frozenset(self._changed_buffers) - region.state.only_written
                 region.reads_back = changed | (region.reads_back or frozenset())
         self.inputs = {}
-        del args, kwargs, inputs, noted, stack  # modes hold all kept outputs, needed or not
+        del args, kwargs, inputs, noted, stack
         if recompute:
             self._settle()
         else:
@@ -414,42 +413,35 @@ class _Frame:
         self._decided, self._named, self._share = {}, None, ByteShare(0.0)
         return out
 
-    def _contexts(self) -> Iterator[AbstractContextManager[Any]]:
-        """Yield the contexts of the first run, the outermost first; none in most regions after their first
-        run.
-        """
-        region = self.region
+    def _enter_contexts(self, stack: ExitStack) -> None:
+        """Enter the contexts of the first run; there are none in most regions after their first run."""
+        region, enter = self.region, stack.enter_context
         if self._named is not None:
-            yield self._named
+            enter(self._named)
         if not region.recompute:
             return
         if region.keep is not None:
             random = partial(RandomState.kept, region.module, region.generators)
-            yield KeepMode(region.keep, self.kept, self.skipped, lambda: self.count, random)
+            enter(KeepMode(region.keep, self.kept, self.skipped, lambda: self.count, random))
         if is_on_ranks():
-            yield refused_in(region.name, first=not region.watched)
+            enter(refused_in(region.name, first=not region.watched))
         if not region.watched:
-            self._noted = NoteGenerators(region.generators)
-            yield self._noted
+            self._noted = enter(NoteGenerators(region.generators))
 
     def _settle(self) -> None:
         """Drop kept outputs that the second run does not read, and offload the claimed ones, after the first
         run (Rule 5).
         """
         needed = self.region.last_unpacked = max(self.wanted, default=-1)
-        asked = sum(kept.before <= needed for kept in self.kept.values())
-        self.kept = {
-            key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()
-        }
-        self.skipped.settle(needed, all_kept=len(self.kept) == asked)
+        self.skipped.settle(needed, all_kept=self.kept.settle(needed))
         if not self.wanted:  # nothing to recompute, so the inputs are not needed either
             self._args, self._before = None, {}
             return
         if self.region.move:
             claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
             self._args = mapped(claimed, self._args)
-        for kept in self.kept.values():
-            kept.settle(self.claim)
+        for each in self.kept.calls.values():
+            each.settle(self.claim if self.region.move else None)
         self.table.traffic.recomputed_regions.add(self.region.name)
 
     def claim(self, tensor: Tensor) -> Tensor | OffloadedTensor:
@@ -474,10 +466,9 @@ class _Frame:
             return tensor
         if not self.region.recompute or key in self.inputs:
             return _detached(self.claim(tensor))
-        if self.kept:
-            kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
-            if kept is not None:
-                return _detached(kept.claimed(tensor, self.claim(tensor)))
+        kept = self.kept.find(key, tensor)
+        if kept is not None:
+            return _detached(kept.claimed(tensor, self.claim(tensor)))
         if self.skipped.made(tensor):
             return _detached(self.claim(tensor))
         n = self.count
@@ -490,7 +481,7 @@ class _Frame:
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output that the first run kept, or of a skipped call."""
-        return self.skipped.made(tensor) or any(kept.holds(tensor) for kept in self.kept.values())
+        return self.skipped.made(tensor) or self.kept.find(id_of(tensor), tensor) is not None
 
     # -- the second run --------------------------------------------------------------------------------------
 
@@ -509,8 +500,7 @@ class _Frame:
         args, kwargs = mapped(once_each(as_input), self._args)
         replay = Replay(self, {id_of(t) for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)})
         with torch.enable_grad(), saved_tensors_hooks(replay.pack, refuse_unpack), ExitStack() as stack:
-            for context in self._contexts_again():
-                stack.enter_context(context)
+            self._enter_contexts_again(stack)
             try:
                 self._forward(*args, **kwargs)
             except StopReplay:
@@ -527,24 +517,25 @@ class _Frame:
             )
         replay.settle()
 
-    def _contexts_again(self) -> Iterator[AbstractContextManager[Any]]:
-        """Yield the contexts of the second run, the outermost first."""
-        region = self.region
+    def _enter_contexts_again(self, stack: ExitStack) -> None:
+        """Enter the contexts of the second run."""
+        region, enter = self.region, stack.enter_context
         if self._changed_buffers:
-            yield self._put_back_buffers()
+            enter(self._put_back_buffers())
         if self._random is not None:
-            yield self._random.restored()
+            enter(self._random.restored())
         for autocast in self._autocast:
-            yield autocast()
+            enter(autocast())
         if not self._autocast and is_autocast_on():
-            yield from no_autocast_contexts()
+            for without in no_autocast_contexts():
+                enter(without)
         if is_on_ranks():
-            yield refused_in(region.name, first=False)
+            enter(refused_in(region.name, first=False))
         if region.keep is not None:
-            yield ReplayMode(self.kept, self.skipped)
+            enter(ReplayMode(self.kept, self.skipped))
         # The same mode as in the first run: composite ops such as reshape take another path under a mode.
         if self._noted is not None:
-            yield self._noted
+            enter(self._noted)
 
     @contextmanager
     def _put_back_buffers(self) -> Iterator[None]:

@@ -210,7 +210,7 @@ def magnitude(tensor: Tensor) -> Tensor | float | None:
         return None
     step = -(-tensor.numel() // _SAMPLED)
     # Outside all modes: these ops are not the model's, and must not be counted or replaced.
-    with without_modes():
+    with torch._C._DisableTorchDispatch():
         some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,), tensor.storage_offset())
         if tensor.device.type == "cpu":
             return _norm(some)

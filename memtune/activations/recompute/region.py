@@ -67,7 +67,7 @@ class Region:
 
     def checks_values(self, inputs: Iterable[Tensor]) -> bool:
         """Return whether this run compares values: each run on CPU, else the first runs and then one in
-        `_VALUES_EVERY`, in which blocks take turns, since each comparison issues kernels.
+        `_VALUES_EVERY`, other blocks at other runs, since each comparison issues kernels.
         """
         self.value_checks += 1
         if self.value_checks <= _VALUES_FIRST or all(each.device.type == "cpu" for each in inputs):

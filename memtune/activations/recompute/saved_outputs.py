@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ class KeptOutputs:
         # counter of its own. With the key included it shares the original's, which counts later in-place
         # writes (Rule 5).
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
-        tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
+            self._out: Any = _of_tensors(Tensor.detach, out)
+        tensors = _tensors_in(self._out)
         self._versions = [(t, t._version) for t in tensors]
         self._storages = [weakref.ref(t.untyped_storage()) for t in tensors]
         self._written = False
@@ -51,14 +52,19 @@ class KeptOutputs:
         """Return whether no op has written into the outputs since they were kept."""
         return not self._written and all(t._version == version for t, version in self._versions)
 
+    def keys(self) -> list[int]:
+        """Return the identities of the storages."""
+        return [found._cdata for each in self._storages if (found := each()) is not None]
+
     def holds(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of one of the outputs, as kept or as reloaded from the host."""
         storage = tensor.untyped_storage()
         return any(kept() is storage for kept in self._storages) and self.unchanged()
 
-    def settle(self, claim: Callable[[Tensor], Tensor | OffloadedTensor]) -> None:
-        """Offload what the table claims; after the first run the outputs cannot change."""
-        self._out = tree_map(lambda t: claim(t) if isinstance(t, Tensor) else t, self._out)
+    def settle(self, claim: Callable[[Tensor], Tensor | OffloadedTensor] | None) -> None:
+        """Offload what the table claims, if it claims any; after the first run the outputs cannot change."""
+        if claim is not None:
+            self._out = _of_tensors(lambda each: claim(each) if isinstance(each, Tensor) else each, self._out)
         self._versions = []
 
     def claimed(self, tensor: Tensor, claim: Tensor | OffloadedTensor) -> Tensor | OffloadedTensor:
@@ -85,23 +91,84 @@ class KeptOutputs:
         """Return the outputs to the second run."""
         if self._random is not None:
             self._random.continue_from()
-        out = tree_map(
-            lambda t: (
-                t.get() if isinstance(t, OffloadedTensor) else t.detach() if isinstance(t, Tensor) else t
-            ),
-            self._out,
-        )
-        self._storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)]
+        out = _of_tensors(_taken, self._out)
+        self._storages = [weakref.ref(t.untyped_storage()) for t in _tensors_in(out)]
         return out
 
 
-class KeepMode(TorchDispatchMode):
+def _taken(kept: Tensor | OffloadedTensor) -> Tensor:
+    return kept.get() if isinstance(kept, OffloadedTensor) else kept.detach()
+
+
+def _of_tensors(convert: Callable[[Any], Any], out: Any) -> Any:
+    """Return the result of an op with its tensors converted; most ops return one tensor or a tuple of
+    them.
+    """
+    if isinstance(out, _CONVERTED):
+        return convert(out)
+    if type(out) is tuple and not any(isinstance(each, tuple | list | dict) for each in out):
+        return tuple([convert(each) if isinstance(each, _CONVERTED) else each for each in out])
+    return tree_map(lambda each: convert(each) if isinstance(each, _CONVERTED) else each, out)
+
+
+def _tensors_in(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    return [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+
+
+_CONVERTED = (Tensor, OffloadedTensor)
+
+
+class KeptByStorage:
+    """Kept outputs of a region by address and by the storages that hold them now."""
+
+    def __init__(self) -> None:
+        self.calls: dict[OpAddress, KeptOutputs] = {}
+        self._by_storage: dict[int, list[KeptOutputs]] = {}
+
+    def add(self, call: OpAddress, kept: KeptOutputs) -> None:
+        """Add the outputs of `call`, which the first run made."""
+        self.calls[call] = kept
+        self.note(kept)
+
+    def note(self, kept: KeptOutputs) -> None:
+        """Note the storages that `kept` has now."""
+        for key in kept.keys():
+            self._by_storage.setdefault(key, []).append(kept)
+
+    def find(self, key: int, tensor: Tensor) -> KeptOutputs | None:
+        """Return the outputs of which `tensor`, with storage `key`, is a view; None if it is of none."""
+        for kept in self._by_storage.get(key, ()):
+            if kept.holds(tensor):
+                return kept
+        return None
+
+    def settle(self, last: int) -> bool:
+        """Keep the unchanged outputs that a second run up to recomputed tensor `last` reads; return whether
+        none of them has changed.
+        """
+        asked = {call: kept for call, kept in self.calls.items() if kept.before <= last}
+        self.calls = {call: kept for call, kept in asked.items() if kept.unchanged()}
+        self._by_storage = {}
+        return len(asked) == len(self.calls)
+
+
+class _EagerMode(TorchDispatchMode):
+    """Mode around code that is never compiled: torch need not keep Dynamo out at each op."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class KeepMode(_EagerMode):
     """Mode of the first forward: collects kept outputs, and notes skipped calls."""
 
     def __init__(
         self,
         keep: Keep,
-        kept: dict[OpAddress, KeptOutputs],
+        kept: KeptByStorage,
         skipped: SkippedCalls,
         count: Callable[[], int],
         random: Callable[[], RandomState],
@@ -114,11 +181,11 @@ class KeepMode(TorchDispatchMode):
             count,
             random,
         )
-        self._seen = _Occurrences()
+        self._seen, self._answers = _Occurrences(), dict[Any, bool]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op; note its outputs if it is not run again."""
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(self._keep, OpAddresses):
             call = self._seen.next(func)
             if call in self._keep.skipped:
@@ -126,16 +193,22 @@ class KeepMode(TorchDispatchMode):
                     call, func, args, out, before=self._count(), random=self._state_after(func, args, kwargs)
                 )
             elif call in self._keep.kept:
-                self._kept[call] = self._output(func, args, kwargs, out)
+                self._kept.add(call, self._output(func, args, kwargs, out))
             else:
                 self._skipped.read_by(func, (args, kwargs), out, before=self._count())
-        elif self._keep(func):
-            self._kept[self._seen.next(func)] = self._output(func, args, kwargs, out)
-        if func._schema.is_mutable:
+        elif self._is_kept(func):
+            self._kept.add(self._seen.next(func), self._output(func, args, kwargs, out))
+        if self._kept.calls and is_mutable(func):
             for storage in {tensor.untyped_storage() for tensor in mutated(func, args, kwargs or {})}:
-                for kept in self._kept.values():
+                for kept in self._kept.calls.values():
                     kept.note_write(storage)
         return out
+
+    def _is_kept(self, func: Any) -> bool:
+        found = self._answers.get(func)
+        if found is None:
+            found = self._answers[func] = self._keep(func)  # type: ignore[operator]
+        return found
 
     def _output(self, func: Any, args: Any, kwargs: Any, out: Any) -> KeptOutputs:
         return KeptOutputs(out, self._count(), self._state_after(func, args, kwargs))
@@ -144,10 +217,10 @@ class KeepMode(TorchDispatchMode):
         return self._random() if draws(func, args, kwargs or {}) else None
 
 
-class ReplayMode(TorchDispatchMode):
+class ReplayMode(_EagerMode):
     """Mode of the second forward: returns each kept output instead of computing it."""
 
-    def __init__(self, kept: dict[OpAddress, KeptOutputs], skipped: SkippedCalls) -> None:
+    def __init__(self, kept: KeptByStorage, skipped: SkippedCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept, self._skipped, self._seen = kept, skipped, _Occurrences()
 
@@ -156,11 +229,15 @@ class ReplayMode(TorchDispatchMode):
         call = self._seen.next(func)
         if call in self._skipped:
             return self._skipped.take(call, func, args, kwargs or {})
-        kept = self._kept.get(call)
-        return func(*args, **(kwargs or {})) if kept is None else kept.take()
+        kept = self._kept.calls.get(call)
+        if kept is not None:
+            out = kept.take()
+            self._kept.note(kept)
+            return out
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
-class NamedMode(TorchDispatchMode):
+class NamedMode(_EagerMode):
     """Mode that notes the outputs of some calls of a region, while their storages live."""
 
     def __init__(self, calls: frozenset[OpAddress]) -> None:
@@ -190,9 +267,21 @@ class _Occurrences:
         self._count: dict[str, int] = {}
 
     def next(self, func: Any) -> OpAddress:
-        name = str(func)
-        self._count[name] = self._count.get(name, -1) + 1
-        return name, self._count[name]
+        name = name_of(func)
+        self._count[name] = number = self._count.get(name, -1) + 1
+        return name, number
+
+
+@cache
+def name_of(func: Any) -> str:
+    """Return the name of an op, which torch composes at each call of `str`."""
+    return str(func)
+
+
+@cache
+def is_mutable(func: Any) -> bool:
+    """Return whether an op writes into an argument."""
+    return bool(func._schema.is_mutable)
 
 
 NEVER = sys.maxsize

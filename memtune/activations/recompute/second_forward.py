@@ -24,7 +24,7 @@ class Replay:
 
     def __init__(self, frame: Frame, inputs: set[int]) -> None:
         self._frame, self._inputs, self.count = frame, inputs, 0
-        self._fixed, self._keeps = frame.fixed, bool(frame.kept) or not frame.skipped.is_empty
+        self._fixed, self._keeps = frame.fixed, bool(frame.kept.calls) or not frame.skipped.is_empty
         self._fingerprinter = frame.fingerprinter()
         self.enough = max(frame.wanted) + 1
 
