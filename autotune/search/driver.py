@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from memtune.autotune.predict import Calibration
 from memtune.autotune.search import search_events
 from memtune.autotune.search.control import Control
+from memtune.autotune.search.predicted_config import trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import (
     Measured,
@@ -44,10 +45,9 @@ from memtune.autotune.space import (
     kinds,
     refusing_techniques,
 )
-from memtune.config import TunedConfig
 from memtune.executors import Executor, Progress, Trial, TrialResult
 from memtune.hardware import BUSY, OpTime, matmul_dtype
-from memtune.technique import Plan, Reason
+from memtune.technique import Reason
 from memtune.units import format_bytes
 
 BREAKER = 5
@@ -538,10 +538,3 @@ class Driver:
             number, _ = self._sampler.ask(scored.choice, role=job.role, name=job.name)
             done = FinishedTrial(job, number, event.result.model_copy(update={"number": number}))
             self._tell(done)
-
-
-def trial_config(setup: Setup, choice: Choice) -> TunedConfig:
-    """Return the config of `choice` with its plans, as known before a trial."""
-    candidate = setup.scorer.rewriter.candidate(choice)
-    plans: dict[str, Plan] = {} if isinstance(candidate, Reason) else dict(candidate.plans)
-    return TunedConfig(settings=choice, made_for=setup.made_for, plan=plans)

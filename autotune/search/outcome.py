@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from memtune.autotune.predict import oom_probability
-from memtune.autotune.search.driver import Driver, FinishedTrial, trial_config
+from memtune.autotune.search.driver import Driver, FinishedTrial
 from memtune.autotune.search.lifecycle_peaks import Moment, largest_batch, moments
+from memtune.autotune.search.predicted_config import ablation, predicted, trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import Measured, Verdict
-from memtune.autotune.space import Choice, Scored, Scores, ablate, describe, more_memory, remedies
+from memtune.autotune.space import Choice, Scored, Scores, describe, more_memory, remedies
 from memtune.config import TunedConfig, load_config
 from memtune.errors import NothingFits
-from memtune.technique import Exactness, Reason
+from memtune.technique import Reason
 from memtune.units import format_bytes
 
 SCHEMA = 1
@@ -112,7 +112,8 @@ def tuned_config(
     return trial_config(driver.setup, winner.choice).model_copy(
         update={
             "measured": {**numbers(winner), "baselines": baselines},
-            "predicted": predicted(driver, scored) | _ablation(driver, winner.choice),
+            "predicted": predicted(driver.setup, scored, driver.pruner.calibration)
+            | ablation(driver.setup, winner.choice, driver.pruner.calibration.step_correction),
             "certificate": _certificate(driver, winner, confirmed) | numerics,
             "study": {
                 "name": Path(study).name,
@@ -137,37 +138,8 @@ def numbers(measured: Measured) -> dict[str, Any]:
     }
 
 
-def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
-    """Return the prediction of a choice, with the correction from trials."""
-    prediction, calibration = scored.prediction, driver.pruner.calibration
-    return {
-        "peak_bytes": prediction.peak_allocated_bytes,
-        "reserved_bytes": prediction.peak_reserved_bytes,
-        "host_peak_bytes": prediction.host_peak_bytes,
-        "ssd_peak_bytes": prediction.ssd_peak_bytes,
-        "ssd_written_bytes": prediction.ssd_written_bytes,
-        "step_s": prediction.step_s * calibration.step_correction,
-        "calibrated_by": len(calibration.step_ratios),
-        "oom_probability": oom_probability(
-            calibration, prediction.peak_allocated_bytes, driver.setup.budget_bytes
-        ),
-        "rates": driver.setup.hardware.rates_from,
-        "hardware": driver.setup.hardware.name,
-        "critical_s": prediction.critical_s,
-        "exposed_by_op": [asdict(each) for each in prediction.exposed_by_op[:5]],
-    }
-
-
-def _ablation(driver: Driver, choice: Choice) -> dict[str, Any]:
-    """Return cost and saving of each setting, for `memtune explain`."""
-    found = ablate(driver.setup.scorer, choice, step_correction=driver.pruner.calibration.step_correction)
-    return {} if isinstance(found, Reason) else {"ablation": found.document()}
-
-
 def _certificate(driver: Driver, winner: Measured, confirmed: FinishedTrial | None) -> dict[str, Any]:
     budget = driver.setup.budget_bytes
-    classes = [each.exactly() for each in winner.choice.techniques]
-    exactness = max(classes, key=list(Exactness).index, default=Exactness.BITWISE)
     reference = driver.reference
     certificate: dict[str, Any] = {
         "fits": budget is None or winner.peak_bytes <= budget,
@@ -186,7 +158,7 @@ def _certificate(driver: Driver, winner: Measured, confirmed: FinishedTrial | No
             ),
             default=0.0,
         )
-    certificate["exactness"] = str(exactness)
+    certificate["exactness"] = str(winner.choice.exactness)
     return certificate | predicted_moments(driver.setup, winner.choice)
 
 

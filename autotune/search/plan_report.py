@@ -10,21 +10,27 @@ from typing import Any, Literal
 from memtune.autotune.predict import ParallelMap, PeakRow, at_peak, oom_probability
 from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.dry_runs import DryRuns
+from memtune.autotune.search.predicted_config import predicted_config
 from memtune.autotune.search.preparation import Setup, prepare
+from memtune.autotune.search.why_not import Absence, absences, check_known
 from memtune.autotune.space import (
     Choice,
+    Improvement,
     PlanOptions,
     Pruner,
     Remedy,
     Scored,
     Scores,
     alike,
+    improvements,
     largest_micro_batch,
     processes,
     refined_front,
     remedies,
     same_passes,
 )
+from memtune.config import save
+from memtune.errors import UsageError
 from memtune.executors import Probing
 from memtune.technique import Reason
 
@@ -48,6 +54,8 @@ class PlanRow:
     """`ok` if the predicted peak is within the budget, `oom` if not, `unfit` if a technique refused."""
     reason: str = ""
     baseline: str = ""
+    sentence: str = ""
+    """The techniques as clauses that a user can read."""
     peak_allocated_bytes: int | None = None
     peak_low_bytes: int | None = None
     peak_high_bytes: int | None = None
@@ -56,6 +64,10 @@ class PlanRow:
     step_low_s: float | None = None
     step_high_s: float | None = None
     samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    """None if a batch holds no tokens."""
+    exactness: str = "bitwise"
+    """The least exact class of its techniques."""
     micro_batch: int | None = None
     accumulate: int = 1
     n_equal: int = 1
@@ -102,7 +114,15 @@ class PlanReport:
     """
     remedies: tuple[Remedy, ...] = ()
     """Changes that would help if nothing fits."""
+    improvements: tuple[Improvement, ...] = ()
+    """Changes under which the front's first row would be faster."""
+    absences: tuple[Absence, ...] = ()
+    """Reasons for the technique of `PlanOptions.why_not`."""
+    out: str | None = None
+    """File to which the config of a row was written."""
     notes: tuple[str, ...] = ()
+    recording_notes: tuple[str, ...] = ()
+    """Those of `notes` that say how sizes were recorded."""
     config: PlanRow | None = None
     """Set if one config was requested; there is no ranking then."""
 
@@ -127,6 +147,9 @@ class PlanReport:
             "baselines": [each.to_dict() for each in self.baselines],
             "front": [each.to_dict() for each in self.front],
             "remedies": [each.to_dict() for each in self.remedies],
+            "improvements": [each.to_dict() for each in self.improvements],
+            "why_not": [each.to_dict() for each in self.absences],
+            "out": self.out,
             "n_candidates": self.n_candidates,
             "n_merged": self.n_merged,
             "n_pruned": self.n_pruned,
@@ -150,14 +173,28 @@ def plan(
         UsageError: The options contradict each other or the workload.
         ConfigError: The config cannot be read.
     """
+    if options.why_not is not None:
+        check_known(options.why_not)
     setup = prepare(options, say=say, for_trials=False, begun=begun)
     pruner = Pruner(setup.budget_bytes)
     notes = (*setup.recording.notes, *setup.space.notes)
     if options.config is not None:
         planned, peak = _plan_config(setup, pruner, options)
-        return PlanReport(_facts(setup), (), (), (), {}, {}, peak=peak, notes=notes, config=planned)
-    say("predicting all candidates")
+        return PlanReport(
+            _facts(setup),
+            (),
+            (),
+            (),
+            {},
+            {},
+            peak=peak,
+            notes=notes,
+            recording_notes=setup.recording.notes,
+            config=planned,
+        )
+    say("scoring candidates")
     scores = setup.score(options.seed)
+    say("simulating the best op by op")
     found, refused = baselines(setup.scorer, setup.global_batch)
     alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
     ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
@@ -167,6 +204,9 @@ def plan(
     first = (
         front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
     )
+    say("looking for larger micro-batches and other changes that help")
+    shown = front[: options.top]
+    out = _written(setup, shown, options)
     return PlanReport(
         facts=_facts(setup),
         rows=tuple(
@@ -175,9 +215,7 @@ def plan(
         baselines=tuple(
             _row(setup, setup.scorer.refined(each.scored), pruner, baseline=each.name) for each in found
         ),
-        front=_dry_run(
-            setup, _front(setup, pruner, front[: options.top]), EXACT_ROWS if options.exact else 0
-        ),
+        front=_dry_run(setup, _front(setup, pruner, shown), EXACT_ROWS if options.exact else 0),
         unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
         refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
         n_candidates=scores.n_candidates,
@@ -185,8 +223,34 @@ def plan(
         pruned=_pruned(scores, pruner),
         peak=at_peak(setup.scorer.program(first.choice).step) if first else (),
         remedies=_remedies(setup, first) if first and not front else (),
+        improvements=(
+            improvements(setup.scorer, front[0], scores.by_key.values())
+            if front and options.goal == "throughput"
+            else ()
+        ),
+        absences=(
+            absences(setup, scores, pruner, front[0] if front else None, options.why_not)
+            if options.why_not is not None
+            else ()
+        ),
+        out=out,
         notes=notes,
+        recording_notes=setup.recording.notes,
     )
+
+
+def _written(setup: Setup, front: Sequence[Scored], options: PlanOptions) -> str | None:
+    """Write the config of the requested row, if one is requested and anything fits; return its path."""
+    if options.out is None or not front:
+        return None
+    if options.row > len(front):
+        raise UsageError(
+            f"--row {options.row}: the table has {len(front)} rows.",
+            fix=f"--row 1 to {len(front)}, or more rows with --top",
+            code="MT100",
+        )
+    save(predicted_config(setup, front[options.row - 1]), options.out)
+    return str(options.out)
 
 
 def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
@@ -251,7 +315,12 @@ def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Pl
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
         return PlanRow(
-            choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch
+            choice.summary,
+            choice.dump(),
+            "unfit",
+            str(scored),
+            sentence=choice.sentence,
+            micro_batch=choice.execution.micro_batch,
         ), ()
     (row,) = _dry_run(setup, (_row(setup, scored, pruner),), int(options.exact))
     return row, at_peak(setup.scorer.program(choice).step)
@@ -263,9 +332,11 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
     fits = budget is None or prediction.peak_allocated_bytes <= budget
     if not fits and not reason:
         reason = "over the budget as predicted, within it at the lower end of the interval"
-    interval = prediction.interval
+    interval, tokens = prediction.interval, setup.tokens_per_sample
     return PlanRow(
         summary=scored.choice.summary,
+        sentence=scored.choice.sentence,
+        exactness=str(scored.choice.exactness),
         settings=scored.choice.dump(),
         status="ok" if fits else "oom",
         reason=reason,
@@ -278,6 +349,7 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
         step_low_s=interval.step_low_s,
         step_high_s=interval.step_high_s,
         samples_per_s=prediction.samples_per_s,
+        tokens_per_s=None if tokens is None else prediction.samples_per_s * tokens,
         micro_batch=scored.choice.execution.micro_batch,
         accumulate=scored.choice.execution.accumulate,
         n_equal=n_equal,
@@ -316,6 +388,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "budget_bytes": setup.budget_bytes,
         "calibrated_by": min(len(setup.calibration.peak_ratios), len(setup.calibration.step_ratios)),
         "global_batch": setup.global_batch,
+        "tokens_per_sample": setup.tokens_per_sample,
         "parameters": setup.made_for.parameters,
         "parameter_bytes": setup.parameter_bytes,
         "rung": setup.recording.rung,

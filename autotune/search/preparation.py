@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -81,6 +82,11 @@ class Setup:
     def parameter_bytes(self) -> int:
         """True if micro-batches were checked to add up to the batch, even if the search does not split it."""
         return parameter_bytes(self.recording)
+
+    @cached_property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of a sample; None if a batch holds none."""
+        return self.workload.tokens_per_sample()
 
     def score(self, seed: int) -> Scores:
         """Score the whole space with the simulator."""

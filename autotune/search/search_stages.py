@@ -19,10 +19,10 @@ from memtune.autotune.search.outcome import (
     Status,
     nothing_fits,
     numbers,
-    predicted,
     trial_rows,
     tuned_config,
 )
+from memtune.autotune.search.predicted_config import predicted
 from memtune.autotune.search.study_store import RESULT, StudyFolder
 from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, undecided
 from memtune.autotune.space import (
@@ -462,7 +462,7 @@ class Stages:
             config=config.document(),
             out=str(out),
             measured=numbers(verdict.winner),
-            predicted=predicted(driver, scored),
+            predicted=predicted(driver.setup, scored, driver.pruner.calibration),
             baselines=tuple(
                 {**row, "is_winner": verdict.winner.baseline == row["name"]}
                 for row in trials

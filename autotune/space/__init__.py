@@ -36,7 +36,14 @@ if TYPE_CHECKING:
     from memtune.autotune.space.search_options import PlanOptions, SearchOptions, TargetOptions
     from memtune.autotune.space.search_space import Space, batch_sizes, build_space, executions, variants
     from memtune.autotune.space.step_time_model import PRIOR_SCALE, Kind, Observed, StepTimeModel, kinds
-    from memtune.autotune.space.suggestions import Remedy, describe, more_memory, remedies
+    from memtune.autotune.space.suggestions import (
+        Improvement,
+        Remedy,
+        describe,
+        improvements,
+        more_memory,
+        remedies,
+    )
 else:
     __getattr__ = open_door(__name__)
 
@@ -47,6 +54,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "Goal",
+    "Improvement",
     "Kind",
     "Observed",
     "PlanOptions",
@@ -71,6 +79,7 @@ __all__ = [
     "describe",
     "executions",
     "fits_budget",
+    "improvements",
     "kinds",
     "largest_micro_batch",
     "more_memory",

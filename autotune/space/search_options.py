@@ -88,3 +88,9 @@ class PlanOptions(TargetOptions):
     """Rows of the ranking to show."""
     exact: bool = False
     """Dry-run the first rows of the front, or the config: the real runtime on fake tensors."""
+    out: Path | None = None
+    """Write the config of a row of the front to this file."""
+    row: int = 1
+    """The row to write; 1 is the fastest that fits."""
+    why_not: str | None = None
+    """A technique, `kind` or `slot=kind`, to explain the absence of."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from memtune.autotune.predict import Prediction
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.scoring import Scored, Scorer
 from memtune.hardware import Hardware
@@ -14,6 +17,8 @@ from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason, Technique
 from memtune.units import format_bytes
 
+_NOTICEABLE = 0.03
+"""Relative gains below this are not suggested."""
 _LEAN = ("offload.states", "recompute", "offload.activations", "sharding.states")
 """Slots that trade time for memory; all of their kinds are tried, because the search may have excluded
 them.
@@ -26,7 +31,7 @@ class Remedy:
 
     change: str
     peak_bytes: int
-    slowdown: float
+    slowdown: float = 1.0
     """Seconds per sample on a rank, relative to the closest candidate."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,6 +65,72 @@ def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int 
     return (*cheapest, Remedy(more_memory(rewriter.target.hardware, needs), needs, 1.0))
 
 
+@dataclass(frozen=True)
+class Improvement:
+    """One change of the target that makes a step faster, and its prediction."""
+
+    change: str
+    samples_per_s: float
+    speedup: float
+    """Samples/s relative to the fastest candidate that fits."""
+    peak_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+
+def improvements(
+    scorer: Scorer, best: Scored, others: Iterable[Scored], count: int = 3
+) -> tuple[Improvement, ...]:
+    """Return up to `count` changes of memory, batch and ranks under which a step is predicted to be faster
+    than `best`, the fastest candidate that fits; the largest gain first.
+    """
+    base = best.prediction.samples_per_s
+    tried = (*_more_memory(scorer, others), *_larger_batch(scorer, best.choice), *_more_ranks(scorer, best))
+    found = [
+        Improvement(change, now.samples_per_s, now.samples_per_s / base, now.peak_allocated_bytes)
+        for change, now in tried
+        if now.samples_per_s > (1 + _NOTICEABLE) * base
+    ]
+    return tuple(sorted(found, key=lambda each: -each.speedup)[:count])
+
+
+def _more_memory(scorer: Scorer, others: Iterable[Scored]) -> Iterator[tuple[str, Prediction]]:
+    target = scorer.rewriter.target
+    larger = [
+        each for each in others if each.prediction.peak_allocated_bytes > (target.budget_bytes or math.inf)
+    ]
+    if larger:
+        fastest = scorer.refined(min(larger, key=lambda each: each.rank_among_levels("throughput")))
+        needs = more_memory(target.hardware, fastest.prediction.peak_allocated_bytes)
+        yield f"{needs}, then {fastest.choice.sentence}", fastest.prediction
+
+
+def _larger_batch(scorer: Scorer, choice: Choice) -> Iterator[tuple[str, Prediction]]:
+    target, execution = scorer.rewriter.target, choice.execution
+    size = 2 * (execution.micro_batch or 1)
+    changed = Execution.model_validate({**execution.model_dump(), "micro_batch": size})
+    scored = scorer.score(Choice(changed, choice.techniques), level="events")
+    if not isinstance(scored, Reason) and scored.prediction.peak_allocated_bytes <= (
+        target.budget_bytes or math.inf
+    ):
+        samples = size * execution.accumulate * target.ranks
+        yield f"--global-batch {samples}, if other results are acceptable", scored.prediction
+
+
+def _more_ranks(scorer: Scorer, best: Scored) -> Iterator[tuple[str, Prediction]]:
+    rewriter = scorer.rewriter
+    if rewriter.target.device == "cpu":  # more ranks share the same cores
+        return
+    target = replace(rewriter.target, ranks=2 * rewriter.target.ranks)
+    wider = Scorer(Rewriter(rewriter.recording, target, compiled=rewriter.compiled))
+    averaged = {"sharding.states": find("sharding.states", "ddp")(kind="ddp")} | best.choice.chosen
+    scored = wider.score(Choice.of(best.choice.execution, averaged), level="events")
+    if not isinstance(scored, Reason):
+        yield f"--gpus {target.ranks}, with twice the samples a step", scored.prediction
+
+
 def more_memory(hardware: Hardware, n_bytes: int) -> str:
     """Return the advice for a need of `n_bytes`: no limit helps above the GPU's memory."""
     if hardware.device == "cuda" and n_bytes > hardware.memory_bytes:
@@ -83,8 +154,11 @@ def rounded_up(n_bytes: int, most_bytes: int | None = None) -> str:
 
 def describe(remedy: Remedy) -> str:
     """Return the remedy in one line."""
+    frozen = re.findall(r"--freeze ([\w.]+)=(\w+)", remedy.change)
+    clauses = [find(slot, kind)(kind=kind).sentence() for slot, kind in frozen]
+    meaning = f"; {', '.join(clauses)}" if clauses else ""
     cost = f", {remedy.slowdown:.2g}× the time per sample" if remedy.slowdown > 1.005 else ""
-    return f"{remedy.change}: {format_bytes(remedy.peak_bytes)}{cost}"
+    return f"{remedy.change}: {format_bytes(remedy.peak_bytes)}{cost}{meaning}"
 
 
 def _one_change(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
@@ -101,7 +175,7 @@ def _one_change(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
 def _two_changes(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
     for one, first in _other_kinds(closest.choice):
         for both, second in _other_kinds(one):
-            if first < second and second.split(":")[0] != first.split(":")[0]:
+            if first < second and second.split("=")[0] != first.split("=")[0]:
                 yield from _remedy(scorer, both, closest, f"{first} and {second}")
 
 
@@ -128,7 +202,8 @@ def _other_kinds(choice: Choice) -> Iterator[tuple[Choice, str]]:
         for kind in kinds(slot):
             technique = find(slot, kind)(kind=kind)
             if kind not in ("none", used[slot].kind if slot in used else "none"):
-                yield Choice.of(choice.execution, {**used, slot: technique}), f"{slot}: {kind}"
+                other = Choice.of(choice.execution, {**used, slot: technique})
+                yield other, f"--freeze {slot}={kind}"
 
 
 def _sharded(choice: Choice) -> list[tuple[Technique, ...]]:

@@ -1,8 +1,9 @@
-"""Text output of `memtune plan`."""
+"""Text output of `memtune plan`: the advice first, then table, memory, changes that would help."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,81 +15,227 @@ from memtune.autotune.predict import Calibration, PeakRow, time_lines
 from memtune.autotune.search import PlanReport, PlanRow
 from memtune.autotune.space import describe
 from memtune.autotune.ui import formatting
+from memtune.search_spaces import SLOTS, kinds
 from memtune.units import format_bytes, format_seconds, parse_bytes
 
-_ROWS = 6
+_MODULES = 4
 """Modules to show of a peak."""
+_REASONS = 12
+"""Groups of refusals to show."""
+_NOTICEABLE = 0.03
+"""Relative difference of two predictions below which they count as equal."""
+_BAR = 8
+_KIND_BAR = 20
 _BYTES = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
+_NUMBER = re.compile(r"\d[\d.,]*")
+_NAMES = {"plain": "yours"}
+_PLAN_OPTIONS = ("--gpu-type", "--nodes", "--top", "--row", "--why-not")
+_PLAN_FLAGS = ("--exact", "--why", "--verbose", "-v")
+"""Options of `memtune plan` that `memtune search` does not have."""
+_EXACTNESS = {
+    "bitwise": "results are bitwise those of your script",
+    "reordered": "results are equal up to the order of summation",
+    "lossy": "results change: --allow-lossy was given",
+}
 
 
-def render(report: PlanReport) -> RenderableType:
-    """Return baselines and front (or the one config), omissions, memory at the peak, and remedies."""
-    parts: list[RenderableType] = [Text(_headline(report.facts))]
-    limited = report.facts["budget_bytes"] is not None
+def render(
+    report: PlanReport,
+    *,
+    command: Sequence[str] = ("memtune", "plan"),
+    why: bool = False,
+    verbose: bool = False,
+) -> RenderableType:
+    """Return the advice, the table, memory at the peak, and changes that would help.
+
+    Args:
+        report: The predictions.
+        command: The command line that made them, to name the one that writes the config.
+        why: List refusals and pruned settings in groups.
+        verbose: List the time's critical path and notes of the recording.
+    """
+    parts: list[RenderableType] = [
+        Text(_headline(report.facts), "bold"),
+        Text(_basis(report.facts), "dim"),
+        Text(""),
+    ]
     if report.config is not None:
-        parts.append(_table([report.config], limited=limited, with_largest=False))
+        parts.append(_table([report.config], report.facts))
         if report.config.status == "unfit":
             parts.append(Text(f"cannot be used: {report.config.reason}"))
     else:
-        rows = [*report.baselines, *report.front]
-        parts.append(_table(rows, limited=limited, with_largest=limited))
-        if not report.front:
-            parts.append(Text(_nothing_fits(report), "bold"))
-        parts.append(Text(_counts(report), "dim"))
+        parts += _advice(report, command)
+        parts += [Text(""), _table([*report.baselines, *report.front], report.facts)]
     if report.peak:
-        parts += [Text(""), Text(f"at the peak of {_first_name(report)}:"), _peak(report.peak)]
-    first = report.config or (report.front[0] if report.front else None)
-    if first is not None:
-        parts += [Text(line) for line in time_lines(first.details)]
+        parts += [Text(""), *_peak(report)]
+    if report.improvements:
+        parts += [Text(""), Text("would be faster", "bold"), *map(Text, _improvements(report))]
+    for each in report.absences:
+        parts += [Text(""), Text(f"{each.technique} {each.sentence}", "bold"), Text(f"  {each.reason}")]
+    if report.config is None:
+        parts += [Text(""), *(Text(line, "dim") for line in _omissions(report, why))]
     parts += [Text(line, "dim") for line in _not_exact(report)]
-    parts += [Text(line, "dim") for line in ("", *_omissions(report))] if report.config is None else []
-    parts += [Text(note, "dim") for note in report.notes]
+    parts += [Text(each, "dim") for each in report.notes if verbose or each not in report.recording_notes]
+    first = report.config or (report.front[0] if report.front else None)
+    if verbose and first is not None:
+        parts += [Text(""), *(Text(line, "dim") for line in time_lines(first.details))]
     return Group(*parts)
 
 
-def _table(rows: Sequence[PlanRow], *, limited: bool, with_largest: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    table.add_column("settings", overflow="fold")
-    with_exact = any(each.exact_peak_bytes is not None or each.exact_reason for each in rows)
-    more = (
-        (["out of memory"] if limited else [])
-        + (["exact peak"] if with_exact else [])
-        + (["largest mb"] if with_largest else [])
+# -- the advice ----------------------------------------------------------------------------------------------
+
+
+def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
+    if not report.front:
+        yield Text("nothing fits; what would help:", "bold red")
+        yield from (Text(f"  {describe(each)}") for each in report.remedies)
+        return
+    first, facts = report.front[0], report.facts
+    plain = next((each for each in report.baselines if each.baseline == "plain"), None)
+    if plain is not None and plain.status == "ok" and _gain(first, plain) < _NOTICEABLE:
+        yield _labelled(
+            "do this",
+            Text("keep your own setting: it fits, and nothing is predicted to be faster", "bold green"),
+        )
+    else:
+        yield _labelled("do this", Text(first.sentence, "bold green"))
+    yield _labelled("gains", Text(_gains(first, plain, report.baselines, facts["budget_bytes"])))
+    yield _labelled("costs", Text(_costs(first)))
+    if report.out is not None:
+        yield _labelled("written", Text(f"{report.out}, predicted and not measured"))
+        yield _labelled("measure", Text(f"memtune trial {_model(command)} --config {report.out}", "cyan"))
+    else:
+        yield _labelled(
+            "write it",
+            Text(shlex.join([*command, "--out", "tuned.yaml"]), "cyan").append(
+                "   (another row: --row N)", "dim"
+            ),
+        )
+        yield _labelled(
+            "measure",
+            Text(shlex.join(_as_search(command)), "cyan").append(
+                "   finds the fastest by real trials", "dim"
+            ),
+        )
+
+
+def _labelled(label: str, text: Text) -> Text:
+    return Text(f"{label:<10}", "bold").append_text(text)
+
+
+def _model(command: Sequence[str]) -> str:
+    return next((each for each in command if ".py" in each), "model.py")
+
+
+def _as_search(command: Sequence[str]) -> list[str]:
+    """Return the command that searches what this one has planned; options of `plan` alone are dropped."""
+    kept, skip = [], False
+    for each in command:
+        name = each.partition("=")[0]
+        if not skip and name not in (
+            "--gpu-type",
+            "--nodes",
+            "--top",
+            "--row",
+            "--why-not",
+            "--exact",
+            "--why",
+            "--verbose",
+        ):
+            kept.append(each)
+        skip = (
+            not skip and "=" not in each and name in ("--gpu-type", "--nodes", "--top", "--row", "--why-not")
+        )
+    return ["search" if each == "plan" else each for each in kept]
+
+
+def _gain(first: PlanRow, other: PlanRow) -> float:
+    """Return the relative gain in samples/s over another row."""
+    return (
+        first.samples_per_s / other.samples_per_s - 1 if first.samples_per_s and other.samples_per_s else 0.0
     )
-    for name in ("samples/s", "step", "peak", *more):
-        table.add_column(name, justify="right", no_wrap=True)
+
+
+def _gains(first: PlanRow, plain: PlanRow | None, rows: Sequence[PlanRow], budget: int | None) -> str:
+    peak = first.peak_allocated_bytes or 0
+    limit = f" of {format_bytes(budget)}" if budget else ""
+    facts = [f"{formatting.rate(first.samples_per_s)} samples/s with {format_bytes(peak)}{limit}"]
+    if plain is not None and plain.peak_allocated_bytes and plain.summary != first.summary:
+        less = plain.peak_allocated_bytes - peak
+        more = "less" if less >= 0 else "more"
+        lacking = ", which does not fit" if plain.status != "ok" else ""
+        facts.append(f"{format_bytes(abs(less))} {more} than your setting{lacking}")
+    fitting = [each for each in rows if each.status == "ok" and each.samples_per_s]
+    if fitting:
+        usual = max(fitting, key=lambda each: each.samples_per_s or 0.0)
+        gain = _gain(first, usual)
+        name = _NAMES.get(usual.baseline, usual.baseline)
+        name = "your setting" if name == "yours" else name
+        facts.append(f"{gain:.0%} faster than {name}" if gain >= _NOTICEABLE else f"as fast as {name}")
+    return "; ".join(facts) + " (predicted)"
+
+
+def _costs(first: PlanRow) -> str:
+    host, written = first.details.get("host_peak_bytes") or 0, first.details.get("ssd_written_bytes") or 0
+    facts = [f"{format_bytes(host)} of host memory per rank"] if host else []
+    facts += [f"{format_bytes(written)} written to SSD a step and rank"] if written else []
+    return "; ".join([*facts, _EXACTNESS[first.exactness]])
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> Table:
+    budget = facts["budget_bytes"]
+    columns: list[tuple[str, str, bool]] = [("micro-batch", "right", True), ("samples/s", "right", True)]
+    columns += [("tokens/s", "right", True)] if facts.get("tokens_per_sample") else []
+    columns += [("step", "right", True), ("peak", "left", True)]
+    with_odds = bool(budget) and any(each.oom_probability is not None for each in rows)
+    with_exact = any(each.exact_peak_bytes is not None or each.exact_reason for each in rows)
+    with_largest = any(each.largest_micro_batch for each in rows)
+    columns += [("out of memory", "right", True)] if with_odds else []
+    columns += [("exact peak", "right", True)] if with_exact else []
+    columns += [("largest", "right", True)] if with_largest else []
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    table.add_column("setting", overflow="fold", ratio=1, min_width=24)
+    for name, justify, no_wrap in columns:
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=no_wrap)
     number = 0
+    plain = next((each for each in rows if each.baseline == "plain"), None)
+    scale = budget or max((each.peak_allocated_bytes or 0 for each in rows), default=0)
     for each in rows:
         number += not each.baseline
-        largest = "" if each.largest_micro_batch is None else str(each.largest_micro_batch)
-        exact = [_exact(each)] if with_exact else []
-        odds = [_oom_text(each)] if limited else []
-        cells = [
-            each.baseline or str(number),
-            each.summary,
-            *_numbers(each),
-            *odds,
-            *exact,
-            *([largest] if with_largest else []),
-        ]
-        table.add_row(*cells)
+        known = each.step_s is not None and each.peak_allocated_bytes is not None
+        cells: list[str | Text] = [_batch(each), formatting.rate(each.samples_per_s)]
+        cells += [formatting.rate(each.tokens_per_s)] if facts.get("tokens_per_sample") else []
+        cells += [format_seconds(each.step_s or 0) if known else "–", _peak_bar(each, scale)]
+        cells += [formatting.percent(each.oom_probability)] if with_odds else []
+        cells += [_exact(each)] if with_exact else []
+        cells += [str(each.largest_micro_batch or "")] if with_largest else []
+        name = _NAMES.get(each.baseline, each.baseline) or str(number)
+        table.add_row(name, _differences(each, plain), *cells, style="" if each.status == "ok" else "dim")
     return table
 
 
-def _numbers(planned: PlanRow) -> tuple[str, str, str]:
-    if planned.step_s is None or planned.peak_allocated_bytes is None:
-        return "–", "–", "–"
-    over = "" if planned.status == "ok" else " over"
-    peak = format_bytes(planned.peak_allocated_bytes) + over
-    return formatting.rate(planned.samples_per_s), format_seconds(planned.step_s), peak
+def _differences(row: PlanRow, plain: PlanRow | None) -> str:
+    """Return the clauses of a row that are not those of the user's own setting, which is a row too."""
+    own = set(plain.sentence.split("; ")) if plain is not None and plain is not row else set()
+    clauses = [each for each in row.sentence.split("; ") if each not in own]
+    return "; ".join(clauses) or row.sentence or row.summary
 
 
-def _oom_text(planned: PlanRow) -> str:
-    """Return the probability of running out of memory, or that there are no trials to estimate it from."""
-    if planned.peak_allocated_bytes is None:
-        return "–"
-    return "uncalibrated" if planned.oom_probability is None else f"{planned.oom_probability:.1%}"
+def _batch(row: PlanRow) -> str:
+    return f"{row.micro_batch or '–'}" + (f"×{row.accumulate}" if row.accumulate > 1 else "")
+
+
+def _peak_bar(row: PlanRow, scale: int) -> Text:
+    if row.peak_allocated_bytes is None:
+        return Text("–")
+    bar = formatting.bar(row.peak_allocated_bytes / scale if scale else 0.0, _BAR)
+    fits = row.status == "ok"
+    text = Text(bar, "green" if fits else "red").append(f" {format_bytes(row.peak_allocated_bytes)}")
+    return text if fits else text.append(" over", "red")
 
 
 def _exact(planned: PlanRow) -> str:
@@ -99,60 +246,110 @@ def _exact(planned: PlanRow) -> str:
     return f"{format_bytes(planned.exact_peak_bytes)} ({'+' if more >= 0 else '-'}{format_bytes(abs(more))})"
 
 
-def _headline(facts: dict[str, Any]) -> str:
-    limit = f" · limit {format_bytes(facts['budget_bytes'])}" if facts["budget_bytes"] else ""
+def _headline(facts: Mapping[str, Any]) -> str:
+    ranks = f"{facts['ranks']} × " if facts["ranks"] > 1 else ""
+    parts = [
+        f"{facts['workload']}",
+        f"{facts['parameters'] / 1e6:.4g}M parameters",
+        f"{ranks}{facts['hardware']}",
+        *([f"limit {format_bytes(facts['budget_bytes'])} each"] if facts["budget_bytes"] else []),
+        f"{facts['global_batch']} samples a step",
+    ]
+    return " · ".join(parts)
+
+
+def _basis(facts: Mapping[str, Any]) -> str:
     count = facts["calibrated_by"]
-    trials = (
-        f"calibrated by {count} trials on this machine" if count >= Calibration.ENOUGH else "uncalibrated"
+    times = (
+        f"calibrated by {count} trials on this machine"
+        if count >= Calibration.ENOUGH
+        else "uncalibrated: no search has run on this machine"
     )
-    ranks = f"{facts['ranks']}× " if facts["ranks"] > 1 else ""
-    return (
-        f"{facts['workload']} · {facts['parameters'] / 1e6:.4g}M parameters ·"
-        f" {ranks}{facts['hardware']}{limit} · {facts['global_batch']} samples a step · predicted, {trials} ·"
-        f" rates: {facts['rates']}"
+    return f"all numbers are predicted; times are {times}, rates: {facts['rates']}"
+
+
+# -- memory, changes, refusals -------------------------------------------------------------------------------
+
+
+def _peak(report: PlanReport) -> Iterator[RenderableType]:
+    """Yield bytes by kind, each with its bar and its largest module."""
+    by_kind: dict[str, int] = {}
+    largest: dict[str, str] = {}
+    for row in report.peak:
+        by_kind[row.kind] = by_kind.get(row.kind, 0) + row.n_bytes
+        largest.setdefault(row.kind, f"{_place(row)} {format_bytes(row.n_bytes)}")
+    total = sum(by_kind.values())
+    subject = (
+        "row 1"
+        if report.front and report.config is None
+        else "this setting"
+        if report.config
+        else "the closest"
     )
+    yield Text(f"memory of {subject} at its peak, {format_bytes(total)}", "bold")
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    for justify in ("left", "left", "right", "right", "left"):
+        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
+    for kind, n_bytes in sorted(by_kind.items(), key=lambda item: -item[1]):
+        share = n_bytes / total if total else 0.0
+        bar = Text(formatting.bar(share, _KIND_BAR, empty=" "), "cyan")
+        table.add_row(
+            f"  {kind}", bar, format_bytes(n_bytes), f"{share:.0%}", Text(f"most in {largest[kind]}", "dim")
+        )
+    yield table
 
 
-def _nothing_fits(report: PlanReport) -> str:
-    return "nothing fits; what would help:" + "".join(f"\n  {describe(each)}" for each in report.remedies)
+def _place(row: PeakRow) -> str:
+    return row.module.replace("(outside)", "modules outside the blocks,") or "the model"
 
 
-def _counts(report: PlanReport) -> str:
-    return (
-        f"{report.n_candidates:,} candidates · {report.n_merged:,} equal to another · {report.n_pruned:,}"
-        f" pruned · {sum(report.refused.values()):,} refused"
-    )
+def _improvements(report: PlanReport) -> Iterator[str]:
+    for each in report.improvements:
+        gain = f"{each.speedup - 1:.0%}" if each.speedup < 2 else f"{each.speedup:.2g} times"
+        yield f"  {gain} more samples/s, {format_bytes(each.peak_bytes)}: {each.change}"
 
 
-def _omissions(report: PlanReport) -> Iterator[str]:
+def _omissions(report: PlanReport, why: bool) -> Iterator[str]:
+    refused, pruned = sum(report.refused.values()), report.n_pruned
+    counts = f"{report.n_candidates:,} settings predicted: {pruned:,} cannot fit, {refused:,} refused"
+    if not why:
+        yield f"{counts}, {len(report.unfit):,} techniques not used (--why; --why-not KIND for one)"
+        return
+    yield f"{counts}, {report.n_merged:,} the same as another"
     limit = report.facts["budget_bytes"]
     for name, (count, least) in report.pruned.items():
-        over = format_bytes(least - limit)
-        yield (
-            f"pruned    {count:,} with {name}: they need {format_bytes(least)} at the least, {over} too much"
-        )
-    for reason, count in sorted(merged(report.refused).items(), key=lambda each: -each[1]):
-        yield f"refused   {count:,}: {reason}"
+        yield f"  cannot fit  {count:>5,} with {name}: {format_bytes(least - limit)} too much at the least"
+    groups = sorted(grouped(report.refused).items(), key=lambda each: -each[1])
+    for reason, count in groups[:_REASONS]:
+        yield f"  refused     {count:>5,} {reason}"
+    if len(groups) > _REASONS:
+        rest = sum(count for _, count in groups[_REASONS:])
+        yield f"  refused     {rest:>5,} for {len(groups) - _REASONS} other reasons (--json lists all)"
     alike: dict[tuple[str, str], list[str]] = {}
     for name, reason in report.unfit.items():
         slot, _, kind = name.partition(": ")
         alike.setdefault((slot, reason), []).append(kind)
-    for (slot, reason), kinds in alike.items():
-        yield f"not used  {slot}: {', '.join(kinds)}: {reason}"
+    for (slot, reason), names in alike.items():
+        yield f"  not used    {slot}: {', '.join(names)}: {reason}"
 
 
-def merged(refused: Mapping[str, int]) -> dict[str, int]:
-    """Return `refused` with reasons merged that differ only in byte counts, keeping the smallest."""
-    alike: dict[str, list[str]] = {}
+def grouped(refused: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of refusals by reason; reasons that differ in names of techniques, numbers or the
+    remedy alone are one group, which has the first one's text without its remedy.
+    """
+    names = {kind for slot in SLOTS for kind in kinds(slot)}
+    groups: dict[str, list[str]] = {}
     for reason in refused:
-        alike.setdefault(_BYTES.sub("", reason), []).append(reason)
-    return {
-        min(reasons, key=lambda reason: [parse_bytes(size) for size in _BYTES.findall(reason)])
-        + (f" · the least of {len(reasons)} such" if len(reasons) > 1 else ""): sum(
-            map(refused.__getitem__, reasons)
-        )
-        for reasons in alike.values()
-    }
+        text = reason.split(" (")[0].split(": any needs")[0].split(" · ")[0]
+        key = " ".join("*" if word.strip(",:;") in names else word for word in text.split())
+        groups.setdefault(_NUMBER.sub("#", _BYTES.sub("#", key)), []).append(reason)
+    return {_text(reasons): sum(map(refused.__getitem__, reasons)) for reasons in groups.values()}
+
+
+def _text(reasons: Sequence[str]) -> str:
+    """Return one text for a group: that of the smallest need, so that the nearest remedy is seen."""
+    least = min(reasons, key=lambda reason: [parse_bytes(size) for size in _BYTES.findall(reason)])
+    return least.split(" (")[0] + (f" · {len(reasons)} alike" if len(reasons) > 1 else "")
 
 
 def _not_exact(report: PlanReport) -> Iterator[str]:
@@ -160,33 +357,3 @@ def _not_exact(report: PlanReport) -> Iterator[str]:
     rows = [report.config] if report.config is not None else report.front
     for reason in dict.fromkeys(each.exact_reason for each in rows if each.exact_reason):
         yield f"no dry run of {sum(each.exact_reason == reason for each in rows)}: {reason}"
-
-
-def _first_name(report: PlanReport) -> str:
-    first = report.config or (report.front[0] if report.front else None)
-    return first.summary if first else "the closest"
-
-
-def _peak(rows: Sequence[PeakRow]) -> Table:
-    """Return bytes by kind on the left, the largest modules on the right."""
-    by_kind: dict[str, int] = {}
-    for row in rows:
-        by_kind[row.kind] = by_kind.get(row.kind, 0) + row.n_bytes
-    total = sum(by_kind.values())
-    kinds = sorted(by_kind.items(), key=lambda item: -item[1])
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for justify in ("left", "right", "right", "left", "left", "right"):
-        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
-    for i in range(max(len(kinds), min(_ROWS, len(rows)))):
-        kind = (
-            (f"  {kinds[i][0]}", format_bytes(kinds[i][1]), f"{kinds[i][1] / total:.0%}")
-            if i < len(kinds)
-            else ("", "", "")
-        )
-        module = (
-            (rows[i].module or "(model)", rows[i].kind, format_bytes(rows[i].n_bytes))
-            if i < _ROWS and i < len(rows)
-            else ()
-        )
-        table.add_row(*kind, *(("   " + module[0], *module[1:]) if module else ()))
-    return table

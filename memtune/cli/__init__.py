@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     as_json = "--json" in own
     try:
         try:
-            code = app(argv, standalone_mode=False, prog_name="memtune")
+            code = app(argv, standalone_mode=False, prog_name="memtune", obj=argv)
             return code if isinstance(code, int) else 0
         except typer.Abort:
             return 130

@@ -75,6 +75,9 @@ OffloadDir = Annotated[
         metavar="DIR", help="Allow offload to SSD, into this directory; several drives as /one:/two."
     ),
 ]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also internal notes: the recording, the critical path.")
+]
 MicroBatch = Annotated[
     int | None, typer.Option(min=1, help="Samples per micro-batch, instead of the config's.")
 ]
@@ -129,6 +132,7 @@ def search(
 
 @app.command()
 def plan(
+    context: typer.Context,
     model: Model,
     gpus: Gpus = None,
     device: Device = None,
@@ -145,13 +149,25 @@ def plan(
     seed: Seed = 0,
     config: Annotated[Path | None, typer.Option(help="Predict only this config.")] = None,
     micro_batch: MicroBatch = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of rows of the table.")] = 12,
+    top: Annotated[int, typer.Option(min=1, help="Number of rows of the table.")] = 6,
     exact: Annotated[
         bool, typer.Option("--exact", help="Dry-run the first rows: the real runtime on fake tensors.")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="TUNED.YAML", help="Write the config of row 1 to this file.")
+    ] = None,
+    row: Annotated[int, typer.Option(min=1, help="Row to write with --out.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --out.")] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="List why settings were refused, cannot fit or are not used.")
+    ] = False,
+    why_not: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Explain why this technique is not in row 1.")
+    ] = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> int:
-    """Rank settings by simulation, without GPUs and without running any; exits 1 if nothing fits."""
+    """Say how to train, from predictions alone: no GPU is needed; exits 1 if nothing fits."""
     given = dict(locals())
     from memtune.cli import _search
 

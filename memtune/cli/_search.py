@@ -89,6 +89,10 @@ def plan(given: dict[str, Any]) -> int:
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
         load_config(given["config"])  # reports a typo before the workload is recorded
+    if given["out"] is not None:
+        from memtune.autotune.search import check_writable
+
+        check_writable(given["out"], force=given["force"])
 
     from memtune.executors import probing
 
@@ -107,8 +111,11 @@ def plan(given: dict[str, Any]) -> int:
             nodes=given["nodes"],
             config=given["config"],
             micro_batch=given["micro_batch"],
-            top=given["top"],
+            top=max(given["top"], given["row"]),
             exact=given["exact"],
+            out=given["out"],
+            row=given["row"],
+            why_not=given["why_not"],
         )
         report = make_plan(options, say=say, begun=begun)
         if given["as_json"]:
@@ -118,7 +125,11 @@ def plan(given: dict[str, Any]) -> int:
 
             from memtune.autotune.ui import render
 
-            Console(file=stream, width=None if stream.isatty() else _FILE_COLUMNS).print(render(report))
+            command = ["memtune", *(given["context"].obj or ("plan", given["model"]))]
+            drawn = render(report, command=command, why=given["why"], verbose=given["verbose"])
+            Console(file=stream, width=None if stream.isatty() else _FILE_COLUMNS, highlight=False).print(
+                drawn
+            )
     return 0 if report.feasible else 1
 
 

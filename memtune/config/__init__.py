@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         environment,
         fingerprint,
         load_config,
+        save,
     )
     from memtune.config.yaml_io import save_text
 else:
@@ -37,6 +38,7 @@ __all__ = [
     "environment",
     "fingerprint",
     "load_config",
+    "save",
     "save_text",
     "schema",
 ]

@@ -20,7 +20,7 @@ from memtune.config.yaml_io import Document, flow, parse, read_text, save_text
 from memtune.errors import ApplyError, ConfigError
 from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, null
 from memtune.search_spaces.execution import Execution
-from memtune.technique import Plan, Technique
+from memtune.technique import Exactness, Plan, Technique
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +80,13 @@ class Settings:
         ordered = sorted(self.techniques, key=lambda each: SLOTS.index(each.slot))
         clauses = {"execution": self.execution.sentence()} | {each.slot: each.described() for each in ordered}
         return {slot: clause for slot, clause in clauses.items() if clause}
+
+    @property
+    def exactness(self) -> Exactness:
+        """The least exact class of the techniques."""
+        return max(
+            (each.exactly() for each in self.techniques), key=list(Exactness).index, default=Exactness.BITWISE
+        )
 
     @cached_property
     def sentence(self) -> str:

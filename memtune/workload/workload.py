@@ -125,6 +125,16 @@ class Workload:
         if two == four:
             raise self._ignores_size(f"batch(2) and batch(4) both have shapes {_listed(two)}")
 
+    def tokens_per_sample(self) -> int | None:
+        """Return the tokens of a sample: the length of the first integer tensor of shape (samples, tokens) in
+        a batch; None if there is none. Preserves torch's random state.
+        """
+        with torch.random.fork_rng(devices=[]):
+            batch = self.make_batch(2)
+        kinds = (torch.int64, torch.int32)
+        sizes = (each.shape for each in tensors_of(batch) if each.dtype in kinds)
+        return next((shape[1] for shape in sizes if len(shape) == 2 and shape[0] == 2 and shape[1] > 1), None)
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Call `loss(model, batch)`; return a floating-point scalar that requires grad (in grad mode).
 

@@ -14,8 +14,10 @@ from support import zoo_paths
 
 from memtune.autotune.search.plan_report import PlanReport, plan
 from memtune.autotune.search.trials import run_trial
+from memtune.autotune.space import Remedy
 from memtune.autotune.space.search_options import PlanOptions
-from memtune.autotune.ui.plan_text import merged, render
+from memtune.autotune.ui.plan_text import grouped, render
+from memtune.config import load_config
 from memtune.errors import ConfigError, UsageError
 
 GPT = str(zoo_paths.ZOO["gpt"])
@@ -30,12 +32,13 @@ def asked(**changes: Any) -> PlanOptions:
 
 
 @pytest.fixture(scope="module")
-def ranking() -> Iterator[PlanReport]:
+def ranking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlanReport]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "CUBLAS_WORKSPACE_CONFIG", ":16:8"
         )  # two workspaces of 32 MiB would be all there is to see
-        yield plan(asked(budget_bytes=BUDGET, top=10))
+        out = tmp_path_factory.mktemp("plan") / "tuned.yaml"
+        yield plan(asked(budget_bytes=BUDGET, top=10, out=out, row=2, why_not="recompute=none"))
 
 
 def test_plan_ranks_fastest_fitting_first_without_gpu(ranking: PlanReport):
@@ -75,16 +78,78 @@ def test_plan_document_is_plain_and_versioned(ranking: PlanReport):
     assert document["candidates"][0]["prediction"]["calibrated"] is False
 
 
-def test_plan_table_is_marked_uncalibrated(ranking: PlanReport):
+def shown(report: PlanReport, **options: Any) -> str:
     console = Console(width=130, record=True, file=open("/dev/null", "w"))
-    console.print(render(ranking))
-    text = console.export_text()
-    assert "0.2349M parameters" in text
-    assert text.count("uncalibrated") > 3  # the head, and the chance of running out of memory of every row
-    assert "out of memory" in text
-    assert "full recompute" in text
-    assert " over" in text
-    assert "pruned" in text
+    console.print(render(report, **options))
+    return console.export_text()
+
+
+def test_plan_answers_before_it_lists(ranking: PlanReport):
+    text = shown(ranking, command=["memtune", "plan", "model.py", "--gpu-type", "h100-80g", "--gpus", "8"])
+    head = text.splitlines()[:9]
+    assert "0.2349M parameters" in head[0]
+    assert "uncalibrated" in head[1]
+    assert head[3].startswith(f"do this   {ranking.front[0].sentence[:40]}")
+    assert any(line.startswith("gains") and "your setting, which does not fit" in line for line in head)
+    assert any(line.startswith("costs") and "bitwise" in line for line in head)
+    assert f"memtune trial model.py --config {ranking.out}" in text
+    assert "memory of row 1 at its peak" in text
+    assert "recompute: none keeps every activation for backward" in text
+    assert "refused     " not in text
+    assert "refused     " in shown(ranking, why=True)
+
+
+def test_plan_names_the_commands_that_write_and_measure(ranking: PlanReport):
+    command = ["memtune", "plan", "model.py", "--gpu-type", "h100-80g", "--gpus", "8", "--why", "--top=3"]
+    text = shown(replace(ranking, out=None), command=command)
+    assert "memtune plan model.py --gpu-type h100-80g --gpus 8 --why --top=3 --out tuned.yaml" in text
+    assert "memtune search model.py --gpus 8  " in text
+
+
+def test_plan_advises_to_change_nothing_if_nothing_is_faster(ranking: PlanReport):
+    plain = replace(
+        ranking.baselines[0], status="ok", samples_per_s=2 * (ranking.front[0].samples_per_s or 0)
+    )
+    assert "do this   keep your own setting" in shown(replace(ranking, baselines=(plain,)))
+
+
+def test_plan_says_what_would_help_if_nothing_fits(ranking: PlanReport):
+    text = shown(replace(ranking, front=(), remedies=(Remedy("--freeze recompute=full", 2**20, 1.3),)))
+    assert "--freeze recompute=full: 1.00 MiB, 1.3× the time per sample; recomputes every block" in text
+
+
+def test_plan_writes_the_config_of_a_row(ranking: PlanReport):
+    assert ranking.out is not None
+    written = load_config(ranking.out)
+    assert written.settings.dump() == ranking.front[1].settings
+    assert written.predicted["peak_bytes"] == ranking.front[1].peak_allocated_bytes
+    assert written.made_for is not None
+    assert written.made_for.hardware == "h100-80g"
+
+
+def test_plan_row_beyond_the_table_is_refused():
+    with pytest.raises(UsageError, match=r"--row 99: the table has \d+ rows"):
+        plan(asked(axes=("execution",), out=Path("never.yaml"), row=99))
+
+
+def test_plan_counts_tokens_of_a_batch_that_has_them(ranking: PlanReport):
+    first, per_sample = ranking.front[0], ranking.facts["tokens_per_sample"]
+    assert per_sample == 32
+    assert first.tokens_per_s == pytest.approx(per_sample * (first.samples_per_s or 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("memory_budget", "only compiled graphs"), ("recompute=full", "samples/s")]
+)
+def test_plan_says_why_a_technique_is_not_used(kind: str, reason: str):
+    (found,) = plan(asked(why_not=kind, axes=("recompute",))).absences
+    assert reason in found.reason
+
+
+def test_plan_of_an_unknown_technique_costs_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("memtune.autotune.search.plan_report.prepare")
+    with pytest.raises(UsageError, match="Did you mean 'selective'"):
+        plan(asked(why_not="selectiv"))
 
 
 def test_plan_of_config_is_one_object(tmp_path: Path):
@@ -182,10 +247,16 @@ def test_trial_over_budget_is_oom_result(tmp_path: Path):
     assert "out of memory" in result.reason
 
 
-def test_plan_merges_refusals_that_differ_in_bytes() -> None:
-    refused = {"needs 1.50 TiB (fix)": 2, "other": 3, "needs 900 GiB (fix)": 4, "needs 20 of 3 (fix)": 5}
-    assert merged(refused) == {
-        "needs 900 GiB (fix) · the least of 2 such": 6,
+def test_plan_groups_refusals_that_differ_in_numbers_and_names() -> None:
+    refused = {
+        "needs 1.50 TiB (fix)": 2,
         "other": 3,
-        "needs 20 of 3 (fix)": 5,
+        "needs 900 GiB (another fix)": 4,
+        "with l2l it needs a budget": 5,
+        "with dtr it needs a budget": 1,
+    }
+    assert grouped(refused) == {
+        "needs 900 GiB · 2 alike": 6,
+        "other": 3,
+        "with l2l it needs a budget · 2 alike": 6,
     }
