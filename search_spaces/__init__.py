@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from memtune.errors import ConfigError
-from memtune.technique import Technique
+from memtune.errors import ConfigError, UsageError
+from memtune.search_spaces._cards import Card, read_cards
+
+if TYPE_CHECKING:
+    from memtune.technique import Technique
 
 SLOTS = (
     "execution.order",
@@ -64,11 +68,31 @@ def kinds(slot: str) -> tuple[str, ...]:
             evidence=f"Known: {', '.join(SLOTS)}.",
             code="MT201",
         )
-    package = importlib.import_module(f"memtune.search_spaces.{slot}")
-    found = {
-        each.name for each in pkgutil.iter_modules(package.__path__) if not each.ispkg and each.name[0] != "_"
-    }
+    folder = os.path.join(os.path.dirname(__file__), *slot.split("."))
+    found = {each.name for each in pkgutil.iter_modules([folder]) if not each.ispkg and each.name[0] != "_"}
     return tuple(sorted(found, key=lambda kind: (kind != NULL_KINDS[slot], kind)))
+
+
+def matching(asked: str) -> tuple[tuple[str, str], ...]:
+    """Return slot and kind of the techniques that `asked` names: `full`, or `recompute=full`.
+
+    Raises:
+        UsageError: There is none.
+    """
+    axis, _, kind = asked.rpartition("=")
+    found = tuple(
+        (slot, kind)
+        for slot in SLOTS
+        if kind in kinds(slot) and (not axis or axis in (slot, slot.split(".")[0]))
+    )
+    if not found:
+        known = tuple(dict.fromkeys(each for slot in SLOTS for each in kinds(slot)))
+        raise UsageError(
+            f"There is no technique '{asked}'.{did_you_mean(kind, known)}",
+            fix="memtune techniques  lists them",
+            code="MT100",
+        )
+    return found
 
 
 @cache
@@ -126,6 +150,11 @@ def all_techniques() -> tuple[type[Technique], ...]:
     return tuple(find(slot, kind) for slot in SLOTS for kind in kinds(slot))
 
 
+def cards() -> tuple[Card, ...]:
+    """Return title, source and exactness of every technique, slot by slot, without importing any."""
+    return read_cards((slot, kind) for slot in SLOTS for kind in kinds(slot))
+
+
 def did_you_mean(word: str, known: tuple[str, ...] | list[str]) -> str:
     """Return ` Did you mean 'full'?` if a known word is close to `word`, else an empty string."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -133,6 +162,8 @@ def did_you_mean(word: str, known: tuple[str, ...] | list[str]) -> str:
 
 
 def _is_technique(value: object) -> bool:
+    from memtune.technique import Technique
+
     return (
         isinstance(value, type)
         and issubclass(value, Technique)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         read_events,
     )
     from memtune.autotune.search.study import search, study_folder
-    from memtune.autotune.search.study_store import check_writable
+    from memtune.autotune.search.study_store import check_writable, named_study
     from memtune.autotune.search.trials import run_trial
 else:
     __getattr__ = open_door(__name__)
@@ -65,6 +65,7 @@ __all__ = [
     "TrialStarted",
     "Unknown",
     "check_writable",
+    "named_study",
     "plan",
     "prepare",
     "read_events",

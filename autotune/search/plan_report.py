@@ -12,7 +12,7 @@ from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.dry_runs import DryRuns
 from memtune.autotune.search.predicted_config import predicted_config
 from memtune.autotune.search.preparation import Setup, prepare
-from memtune.autotune.search.why_not import Absence, absences, check_known
+from memtune.autotune.search.why_not import Absence, absences
 from memtune.autotune.space import (
     Choice,
     Improvement,
@@ -32,6 +32,7 @@ from memtune.autotune.space import (
 from memtune.config import save
 from memtune.errors import UsageError
 from memtune.executors import Probing
+from memtune.search_spaces import matching
 from memtune.technique import Reason
 
 SCHEMA = 1
@@ -174,7 +175,7 @@ def plan(
         ConfigError: The config cannot be read.
     """
     if options.why_not is not None:
-        check_known(options.why_not)
+        matching(options.why_not)  # a typo should cost no recording
     setup = prepare(options, say=say, for_trials=False, begun=begun)
     pruner = Pruner(setup.budget_bytes)
     notes = (*setup.recording.notes, *setup.space.notes)

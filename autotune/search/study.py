@@ -18,7 +18,15 @@ from memtune.autotune.search.driver import Driver
 from memtune.autotune.search.outcome import SearchOutcome, weights_over_budget
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.search.search_stages import Stages
-from memtune.autotune.search.study_store import RESULT, StudyFolder, check_writable, read_json, versions
+from memtune.autotune.search.study_store import (
+    HOME,
+    RESULT,
+    StudyFolder,
+    check_writable,
+    named_study,
+    read_json,
+    versions,
+)
 from memtune.autotune.search.trials import make_executor
 from memtune.autotune.space import Sampler, Scored, SearchOptions
 from memtune.errors import UsageError
@@ -109,25 +117,23 @@ def study_folder(options: SearchOptions) -> StudyFolder:
     Raises:
         UsageError: `--resume` without a study to resume.
     """
-    home = Path(".memtune")
     if options.study is not None:
-        named = Path(options.study)
-        return StudyFolder(named if len(named.parts) > 1 or named.is_absolute() else home / named)
+        return named_study(options.study)
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(options.workload.partition(":")[0]).stem)
     taken = [
         int(match[1])
-        for each in home.glob(f"{stem}-*")
+        for each in HOME.glob(f"{stem}-*")
         if (match := re.fullmatch(re.escape(stem) + r"-(\d+)", each.name))
     ]
     if options.resume and not taken:
         raise UsageError(
             f"There is no study of {options.workload} to resume.",
-            evidence=f"Looked in {home.resolve()}",
+            evidence=f"Looked in {HOME.resolve()}",
             fix="drop --resume",
             code="MT405",
         )
     number = max(taken, default=0) + (0 if options.resume else 1)
-    return StudyFolder(home / f"{stem}-{number}")
+    return StudyFolder(HOME / f"{stem}-{number}")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from memtune.config import TunedConfig, dump_yaml, save_text
 from memtune.errors import EnvironmentFault, UsageError
 
 SCHEMA = 1
+HOME = Path(".memtune")
 RESULT = "result.json"
 """Outcome of a finished search; absent before."""
 _NETWORK = {
@@ -111,6 +112,16 @@ class StudyFolder:
         """Return the fingerprint: workload, options and versions of the study, or None for a new one."""
         return read_json(self.path / "study.json")
 
+    def check_new(self) -> None:
+        """Raise UsageError if the study exists."""
+        if self.fingerprint() is not None:
+            raise UsageError(
+                f"Study '{self.name}' exists already.",
+                evidence=str(self.path),
+                fix="add --resume, or --study another",
+                code="MT405",
+            )
+
     def claim(self, fingerprint: Mapping[str, Any], *, resume: bool) -> bool:
         """Start the study or resume it; return whether it existed.
 
@@ -122,12 +133,7 @@ class StudyFolder:
             save_text(self.path / "study.json", _json({"memtune": SCHEMA, **fingerprint}))
             return False
         if not resume:
-            raise UsageError(
-                f"Study '{self.name}' exists already.",
-                evidence=str(self.path),
-                fix="add --resume, or --study another",
-                code="MT405",
-            )
+            self.check_new()
         changed = differences(before, {"memtune": SCHEMA, **fingerprint})
         if changed:
             raise UsageError(
@@ -198,6 +204,12 @@ class StudyFolder:
             fix=f"memtune watch {self.path}, or --study another",
             code="MT401",
         )
+
+
+def named_study(name: str) -> StudyFolder:
+    """Return the folder of a study below `.memtune/`, or of a path."""
+    named = Path(name)
+    return StudyFolder(named if len(named.parts) > 1 or named.is_absolute() else HOME / named)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.space import Choice, Pruner, Scored, Scores
-from memtune.errors import UsageError
-from memtune.search_spaces import SLOTS, did_you_mean, find, is_null, kinds
+from memtune.search_spaces import find, is_null, matching
 from memtune.technique import Reason
 from memtune.units import format_bytes
 
@@ -28,17 +27,6 @@ class Absence:
         return asdict(self)
 
 
-def check_known(asked: str) -> None:
-    """Raise UsageError unless `asked` is `kind` or `slot=kind` of a technique."""
-    if not _matches(asked):
-        known = tuple(dict.fromkeys(kind for slot in SLOTS for kind in kinds(slot)))
-        raise UsageError(
-            f"There is no technique '{asked}'.{did_you_mean(asked.rpartition('=')[2], known)}",
-            fix="memtune techniques  lists them",
-            code="MT100",
-        )
-
-
 def absences(
     setup: Setup, scores: Scores, pruner: Pruner, first: Scored | None, asked: str
 ) -> tuple[Absence, ...]:
@@ -49,17 +37,8 @@ def absences(
             find(slot, kind)(kind=kind).described(),
             _reason(setup, scores, pruner, first, slot, kind),
         )
-        for slot, kind in _matches(asked)
+        for slot, kind in matching(asked)
     )
-
-
-def _matches(asked: str) -> list[tuple[str, str]]:
-    slot, _, kind = asked.rpartition("=")
-    return [
-        (each, kind)
-        for each in SLOTS
-        if kind in kinds(each) and (not slot or slot in (each, each.split(".")[0]))
-    ]
 
 
 def _reason(setup: Setup, scores: Scores, pruner: Pruner, first: Scored | None, slot: str, kind: str) -> str:

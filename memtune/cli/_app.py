@@ -21,8 +21,20 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"memtune {version('memtune')}")
+        raise typer.Exit
+
+
 @app.callback()
 def memtune(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit."),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the traceback of an error as well.")
     ] = False,
@@ -215,9 +227,13 @@ def techniques(
     as_json: AsJson = False,
 ) -> int:
     """List every technique: axis, kind, title, source, exactness."""
-    from memtune.cli import _commands, _matrix
+    if matrix:
+        from memtune.cli import _matrix
 
-    return _matrix.show(as_json) if matrix else _commands.techniques(as_json)
+        return _matrix.show(as_json)
+    from memtune.cli import _commands
+
+    return _commands.techniques(as_json)
 
 
 @app.command()

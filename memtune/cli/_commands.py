@@ -32,7 +32,7 @@ def trial(given: dict[str, Any]) -> int:
     from memtune.config import load_config
 
     tuned = load_config(given["config"])
-    executor: Any = _options.one_of("--executor", given["executor"], ("auto", "local", "ray"))
+    executor: Any = _options.launcher(given)
     device, ranks = _options.place(given, for_trials=True)
     _options.offload_dir(given, for_trials=True)
 
@@ -141,24 +141,16 @@ def run(config: Path, command: list[str]) -> int:
 
 def techniques(as_json: bool) -> int:
     """Run `memtune techniques`."""
-    from memtune.search_spaces import all_techniques
+    from memtune.search_spaces import cards
 
-    rows = [
-        {
-            "axis": each.slot,
-            "kind": each.model_fields["kind"].default,
-            "title": each.title,
-            "source": each.source,
-            "exactness": str(each.exactness),
-        }
-        for each in all_techniques()
-    ]
+    found = cards()
     if as_json:
-        emit(rows)
+        emit([asdict(each) for each in found])
         return 0
-    width = max(len(row["axis"]) for row in rows)
-    for row in rows:
-        print(f"{row['axis']:<{width}}  {row['kind']:<20}  {row['exactness']:<9}  {row['title']}")
+    width = max(len(each.axis) for each in found)
+    for each in found:
+        paper = f" ({each.paper})" if each.paper else ""
+        print(f"{each.axis:<{width}}  {each.kind:<20}  {each.exactness:<9}  {each.title}{paper}")
     return 0
 
 

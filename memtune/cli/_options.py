@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.units import parse_bytes, parse_seconds
 
+_MOST_FIXES = 5
 _GOALS = ("throughput", "memory", "batch")
 _SHORT = ("batch", "alloc", "shard")
 _EXECUTORS = ("auto", "local", "ray", "simulated")
@@ -33,7 +35,10 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
         from memtune.search_spaces import did_you_mean
 
         what = f"{name} {value} is unknown.{did_you_mean(value, known)}"
-        raise UsageError(what, fix=f"{name} {' or '.join(known)}", code="MT100")
+        near = (
+            known if len(known) <= _MOST_FIXES else difflib.get_close_matches(value, known, _MOST_FIXES, 0.0)
+        )
+        raise UsageError(what, fix=f"{name} {' or '.join(near)}", code="MT100")
     return value
 
 
@@ -159,6 +164,10 @@ def offload_dir(given: dict[str, Any], *, for_trials: bool) -> None:
 def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
     """Return the options that a search and a plan share."""
     target = workload(given["model"])
+    if given["gpu_type"] is not None:
+        from memtune.hardware import known_name
+
+        known_name(given["gpu_type"])
     device, ranks = place(given, for_trials=for_trials)
     offload_dir(given, for_trials=for_trials)
     return {
@@ -176,12 +185,27 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
     }
 
 
+def launcher(given: dict[str, Any]) -> str:
+    """Return the executor; a cluster's address contradicts local trials."""
+    executor = one_of("--executor", given["executor"], _EXECUTORS)
+    if given["ray_address"] is not None and executor == "local":
+        raise UsageError(
+            "--executor local starts trials on this machine, --ray-address on a cluster.",
+            fix="leave one of the two out",
+            code="MT100",
+        )
+    return executor
+
+
 def search_only(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a search that a plan does not have; checks the output file now rather than after
     the search.
     """
-    from memtune.autotune.search import check_writable
+    from memtune.autotune.search import check_writable, named_study
 
+    executor = launcher(given)
+    if given["study"] is not None and not given["resume"]:
+        named_study(given["study"]).check_new()
     # On resume the study itself checks that it wrote the file.
     check_writable(given["out"], force=given["force"] or given["resume"])
     if given["ray_address"] is not None:
@@ -195,7 +219,7 @@ def search_only(given: dict[str, Any]) -> dict[str, Any]:
         "resume": given["resume"],
         "trials": given["trials"],
         "time_s": None if given["time_limit"] is None else parse_seconds(given["time_limit"]),
-        "executor": one_of("--executor", given["executor"], _EXECUTORS),
+        "executor": executor,
         "ray_address": given["ray_address"],
         "dry_run": given["dry_run"],
     }

@@ -14,6 +14,7 @@ from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
+from memtune.search_spaces import matching
 
 if TYPE_CHECKING:
     from memtune.autotune.search import SearchOutcome
@@ -89,6 +90,8 @@ def plan(given: dict[str, Any]) -> int:
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
         load_config(given["config"])  # reports a typo before the workload is recorded
+    if given["why_not"] is not None:
+        matching(given["why_not"])
     if given["out"] is not None:
         from memtune.autotune.search import check_writable
 

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from memtune.hardware import flops as flops
     from memtune.hardware.calibration_cache import Calibration, Curve
     from memtune.hardware.cpu_cores import cpu_threads, threads_per_rank, usable_cores
+    from memtune.hardware.known_devices import known_name, names
     from memtune.hardware.machine_load import BUSY, LoadMeter, reference_s
     from memtune.hardware.op_clock import OpClock, TimedOp, clock_of
     from memtune.hardware.op_timings import OpTime, op_times
     from memtune.hardware.rate_probe import measure_rates
     from memtune.hardware.roofline import CLASSES, EVERY_CLASS, matmul_dtype, op_class, op_costs, op_s
-    from memtune.hardware.spec import Device, Hardware, detect, find, gpu_name, names, with_measured
+    from memtune.hardware.spec import Device, Hardware, detect, find, gpu_name, with_measured
 else:
     __getattr__ = open_door(__name__)
 
@@ -41,6 +42,7 @@ __all__ = [
     "find",
     "flops",
     "gpu_name",
+    "known_name",
     "matmul_dtype",
     "measure_rates",
     "names",

@@ -6,11 +6,16 @@ for the card, which is less than its nominal size.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memtune.hardware.cpu_probe import CpuRates
+from memtune.errors import UsageError
 from memtune.units import GIB, MIB
+
+if TYPE_CHECKING:  # importing it loads torch, and a typo in a name should cost nothing
+    from memtune.hardware.cpu_probe import CpuRates
 
 Constants = Mapping[str, tuple[Any, str]]
 
@@ -375,3 +380,28 @@ def cpu(rates: CpuRates) -> Constants:
         ),
         "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
     }
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all GPUs in the table."""
+    return tuple(GPUS)
+
+
+def known_name(name: str) -> str:
+    """Return the table's name of a GPU; upper case, spaces and underscores are accepted for `h100-80g`.
+
+    Raises:
+        UsageError: There is no such GPU; the message has the most similar ones.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    key = ALIASES.get(key, key)
+    if key in GPUS:
+        return key
+    begun = [each for each in names() if key and each.startswith(key)]
+    near = begun[:5] or difflib.get_close_matches(key, names(), n=3, cutoff=0.4)
+    raise UsageError(
+        f"No hardware is called '{name}'.",
+        evidence=f"known: {', '.join(names())}",
+        fix=f"use {' or '.join(near)}" if near else "use one of the known names",
+        code="MT208",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from memtune.errors import EnvironmentFault, UsageError
+from memtune.errors import EnvironmentFault
 from memtune.hardware import calibration_cache, cpu_probe, known_devices
 from memtune.hardware.calibration_cache import Curve
 from memtune.hardware.cpu_cores import usable_cores
@@ -115,29 +114,14 @@ class Hardware:
         }
 
 
-def names() -> tuple[str, ...]:
-    """Return all keys of `find`."""
-    return tuple(known_devices.GPUS)
-
-
 def find(name: str) -> Hardware:
     """Return the table's entry for `name`; upper case, spaces and underscores are accepted for `h100-80g`.
 
     Raises:
         UsageError: There is no such entry; the message has the most similar ones.
     """
-    key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    key = known_devices.ALIASES.get(key, key)
-    if key in known_devices.GPUS:
-        return _from_constants(key, "cuda", known_devices.GPUS[key])
-    begun = [each for each in names() if key and each.startswith(key)]
-    near = begun or difflib.get_close_matches(key, names(), n=3, cutoff=0.4)
-    raise UsageError(
-        f"No hardware is called '{name}'.",
-        evidence=f"known: {', '.join(names())}",
-        fix=f"use {' or '.join(near)}" if near else "use one of the known names",
-        code="MT208",
-    )
+    key = known_devices.known_name(name)
+    return _from_constants(key, "cuda", known_devices.GPUS[key])
 
 
 def detect(device: Device = "cpu") -> Hardware:

@@ -43,6 +43,9 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model.py").write_text(TINY)
     (tmp_path / "c.yaml").write_text("settings:\n  execution: {micro_batch: 2}\n")
+    study = tmp_path / ".memtune" / "old"
+    study.mkdir(parents=True)
+    (study / "study.json").write_text("{}")
     (tmp_path / "gpu.yaml").write_text("settings:\n  allocator: {kind: expandable_segments}\n")
     return tmp_path
 
@@ -83,6 +86,11 @@ BAD = [
     ("search model.py --device cpu --out missing/tuned.yaml", 3, "cannot be written"),
     ("search model.py --device cpu --out /proc/tuned.yaml", 3, "cannot be written"),
     ("plan model.py --device cpu --config nope.yaml", 2, "no file nope.yaml"),
+    ("plan model.py --gpu-type h100-80x", 2, "Fix: use h100-80g"),
+    ("plan model.py --device cpu --why-not selectiv", 2, "Did you mean 'selective'"),
+    ("plan model.py --device cpu --out c.yaml", 2, "--force"),
+    ("search model.py --device cpu --executor local --ray-address auto", 2, "leave one of the two out"),
+    ("search model.py --device cpu --study old", 2, "add --resume, or --study another"),
     ("trial model.py --device cpu --config nope.yaml", 2, "no file nope.yaml"),
     ("run nope.yaml -- true", 2, "no file nope.yaml"),
     ("run c.yaml", 2, "memtune run c.yaml -- python train.py"),
@@ -108,7 +116,13 @@ def test_cli_error_prints_one_message_and_its_exit_code(
     assert words in err
     assert err.startswith("MT")
     assert "Traceback" not in err
-    assert sorted(each.name for each in folder.iterdir()) == ["c.yaml", "gpu.yaml", "model.py"]
+    assert sorted(each.name for each in folder.iterdir()) == [
+        ".memtune",
+        "c.yaml",
+        "gpu.yaml",
+        "model.py",
+    ]
+    assert [each.name for each in (folder / ".memtune").rglob("*")] == ["old", "study.json"]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
@@ -125,7 +139,8 @@ def test_missing_gpu_error_names_the_cpu_flag(
 def test_early_refusals_load_no_torch(folder: Path):
     code = (
         "import sys; from memtune import cli; codes = [cli.run(line.split()) for line in ('search model.py',"
-        " 'search nope.py --device cpu', 'config check c.yaml')]; print(codes, 'torch' in sys.modules,"
+        " 'search nope.py --device cpu', 'config check c.yaml', 'plan model.py --gpu-type h100-80x',"
+        " 'search model.py --device cpu --study old')]; print(codes, 'torch' in sys.modules,"
         " 'optuna' in sys.modules)"
     )
     done = subprocess.run(
@@ -136,7 +151,7 @@ def test_early_refusals_load_no_torch(folder: Path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )
-    assert done.stdout.splitlines()[-1] == "[3, 2, 0] False False"
+    assert done.stdout.splitlines()[-1] == "[3, 2, 0, 2, 2] False False"
 
 
 def test_help_lists_the_commands_and_exit_codes_and_loads_nothing_heavy(folder: Path):
@@ -182,7 +197,7 @@ def test_errors_with_json_are_one_document(
 def test_techniques_as_json(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["techniques", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert all(set(row) == {"axis", "kind", "title", "source", "exactness"} for row in rows)
+    assert all(set(row) == {"axis", "kind", "title", "source", "paper", "exactness"} for row in rows)
     assert {"axis": "allocator", "kind": "expandable_segments"}.items() <= {
         key: value for row in rows if row["kind"] == "expandable_segments" for key, value in row.items()
     }.items()

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,17 @@ def test_null_techniques_use_no_mechanism(slot: str):
     assert null.slot == slot
     assert null.env() == {}
     assert null.record(None) == {}  # type: ignore[arg-type]  # null techniques look at no target
+
+
+def test_cards_equal_the_classes_and_load_no_torch():
+    classes = [
+        (cls.slot, cls.model_fields["kind"].default, cls.title, cls.source, cls.paper, str(cls.exactness))
+        for cls in search_spaces.all_techniques()
+    ]
+    assert [astuple(card) for card in search_spaces.cards()] == classes
+    code = "import sys, memtune.search_spaces as s; s.cards(); print({'torch', 'pydantic'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_typo_in_kind_names_the_nearest():
