@@ -72,6 +72,7 @@ autotune.space
 autotune.search
 autotune.ui
 autotune.report
+scaffold
 testing
 cli
 interactive

@@ -220,6 +220,28 @@ def run(context: typer.Context, config: ConfigPath) -> int:
 
 
 @app.command()
+def init(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help=(
+                "Hugging Face id, config.json or class (LlamaForCausalLM), or your own class or function:"
+                " package.module:Name, file.py:Name."
+            ),
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("model.py"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Write a model.py for a model; needs no weights. Lines that hold a guess are marked CHECK."""
+    from memtune.cli import _commands
+
+    return _commands.init(target, out, force, as_json)
+
+
+@app.command()
 def techniques(
     matrix: Annotated[
         bool, typer.Option("--matrix", help="Print which techniques work together, and why others do not.")

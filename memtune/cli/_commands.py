@@ -122,6 +122,32 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
     return found if isinstance(found, Reason) else tuned.model_copy(update={"plan": dict(found.plans)})
 
 
+def init(target: str, out: Path, force: bool, as_json: bool) -> int:
+    """Run `memtune init`: write the file, record a step of it, list the lines to check."""
+    with results() as stream:
+        from memtune.scaffold import write_model_file
+
+        written = write_model_file(target, out, force=force)
+        if as_json:
+            document = {
+                "schema": SCHEMA,
+                "out": str(written.path),
+                "parameters": written.parameters,
+                "record_s": written.record_s,
+                "checks": list(written.checks),
+            }
+            emit(document, stream)
+            return 0
+        print(
+            f"{written.path}: {written.parameters:,} parameters, one training step recorded in"
+            f" {format_seconds(written.record_s)}",
+            file=stream,
+        )
+        print("to check:", *written.checks, sep="\n  ", file=stream)
+        print(f"next: memtune plan {out} --gpus 1 --gpu-type h100-80g, or memtune search {out}", file=stream)
+    return 0
+
+
 def run(config: Path, command: list[str]) -> int:
     """Run `memtune run`: replace this process by the command, with the config's environment."""
     from memtune.config import environment, load_config

@@ -1,0 +1,14 @@
+"""`memtune init`: a `model.py` from a Hugging Face config or from the user's own class or function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.scaffold.model_file import WrittenFile, write_model_file
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = ["WrittenFile", "write_model_file"]

@@ -1,0 +1,224 @@
+"""memtune init: the written file trains, its guesses are marked, its errors are one message."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memtune import cli
+from memtune.errors import EnvironmentFault, MemtuneError, UsageError
+from memtune.scaffold.draft import MARK
+from memtune.scaffold.hub_model import hub_draft, is_hub_target
+from memtune.scaffold.python_model import python_draft
+from memtune.workload import Workload
+
+NETS = """
+import torch
+from torch import nn
+from .parts import Block
+import constants  # a neighbour, by its bare name
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, width=16, block_size=12):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab_size, width), nn.Embedding(block_size, width)
+        self.h, self.head = nn.ModuleList(Block(width) for _ in range(2)), nn.Linear(width, vocab_size)
+    def forward(self, idx, targets=None):
+        x = self.wte(idx) + self.wpe.weight[: idx.shape[1]]
+        for each in self.h:
+            x = each(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits, None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+OTHERS = """
+import torch
+from torch import nn
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 10)
+    def forward(self, images):
+        return self.head(self.stem(images).mean((2, 3)))
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.times = nn.Conv2d(3, 3, 3, padding=1), nn.Embedding(1000, 3)
+    def forward(self, x, timestep):
+        return self.conv(x) + self.times(timestep)[:, :, None, None]
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8), nn.Linear(8, 5)
+    def forward(self, words):
+        return self.head(self.words(words))
+
+class Needy(nn.Module):
+    def __init__(self, strategy): super().__init__()
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+    def forward(self, graph): return self.layer(graph.nodes)
+
+def build(): return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+def number(): return 3
+made = nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    before = set(sys.modules)
+    (tmp_path / "project").mkdir()
+    for name, text in {
+        "__init__": "",
+        "parts": "from torch.nn import Linear\nclass Block(Linear):\n  def __init__(s, d): super().__init__(d, d)",
+        "constants": "",
+        "nets": NETS,
+    }.items():
+        (tmp_path / "project" / f"{name}.py").write_text(text)
+    (tmp_path / "others.py").write_text(OTHERS)
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("project", "others", "parts", "constants"):
+            del sys.modules[name]
+
+
+def trained(text: str) -> Workload:
+    """Write a file, check it and train one step of it."""
+    Path("model.py").write_text(text)
+    workload = Workload.load("model.py")
+    workload.check_batch()
+    model = workload.build_model()
+    optimizer = workload.make_optimizer(model.parameters())
+    workload.loss(model, workload.make_batch(2)).backward()
+    optimizer.step()
+    return workload
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            "project.nets:GPT",
+            ["VOCAB_SIZE = 1000  # CHECK", "torch.randint(1000, (size, 12))", "targets=targets", "output[1]"],
+        ),
+        ("project/nets.py", ["idx, targets = batch", "from project.nets import GPT"]),
+        ("others.Classifier", ["images = torch.randn(size, 3, 224, 224)", "torch.randint(10, (size,))"]),
+        ("others:Denoiser", ["timestep = torch.randint(1000, (size,))", "square().mean()"]),
+        ("others.py:Tagger", ["torch.randint(5, (size, 128))", "flatten(0, 1)"]),
+        ("others:build", ["return build()", "torch.randn(size, 6)"]),
+    ],
+)
+def test_own_code_becomes_a_file_that_trains(target, words, folder):
+    text = python_draft(target, Path("model.py")).text("model.py")
+    assert [each for each in words if each not in text] == []
+    assert f"{MARK} shape and values" in text
+    trained(text)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nothing.here:Net", "cannot be imported"),
+        ("others:Nets", "It has: Classifier, Denoiser"),
+        ("others", "5 classes that could be the model"),
+        ("others:Needy", "needs strategy, which memtune init cannot guess"),
+        ("others:Odd", "No input was found that Odd.forward"),
+        ("others:number", "returned a int"),
+        ("others:made", "exists already"),
+        ("missing.py:Net", "no file missing.py"),
+    ],
+)
+def test_unusable_target_is_one_message(target, words, folder):
+    with pytest.raises(UsageError) as caught:
+        python_draft(target, Path("model.py"))
+    assert words in str(caught.value)
+    assert caught.value.fix
+
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {
+                **SMALL,
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "max_position_embeddings": 24,
+            },
+            ["LlamaForCausalLM(config)", "SEQ = 24  # CHECK", "VOCAB = 60", "'hidden_size': 16"],
+        ),
+        ({**SMALL, "model_type": "bert"}, ["BertForMaskedLM(config)  # CHECK: the config names no class"]),
+        (
+            {**SMALL, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32},
+            ["IMAGE = 32", '"pixel_values": images'],
+        ),
+    ],
+    ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
+)
+def test_hugging_face_config_becomes_a_file_that_trains_without_network(config, words, folder):
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert is_hub_target("config.json")
+    text = hub_draft("config.json").text("model.py")
+    assert [each for each in words if each not in text] == []
+    with torch.random.fork_rng():
+        trained(text)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "words"),
+    [
+        (
+            "someone/model",
+            EnvironmentFault,
+            "not in the cache and cannot be downloaded (HF_HUB_OFFLINE is set)",
+        ),
+        ("config.json", UsageError, "no config that transformers"),
+        ("LlamaForSpeaking", None, ""),
+    ],
+)
+def test_unusable_hub_target_is_one_message(target, kind, words, folder):
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text('{"model_type": "of the future"}')
+    assert is_hub_target(target) is (kind is not None)
+    if kind is not None:
+        with pytest.raises(kind) as caught:
+            hub_draft(target)
+        assert words in str(caught.value)
+        assert isinstance(caught.value, MemtuneError)
+
+
+def test_init_writes_checks_and_lists_the_guesses(folder, capsys):
+    assert cli.run(["init", "others:build", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["parameters"] == 49
+    assert all(MARK in each for each in document["checks"])
+    lines = Path("model.py").read_text().splitlines()
+    assert all(lines[int(each.partition(":")[0]) - 1].strip() in each for each in document["checks"])
+    assert cli.run(["init", "others:build"]) == 2
+    assert "--force" in capsys.readouterr().err
