@@ -397,7 +397,7 @@ def _loss(output: Any, inputs: tuple[_Input, ...], labels: str) -> tuple[tuple[s
             *take,
             f"return {code}  {MARK} the loss, as for classes",
         ), f"torch.randint({first.shape[1]}, (size,))"
-    return (*take, f"return output.float().square().mean()  {MARK} a stand-in for your loss"), ""
+    return (*take, f"return output.float().square().mean()  {MARK} a placeholder for your loss"), ""
 
 
 def _access(output: Any) -> str:

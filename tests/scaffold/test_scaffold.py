@@ -37,6 +37,7 @@ class GPT(nn.Module):
             return logits, None
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 """
+PARTS = "from torch.nn import Linear\nclass Block(Linear):\n  def __init__(s, d): super().__init__(d, d)"
 OTHERS = """
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "project").mkdir()
     for name, text in {
         "__init__": "",
-        "parts": "from torch.nn import Linear\nclass Block(Linear):\n  def __init__(s, d): super().__init__(d, d)",
+        "parts": PARTS,
         "constants": "",
         "nets": NETS,
     }.items():
