@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from memtune.autotune.search import Control, study_folder
+from memtune.autotune.search import Control, check_writable, study_folder
 from memtune.autotune.search import plan as run_plan
 from memtune.autotune.search import search as run_search
 from memtune.autotune.space import PlanOptions, SearchOptions
@@ -16,6 +16,7 @@ from memtune.autotune.ui import with_lines
 from memtune.cli import _options
 from memtune.interactive.objects import workload_of
 from memtune.interactive.results import PlanResult, SearchResult
+from memtune.search_spaces import matching
 
 Goal = Literal["throughput", "memory", "batch"]
 
@@ -134,8 +135,12 @@ def plan(
     seed: int = 0,
     config: str | Path | None = None,
     micro_batch: int | None = None,
-    top: int = 12,
+    top: int = 6,
     exact: bool = False,
+    out: str | Path | None = None,
+    row: int = 1,
+    force: bool = False,
+    why_not: str | None = None,
     quiet: bool = False,
 ) -> PlanResult:
     """Rank settings by simulation, without GPUs and without running any: `memtune plan`.
@@ -163,6 +168,10 @@ def plan(
         micro_batch: Samples per micro-batch, instead of the config's.
         top: Number of rows of the ranking.
         exact: Dry-run the first rows: the real runtime on fake tensors.
+        out: File to write the config of a row to.
+        row: Row to write, from 1.
+        force: Replace the file of `out`.
+        why_not: Technique, as `kind` or `slot=kind`, to explain the absence of.
         quiet: Print nothing meanwhile.
 
     Returns:
@@ -173,16 +182,24 @@ def plan(
     """
     given = _given(locals())
     given["model"] = workload_of(model, batch=batch, loss=loss, optimizer=optimizer, blocks=blocks)
+    if why_not is not None:
+        matching(why_not)
+    if given["out"] is not None:
+        check_writable(given["out"], force=force)
     common = _options.common(given, for_trials=False)
     options = PlanOptions(
         **common,
         nodes=nodes,
         config=None if config is None else Path(config),
         micro_batch=micro_batch,
-        top=top,
+        top=max(top, row),
         exact=exact,
+        out=given["out"],
+        row=row,
+        why_not=why_not,
     )
-    return PlanResult(run_plan(options, say=(lambda text: None) if quiet else _say))
+    report = run_plan(options, say=(lambda text: None) if quiet else _say)
+    return PlanResult(report, ("memtune", "plan", common["workload"]))
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +212,7 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
         given["freeze"] = [f"{axis}={kind}" for axis, kind in freeze.items()]
     given["max_memory"] = None if memory is None else str(memory)
     given["offload_dir"] = None if drives is None else str(drives)
-    if "out" in given:
-        given["out"] = Path(given["out"])
+    given["out"] = None if given["out"] is None else Path(given["out"])
     return given
 
 

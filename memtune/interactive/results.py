@@ -125,9 +125,11 @@ class PlanResult:
 
     Attributes:
         report: All of it as plain data; `report.to_dict()` is the document of `memtune plan --json`.
+        command: The command line for the same model, which the text names.
     """
 
     report: PlanReport
+    command: tuple[str, ...] = ("memtune", "plan")
 
     @property
     def feasible(self) -> bool:
@@ -190,7 +192,7 @@ class PlanResult:
         from memtune.autotune.ui import render
 
         stream = io.StringIO()
-        Console(file=stream, width=120, no_color=True).print(render(self.report))
+        Console(file=stream, width=120, no_color=True).print(render(self.report, command=self.command))
         return stream.getvalue().rstrip()
 
     def _repr_html_(self) -> str:

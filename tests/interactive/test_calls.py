@@ -17,7 +17,7 @@ from memtune.errors import UsageError
 from memtune.interactive import results
 
 OF_PYTHON = {"batch", "loss", "optimizer", "blocks"}
-OF_A_TERMINAL = {"no_tui", "as_json"}
+OF_A_TERMINAL = {"no_tui", "as_json", "context", "verbose", "why"}
 """Options that choose the output of a command; results of functions have all of it."""
 
 
@@ -62,7 +62,7 @@ def test_plan_of_objects_ranks_prints_and_draws(tmp_path, monkeypatch, capfd):
     assert found.feasible
     assert found.best.summary == found.report.front[0].summary
     assert len(found.rows) == len(found.report.rows)
-    assert "samples/s" in repr(found)
+    assert "do this" in repr(found)
     assert "settings. Fastest that fits" in found.plot().description
     assert found.report.facts["budget_bytes"] == 2**30
     assert capfd.readouterr() == ("", "")
