@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +28,7 @@ from memtune.config import TunedConfig, load_config
 from memtune.deferred_init import deferred
 from memtune.errors import ApplyError, MemtuneError, is_out_of_memory, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
-from memtune.executors.gradient_digest import (
-    GradientRecord,
-    gradient_records,
-    gradients_of,
-    record_of,
-    sha256_of,
-    sha256_of_all,
-)
+from memtune.executors.gradient_digest import GradientDigests, GradientRecord, sha256_of_all
 from memtune.hardware import LoadMeter, OpClock, OpTime, measure_rates, op_times, reference_s
 from memtune.memory import Ledger
 from memtune.runtime import COUNTERS, HOST, no_dropout, prepare_model, tier
@@ -68,7 +62,6 @@ class _Measurements:
     step_s: list[float] = field(default_factory=list)
     peak_allocated: int = 0
     peak_reserved: int = 0
-    gradients_sha256: str | None = None
     gradients: list[dict[str, GradientRecord]] = field(default_factory=list)
     link_bytes: dict[str, int] = field(default_factory=dict)
     op_times: list[OpTime] = field(default_factory=list)
@@ -106,12 +99,12 @@ def run(rank: _Rank) -> dict[str, Any]:
         workload = Workload.load(trial.workload)
     ledger = Ledger.open(rank.device, budget_bytes=trial.budget_bytes)
     rank.say(stage="building")
-    tuned, model = _build(rank, workload)
+    tuned, model, shapes = _build(rank, workload)
     ledger.watch(model, tuned.optimizer)
     ledger.reset_peak()  # the peak is that of the steps: a model cast to bf16 needed more while it was built
     measured = _Measurements()
     if trial.fingerprint or trial.gradient_steps:
-        _digest_gradients(rank, tuned, model, ledger, measured)
+        _digest_gradients(rank, tuned, shapes, ledger, measured)
     with nullcontext() if trial.dropout else no_dropout(model):
         for step in range(trial.warmup_steps + trial.steps):
             rank.say(stage=_stage(trial, step, tuned), device_bytes=ledger.live_bytes())
@@ -125,7 +118,7 @@ def run(rank: _Rank) -> dict[str, Any]:
             measured.rates = measure_rates(rank.device, local_ranks=_local_ranks(rank))
         measured.op_times = _clock_ops(rank, workload, tuned, measured)
     samples = _micro_batch(rank, workload, tuned) * tuned.config.settings.execution.accumulate * rank.world
-    return {**_record(tuned, ledger, measured), "samples_per_step": samples}
+    return {**_record(trial, tuned, ledger, measured), "samples_per_step": samples}
 
 
 def _local_ranks(rank: _Rank) -> int:
@@ -157,14 +150,16 @@ def _stage(trial: Trial, step: int, tuned: Tuned) -> str:
     return f"{'compiling, ' if compiles else ''}step {step + 1}/{trial.warmup_steps + trial.steps}"
 
 
-def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
+def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module, dict[str, torch.Size]]:
+    """Return the tuned model, its module, and the full shape of each parameter."""
     config = load_config(rank.trial.config)
     model = prepare_model(_model(rank, workload, config)).train()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if rank.trial.fingerprint or rank.trial.gradient_steps:
         _reserve_first_hook(optimizer)
     tuned = apply(model, optimizer, config, loss=workload.loss)
-    return tuned, model
+    return tuned, model, shapes
 
 
 def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
@@ -204,44 +199,40 @@ def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _digest_gradients(
-    rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measurements
+    rank: _Rank,
+    tuned: Tuned,
+    shapes: Mapping[str, torch.Size],
+    ledger: Ledger,
+    measured: _Measurements,
 ) -> None:
     """Digest the gradients just before each of the first optimizer steps.
 
     Gradients that are used and freed inside backward are digested there.
     """
-    trial, names = (
-        rank.trial,
-        {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()},
-    )
-    early_sha256: dict[str, str] = {}
-    early: dict[str, GradientRecord] = {}
-    placement = tuned._context.placement
-    remote, optimizer_params = placement.remote_parameters, placement.optimizer_params
+    trial, context = rank.trial, tuned._context
+    steps = max(trial.gradient_steps, int(trial.fingerprint))
+
+    def digests() -> GradientDigests:
+        is_reported = len(measured.gradients) < trial.gradient_steps
+        return GradientDigests(context, shapes, sketches=is_reported)
+
+    of_step = [digests()]
 
     def before_use(parameter: nn.Parameter, gradient: Tensor) -> None:
-        with tier(HOST), torch.no_grad():
-            if trial.fingerprint and measured.gradients_sha256 is None:
-                early_sha256[names[parameter]] = sha256_of(gradient)
-            if len(measured.gradients) < trial.gradient_steps:
-                early[names[parameter]] = record_of(gradient)
+        if len(measured.gradients) < steps:
+            with tier(HOST), torch.no_grad():
+                of_step[-1].add(parameter, gradient)
 
-    tuned._context.events.before_grad_use.subscribe(before_use)
+    context.events.before_grad_use.subscribe(before_use)
 
     def action() -> None:
         measured.note_peaks(ledger)
         with tier(HOST), torch.no_grad():
-            if trial.fingerprint and measured.gradients_sha256 is None:
-                left = {
-                    name: sha256_of(gradient)
-                    for name, gradient in gradients_of(model, remote, optimizer_params)
-                }
-                measured.gradients_sha256 = sha256_of_all(early_sha256 | left)
-            if len(measured.gradients) < trial.gradient_steps:
-                measured.gradients.append(early | gradient_records(model, remote, optimizer_params))
-                early.clear()
+            of_step[-1].add_rest()
+            measured.gradients.append(of_step.pop().records(rank.device))
+            of_step.append(digests())
         ledger.reset_peak()
-        if len(measured.gradients) == trial.gradient_steps:
+        if len(measured.gradients) == steps:
             del _FIRST_HOOK[id(tuned.optimizer)]
 
     _FIRST_HOOK[id(tuned.optimizer)] = action
@@ -302,7 +293,7 @@ def _synchronise(rank: _Rank) -> None:
         torch.cuda.synchronize()
 
 
-def _record(tuned: Tuned, ledger: Ledger, measured: _Measurements) -> dict[str, Any]:
+def _record(trial: Trial, tuned: Tuned, ledger: Ledger, measured: _Measurements) -> dict[str, Any]:
     return {
         "status": "ok",
         "peak_allocated_bytes": measured.peak_allocated,
@@ -310,9 +301,10 @@ def _record(tuned: Tuned, ledger: Ledger, measured: _Measurements) -> dict[str, 
         "host_peak_bytes": ledger.peak_allocated_bytes(HOST),
         "step_s_all": measured.step_s,
         "losses": measured.losses,
-        "gradients_sha256": measured.gradients_sha256,
+        "gradients_sha256": sha256_of_all(measured.gradients[0]) if trial.fingerprint else None,
         "gradients": [
-            {name: each.model_dump() for name, each in step.items()} for step in measured.gradients
+            {name: each.model_dump() for name, each in step.items()}
+            for step in measured.gradients[: trial.gradient_steps]
         ],
         "memory_by_kind": {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n},
         "op_times": [each.model_dump() for each in measured.op_times],

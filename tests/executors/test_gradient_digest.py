@@ -8,16 +8,51 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from memtune.executors.gradient_digest import BUCKETS, GradientRecord, gradient_records, largest_difference
+from memtune.executors.gradient_digest import (
+    BUCKETS,
+    GradientRecord,
+    GradientSums,
+    Region,
+    largest_difference,
+)
+
+
+def whole(gradient: torch.Tensor) -> GradientRecord:
+    sums, shape = GradientSums(), tuple(gradient.shape)
+    sums.add(gradient.contiguous(), Region((0,) * len(shape), shape, shape))
+    return sums.record(shape)
 
 
 def of(*gradients: torch.Tensor) -> dict[str, GradientRecord]:
-    model = nn.ParameterList(nn.Parameter(torch.zeros_like(each)) for each in gradients)
-    for parameter, gradient in zip(model, gradients, strict=True):
-        parameter.grad = gradient
-    return gradient_records(model)
+    return {str(index): whole(gradient) for index, gradient in enumerate(gradients)}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn], ids=str
+)
+@pytest.mark.parametrize("shape", [(70_001,), (7, 300, 40), (3, 1)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sums_of_pieces_are_those_of_the_whole(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:
+    gradient = torch.randn(shape).to(dtype)
+    sums, dim = GradientSums(), min(dim, len(shape) - 1)
+    first = 0
+    for piece in gradient.chunk(3, dim):
+        offset = [0] * len(shape)
+        offset[dim] = first
+        sums.add(piece.contiguous(), Region(tuple(offset), tuple(piece.shape), shape))
+        first += piece.shape[dim]
+    found, wanted = sums.record(shape), whole(gradient)
+    assert (found.sha256, found.digested) == (wanted.sha256, gradient.numel())
+    assert found.norm == pytest.approx(wanted.norm)
+    assert found.projected == pytest.approx(wanted.projected)
+
+
+def test_difference_refuses_gradient_with_missing_piece() -> None:
+    sums, gradient = GradientSums(), torch.randn(6, 5)
+    sums.add(gradient[:3], Region((0, 0), (3, 5), (6, 5)))
+    with pytest.raises(ValueError, match="15 numbers of 30"):
+        largest_difference({"0": sums.record((6, 5))}, of(gradient))
 
 
 def test_difference_of_equal_gradients_is_zero() -> None:

@@ -10,13 +10,12 @@ import pytest
 import torch
 from support.search.prepared_search import GPT, prepared
 from support.search.search_runs import BUDGET, asked
-from torch import nn
 
 from memtune.autotune.search.numerics_check import Difference, _references, between, verdict
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.executors.base import Trial, TrialResult
-from memtune.executors.gradient_digest import GradientRecord, gradient_records
+from memtune.executors.gradient_digest import GradientRecord, GradientSums, Region
 from memtune.executors.local import LocalExecutor
 from memtune.search_spaces.execution import Execution
 
@@ -25,9 +24,9 @@ def trial_with_gradients(*values: float, losses: tuple[float, ...] = (1.0, 0.5))
     """Return a trial that reports one gradient per step."""
 
     def step(value: float) -> dict[str, GradientRecord]:
-        model = nn.Linear(4, 1, bias=False)
-        model.weight.grad = torch.full((1, 4), value)
-        return gradient_records(model)
+        sums = GradientSums()
+        sums.add(torch.full((1, 4), value), Region((0, 0), (1, 4), (1, 4)))
+        return {"weight": sums.record((1, 4))}
 
     return TrialResult(
         number=0, status="ok", losses=list(losses), gradients=[step(value) for value in values]
