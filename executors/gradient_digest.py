@@ -152,7 +152,7 @@ def _factors(per: int) -> npt.NDArray[np.uint64]:
 @cache
 def _signs() -> npt.NDArray[np.float64]:
     """Return (_BLOCK / BUCKETS,) the signs of a block's rows of BUCKETS numbers."""
-    return 2.0 * np.random.default_rng(0).integers(0, 2, _BLOCK // BUCKETS) - 1.0
+    return np.random.default_rng(0).choice(np.array([-1.0, 1.0]), _BLOCK // BUCKETS)
 
 
 def _mixed(number: int) -> int:

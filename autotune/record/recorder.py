@@ -65,6 +65,8 @@ affine.
 """
 _REAL_STEP_SHARE = 0.25
 """Share of this machine's memory that a real step may use, where the ops differ between micro-batches."""
+_NO_HOOKS = "don't yet support saved tensor hooks"
+"""In the error of a `torch.func` transform that runs under hooks on saved tensors."""
 SEED = 0
 """Seed of every random draw while recording, so that data-dependent code (routing) takes the same path each
 time.
@@ -110,7 +112,8 @@ class Session:
     """Notes on answers that user code got where it read the data of fake tensors."""
     values: BatchValues = field(default_factory=BatchValues)
     """Known integers and masks of the micro-batches, although the tensors are fake."""
-
+    observes_saves: bool = True
+    """The tracer's hooks note what autograd saves. Without them every saved tensor counts as held by Python."""
     compiled: CompiledModel | None = None
     """The parts of the model that run through torch.compile. Their graphs are made in an untraced step,
     because Dynamo must not see the recorder.
@@ -205,7 +208,13 @@ class Session:
     def _record_full(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         if self.compiled is not None:
             self.warm_up(size)
-        tracer = Tracer(self.model, self.optimizer, self.blocks, on_cpu=self.target == "cpu")
+        tracer = Tracer(
+            self.model,
+            self.optimizer,
+            self.blocks,
+            placeholders=self.observes_saves,
+            on_cpu=self.target == "cpu",
+        )
         with self.entered():
             batches = [self.batch(size) for _ in range(micro_batches)]
             if trace_last and micro_batches > 1:
@@ -411,6 +420,25 @@ def _with_workspaces(step: Step, scratch_bytes: I64, has_scratch: npt.NDArray[np
     return edit.done()
 
 
+def _traced_on(
+    workload: Workload,
+    rung: str,
+    micro_batch: int,
+    target: Device,
+    compiling: Compiling | None,
+    change: Callable[[Session], None] | None,
+    *,
+    observes_saves: bool = True,
+) -> tuple[Session, Trace]:
+    """Return a session on `rung` and its trace; raises any error of the user's code."""
+    session = replace(start_session(workload, rung), target=target, observes_saves=observes_saves)
+    if change is not None:
+        change(session)
+    session = _with_dedup(session) if compiling is None else _with_compile(session, compiling)
+    session.warm_up(micro_batch)
+    return session, session.traced(micro_batch)
+
+
 @_fake_errors_unlogged()
 def open_session(
     workload: Workload,
@@ -427,12 +455,18 @@ def open_session(
     notes: list[str] = []
     for rung, how in RUNGS.items():
         try:
-            session = replace(start_session(workload, rung), target=target)
-            if change is not None:
-                change(session)
-            session = _with_dedup(session) if compiling is None else _with_compile(session, compiling)
-            session.warm_up(micro_batch)
-            trace = session.traced(micro_batch)
+            try:
+                session, trace = _traced_on(workload, rung, micro_batch, target, compiling, change)
+            except Exception as error:
+                if _NO_HOOKS not in str(error):
+                    raise
+                session, trace = _traced_on(
+                    workload, rung, micro_batch, target, compiling, change, observes_saves=False
+                )
+                notes.append(
+                    "torch.func in loss() allows no hooks on saved tensors: nothing can be recomputed or"
+                    " offloaded one by one"
+                )
         # User code may raise anything on fake tensors. The last rung is real: its error is the user's.
         except Exception as error:
             if rung == "real-step":
@@ -454,7 +488,9 @@ def open_session(
         else:
             if session.compiled is not None:
                 session.compiled.check()
-            return session, trace, [*notes, f"so the step was recorded {how}"] if notes else []
+            if rung != "fake":
+                notes.append(f"so the step was recorded {how}")
+            return session, trace, notes
     raise AssertionError("unreachable: the last rung returns or raises")
 
 
@@ -467,14 +503,12 @@ def _no_new_graphs() -> Iterator[None]:
 
 def _with_dedup(session: Session) -> Session:
     """Return `session` with deduplication of equal blocks and parameters; it needs a plain step."""
-    return (
-        session
-        if session.fake is None
-        else replace(
-            session,
-            optimizer_dedup=OptimizerDedup(session.model, session.optimizer, session.blocks),
-            block_dedup=BlockDedup(session.model, session.blocks),
-        )
+    if session.fake is None:
+        return session
+    return replace(
+        session,
+        optimizer_dedup=OptimizerDedup(session.model, session.optimizer, session.blocks),
+        block_dedup=BlockDedup(session.model, session.blocks) if session.observes_saves else None,
     )
 
 

@@ -558,6 +558,9 @@ class Tracer(WatchingMode):
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """Return the tensor with the memory: of a DTensor, and of what `torch.func` passes to modules."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
