@@ -113,7 +113,7 @@ class Session:
     values: BatchValues = field(default_factory=BatchValues)
     """Known integers and masks of the micro-batches, although the tensors are fake."""
     observes_saves: bool = True
-    """The tracer's hooks note what autograd saves. Without them every saved tensor counts as held by Python."""
+    """The tracer notes what autograd saves. Otherwise Python counts as the holder of every saved tensor."""
     compiled: CompiledModel | None = None
     """The parts of the model that run through torch.compile. Their graphs are made in an untraced step,
     because Dynamo must not see the recorder.
