@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
@@ -236,7 +236,12 @@ WRITES_IN_FLIGHT: Final = 2
 T = TypeVar("T")
 
 
-def ssd_spill_reads(offloaded: Sequence[T], fetched: Sequence[T], read_ahead: int) -> list[tuple[T, T]]:
+def ssd_spill_reads(
+    offloaded: Sequence[T],
+    fetched: Sequence[T],
+    read_ahead: int,
+    is_there: Callable[[T, T], bool] = lambda tensor, fetch: True,
+) -> list[tuple[T, T]]:
     """Return the SSD reads of `activations.offload.ssd_spill` in order, shared by its runtime and its pass.
 
     A fetch reads its tensor, unless it was read ahead, then further tensors, the last offloaded one first.
@@ -245,6 +250,8 @@ def ssd_spill_reads(offloaded: Sequence[T], fetched: Sequence[T], read_ahead: in
         offloaded: Tensors that will be fetched, in the order in which they were offloaded.
         fetched: The same tensors in the order in which they are fetched.
         read_ahead: Tensors that are read before they are fetched.
+        is_there: Whether the first of two tensors is offloaded before the second is fetched; a backward
+            inside the loss (`create_graph`) comes before the forward of later calls.
 
     Returns:
         Pairs: the tensor that is fetched, a tensor that is read at that time.
@@ -257,8 +264,11 @@ def ssd_spill_reads(offloaded: Sequence[T], fetched: Sequence[T], read_ahead: in
         else:
             on_ssd.remove(each)
             found.append((each, each))
-        while on_ssd and waiting < read_ahead:
-            found.append((each, on_ssd.pop()))
-            is_read.add(found[-1][1])
-            waiting += 1
+        index = len(on_ssd) - 1
+        while index >= 0 and waiting < read_ahead:
+            if is_there(on_ssd[index], each):
+                found.append((each, on_ssd.pop(index)))
+                is_read.add(found[-1][1])
+                waiting += 1
+            index -= 1
     return found

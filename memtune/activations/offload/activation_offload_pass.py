@@ -16,6 +16,7 @@ and when SSD writes are complete.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -416,9 +417,12 @@ def insert_reloads(
         spilled = asked[on[asked]]
         pairs: list[tuple[int, int, bool]] = []
         starts: dict[int, list[int]] = {}
+        is_there = _is_there(out, first)
         for each in np.unique(stage[spilled]).tolist():
             mine = spilled[stage[spilled] == each]
-            for fetch, tensor in ssd_spill_reads(np.sort(mine).tolist(), mine.tolist(), ssd_prefetch):
+            for fetch, tensor in ssd_spill_reads(
+                np.sort(mine).tolist(), mine.tolist(), ssd_prefetch, is_there
+            ):
                 starts.setdefault(fetch, []).append(tensor)
         for each in asked.tolist():
             pairs += [(each, tensor, True) for tensor in starts.get(each, [])] + [(each, each, False)]
@@ -441,6 +445,12 @@ def insert_reloads(
     read = np.full(len(on), -1, np.int32)
     read[moving[is_read]] = ops[is_read]
     return ops[~is_read], read[asked]
+
+
+def _is_there(out: OffloadSelection, first: I32) -> Callable[[int, int], bool]:
+    """Return whether the copy of one tensor starts before another is fetched."""
+    starts, fetches = out.before.tolist(), first.tolist()
+    return lambda tensor, fetch: starts[tensor] <= fetches[fetch]
 
 
 def _names(edit: Edit, out: OffloadSelection) -> I32:
@@ -480,7 +490,7 @@ def insert_prefetches(
     runs_again = (step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of >= 0) & (not step.runs_schedules)
     again, block = np.unique(step.ops.block[runs_again]), out.block
     left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
-    pairs = ssd_spill_reads(left.tolist(), asked.tolist(), look.back)
+    pairs = ssd_spill_reads(left.tolist(), asked.tolist(), look.back, _is_there(out, first))
     fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
     asking, early = step.ops.block[first[fetched]], fetched != moving
     ops = edit.add_ops(

@@ -385,3 +385,24 @@ def test_record_drops_empty_attention_mask_as_in_training(tmp_path: Path) -> Non
     region = region_of(step["ones"])
     assert isinstance(region, Region)
     assert depends_on_data(step["ones"], region) == "aten.all.default"
+
+
+TORCH_FUNC = """
+import torch
+from torch import nn
+from torch.func import jacrev, vmap
+
+def model(): return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+def batch(size): return torch.randn(size, 4)
+def loss(model, x): return vmap(jacrev(lambda v: model(v).squeeze(-1)))(x).pow(2).mean()
+"""
+
+
+def test_torch_func_in_loss_is_recorded_without_hooks_on_saved_tensors(tmp_path: Path) -> None:
+    (tmp_path / "func.py").write_text(TORCH_FUNC)
+    found = record(Workload.load(tmp_path / "func.py"))
+    assert found.rung == "fake"
+    assert any("torch.func" in note for note in found.notes)
+    assert not len(found.step.saves.storage)
+    found.step.validate()
+    assert found.step.peak_bytes() > 2 * 64 * 4 * 2  # the hidden layer's outputs, of two samples

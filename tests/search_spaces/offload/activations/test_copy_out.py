@@ -222,3 +222,17 @@ class TestCopyOut(TechniqueSuite):
     def test_fits_refuses_blocks_without_large_tensors(self) -> None:
         technique = CopyOut(kind="copy_out", min_bytes=1 << 30)
         assert "1073741824" in str(technique.fits(plain_program(ZOO["gpt"]), target_of(technique)))
+
+
+TWICE = Path(__file__).parents[3] / "support" / "models" / "recompute" / "called_twice.py"
+
+
+@pytest.mark.parametrize("variant", [ALL, SSD], ids=["cpu", "ssd"])
+def test_backward_inside_the_loss_prefetches_offloaded_tensors_only(
+    variant: CopyOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call of the model offloads its tensors after the first one's backward."""
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    rewritten(TWICE, variant).validate()
+    assert drift(TWICE, variant) == "" or variant is SSD  # writes to SSD end earlier than predicted
+    assert differences(train(TWICE, variant), plain(TWICE)) == []
