@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final, ParamSpec
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -73,6 +74,9 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     is missing; the wrapper notes that the optimizer was called. The replacement notes the call and carries
     the mark, so a scheduler that is built later does not wrap it again.
 
+    A closure (`optimizer.step(closure)`) runs before the step hooks, because its backward makes the gradients
+    that they offload, check and reduce; torch's optimizers, too, call it before they update.
+
     Args:
         optimizer: Optimizer whose `step` is replaced.
         step: The new step, without the optimizer as an argument; it runs the optimizer's step hooks itself.
@@ -82,7 +86,13 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # set by the scheduler's wrapper, which this function replaces
         _order_hooks(self)
-        return step(*args, **kwargs)
+        closure = args[0] if args else kwargs.pop("closure", None)
+        if closure is None:
+            return step(*args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        step(*args[1:], **kwargs)
+        return loss
 
     vars(called).update({_MARK: True, _OWN: True})
     optimizer.step = MethodType(called, optimizer)  # type: ignore[method-assign]

@@ -84,18 +84,20 @@ def test_raising_pre_hook_sees_no_updates_or_stops_training(name: str) -> None:
         assert_equal(_trained(name, "before", first=True), _trained("", "before", first=True))
 
 
-def test_closure_is_refused_before_any_update() -> None:
-    """With `ratio` a part of the state is on the device, and is updated first."""
-    model, optimizer, _ = made("ratio")
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
-    loss(model, batch(1)).backward()  # type: ignore[no-untyped-call]
-    before = weights(model)
-    with pytest.raises(ApplyError, match="MT318 The native update takes no closure"):
-        optimizer.step(lambda: 0.0)
-    assert_equal(weights(model), before)
-    optimizer.step()
-    assert_equal(weights(model), plain(2))
+@pytest.mark.parametrize("name", [*interrupted_loops.ALL, *interrupted_loops.AT_END])
+def test_closure_runs_before_the_step(name: str) -> None:
+    """As in a plain loop; Lightning trains this way."""
+    model, optimizer, tuned = made(name)
+    for index in range(3):
+
+        def closure(index: int = index) -> torch.Tensor:
+            optimizer.zero_grad()
+            found: torch.Tensor = loss(model, batch(index))
+            found.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        assert optimizer.step(closure).grad_fn is not None
+    assert_equal(tuned.state_dict()["model"], plain(3))
 
 
 @pytest.mark.parametrize("name", ["ratio", "native", "l2l", "SSD alone", "lohan"])

@@ -52,7 +52,7 @@ from memtune.offload.near_storage.storage_domains import (
 from memtune.offload.near_storage.topk_compression import TopKCompression
 from memtune.offload.near_storage.update_worker_client import UpdaterLink
 from memtune.offload.near_storage.worker_slots import UpdaterSlots
-from memtune.offload.optimizer import NativeUpdate, refuse_closure
+from memtune.offload.optimizer import NativeUpdate
 from memtune.runtime import (
     HOST,
     SSD,
@@ -266,8 +266,7 @@ class Updaters:
     # -- a step ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step(self, closure: None = None) -> None:
-        refuse_closure([closure], "offload: {states: {kind: none}}")
+    def _step(self) -> None:
         if any(self._optimizer.state.values()):  # the user assigned state
             self._store()
         self._refuse_stale()

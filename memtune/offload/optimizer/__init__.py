@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         master_of,
         no_native_update_for,
         on_update_thread,
-        refuse_closure,
         zeros_in_order_of,
     )
     from memtune.offload.optimizer.resident_state_pass import (
@@ -110,7 +109,6 @@ __all__ = [
     "overlap_optimizer",
     "overlap_optimizer_partly",
     "refuse_added_parameters",
-    "refuse_closure",
     "resident_parameters",
     "sentinel_row",
     "sums_to_host",

@@ -46,7 +46,6 @@ from memtune.offload.optimizer.native_update import (
     NativeUpdate,
     master_of,
     on_update_thread,
-    refuse_closure,
 )
 from memtune.runtime import (
     HOST,
@@ -197,7 +196,7 @@ class HostOptimizer:
         )
 
     @torch.no_grad()
-    def _native_step(self, closure: None = None) -> None:
+    def _native_step(self) -> None:
         with without_sync(self._optimizer):
             self._update_all(self._optimizer)
 
@@ -240,8 +239,6 @@ class HostOptimizer:
         """Copy the gradients that are still on the device to the host, one at a time; pre-step hook."""
         self._partial_step.refuse()
         refuse_added_parameters(optimizer, self._resident.union(host for _, host in self._pairs))
-        if self._native is not None:
-            refuse_closure(each for each in (*args, *kwargs.values()) if each is not optimizer)
         self._adopt_external_writes()
         in_flight: nn.Parameter | None = None
         for parameter, host in self._pairs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
@@ -378,17 +378,6 @@ def zeros_in_order_of(like: Tensor, dtype: torch.dtype) -> Tensor:
     if like.is_contiguous():
         return in_huge_pages(torch.zeros(like.shape, dtype=dtype))
     return in_huge_pages(torch.zeros_like(like, dtype=dtype, requires_grad=False))
-
-
-def refuse_closure(closures: Iterable[object], fix: str = OWN) -> None:
-    """Refuse other arguments of `step` than the optimizer.
-
-    Raises:
-        ApplyError: There is one: a closure would run forward and backward after gradients have been
-            offloaded.
-    """
-    if any(each is not None for each in closures):
-        raise ApplyError("The native update takes no closure.", fix=fix, code="MT318")
 
 
 def no_native_update_for(optimizer: Optimizer) -> str:

@@ -33,7 +33,6 @@ from memtune.offload.optimizer import (
     NativeUpdate,
     master_of,
     refuse_added_parameters,
-    refuse_closure,
     zeros_in_order_of,
 )
 from memtune.program import WRITES_IN_FLIGHT
@@ -183,8 +182,7 @@ class SsdOptimizer:
         return ssd
 
     @torch.no_grad()
-    def _step(self, closure: None = None) -> None:
-        refuse_closure([closure], "offload: {states: {kind: none}}")
+    def _step(self) -> None:
         refuse_added_parameters(self._optimizer, {piece.held for piece in self._pieces})
         with self._partial_step.whole():
             self._update_all()
