@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.simulation import Calibration, Prediction, PythonWork, simulate
     from memtune.autotune.predict.snapshot import Trace, read_trace
     from memtune.autotune.predict.time_breakdown import time_lines
+    from memtune.autotune.predict.timeline import StepTimeline, step_timeline
 else:
     __getattr__ = open_door(__name__)
 
@@ -35,6 +36,7 @@ __all__ = [
     "Prediction",
     "PythonWork",
     "SearchErrors",
+    "StepTimeline",
     "Trace",
     "at_peak",
     "calibrate",
@@ -47,6 +49,7 @@ __all__ = [
     "residuals",
     "simulate",
     "ssd_shortage",
+    "step_timeline",
     "store_search",
     "time_lines",
 ]

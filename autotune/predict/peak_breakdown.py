@@ -57,7 +57,7 @@ def at_peak(step: Step) -> tuple[PeakRow, ...]:
     saved = step.saved_by_autograd()
     rows: Counter[tuple[str, str]] = Counter()
     for storage in np.flatnonzero(live).tolist():
-        rows[folded(_module(step, storage)), _kind(step, storage, bool(saved[storage]))] += int(
+        rows[folded(_module(step, storage)), kind_of(step, storage, bool(saved[storage]))] += int(
             step.storages.bytes[storage]
         )
     found = [PeakRow(module, kind, n_bytes) for (module, kind), n_bytes in rows.items() if n_bytes]
@@ -69,7 +69,8 @@ def folded(module: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 
-def _kind(step: Step, storage: int, saved: bool) -> str:
+def kind_of(step: Step, storage: int, saved: bool) -> str:
+    """Return the name of a storage's kind; `saved` tells whether autograd saves it."""
     return _NAMES.get(Kind(step.storages.kind[storage]), "activations" if saved else "temporaries")
 
 

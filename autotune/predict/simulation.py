@@ -318,13 +318,15 @@ def _python_s(step: Step, hardware: Hardware, python: PythonWork) -> npt.NDArray
     return found
 
 
-def _columns(
+def step_columns(
     step: Step,
     hardware: Hardware,
     ranks: int,
     as_held: bool = True,
     python: PythonWork = _NO_PYTHON,
+    more_s: npt.NDArray[np.float64] | None = None,
 ) -> _native.StepColumns:
+    """Return a step as the simulator takes it; `more_s` is (ops,) seconds to add to each op."""
     costs, n_bytes = (
         op_costs(step, hardware, ranks=ranks),
         held_bytes(step, hardware) if as_held else step.storages.bytes,
@@ -333,7 +335,7 @@ def _columns(
     return _native.StepColumns(
         op_phase=ops.phase,
         op_resource=ops.resource,
-        op_s=costs.op_s,
+        op_s=costs.op_s if more_s is None else costs.op_s + more_s,
         op_issue_s=costs.issue_s + _python_s(step, hardware, python),
         bytes=n_bytes,
         tier=storages.tier,
@@ -352,7 +354,9 @@ def _columns(
 
 
 def _coarse(program: Program, hardware: Hardware, as_held: bool, python: PythonWork) -> list[_Run]:
-    columns = [_columns(each.step, hardware, program.ranks, as_held, python) for each in program.rank_classes]
+    columns = [
+        step_columns(each.step, hardware, program.ranks, as_held, python) for each in program.rank_classes
+    ]
     on_cpu, stand = hardware.device == "cpu", places(program, hardware)
     least = _native.least_s(
         columns, stand, accumulate=program.accumulate, host_computes=on_cpu, shares_cores=on_cpu
@@ -365,12 +369,14 @@ def _coarse(program: Program, hardware: Hardware, as_held: bool, python: PythonW
     return runs
 
 
-def _events(program: Program, hardware: Hardware, python: PythonWork) -> list[_Run]:
-    steps = [each.step for each in program.rank_classes]
-    timeline = _native.schedule(
-        [_columns(step, hardware, program.ranks, python=python) for step in steps],
+def scheduled(
+    columns: list[_native.StepColumns], program: Program, hardware: Hardware, accumulate: int
+) -> _native.Timeline:
+    """Return the simulated optimizer step of all rank classes, whose steps are `columns`."""
+    return _native.schedule(
+        columns,
         places(program, hardware),
-        accumulate=program.accumulate,
+        accumulate=accumulate,
         host_computes=hardware.device == "cpu",
         link_slowdown=_link_slowdown(hardware, program.ranks),
         rounding_bytes=hardware.allocation_rounding_bytes,
@@ -379,6 +385,12 @@ def _events(program: Program, hardware: Hardware, python: PythonWork) -> list[_R
         shares_cores=hardware.device == "cpu",
         link_of_root=_link_of_root(hardware),
     )
+
+
+def _events(program: Program, hardware: Hardware, python: PythonWork) -> list[_Run]:
+    steps = [each.step for each in program.rank_classes]
+    columns = [step_columns(step, hardware, program.ranks, python=python) for step in steps]
+    timeline = scheduled(columns, program, hardware, program.accumulate)
     path, by_resource = critical_path(steps, timeline)
     runs = []
     for step, found in zip(steps, timeline.classes, strict=True):
@@ -400,7 +412,7 @@ def _host_and_ssd_runs(program: Program, hardware: Hardware, runs: list[_Run]) -
     rounding = hardware.allocation_rounding_bytes
     return [
         _native.live(
-            _columns(run.step, hardware, program.ranks), rounding_bytes=rounding, small_bytes=_SMALL_BYTES
+            step_columns(run.step, hardware, program.ranks), rounding_bytes=rounding, small_bytes=_SMALL_BYTES
         )
         for run in runs
     ]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.autotune.report.page import write_report
     from memtune.autotune.report.pictures import Point, front
     from memtune.autotune.report.svg import Picture
 else:
     __getattr__ = open_door(__name__)
 
-__all__ = ["Picture", "Point", "front"]
+__all__ = ["Picture", "Point", "front", "write_report"]

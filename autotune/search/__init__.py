@@ -35,12 +35,13 @@ if TYPE_CHECKING:
         read_events,
     )
     from memtune.autotune.search.study import search, study_folder
-    from memtune.autotune.search.study_store import check_writable, named_study
+    from memtune.autotune.search.study_store import TIMELINES, check_writable, named_study
     from memtune.autotune.search.trials import run_trial
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "TIMELINES",
     "BestChanged",
     "Calibrated",
     "CandidatesScored",

@@ -23,7 +23,8 @@ from memtune.autotune.search.outcome import (
     tuned_config,
 )
 from memtune.autotune.search.predicted_config import predicted
-from memtune.autotune.search.study_store import RESULT, StudyFolder
+from memtune.autotune.search.study_store import RESULT, TIMELINES, StudyFolder
+from memtune.autotune.search.timelines import timelines
 from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, undecided
 from memtune.autotune.space import (
     Choice,
@@ -484,7 +485,15 @@ class Stages:
                 message=message,
             )
         )
+        self._save_timelines(scored)
         return outcome
+
+    def _save_timelines(self, scored: Scored) -> None:
+        """Save the data of the report's pictures that the event log does not have."""
+        driver = self.driver
+        if driver.executor_name != "simulated":
+            found = timelines(driver.setup, scored.choice, driver.pruner.calibration.step_correction)
+            save_text(self.folder.path / TIMELINES, json.dumps(found, separators=(",", ":")) + "\n")
 
     def _teach_later_runs(self) -> None:
         driver = self.driver

@@ -28,6 +28,8 @@ SCHEMA = 1
 HOME = Path(".memtune")
 RESULT = "result.json"
 """Outcome of a finished search; absent before."""
+TIMELINES = "timelines.json"
+"""Simulated timelines of a search that wrote a config; read by the report."""
 _NETWORK = {
     "nfs",
     "nfs4",

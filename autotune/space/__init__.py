@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         fits_budget,
         predict_again,
         processes,
+        python_work,
         same_passes,
         score_all,
     )
@@ -85,6 +86,7 @@ __all__ = [
     "more_memory",
     "predict_again",
     "processes",
+    "python_work",
     "refined_front",
     "refusing_techniques",
     "remedies",

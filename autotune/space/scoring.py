@@ -148,6 +148,11 @@ class Scorer:
         self._rates: dict[str, float] = {}
         self._hardware = self._taught_by(())
 
+    @property
+    def hardware(self) -> Hardware:
+        """The target's hardware, corrected by the op times that were learnt."""
+        return self._hardware
+
     def learn(self, op_times: Iterable[OpTime], rates: Mapping[str, float] | None = None) -> None:
         """Correct all later predictions by what trials measured, instead of what was given before.
 

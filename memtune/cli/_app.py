@@ -351,6 +351,21 @@ def watch(
     return _commands.watch(study)
 
 
+@app.command()
+def report(
+    study: Annotated[
+        str, typer.Argument(help="Name of a study below .memtune/, or the path of its events.jsonl.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Write a search as one HTML page with pictures; it needs no network."""
+    from memtune.cli import _commands
+
+    return _commands.report(study, out, force, as_json)
+
+
 @config_app.command("check")
 def config_check(config: ConfigPath, as_json: AsJson = False) -> int:
     """Check a config strictly."""

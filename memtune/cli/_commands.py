@@ -296,6 +296,15 @@ def watch(study: str) -> int:
     """Run `memtune watch`: show the search screen over an event log."""
     from memtune.autotune.ui import run_tui
 
+    path = _event_log(study)
+    if not sys.stdout.isatty():
+        raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
+    run_tui(path)
+    return 0
+
+
+def _event_log(study: str) -> Path:
+    """Return the event log of a study, given by its name, folder or log."""
     places = (Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl")
     path = next((place for place in places if place.is_file()), None)
     if path is None:
@@ -306,9 +315,21 @@ def watch(study: str) -> int:
             fix="give its name or the path of its events.jsonl",
             code="MT404",
         )
-    if not sys.stdout.isatty():
-        raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
-    run_tui(path)
+    return path
+
+
+def report(study: str, out: Path, force: bool, as_json: bool) -> int:
+    """Run `memtune report`: write the page and print its path."""
+    from memtune.autotune.report import write_report
+    from memtune.autotune.search import check_writable
+
+    path = _event_log(study)
+    check_writable(out, force=force)
+    write_report(path, out)
+    if as_json:
+        emit({"schema": SCHEMA, "out": str(out), "bytes": out.stat().st_size})
+    else:
+        print(f"{out}  {format_bytes(out.stat().st_size)}, opens in any browser")
     return 0
 
 

@@ -1,0 +1,80 @@
+"""Timelines of the plain and the chosen setting, and the way from one to the other, for the report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memtune.autotune.predict import step_timeline
+from memtune.autotune.search.baselines import baselines
+from memtune.autotune.search.preparation import Setup
+from memtune.autotune.space import Choice, Scored, python_work
+from memtune.technique import Reason
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class WaterfallStep:
+    """A setting with the techniques of the rows before it and one more."""
+
+    setting: str
+    step_s: float | None
+    peak_bytes: int | None
+    unfit: str = ""
+    """Reason why the combination cannot be used; the next row adds to it all the same."""
+
+
+def timelines(setup: Setup, choice: Choice, step_correction: float) -> dict[str, Any]:
+    """Return the simulated timelines and the waterfall as one document.
+
+    Args:
+        setup: The search's, with what trials have taught its predictions.
+        choice: The chosen setting.
+        step_correction: Factor of trials on step times, applied to the waterfall.
+    """
+    found, _ = baselines(setup.scorer, setup.global_batch)
+    plain = next((each.scored.choice for each in found if each.name == "plain"), None)
+    named = ({"plain": plain} if plain is not None and plain != choice else {}) | {"chosen": choice}
+    hardware = setup.scorer.hardware
+    drawn = {
+        name: step_timeline(setup.scorer.program(each), hardware, python_work(each)).document()
+        for name, each in named.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "summaries": {name: each.summary for name, each in named.items()},
+        "timelines": drawn,
+        "waterfall": [asdict(each) for each in _waterfall(setup, plain, choice, step_correction)],
+    }
+
+
+def _waterfall(
+    setup: Setup, plain: Choice | None, choice: Choice, step_correction: float
+) -> list[WaterfallStep]:
+    """Return the plain setting, then one more of the chosen techniques per row, the micro-batch last."""
+    if plain is None or plain == choice:
+        return []
+    chosen = dict(plain.chosen)
+    rows = [("plain", plain)]
+    for slot in dict.fromkeys([*choice.chosen, *plain.chosen]):
+        if choice.chosen.get(slot) == plain.chosen.get(slot):
+            continue
+        chosen.pop(slot, None)
+        if slot in choice.chosen:
+            chosen[slot] = choice.chosen[slot]
+        rows.append(
+            (f"{slot}: {chosen[slot].kind if slot in chosen else 'none'}", Choice.of(plain.execution, chosen))
+        )
+    if choice.execution != plain.execution:
+        rows.append((choice.execution.summary() or "execution", choice))
+    rows.append(("chosen", choice))
+    return [_step(setup, name, each, step_correction) for name, each in rows]
+
+
+def _step(setup: Setup, setting: str, choice: Choice, step_correction: float) -> WaterfallStep:
+    scored: Scored | Reason = setup.scorer.score(choice, level="events")
+    if isinstance(scored, Reason):
+        return WaterfallStep(setting, None, None, str(scored))
+    prediction = scored.prediction
+    return WaterfallStep(setting, prediction.step_s * step_correction, prediction.peak_allocated_bytes)
