@@ -18,7 +18,16 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
-from memtune.autotune.predict.time_breakdown import RESOURCES, OpTime, critical_path, exposed_by_op
+from memtune.autotune.predict.time_breakdown import (
+    OPTIMIZER,
+    RECOMPUTE,
+    RESOURCES,
+    CriticalPath,
+    OpTime,
+    by_mechanism,
+    critical_path,
+    exposed_by_op,
+)
 from memtune.hardware import Hardware, op_costs
 from memtune.program import (
     I64,
@@ -64,6 +73,8 @@ _ON_CORES = [Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, R
 _ON_GPU = [Resource.COMPUTE]
 _LINK_CORES = 0.75
 """Cores that gloo uses while an all-reduce runs: CPU over wall time, 0.6 to 0.9 on a 2-core server."""
+_HIDDEN = 0.25
+"""Part of a hidden transfer that becomes exposed if all of its kind take longer."""
 _IS_REPEATED = np.isin(np.arange(len(Phase)), REPEATED)
 
 # PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of
@@ -133,8 +144,27 @@ class Prediction:
     """The longest parts of the chain of ops that determines `step_s`; empty at the coarse level."""
     critical_s: dict[str, float] = field(default_factory=dict)
     """Seconds of that chain by resource; without `step_correction` they add up to `step_s`."""
+    mechanism_s: dict[str, float] = field(default_factory=dict)
+    """`critical_s`, with `compute` divided into the model's own ops, recomputation and the optimizer; at the
+    coarse level `exposed_s`, likewise.
+    """
     ssd_written_bytes: int = 0
     """Bytes per optimizer step, all micro-batches: SSDs wear."""
+
+    @functools.cached_property
+    def mechanism_shares(self) -> dict[str, float]:
+        """Return by mechanism the share of the step by which the step grows if it takes twice as long.
+
+        Without the model's own compute. Seconds hidden behind compute count by a part.
+        """
+        whole = self.step_s / self.step_correction or 1.0
+        shown, compute = self.mechanism_s, RESOURCES[Resource.COMPUTE]
+        found = {name: seconds / whole for name, seconds in shown.items() if name != compute}
+        for name, busy_s in self.busy_s.items():
+            hidden_s = busy_s - shown.get(name, 0.0)
+            if name != compute and hidden_s > 0:
+                found[name] = found.get(name, 0.0) + _HIDDEN * hidden_s / whole
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data."""
@@ -274,8 +304,9 @@ def simulate(
         step_correction=calibration.step_correction,
         communicator_bytes=_communicators(step) * hardware.communicator_bytes,
         exposed_by_op=slowest.exposed_by_op,
-        critical_path=slowest.critical_path,
-        critical_s=slowest.critical_s,
+        critical_path=slowest.path.longest,
+        critical_s=slowest.path.by_resource,
+        mechanism_s=slowest.path.by_mechanism,
         ssd_written_bytes=max(_ssd_written_bytes(run.step, program.accumulate) for run in runs),
     )
 
@@ -295,13 +326,15 @@ class _Time(NamedTuple):
     exposed_s: list[float]
 
 
+_NO_PATH = CriticalPath((), {}, {})
+
+
 class _Run(NamedTuple):
     step: Step
     live: _native.Footprint
     time: _Time
     exposed_by_op: tuple[OpTime, ...] = ()
-    critical_path: tuple[OpTime, ...] = ()
-    critical_s: dict[str, float] = {}  # noqa: RUF012
+    path: CriticalPath = _NO_PATH
 
 
 _OBSERVED_PHASES = [Phase.FORWARD, Phase.RECOMPUTE]
@@ -365,7 +398,8 @@ def _coarse(program: Program, hardware: Hardware, as_held: bool, python: PythonW
     for each, mine, (_, sharing), least_s in zip(program.rank_classes, columns, stand, least, strict=True):
         live = _native.live(mine, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
         crossing = _on_roots(each.step, hardware, program.ranks)
-        runs.append(_Run(each.step, live, _coarse_time(live, least_s, program, hardware, sharing, crossing)))
+        time, mechanism_s = _coarse_time(live, least_s, program, hardware, sharing, crossing)
+        runs.append(_Run(each.step, live, time, path=CriticalPath((), {}, mechanism_s)))
     return runs
 
 
@@ -391,12 +425,12 @@ def _events(program: Program, hardware: Hardware, python: PythonWork) -> list[_R
     steps = [each.step for each in program.rank_classes]
     columns = [step_columns(step, hardware, program.ranks, python=python) for step in steps]
     timeline = scheduled(columns, program, hardware, program.accumulate)
-    path, by_resource = critical_path(steps, timeline)
+    path = critical_path(steps, timeline)
     runs = []
     for step, found in zip(steps, timeline.classes, strict=True):
         at = found.finish_s + _bubble_s(program, step, hardware)
         time = _Time(at, at, at, list(found.busy_s), list(found.exposed_s))
-        runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path, by_resource))
+        runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path))
     return runs
 
 
@@ -510,8 +544,8 @@ def _coarse_time(
     hardware: Hardware,
     sharing: int,
     crossing: npt.NDArray[np.float64],
-) -> _Time:
-    """Return the time that dependencies of ops (`least_s`) and busy resources allow.
+) -> tuple[_Time, dict[str, float]]:
+    """Return the time that dependencies of ops (`least_s`) and busy resources allow, and its mechanisms.
 
     At most all of them in sequence.
 
@@ -534,7 +568,12 @@ def _coarse_time(
     low = waits + max(least_s, *map(float, (busy.max(), compute, up + through[0], down + through[1])))
     exposed = np.maximum(busy - busy[Resource.COMPUTE], 0.0)
     exposed[on_cores] = busy[on_cores]
-    return _Time(low, low, waits + float(busy.sum()), busy.tolist(), exposed.tolist())
+    computes = by_phase[Resource.COMPUTE]
+    parts = {RECOMPUTE: float(computes[Phase.RECOMPUTE]), OPTIMIZER: float(computes[Phase.OPTIMIZER])}
+    return (
+        _Time(low, low, waits + float(busy.sum()), busy.tolist(), exposed.tolist()),
+        by_mechanism(_by_resource(exposed, busy), parts),
+    )
 
 
 def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -> Interval:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune import _native
-from memtune.program import F64, Resource, Step
+from memtune.program import F64, Phase, Resource, Step
 from memtune.units import format_bytes, format_seconds
 
 RESOURCES = (*(each.name.lower() for each in Resource), "host_issue")
@@ -34,13 +34,27 @@ def exposed_by_op(step: Step, op_exposed_s: F64) -> tuple[OpTime, ...]:
     return _largest(_rows(step, ops, step.ops.resource[ops].astype(np.int64), op_exposed_s[ops]))
 
 
-def critical_path(
-    steps: list[Step], timeline: _native.Timeline
-) -> tuple[tuple[OpTime, ...], dict[str, float]]:
-    """Return at most `TOP` longest parts of the critical path, and the path's seconds by resource."""
+RECOMPUTE, OPTIMIZER = "recompute", "optimizer"
+"""Mechanisms whose seconds are part of the resource `compute`."""
+
+
+class CriticalPath(NamedTuple):
+    """The chain of ops that determines the time of a step."""
+
+    longest: tuple[OpTime, ...]
+    """At most `TOP` parts."""
+    by_resource: dict[str, float]
+    """Seconds by resource."""
+    by_mechanism: dict[str, float]
+    """The same seconds, those of `compute` divided into the model's own, recomputation and optimizer."""
+
+
+def critical_path(steps: list[Step], timeline: _native.Timeline) -> CriticalPath:
+    """Return the critical path of a simulated step."""
     rank_class, op, by_host, start_s, stop_s = timeline.critical_path
     seconds = stop_s - start_s
     found: dict[tuple[str, str, str], float] = {}
+    part = {RECOMPUTE: 0.0, OPTIMIZER: 0.0}
     for number, step in enumerate(steps):
         mine = np.flatnonzero(rank_class == number)
         if len(mine):
@@ -48,10 +62,25 @@ def critical_path(
             resource = np.where(by_host[mine] == 1, len(RESOURCES) - 1, step.ops.resource[ops])
             for row, total in _rows(step, ops, resource, seconds[mine]).items():
                 found[row] = found.get(row, 0.0) + total
+            for name, phase in ((RECOMPUTE, Phase.RECOMPUTE), (OPTIMIZER, Phase.OPTIMIZER)):
+                computes = (resource == Resource.COMPUTE) & (step.ops.phase[ops] == phase)
+                part[name] += float(seconds[mine][computes].sum())
     by_resource: dict[str, float] = {}
     for (_, _, name), total in found.items():
         by_resource[name] = by_resource.get(name, 0.0) + total
-    return _largest(found), dict(sorted(by_resource.items(), key=lambda item: -item[1]))
+    return CriticalPath(
+        _largest(found),
+        dict(sorted(by_resource.items(), key=lambda item: -item[1])),
+        by_mechanism(by_resource, part),
+    )
+
+
+def by_mechanism(by_resource: Mapping[str, float], parts_of_compute: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds by resource, with those of `compute` divided into the given parts and the rest."""
+    compute = RESOURCES[Resource.COMPUTE]
+    rest = by_resource.get(compute, 0.0) - sum(parts_of_compute.values())
+    found = {**by_resource, compute: rest, **parts_of_compute}
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
 def time_lines(prediction: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The baselines: the user's own setting, full recompute and plain FSDP."""
+"""The baselines: the user's own setting, full recompute, plain FSDP, and full recompute with FSDP."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def baselines(scorer: Scorer, global_batch: int) -> tuple[list[Baseline], dict[s
         wanted.append(("full recompute", {"recompute": "full"}))
     if ranks > 1 and "fsdp" in kinds("sharding.states"):
         wanted.append(("plain fsdp", {"sharding.states": "fsdp"}))
+        if "full" in kinds("recompute"):
+            wanted.append(("full recompute with fsdp", {"recompute": "full", "sharding.states": "fsdp"}))
     found, refused = [], {}
     for name, kind_by_slot in wanted:
         if ranks > 1:  # ranks must at least average their gradients

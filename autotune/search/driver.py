@@ -32,7 +32,6 @@ from memtune.autotune.search.trial_verdict import (
     relative_spread,
 )
 from memtune.autotune.space import (
-    PRIOR_SCALE,
     Choice,
     Kind,
     Observed,
@@ -426,7 +425,6 @@ class Driver:
             tuple(
                 Observed(each.job.scored, each.result.step_s or 0.0, self._noise(each.result)) for each in ok
             ),
-            PRIOR_SCALE[self.setup.device],
         )
 
     def _noise(self, result: TrialResult) -> float:

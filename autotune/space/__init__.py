@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from memtune.autotune.space.search_options import PlanOptions, SearchOptions, TargetOptions
     from memtune.autotune.space.search_space import Space, batch_sizes, build_space, executions, variants
-    from memtune.autotune.space.step_time_model import PRIOR_SCALE, Kind, Observed, StepTimeModel, kinds
+    from memtune.autotune.space.step_time_model import Kind, Observed, StepTimeModel, kinds
     from memtune.autotune.space.suggestions import (
         Improvement,
         Remedy,
@@ -49,7 +49,6 @@ else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
-    "PRIOR_SCALE",
     "AblatedSetting",
     "Ablation",
     "Candidate",

@@ -18,7 +18,6 @@ from memtune.autotune.space.step_time_model import (
     F64,
     Observed,
     StepTimeModel,
-    chance_to_improve,
     expected_improvement,
 )
 from memtune.technique import Reason
@@ -29,12 +28,10 @@ _MOST_REFINED = 24
 """Coarse candidates that are simulated op by op for one proposal."""
 _SAMPLER_EVERY = 6
 """Every sixth candidate is the sampler's: it leaves the neighbourhoods that were scored."""
-_WORTHWHILE = 0.005
-"""Relative gain below which a further trial is not worthwhile."""
+_WORTHWHILE = 0.001
+"""Expected relative gain below which a further trial is not worthwhile."""
 _MOST_COMPARED, _LEAST_COMPARED = 128, 8
 """Refined candidates whose coarse prediction is compared with the refined one, the last ones and at least."""
-_CHANCE = 0.05
-"""Probability of a worthwhile gain below which a candidate is not run."""
 _BELOW_FAILED = 0.98
 """Fraction of the predicted peak of a trial that ran out of memory which is again as likely to fit as not."""
 _UNCALIBRATED_PEAK_SD = {"cpu": 0.01, "cuda": 0.05}
@@ -133,7 +130,7 @@ class Proposer:
     def _gains(
         self, candidates: list[Scored], pruner: Pruner, best: float | None, model: StepTimeModel
     ) -> F64:
-        """Return expected improvement times the probability to fit; -inf without a fair chance of any."""
+        """Return expected improvement times the probability to fit; -inf if it is not worthwhile."""
         if not candidates:
             return np.zeros(0)
         mean, sd = model.posterior(candidates)
@@ -146,9 +143,8 @@ class Proposer:
             slow_end = log_s + sd
             return np.asarray(-slow_end - np.where(fits >= 0.5, 0.0, 1e6 * (1 - fits)), dtype=np.float64)
         found = fits * expected_improvement(log_s, sd, math.log(best))
-        chance = fits * chance_to_improve(log_s, sd, math.log(best), _WORTHWHILE)
         # Before any trial the factor that all steps share is unknown, and `best` is no measure.
-        return np.where(chance >= _CHANCE if model.observed else True, found, -np.inf)
+        return np.where(found >= _WORTHWHILE if model.observed else True, found, -np.inf)
 
     def _refinement(self, candidates: list[Scored]) -> tuple[F64, F64]:
         """Return by how much the logarithm of a step time changes from the coarse level to that of events.

@@ -1,20 +1,27 @@
 """Posterior of step times: what the trials of a search say about the candidates it has not run.
 
-The logarithm of measured over predicted step time is linear in features of a candidate: one for every step,
-one per technique (`slot: kind`), one per technique with its knobs, and the exposed share of each resource.
-Their coefficients have a Gaussian prior around 0, so a trial corrects all candidates that share a mechanism
-with it, and the more uncertain a mechanism was, the more. Bayesian linear regression (Rasmussen, Williams
-2006, section 2.1); the scale of the prior is averaged over a grid, weighted by the marginal likelihood
-(section 5.2), so a search whose first trials come out as predicted trusts the simulator, and another one
-explores.
+A step is predicted as seconds of mechanisms: the model's own compute, recomputation, copies in each
+direction, updates on the host, links, SSDs, the host's issuing of ops (`Prediction.mechanism_s`). Each has an
+unknown factor on its seconds, and so has each technique on the seconds of the mechanisms that it uses:
+
+    step = predicted × g × w(techniques) × (1 + Σ (f(mechanism, techniques) - 1) × share of the mechanism)
+
+`g` is the factor that all steps share, `w` what a technique costs beyond its mechanisms. The logarithms of
+all factors have a Gaussian prior around 0, so a trial corrects all candidates that share a mechanism with it,
+in proportion to the seconds that they spend there: settings whose mechanisms take few seconds are known well
+before any trial. The posterior is Gaussian around its mode, found by Gauss-Newton steps (Laplace's method;
+Bishop 2006, section 4.4). The scales of the two priors, of mechanisms and of `w`, are averaged over a grid,
+weighted by the marginal likelihood (Rasmussen, Williams 2006, section 5.2): a search whose first trials come
+out as predicted trusts the simulator, and another one explores.
 
 Candidates are proposed by expected improvement (Jones, Schonlau, Welch 1998, equation 15).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from memtune.autotune.predict import Prediction
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.scoring import Scored
 from memtune.effects import DISPATCH_MODE
@@ -34,37 +40,43 @@ Kind = tuple[str, str]
 F64 = npt.NDArray[np.float64]
 
 _STEP_SD = 0.5
-"""Prior of the factor that all steps share: standard deviation of its logarithm before any trial."""
-_SLOT_SD = {
-    "recompute": 0.06,
-    "split": 0.1,
-    "execution.order": 0.06,
-    "allocator": 0.06,
-    "sharding.states": 0.1,
-    "sharding.communication": 0.15,
-    "sharding.parallel": 0.2,
-    "offload.activations": 0.2,
-    "offload.states": 0.2,
+"""Prior of `g`: standard deviation of its logarithm before any trial. All priors below are alike."""
+_MECHANISM_SD = 0.35
+"""Prior of the factor on a mechanism's seconds."""
+_USE_SD = 0.2
+"""Prior of the factor on a mechanism's seconds in one technique, beyond the mechanism's own."""
+_USES = {
+    "recompute": ("recompute",),
+    "split": ("recompute",),
+    "sharding.states": ("intra_link", "inter_link", "optimizer"),
+    "sharding.communication": ("intra_link", "inter_link"),
+    "sharding.parallel": ("intra_link", "inter_link"),
+    "offload.activations": ("host_to_device", "device_to_host", "host_threads", "ssd_read", "ssd_write"),
+    "offload.states": ("host_to_device", "device_to_host", "host_threads", "ssd_read", "ssd_write"),
 }
-"""Prior standard deviation by slot for techniques that run the model's own ops; `_DISPATCH_SD` for those that
-observe every op. On quiet CPUs recompute is predicted within a few percent, offload within tens.
-"""
-_DISPATCH_SD = 0.25
-_COMPILE_SD = 0.3
-_RESOURCE_SD = 0.25
-"""Prior for a resource, times the share of the step that it is exposed."""
-_KNOBS_SD = 0.04
+"""Mechanisms whose seconds the techniques of a slot cause."""
+_TECHNIQUE_SD = {"sharding.parallel": 0.1, "allocator": 0.02, "execution.order": 0.03, "recompute": 0.03}
+_OTHER_TECHNIQUE_SD = 0.05
+_DISPATCH_SD = 0.1
+_COMPILE_SD = 0.2
+"""Prior of `w` by slot, of other slots, of techniques that observe every op, and of compiled code."""
+_KNOBS_SD = 0.02
 """Prior for the knobs of a technique, relative to others of its kind."""
-_OWN_SD = 0.02
-"""Error of a candidate that no feature explains, and of a measurement."""
-_MICRO_BATCH_SD = 0.05
+_OWN_SD = 0.01
+"""Error of a candidate that no feature explains."""
+_NOISE_SD = 0.01
+"""Error of a measurement on a quiet machine."""
+_MICRO_BATCH_SD = 0.03
 """Prior per doubling of the micro-batch."""
-_SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)
+_MECHANISM_SCALES = (0.25, 0.5, 1.0, 2.0)
+_TECHNIQUE_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _SCALE_SD = 0.7
-"""Prior of the logarithm of the scale, a factor on all standard deviations but `_STEP_SD` and `_OWN_SD`."""
-PRIOR_SCALE = {"cpu": 1.0, "cuda": 3.0}
-"""Scale by device: published step times on GPUs are predicted with a median error of 13 %, on CPUs of 5 %."""
-_COMPUTE = "compute"
+"""Prior of the logarithm of a scale, a factor on all standard deviations of mechanisms, or of `w`."""
+_UNLIKELY = 0.02
+"""Scales less likely than the likeliest by this factor are left out."""
+_ITERATIONS = 4
+_LEAST = 0.1
+"""Least factor on a step of all mechanisms together: a negative one has no logarithm."""
 
 
 class Observed(NamedTuple):
@@ -73,11 +85,11 @@ class Observed(NamedTuple):
     scored: Scored
     step_s: float
     noise: float = 0.0
-    """Standard deviation of the logarithm of `step_s` beyond `_OWN_SD`: a busy machine, an unsteady step."""
+    """Standard deviation of the logarithm of `step_s` beyond `_NOISE_SD`: other load, an unsteady step."""
 
 
 class Posterior(NamedTuple):
-    """(n,) each: mean and standard deviation of the logarithm of measured over predicted step time."""
+    """(n,) each: mean and standard deviation of the logarithm of true over predicted step time."""
 
     mean: F64
     sd: F64
@@ -93,39 +105,32 @@ class StepTimeModel:
     """Corrects predicted step times by the trials in `observed`."""
 
     observed: Sequence[Observed] = ()
-    prior_scale: float = 1.0
-    """Expected scale of the prior: 1 for CPUs, whose predictions were compared with many trials."""
 
     def posterior(self, candidates: Sequence[Scored]) -> Posterior:
-        """Return the posterior of each candidate, with the error of a single measurement."""
-        features = _Features.of([each.scored for each in self.observed])
-        at, own = features.matrix(candidates)
-        if not self.observed:
-            sd = np.sqrt(at**2 @ features.variance(1.0) + own * self.prior_scale**2 + _OWN_SD**2)
-            return Posterior(np.zeros(len(candidates)), sd)
-        seen, _ = features.matrix([each.scored for each in self.observed])
+        """Return the posterior of each candidate's own step time, without the error of a measurement."""
+        features = _Features([each.scored for each in self.observed], candidates)
+        seen = features.matrix([each.scored for each in self.observed])
+        asked = features.matrix(candidates)
         target = np.log([each.step_s / each.scored.prediction.step_s for each in self.observed])
-        noise = np.diag([_OWN_SD**2 + each.noise**2 for each in self.observed])
-        means, variances, weights = [], [], []
-        for scale in _SCALES:
-            prior = features.variance(scale)
-            between = seen * prior @ seen.T + noise
-            factor = np.linalg.cholesky(between)
-            white = np.linalg.solve(factor, target)
-            toward = np.linalg.solve(factor, seen * prior @ at.T)  # (trials, candidates)
-            means.append(white @ toward)
-            variances.append(at**2 @ prior - (toward**2).sum(axis=0))
-            weights.append(
-                -0.5 * white @ white
-                - np.log(np.diag(factor)).sum()
-                - 0.5 * (math.log(scale / self.prior_scale) / _SCALE_SD) ** 2
+        noise = np.array([_NOISE_SD**2 + each.noise**2 for each in self.observed])
+        fits = {
+            scales: _fitted(seen, target, noise, features.variance(*scales))
+            for scales in itertools.product(_MECHANISM_SCALES, _TECHNIQUE_SCALES)
+        }
+        log_chance = np.array([fit.log_evidence + _log_prior(scales) for scales, fit in fits.items()])
+        chance = np.exp(log_chance - log_chance.max())
+        likely = chance >= _UNLIKELY
+        weight = chance[likely] / chance[likely].sum()
+        means, variances = [], []
+        for scales, fit in itertools.compress(fits.items(), likely):
+            slope = asked.slope(fit.mode)
+            means.append(asked.value(fit.mode))
+            variances.append(
+                ((slope @ fit.covariance) * slope).sum(axis=1).clip(0.0) + asked.unseen * scales[1] ** 2
             )
-        weight = np.exp(np.array(weights) - max(weights))
-        weight /= weight.sum()
         mean = weight @ np.array(means)
-        spread = weight @ (np.maximum(np.array(variances), 0.0) + (np.array(means) - mean) ** 2)
-        scale = float(weight @ np.array(_SCALES))
-        return Posterior(mean, np.sqrt(spread + own * scale**2 + _OWN_SD**2))
+        spread = weight @ (np.array(variances) + (np.array(means) - mean) ** 2)
+        return Posterior(mean, np.sqrt(spread))
 
     def step_s(self, scored: Scored) -> tuple[float, float, float]:
         """Return the expected step time of a candidate and the bounds of its 90 % interval, in seconds."""
@@ -134,112 +139,162 @@ class StepTimeModel:
         return at, at * math.exp(-1.645 * sd), at * math.exp(1.645 * sd)
 
 
+def _log_prior(scales: tuple[float, float]) -> float:
+    return -0.5 * sum((math.log(scale) / _SCALE_SD) ** 2 for scale in scales)
+
+
+class _Fit(NamedTuple):
+    mode: F64
+    covariance: F64
+    log_evidence: float
+
+
+def _fitted(seen: _Matrix, target: F64, noise: F64, prior: F64) -> _Fit:
+    """Return the mode of the posterior of all logarithms, its covariance, and the evidence (Laplace)."""
+    mode = np.zeros(len(prior))
+    if not len(target):
+        return _Fit(mode, np.diag(prior), 0.0)
+    for _ in range(_ITERATIONS):
+        slope = seen.slope(mode)
+        rest = target - seen.value(mode) + slope @ mode
+        between = np.linalg.inv(slope * prior @ slope.T + np.diag(noise))
+        gain = (prior[:, None] * slope.T) @ between
+        mode = gain @ rest
+    covariance = np.diag(prior) - gain @ (slope * prior)
+    _, log_det = np.linalg.slogdet(between)
+    return _Fit(mode, covariance, 0.5 * float(log_det - rest @ between @ rest))
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Features of n candidates.
+
+    Attributes:
+        linear: (n, columns): what multiplies the logarithms of factors on whole steps.
+        shares: (n, mechanisms): share of a step that each mechanism takes.
+        uses: (n, mechanisms, uses): columns of the logarithms that add up to that of the mechanism's factor.
+        unseen: (n,) variance of knobs that no trial has.
+    """
+
+    linear: F64
+    shares: F64
+    uses: npt.NDArray[np.intp]
+    unseen: F64
+
+    def _seconds(self, mode: F64) -> tuple[F64, F64]:
+        slower = self.shares * np.exp(mode[self.uses].sum(axis=2))
+        whole = np.maximum(1 - self.shares.sum(axis=1) + slower.sum(axis=1), _LEAST)
+        return slower, whole
+
+    def value(self, mode: F64) -> F64:
+        """Return (n,) logarithms of the step's factor."""
+        found: F64 = self.linear @ mode + np.log(self._seconds(mode)[1])
+        return found
+
+    def slope(self, mode: F64) -> F64:
+        """Return (n, columns) derivatives of `value`."""
+        slower, whole = self._seconds(mode)
+        n, columns = self.linear.shape
+        at = (np.arange(n)[:, None, None] * columns + self.uses).ravel()
+        share = np.broadcast_to((slower / whole[:, None])[:, :, None], self.uses.shape).ravel()
+        found: F64 = self.linear + np.bincount(at, share, n * columns).reshape(n, columns)
+        return found
+
+
+_UNUSED = 0
+"""Column of a constant 0: a mechanism that a slot does not use."""
+_STEP = 1
+
+
+class _Features:
+    """Columns: unused, every step, batch, mechanisms, their use by kinds, kinds, knobs that a trial had."""
+
+    def __init__(self, tried: Sequence[Scored], candidates: Sequence[Scored]) -> None:
+        self._columns: dict[object, int] = {"unused": _UNUSED, "step": _STEP, "micro-batch": 2}
+        self._sd = [0.0, _STEP_SD, 0.0]
+        self._sd_technique = [0.0, 0.0, _MICRO_BATCH_SD]
+        self._sd_mechanism = [0.0, 0.0, 0.0]
+        self._mechanisms = list(
+            dict.fromkeys(name for each in (*tried, *candidates) for name in each.prediction.mechanism_shares)
+        )
+        for name in self._mechanisms:
+            self._add(name, mechanism=_MECHANISM_SD)
+        for technique in dict.fromkeys(
+            one for each in (*tried, *candidates) for one in each.choice.techniques
+        ):
+            self._add((technique.slot, technique.kind), technique=_technique_sd(technique))
+            for name in _USES.get(technique.slot, ()):
+                if name in self._columns:
+                    self._add((name, technique.slot, technique.kind), mechanism=_USE_SD)
+        self._add(("execution", "compile"), technique=_COMPILE_SD)
+        for each in tried:
+            for technique in each.choice.techniques:
+                self._add(technique, technique=_KNOBS_SD)
+            self._add(each.key, technique=_OWN_SD)
+
+    def _add(self, name: object, *, mechanism: float = 0.0, technique: float = 0.0) -> None:
+        if name not in self._columns:
+            self._columns[name] = len(self._columns)
+            self._sd.append(0.0)
+            self._sd_mechanism.append(mechanism)
+            self._sd_technique.append(technique)
+
+    def variance(self, mechanism_scale: float, technique_scale: float) -> F64:
+        """Return the prior variance of each column."""
+        found: F64 = (
+            np.array(self._sd)
+            + mechanism_scale * np.array(self._sd_mechanism)
+            + technique_scale * np.array(self._sd_technique)
+        ) ** 2
+        return found
+
+    def matrix(self, candidates: Sequence[Scored]) -> _Matrix:
+        """Return the features of candidates."""
+        n, columns = len(candidates), self._columns
+        linear, unseen = np.zeros((n, len(columns))), np.zeros(n)
+        shares = np.zeros((n, len(self._mechanisms)))
+        uses = np.full((n, len(self._mechanisms), 1 + _MOST_USERS), _UNUSED)
+        uses[:, :, 0] = [columns[name] for name in self._mechanisms]
+        place = {name: i for i, name in enumerate(self._mechanisms)}
+        linear[:, _STEP] = 1.0
+        for row, each in enumerate(candidates):
+            linear[row, columns["micro-batch"]] = math.log2(each.choice.execution.micro_batch or 1)
+            if each.choice.execution.compile:
+                linear[row, columns["execution", "compile"]] = 1.0
+            for name, share in each.prediction.mechanism_shares.items():
+                shares[row, place[name]] = share
+            users = dict.fromkeys(self._mechanisms, 0)
+            for technique in each.choice.techniques:
+                linear[row, columns[technique.slot, technique.kind]] = 1.0
+                for name in _USES.get(technique.slot, ()):
+                    if name in users:
+                        users[name] += 1
+                        uses[row, place[name], users[name]] = columns[name, technique.slot, technique.kind]
+                if technique in columns:
+                    linear[row, columns[technique]] = 1.0
+                else:
+                    unseen[row] += _KNOBS_SD**2
+            if each.key in columns:
+                linear[row, columns[each.key]] = 1.0
+            else:
+                unseen[row] += _OWN_SD**2
+        return _Matrix(linear, shares, uses, unseen)
+
+
+_MOST_USERS = max(
+    sum(name in uses for uses in _USES.values())
+    for name in {name for uses in _USES.values() for name in uses}
+)
+
+
+def _technique_sd(technique: Technique) -> float:
+    found = _TECHNIQUE_SD.get(technique.slot, _OTHER_TECHNIQUE_SD)
+    return max(found, _DISPATCH_SD) if technique.effects.eager_only == DISPATCH_MODE else found
+
+
 def expected_improvement(log_s: F64, sd: F64, best_log_s: float) -> F64:
     """Return by how much the logarithm of the best is expected to fall, by candidate; (n,) each."""
     z = (best_log_s - log_s) / sd
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
     found: F64 = sd * (z * ndtr(z) + density)
     return found
-
-
-def chance_to_improve(log_s: F64, sd: F64, best_log_s: float, by: float) -> F64:
-    """Return the probability that a candidate is faster than the best by more than the fraction `by`."""
-    found: F64 = ndtr((best_log_s + math.log1p(-by) - log_s) / sd)
-    return found
-
-
-@dataclass(frozen=True)
-class _Features:
-    """Columns: every step, kinds, techniques that ran with these knobs, resources, doublings of the batch."""
-
-    kinds: Mapping[Kind, int]
-    with_knobs: Mapping[tuple[object, ...], int]
-    resources: Mapping[str, int]
-    micro_batch: int
-    sd: F64
-
-    @classmethod
-    def of(cls, tried: Sequence[Scored]) -> _Features:
-        """Return the features of the trials; a mechanism that no trial has adds variance, but no column."""
-        names: dict[Kind, float] = {}
-        with_knobs: dict[tuple[object, ...], None] = {}
-        resources: dict[str, None] = {}
-        for each in tried:
-            for technique in each.choice.techniques:
-                names[technique.slot, technique.kind] = _technique_sd(technique)
-                with_knobs[_knobs_key(technique)] = None
-            if each.choice.execution.compile:
-                names["execution", "compile"] = _COMPILE_SD
-            resources.update(dict.fromkeys(_shares(each.prediction)))
-        sizes = len(names), len(with_knobs), len(resources)
-        starts = np.cumsum([1, *sizes]).tolist()
-        return cls(
-            {kind: starts[0] + i for i, kind in enumerate(names)},
-            {key: starts[1] + i for i, key in enumerate(with_knobs)},
-            {name: starts[2] + i for i, name in enumerate(resources)},
-            starts[3],
-            np.array(
-                [
-                    _STEP_SD,
-                    *names.values(),
-                    *[_KNOBS_SD] * sizes[1],
-                    *[_RESOURCE_SD] * sizes[2],
-                    _MICRO_BATCH_SD,
-                ]
-            ),
-        )
-
-    def variance(self, scale: float) -> F64:
-        """Return the prior variance of each coefficient."""
-        found: F64 = (self.sd * np.array([1.0, *[scale] * (len(self.sd) - 1)])) ** 2
-        return found
-
-    def matrix(self, candidates: Sequence[Scored]) -> tuple[F64, F64]:
-        """Return (candidates, columns) values, and (candidates,) variance of mechanisms without a column."""
-        found, own = np.zeros((len(candidates), len(self.sd))), np.zeros(len(candidates))
-        found[:, 0] = 1.0
-        for row, each in enumerate(candidates):
-            for technique in each.choice.techniques:
-                column = self.kinds.get((technique.slot, technique.kind))
-                if column is None:
-                    own[row] += _technique_sd(technique) ** 2
-                else:
-                    found[row, column] = 1.0
-                column = self.with_knobs.get(_knobs_key(technique))
-                if column is None:
-                    own[row] += _KNOBS_SD**2
-                else:
-                    found[row, column] = 1.0
-            if each.choice.execution.compile:
-                column = self.kinds.get(("execution", "compile"))
-                if column is None:
-                    own[row] += _COMPILE_SD**2
-                else:
-                    found[row, column] = 1.0
-            for name, share in _shares(each.prediction).items():
-                column = self.resources.get(name)
-                if column is None:
-                    own[row] += (share * _RESOURCE_SD) ** 2
-                else:
-                    found[row, column] = share
-            found[row, self.micro_batch] = math.log2(each.choice.execution.micro_batch or 1)
-        return found, own
-
-
-def _technique_sd(technique: Technique) -> float:
-    slot = _SLOT_SD[technique.slot]
-    return max(slot, _DISPATCH_SD) if technique.effects.eager_only == DISPATCH_MODE else slot
-
-
-def _knobs_key(technique: Technique) -> tuple[object, ...]:
-    return technique.slot, technique.kind, *technique.knobs()
-
-
-def _shares(prediction: Prediction) -> dict[str, float]:
-    """Return by resource the share of the step during which compute waits for it."""
-    whole = prediction.step_s or 1.0
-    return {
-        name: min(seconds / whole, 1.0)
-        for name, seconds in prediction.exposed_s.items()
-        if name != _COMPUTE and seconds > 0
-    }

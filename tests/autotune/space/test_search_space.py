@@ -163,7 +163,11 @@ def test_variants_begin_with_defaults():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(1, ["plain", "full recompute"]), (2, ["plain", "full recompute", "plain fsdp"])]
+    ("ranks", "names"),
+    [
+        (1, ["plain", "full recompute"]),
+        (2, ["plain", "full recompute", "plain fsdp", "full recompute with fsdp"]),
+    ],
 )
 def test_baselines_are_plain_full_recompute_and_fsdp(ranks: int, names: list[str]):
     scorer = Scorer(rewriter(ranks=ranks))

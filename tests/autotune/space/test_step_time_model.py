@@ -18,7 +18,6 @@ from memtune.autotune.space.search_space import build_space
 from memtune.autotune.space.step_time_model import (
     Observed,
     StepTimeModel,
-    chance_to_improve,
     expected_improvement,
     kinds,
 )
@@ -111,16 +110,33 @@ def test_expected_improvement_equals_monte_carlo() -> None:
     assert expected_improvement(log_s, sd, best) == pytest.approx(
         np.maximum(best - draws, 0).mean(1), abs=2e-3
     )
-    by = math.log1p(-0.01)
-    assert chance_to_improve(log_s, sd, best, 0.01) == pytest.approx((draws < best + by).mean(1), abs=5e-3)
 
 
-def test_posterior_of_unknown_prediction_time_is_finite() -> None:
-    plain = one_with()
-    idle = replace(plain, prediction=replace(plain.prediction, exposed_s={"intra_link": 1.0}))
-    mean, sd = StepTimeModel([Observed(plain, plain.prediction.step_s)]).posterior([idle])
+def with_copies(seconds: float, *wanted: tuple[str, str]) -> Scored:
+    """A candidate whose step is predicted to take 1 s of compute and `seconds` of copies to the device."""
+    found, spent = one_with(*wanted), {"compute": 1.0, "host_to_device": seconds}
+    prediction = replace(found.prediction, step_s=1 + seconds, busy_s=spent, mechanism_s=spent)
+    return replace(found, prediction=prediction)
+
+
+def test_few_seconds_of_uncertain_mechanism_are_little_uncertainty() -> None:
+    few, many = with_copies(0.01), with_copies(1.0)
+    mean, sd = StepTimeModel().posterior([few, many])
     assert np.isfinite(mean).all()
-    assert sd[0] > 0.2
+    assert sd[0] - sd[1] < 0
+    known = StepTimeModel([Observed(few, few.prediction.step_s)]).posterior([few, many])
+    assert known.sd[0] < 0.02
+    assert known.sd[1] > 5 * known.sd[0]
+
+
+def test_posterior_corrects_mechanism_in_proportion_to_its_seconds() -> None:
+    """Copies take twice as long as predicted in one setting, so another one's will too."""
+    none, half, more = with_copies(0.0), with_copies(0.5, ("recompute", "full")), with_copies(1.0)
+    more = replace(more, key="another")
+    model = StepTimeModel([Observed(none, 1.0), Observed(half, 2.0)])
+    expected = [model.step_s(each)[0] for each in (none, half, more)]
+    assert expected[:2] == pytest.approx([1.0, 2.0], rel=0.05)
+    assert expected[2] > 2.6  # 3 if nothing but copies were to blame
 
 
 def test_python_work_follows_effects_of_techniques() -> None:
