@@ -176,5 +176,5 @@ def test_baselines_are_plain_full_recompute_and_fsdp(ranks: int, names: list[str
     assert not refused
     assert all(each.scored.choice.execution.micro_batch == 8 // ranks for each in found)
     kinds = [each.scored.choice.technique("sharding.states").kind for each in found]
-    assert kinds == (["none", "none"] if ranks == 1 else ["ddp", "ddp", "fsdp"])
+    assert kinds == (["none", "none"] if ranks == 1 else ["ddp", "ddp", "fsdp", "fsdp"])
     assert all(isinstance(scorer.rewriter.candidate(each.scored.choice), Candidate) for each in found)
