@@ -49,7 +49,7 @@ TRIALS = (3, 6, 12)
 NOISE, DRIFT = 0.01, 0.03
 RESIMULATED = 20
 _BASELINE_EVERY = 4
-_ROUNDS, _MORE_ROUNDS = 3, 4
+_ROUNDS, _MORE_ROUNDS = 2, 4
 _MECHANISMS = (
     "recompute",
     "optimizer",

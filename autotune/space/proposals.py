@@ -30,6 +30,8 @@ _SAMPLER_EVERY = 6
 """Every sixth candidate is the sampler's: it leaves the neighbourhoods that were scored."""
 _WORTHWHILE = 0.001
 """Expected relative gain below which a further trial is not worthwhile."""
+_ABOUT_EQUAL = 0.05
+"""Difference in the logarithm of a gain that is no reason to prefer a less simple candidate."""
 _MOST_COMPARED, _LEAST_COMPARED = 128, 8
 """Refined candidates whose coarse prediction is compared with the refined one, the last ones and at least."""
 _BELOW_FAILED = 0.98
@@ -94,7 +96,7 @@ class Proposer:
         """Yield candidates in order, all of them simulated op by op.
 
         The coarse level is optimistic, so what comes first by it is simulated op by op and ranked again. One
-        of each group of equals comes before the others.
+        of each group of equals comes before the others, and of those with about the same gain the simplest.
         """
         seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
         untried = [
@@ -104,14 +106,14 @@ class Proposer:
         ]
         gains = self._gains(untried, pruner, best, model)
         queue = [
-            (alike(each.prediction) in seen, -gain, i, each)
+            (alike(each.prediction) in seen, -_rounded(gain), each.choice.complexity, i, each)
             for i, (each, gain) in enumerate(zip(untried, gains.tolist(), strict=True))
             if gain > -math.inf
         ]
         heapq.heapify(queue)
         refined_count = 0
         while queue:
-            _, _, i, each = heapq.heappop(queue)
+            *_, i, each = heapq.heappop(queue)
             refined = self._refined(each)
             if refined is each:
                 yield each
@@ -125,12 +127,18 @@ class Proposer:
             if refined_count > _MOST_REFINED:
                 yield refined
                 continue
-            heapq.heappush(queue, (alike(refined.prediction) in seen, -gain, i, refined))
+            heapq.heappush(
+                queue,
+                (alike(refined.prediction) in seen, -_rounded(gain), each.choice.complexity, i, refined),
+            )
 
     def _gains(
         self, candidates: list[Scored], pruner: Pruner, best: float | None, model: StepTimeModel
     ) -> F64:
-        """Return expected improvement times the probability to fit; -inf if it is not worthwhile."""
+        """Return the logarithm of expected improvement times the probability to fit.
+
+        -inf if it is not worthwhile; before any trial, the negated logarithm of a step time.
+        """
         if not candidates:
             return np.zeros(0)
         mean, sd = model.posterior(candidates)
@@ -144,7 +152,8 @@ class Proposer:
             return np.asarray(-slow_end - np.where(fits >= 0.5, 0.0, 1e6 * (1 - fits)), dtype=np.float64)
         found = fits * expected_improvement(log_s, sd, math.log(best))
         # Before any trial the factor that all steps share is unknown, and `best` is no measure.
-        return np.where(found >= _WORTHWHILE if model.observed else True, found, -np.inf)
+        least = _WORTHWHILE if model.observed else 0.0
+        return np.log(found, where=found > least, out=np.full(len(candidates), -np.inf))
 
     def _refinement(self, candidates: list[Scored]) -> tuple[F64, F64]:
         """Return by how much the logarithm of a step time changes from the coarse level to that of events.
@@ -270,6 +279,10 @@ class Proposer:
         if isinstance(scored, Reason):
             return str(scored)
         return self._refined(self.scores.by_key.get(scored.key, scored))
+
+
+def _rounded(gain: float) -> int:
+    return round(gain / _ABOUT_EQUAL)
 
 
 def _s_per_sample(each: Scored) -> float:
