@@ -215,7 +215,8 @@ def apply(
     Args:
         model: The model on its device, before any wrapper; or `memtune.deferred(build)`, which is initialized
             now, shard by shard if its parameters are sharded.
-        optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working.
+        optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working. Of a
+            wrapper such as Accelerate's, the optimizer in it.
         config: A TunedConfig, the path of one, or a mapping with `settings`.
         loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
         strict: Refuse a config that was made for another model or number of ranks, has a plan that was made
@@ -228,8 +229,31 @@ def apply(
     """
     with share_first_failure():
         return _applied(
-            model, optimizer, config if isinstance(config, TunedConfig) else load_config(config), loss, strict
+            model,
+            _unwrapped(optimizer),
+            config if isinstance(config, TunedConfig) else load_config(config),
+            loss,
+            strict,
         )
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside wrappers that forward to an attribute `optimizer`, as Accelerate's does.
+
+    Raises:
+        ApplyError: It is no torch optimizer.
+    """
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            raise ApplyError(
+                f"{type(optimizer).__name__} is not a torch optimizer: it has no step hooks.",
+                evidence="Techniques offload and reduce gradients in these hooks.",
+                fix="give memtune.apply the torch.optim.Optimizer, before any wrapper",
+                code="MT376",
+            )
+        optimizer = inner
+    return optimizer
 
 
 def _applied(

@@ -39,3 +39,30 @@ def test_second_apply_raises() -> None:
     with pytest.raises(ApplyError, match="tuned already") as caught:
         apply(model, optimizer, {"settings": {}})
     assert caught.value.code == "MT304"
+
+
+class Prepared(torch.optim.Optimizer):
+    """A wrapper as Accelerate's: an Optimizer by type, without the state of one."""
+
+    def __init__(self, optimizer: object) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)  # type: ignore[attr-defined]
+
+
+def test_apply_takes_the_optimizer_out_of_wrappers() -> None:
+    model, optimizer = built()
+    prepared = Prepared(Prepared(optimizer))
+    tuned = apply(model, prepared, {"settings": {"offload": {"states": {"kind": "zero_offload"}}}})
+    assert tuned.optimizer is optimizer
+    before = model[0].weight.detach().clone()  # type: ignore[index]
+    model(torch.ones(2, 4)).sum().backward()
+    prepared.step()
+    assert not torch.equal(model[0].weight, before)  # type: ignore[index]
+
+
+def test_apply_refuses_wrapper_of_no_optimizer() -> None:
+    model, _ = built()
+    with pytest.raises(ApplyError, match="Prepared is not a torch optimizer"):
+        apply(model, Prepared(None), {"settings": {}})

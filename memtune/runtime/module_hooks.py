@@ -88,7 +88,7 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
         _order_hooks(self)
         closure = args[0] if args else kwargs.pop("closure", None)
         if closure is None:
-            return step(*args, **kwargs)
+            return step(*args[1:], **kwargs)
         with torch.enable_grad():
             loss = closure()
         step(*args[1:], **kwargs)

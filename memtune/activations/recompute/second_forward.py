@@ -4,6 +4,7 @@ for backward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,12 @@ from memtune.errors import ApplyError
 
 if TYPE_CHECKING:
     from memtune.activations.recompute.activation_table import _Frame as Frame
+
+
+_SAME_EACH_TIME = (
+    "its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot"
+)
+_COMPILE_IN_CONFIG = "execution: {compile: …} in the config, not torch.compile, which compiles the runs apart"
 
 
 class Replay:
@@ -57,12 +64,9 @@ class Replay:
                 f" the first run had {was or 'nothing'}.",
                 evidence=(
                     f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype}"
-                    f" {list(now.size)}."
+                    f" {list(now.size)}." + (" torch.compile has compiled it." if _is_compiled() else "")
                 ),
-                fix=(
-                    "its forward must do the same each time it runs; choose recompute: {kind: none} if it"
-                    " cannot"
-                ),
+                fix=_COMPILE_IN_CONFIG if _is_compiled() else _SAME_EACH_TIME,
                 code="MT307",
             )
         if self._frame.magnitudes and self.count in self._frame.magnitudes:
@@ -140,3 +144,9 @@ def as_input(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     return value
+
+
+def _is_compiled() -> bool:
+    """Return whether torch.compile has compiled frames in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

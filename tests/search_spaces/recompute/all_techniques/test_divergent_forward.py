@@ -184,3 +184,15 @@ def test_number_that_changes_in_later_step_is_detected(path: Path, monkeypatch: 
             one_step(workload, model, optimizer, tuned, seed=SEED, micro_batches=2, size=2)
     with pytest.raises(ApplyError, match=r"MT307 .* computed other values when it was run again"):
         one_step(workload, model, optimizer, tuned, seed=SEED, micro_batches=2, size=2)
+
+
+def test_compiled_block_that_diverges_names_torch_compile(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._dynamo.utils
+
+    monkeypatch.setitem(torch._dynamo.utils.counters["frames"], "total", 1)
+    try:
+        assert "execution: {compile: …} in the config" in outcome(path, RUN_AGAIN[0], "op", monkeypatch)
+    finally:
+        torch._dynamo.utils.counters.pop("frames")
