@@ -18,8 +18,14 @@ def models(draw: st.DrawFn) -> Sizes:
     )
 
 
-def all_packings(sizes: Sizes) -> list[Chunks]:
-    """Return packings with every chunk size from the largest parameter to the largest block."""
+def all_packings(sizes: Sizes, *, above: bool = False) -> list[Chunks]:
+    """Return packings with every chunk size from the largest parameter to the largest block, or with `above`
+    to all parameters.
+    """
     n_bytes, block = sizes
-    most = max(sum(n for n, of in zip(n_bytes, block, strict=True) if of == i) for i in set(block))
+    most = (
+        sum(n_bytes)
+        if above
+        else max(sum(n for n, of in zip(n_bytes, block, strict=True) if of == i) for i in set(block))
+    )
     return [pack(n_bytes, block, size) for size in range(max(n_bytes), most + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from memtune.offload.core import Chunks, pack
 from memtune.program import Units, lru_moves
 
-_TRIED = 64
-"""Number of chunk sizes that a search tries; evenly spread ones where there are more."""
+_TRIED, _TRIED_ABOVE = 64, 16
+"""Number of chunk sizes up to the largest block, and above it, that a search tries; evenly spread ones where
+there are more.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,13 @@ class ChunkPlan:
 
 
 @functools.lru_cache(maxsize=64)
-def chunk_sizes(n_bytes: Units, block: Units) -> Units:
-    """Return the sizes worth trying, ascending: from the largest parameter's to the largest block's.
+def chunk_sizes(n_bytes: Units, block: Units, *, above: bool = False) -> Units:
+    """Return the sizes worth trying, ascending: from the largest parameter's to the largest block's, or with
+    `above` to that of all.
 
     Any packing has a fullest chunk, whose parameters are adjacent: a chunk of just their bytes packs the same
-    way with the least waste. So the best size is a sum of neighbours. A chunk larger than any block always
-    loads unused parameters.
+    way with the least waste. So the best size is a sum of neighbours. One above the largest block loads
+    parameters of other blocks, which moves fewer bytes where they are used before the chunk is evicted.
     """
     of_block = [0] * (block[-1] + 1)
     for size, index in zip(n_bytes, block, strict=True):
@@ -43,20 +47,26 @@ def chunk_sizes(n_bytes: Units, block: Units) -> Units:
         total = 0
         for size in n_bytes[first:]:
             total += size
-            if total > most:
+            if total > most and not above:
                 break
             if total >= least:
                 sums.add(total)
     found = sorted(sums)
-    if len(found) <= _TRIED:
-        return tuple(found)
-    return tuple(found[i * (len(found) - 1) // (_TRIED - 1)] for i in range(_TRIED))
+    within = bisect.bisect_right(found, most)
+    return *_spread(found[:within], _TRIED), *(_spread(found[within:], _TRIED_ABOVE) if above else ())
+
+
+def _spread(sizes: Sequence[int], count: int) -> Units:
+    """Return at most `count` of `sizes`, evenly spread, with the first and the last."""
+    if len(sizes) <= count:
+        return tuple(sizes)
+    return tuple(sizes[i * (len(sizes) - 1) // (count - 1)] for i in range(count))
 
 
 @functools.lru_cache(maxsize=64)
-def all_packings(n_bytes: Units, block: Units, gathered: bool) -> tuple[Chunks, ...]:
+def all_packings(n_bytes: Units, block: Units, gathered: bool, *, above: bool = False) -> tuple[Chunks, ...]:
     """Return the parameters packed in chunks of each of the `chunk_sizes`."""
-    return tuple(pack(n_bytes, block, size, gathered) for size in chunk_sizes(n_bytes, block))
+    return tuple(pack(n_bytes, block, size, gathered) for size in chunk_sizes(n_bytes, block, above=above))
 
 
 def slots_in(chunks: Chunks, room: Sequence[int], prefetch: int = 0) -> Units | None:
@@ -118,7 +128,8 @@ def fewest_bytes_moved(
     Source: Huang et al. 2022, Elixir (arXiv:2212.05339), the pre-runtime search over chunk sizes with a cache
     of n chunks.
     """
-    tried = all_packings(n_bytes, block, gathered)
+    # Without a capacity the least cache is wanted, which chunks above the largest block only enlarge.
+    tried = all_packings(n_bytes, block, gathered, above=capacity is not None)
     best: tuple[tuple[int, int, int], ChunkPlan] | None = None
     for chunks in tried:
         uses, least = chunks.uses(prefetch), as_few_as_used(chunks, prefetch)[0]

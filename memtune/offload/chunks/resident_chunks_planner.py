@@ -132,7 +132,7 @@ def cheapest_split(
     host_s, device_s = (np.concatenate([[0.0], np.cumsum(each)]) for each in (seconds.host, seconds.device))
     update_s = (host_s[-1] - host_s) + device_s
     sizes = (
-        all_packings(n_bytes, block, gathered)
+        all_packings(n_bytes, block, gathered, above=True)
         if chunk_bytes is None
         else (pack(n_bytes, block, chunk_bytes, gathered),)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.chunk_packings import Sizes, all_packings, models
 
@@ -49,11 +49,12 @@ def test_least_waste_is_optimal_within_the_room(sizes: Sizes, base: int | None, 
 
 
 @given(models(), st.none() | st.integers(0, 90), st.integers(0, 1))
+@example(((7, 5, 9, 3, 4, 3, 8), (0, 0, 1, 1, 1, 2, 2)), 39, 0)  # the best chunk is above the largest block
 @settings(deadline=None, max_examples=80)
 def test_fewest_bytes_moved_is_optimal(sizes: Sizes, capacity: int | None, prefetch: int) -> None:
     found = fewest_bytes_moved(*sizes, capacity, prefetch)
     prices = []
-    for chunks in all_packings(sizes):
+    for chunks in all_packings(sizes, above=capacity is not None):
         uses, least = chunks.uses(prefetch), as_few_as_used(chunks, prefetch)[0]
         for slots in range(least, least + 1 if capacity is None else chunks.count + 1):
             if capacity is None or slots * chunks.chunk_bytes <= capacity:

@@ -98,7 +98,7 @@ def test_cheapest_split_is_optimal(
     most = len(n_bytes) // 2 if limited else None
     found = cheapest_split(*sizes, room, prefetch, on_device(sizes, state), seconds, most=most)
     prices = [np.inf]
-    for chunks in all_packings(sizes):
+    for chunks in all_packings(sizes, above=True):
         for kept in range(chunks.count):
             n_resident = sum(each < kept for each in chunks.chunk)
             free = min(room[t] - taken_in(sizes, n_resident, state, t, moments) for t in range(moments))

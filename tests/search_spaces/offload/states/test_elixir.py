@@ -47,7 +47,7 @@ class TestElixir(LayersSuite):
         )
         capacity, sizes = BUDGET_BYTES - max(non_chunk_bytes(program)), sizes_in_blocks(program.step)
         moved = []
-        for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes)):
+        for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes, above=True)):
             uses = chunks.uses(1)
             for slots in range(max(map(len, uses)), min(capacity // chunks.chunk_bytes, chunks.count) + 1):
                 moves = cache_residency(uses, (slots,) * len(uses), "lru").moves
@@ -96,7 +96,7 @@ class TestElixir(LayersSuite):
         there, seconds = on_device(program.step), seconds_of(program.step, on.hardware)
         taken, room = there.taken(8), ROOMY_BYTES - np.asarray(non_chunk_bytes(program))
         prices: dict[tuple[int, int, int], float] = {}
-        for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes)):
+        for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes, above=True)):
             for staying in resident_counts(chunks).tolist():
                 rest = pack(sizes[0][staying:], sizes[1][staying:], chunks.chunk_bytes)
                 uses = rest.uses(1)
