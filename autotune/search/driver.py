@@ -16,8 +16,10 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from memtune.autotune.predict import Calibration
 from memtune.autotune.search import search_events
@@ -426,6 +428,16 @@ class Driver:
                 Observed(each.job.scored, each.result.step_s or 0.0, self._noise(each.result)) for each in ok
             ),
         )
+
+    def expected(self, measured: Sequence[Measured]) -> dict[Choice, tuple[float, float]]:
+        """Return mean and standard deviation of the logarithm of seconds per sample, by all trials."""
+        known = {each.job.scored.choice: each.job.scored for each in self.finished}
+        scored = [known[each.choice] for each in measured]
+        mean, sd = self.step_times().posterior(scored)
+        log_s = mean - np.log([each.prediction.samples_per_s for each in scored])
+        return {
+            each.choice: (float(at), float(error)) for each, at, error in zip(scored, log_s, sd, strict=True)
+        }
 
     def _noise(self, result: TrialResult) -> float:
         """Return the relative uncertainty of a step time: unsteady steps, other load, a changed machine."""

@@ -325,12 +325,10 @@ class Stages:
         measured = driver.measured()
         if driver.stopped or goal != "throughput" or len(measured) < 2:
             return
-        best = contenders(measured, goal)
-        best += [
-            each
-            for each in contenders([each for each in measured if each.baseline], goal, 1)
-            if each not in best
-        ]
+        expected = driver.expected(measured)
+        best = contenders(measured, goal, expected=expected)
+        baselines = [each for each in measured if each.baseline]
+        best += [each for each in contenders(baselines, goal, 1, expected) if each not in best]
         by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
         jobs = [Job("repeat", by_choice[each.choice], each.baseline) for each in best]
         driver.finalists = {job.scored.key for job in jobs}

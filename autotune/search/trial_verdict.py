@@ -11,7 +11,8 @@ Rules:
   interval of the difference excludes 0. All comparisons of a search together are wrong with a probability of
   at most `ERROR_RATE` (two-way analysis of variance without replication; Student's t, Bonferroni over the
   comparisons).
-3. Without rounds a difference below the spread of the steps is a tie.
+3. Without rounds a difference below the spread of the steps, plus the change of the machine that a reference
+  op shows between the trials, is a tie.
 4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then fewer changed knobs.
 5. A choice must beat every feasible baseline, otherwise the best baseline wins. A gain is stated with its
   interval.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ _LEAST_NOISE = 0.002
 """Relative noise of a round that is always assumed: two rounds may agree by chance."""
 _CLOSE_ENOUGH = 0.01
 """Half-width of an interval below which further rounds are not worthwhile."""
+_TWO_SIDED_90 = 1.645
 _CONTENDS = 0.05
 """Relative distance from the best measured value within which a setting runs again."""
 _OTHER_RANDOM_NUMBERS = 0.2
@@ -199,7 +201,19 @@ def gain(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] =
     log = math.log(b / a) if a > 0 and b > 0 else float(b - a)
     # A negated micro-batch has no logarithm: its difference decides.
     half = max(one.spread(goal) / abs(a), other.spread(goal) / abs(b)) if a and b else 0.0
+    if goal == "throughput":
+        half += _change(one, other)
     return Gain(log, log - half, log + half)
+
+
+def _change(one: Measured, other: Measured) -> float:
+    """Return by how much the logarithm of the reference op's time differs between two choices' trials."""
+    mine, others = (
+        [result.reference_s for result in each.results if result.reference_s] for each in (one, other)
+    )
+    if not mine or not others:
+        return 0.0
+    return abs(math.log(statistics.median(mine) / statistics.median(others)))
 
 
 def _half_width(log_s: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> float:
@@ -227,10 +241,32 @@ def undecided(finalists: Sequence[Measured], goal: Goal) -> bool:
     return any(each.low <= 0 and each.half_width > _CLOSE_ENOUGH for each in gains)
 
 
-def contenders(measured: Sequence[Measured], goal: Goal, count: int = 3) -> list[Measured]:
-    """Return the finalists, to be measured again in alternation: the best, and those close to it."""
-    ranked = sorted(measured, key=lambda each: (each.value(goal), each.choice.complexity))
-    return [each for each in ranked if gain(ranked[0], each, goal).low <= _CONTENDS][:count]
+def contenders(
+    measured: Sequence[Measured],
+    goal: Goal,
+    count: int = 3,
+    expected: Mapping[Choice, tuple[float, float]] | None = None,
+) -> list[Measured]:
+    """Return the finalists, to be measured again in alternation: the best, and those close to it.
+
+    Args:
+        measured: Choices that fit.
+        goal: The value to compare.
+        count: Number of finalists at most.
+        expected: By choice, mean and standard deviation of the logarithm of the value by all trials together.
+            A trial that other load made slow says little, so its choice may be the best nevertheless.
+    """
+    if not expected:
+        ranked = sorted(measured, key=lambda each: (each.value(goal), each.choice.complexity))
+        return [each for each in ranked if gain(ranked[0], each, goal).low <= _CONTENDS][:count]
+    ranked = sorted(measured, key=lambda each: (expected[each.choice][0], each.choice.complexity))
+    best, best_sd = expected[ranked[0].choice]
+    return [
+        each
+        for each in ranked
+        for mean, sd in [expected[each.choice]]
+        if mean - best - _TWO_SIDED_90 * math.hypot(sd, best_sd) <= _CONTENDS
+    ][:count]
 
 
 def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:

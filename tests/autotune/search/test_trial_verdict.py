@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -155,6 +156,32 @@ def test_contenders_are_close_to_best():
     near, far = measured(2, [1.03] * 5, EVERY), measured(3, [1.3] * 5, HOST)
     best = measured(1, [1.0] * 5, FULL)
     assert contenders([far, near, best], "throughput") == [best, near]
+
+
+def test_contenders_include_what_other_load_made_slow():
+    """By all trials together it may be the best, although its own trial was the slowest."""
+    best, near, disturbed = (
+        measured(1, [1.0, 1.01]),
+        measured(2, [1.03, 1.04], FULL),
+        measured(3, [1.5, 1.6], EVERY),
+    )
+    expected = {best.choice: (0.0, 0.01), near.choice: (0.03, 0.01), disturbed.choice: (0.01, 0.2)}
+    found = contenders([near, best, disturbed], "throughput", expected=expected)
+    assert found == [best, disturbed, near]
+    certain = expected | {disturbed.choice: (0.4, 0.01)}
+    assert contenders([near, best, disturbed], "throughput", expected=certain) == [best, near]
+
+
+def test_gain_without_rounds_claims_nothing_that_reference_op_explains():
+    """A fixed matrix product took a tenth longer in the slower trial, so the machine was slower then."""
+    fast, slow = measured(1, [1.0, 1.01, 1.02]), measured(2, [1.08, 1.09, 1.10], FULL)
+    assert beats(fast, slow, "throughput")
+
+    def at(one: Measured, reference_s: float) -> Measured:
+        return replace(one, results=(one.results[0].model_copy(update={"reference_s": reference_s}),))
+
+    assert not beats(at(fast, 1e-3), at(slow, 1.1e-3), "throughput")
+    assert beats(at(fast, 1e-3), at(slow, 1e-3), "throughput")
 
 
 def test_verdict_returns_users_setting_if_best():
