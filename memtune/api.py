@@ -164,7 +164,7 @@ class Tuned:
         """Write a checkpoint that loads under any other config and without memtune. All ranks must call it.
 
         Each rank writes its own part, in the format of `torch.distributed.checkpoint` and with the keys of
-        torch's `get_state_dict(model, optimizer)` of the plain model.
+        torch's `get_state_dict(model, optimizer)` of the plain model. Checksums are written with it.
 
         Raises:
             ApplyError: A part of the optimizer's state has no place in the plain model's (8-bit moments of a
@@ -177,10 +177,14 @@ class Tuned:
         """Read a checkpoint that was saved under any config or without memtune. All ranks must call it; each
         reads its own part.
 
+        A checkpoint runs no code. One that `save` wrote has checksums, each checked before its tensor is used.
+
         Raises:
             ApplyError: It belongs to another model or optimizer; the message has the differences. Nothing has
                 been changed.
-            EnvironmentFault: There is none, or a rank could not read it; the same on all ranks.
+            UsageError: It asks for code to be run; nothing has been changed.
+            EnvironmentFault: There is none, it is damaged, or a rank could not read it; the same on all
+                ranks.
         """
         distributed.load(self._context, folder)
 

@@ -24,6 +24,7 @@ PACKAGES = ("memtune", "autotune", "executors", "search_spaces")
 # itself count as rooms. Rooms of search_spaces are one room here: the catalogue.
 ORDER = """
 errors units _native _door _optional
+safe_pickle
 program
 workload
 hardware

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from memtune.autotune.predict import safe_pickle
+from memtune import safe_pickle
 from memtune.autotune.predict.caching_allocator import (
     Action,
     AllocatorEvents,
@@ -40,6 +40,7 @@ the third.
 """
 _MOST_BYTES = 2**45
 """Upper bound of any size in a snapshot: 32 TiB."""
+_FIX = "write it again: torch.cuda.memory._dump_snapshot('snapshot.pickle')"
 _RECORD = "call torch.cuda.memory._record_memory_history() before the part in question, then _dump_snapshot"
 
 
@@ -86,7 +87,7 @@ def read_trace(path: Path, *, device: int | None = None, capacity_bytes: int | N
     """
     if not path.is_file():
         raise UsageError(f"There is no file {path}.", fix="give the path of a snapshot", code="MT110")
-    snapshot = _Snapshot.of(safe_pickle.load(path.read_bytes(), path.name), path.name)
+    snapshot = _Snapshot.of(safe_pickle.load(path.read_bytes(), path.name, fix=_FIX), path.name)
     return _TraceReader(snapshot, snapshot.device(device), capacity_bytes).trace()
 
 

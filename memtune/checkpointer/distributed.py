@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_all
 from torch.distributed.checkpoint.state_dict_saver import save as write_all
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from memtune.checkpointer.checked_storage import CheckedPlanner, CheckedReader, CheckedWriter
 from memtune.checkpointer.state_dict import ParameterEntry, held_parameters
-from memtune.errors import ApplyError, EnvironmentFault
+from memtune.errors import ApplyError, EnvironmentFault, MemtuneError
 from memtune.runtime import Context, local
 
 T = TypeVar("T")
@@ -67,8 +67,9 @@ def save(context: Context, folder: str | PathLike[str]) -> None:
         if not _rank():
             # From here on the folder holds no checkpoint until the new one is complete.
             Path(folder, ".metadata").unlink()
+    writer = CheckedWriter(folder)
     _collectively(
-        "written to", folder, lambda: write_all(state, checkpoint_id=str(folder), no_dist=_on_one_rank())
+        "written to", folder, lambda: write_all(state, storage_writer=writer, no_dist=_on_one_rank())
     )
 
 
@@ -78,10 +79,11 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
     Raises:
         ApplyError: The checkpoint is of another model or optimizer; lists the differences. Nothing has been
             changed.
-        EnvironmentFault: It cannot be read; if files are missing or truncated, weights may have been
-            overwritten.
+        UsageError: Its `.metadata` would run code or is truncated. Nothing has been changed.
+        EnvironmentFault: It cannot be read; if an item is damaged, weights may have been overwritten.
     """
-    described = _describe(folder)
+    reader = _open(folder)
+    described = reader.metadata.state_dict_metadata
     model, held = _model(context), _named(context)
     forms = {
         key: (tuple(m.size), m.properties.dtype)
@@ -96,7 +98,7 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
     for key, value in tensors.items():
         index, _, option = key.removeprefix(_GROUPS).partition(".")
         groups[int(index)][option] = value
-    _read(folder, {"optim": {"param_groups": groups}})
+    _read(reader, {"optim": {"param_groups": groups}})
     _require_groups(context, held, groups)
     states = {
         key.removeprefix(_STATE).rpartition("."): form
@@ -110,7 +112,7 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
     wanted: dict[str, Any] = {"model": _here(context, model)}
     if state:
         wanted["optim"] = {"state": state}
-    _read(folder, wanted)
+    _read(reader, wanted)
     context.model.load_state_dict(model)
     _give_optimizer(context, held, state, groups)
 
@@ -306,7 +308,7 @@ def _for_holder(held: ParameterEntry, value: Any) -> Any:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def _describe(folder: str | PathLike[str]) -> dict[str, Any]:
+def _open(folder: str | PathLike[str]) -> CheckedReader:
     if not Path(folder, ".metadata").is_file():
         raise EnvironmentFault(
             f"There is no checkpoint in {folder}.",
@@ -314,20 +316,30 @@ def _describe(folder: str | PathLike[str]) -> dict[str, Any]:
             fix="give the folder that was given to save",
             code="MT373",
         )
-    metadata = FileSystemReader(str(folder)).read_metadata()
-    return dict(metadata.state_dict_metadata)
+    try:
+        return CheckedReader(folder)
+    except OSError as error:
+        raise _unusable("read from", folder, f"{type(error).__name__}: {error}") from error
 
 
 def _options(described: Mapping[str, Any]) -> list[list[str]]:
     """Return names of the options of each parameter group."""
-    keys = [key.removeprefix(_GROUPS).split(".", 1) for key in described if key.startswith(_GROUPS)]
-    count = 1 + max((int(index) for index, _ in keys), default=-1)
-    return [[option for index, option in keys if int(index) == each] for each in range(count)]
+    groups: dict[str, list[str]] = {}
+    for key in described:
+        if key.startswith(_GROUPS):
+            index, _, option = key.removeprefix(_GROUPS).partition(".")
+            groups.setdefault(index, []).append(option)
+    numbers = [str(each) for each in range(len(groups))]
+    if groups.keys() != set(numbers):
+        _refuse([f"the optimizer's parameter groups are numbered {', '.join(sorted(groups))[:60]}"])
+    return [groups[each] for each in numbers]
 
 
-def _read(folder: str | PathLike[str], wanted: dict[str, Any]) -> None:
+def _read(reader: CheckedReader, wanted: dict[str, Any]) -> None:
     _collectively(
-        "read from", folder, lambda: read_all(wanted, checkpoint_id=str(folder), no_dist=_on_one_rank())
+        "read from",
+        reader.checkpoint_id,
+        lambda: read_all(wanted, storage_reader=reader, planner=CheckedPlanner(), no_dist=_on_one_rank()),
     )
 
 
@@ -339,12 +351,18 @@ def _collectively(what: str, folder: str | PathLike[str], call: Any) -> None:
             call()
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
-        raise EnvironmentFault(
-            f"The checkpoint could not be {what} {folder}.",
-            evidence=f"Rank {rank}: {type(error).__name__}: {error}",
-            fix="check space and permissions, and use a folder that all ranks see",
-            code="MT373",
-        ) from failed
+        if isinstance(error, MemtuneError):
+            raise error from failed
+        raise _unusable(what, folder, f"Rank {rank}: {type(error).__name__}: {error}") from failed
+
+
+def _unusable(what: str, folder: str | PathLike[str], evidence: str) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"The checkpoint could not be {what} {folder}.",
+        evidence=evidence,
+        fix="check space and permissions, and use a folder that all ranks see",
+        code="MT373",
+    )
 
 
 def _on_one_rank() -> bool:

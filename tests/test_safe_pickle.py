@@ -6,14 +6,21 @@ import contextlib
 import os
 import pickle
 import struct
+from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.autotune.predict.safe_pickle import load
+from memtune import safe_pickle
 from memtune.errors import UsageError
+
+
+def load(data: bytes, name: str, allowed: Collection[tuple[str, str]] = ()) -> Any:
+    return safe_pickle.load(data, name, fix="write it again", allowed=allowed)
+
 
 NUMBERS = st.integers(-(2**63), 2**64) | st.floats(allow_nan=False) | st.booleans() | st.none()
 PLAIN = st.recursive(
@@ -59,6 +66,17 @@ def test_load_detects_every_truncation() -> None:
         assert error.value.code == "MT141"
 
 
+class Shape:
+    """An object with attributes."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+
+CONSTRUCTORS = {("copy_reg", "_reconstructor"), ("__builtin__", "object")}
+"""Names by which protocol 2 builds objects."""
+
+
 class Command:
     """Content of a hostile file."""
 
@@ -73,6 +91,31 @@ def test_load_refuses_code_by_name(protocol: int) -> None:
     assert error.value.code == "MT142"
     assert "system" in error.value.evidence
     assert error.value.evidence.startswith("GLOBAL" if protocol < 4 else "STACK_GLOBAL")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_load_returns_objects_of_allowed_classes_as_records(protocol: int) -> None:
+    data = pickle.dumps({"at": [Fraction(1, 3)], "shape": Shape(2)}, protocol=protocol)
+    found = load(data, "file", {("fractions", "Fraction"), (Shape.__module__, "Shape")} | CONSTRUCTORS)
+    assert found["at"][0].of == ("fractions", "Fraction")
+    assert found["shape"].state == {"rows": 2}
+    with pytest.raises(UsageError, match="MT142"):
+        load(data, "file", {("fractions", "Fraction")})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",  # a function that is not allowed
+        b"N)R.",  # a call of what is no class
+        b"cfractions\nFraction\n}b.",  # a state for a class: it would change the class
+        b"cfractions\nFraction\n)R}b}b.",  # a second state
+        b"cfractions\nFraction.__new__\n.",
+    ],
+)
+def test_load_refuses_calls_of_other_names(body: bytes) -> None:
+    with pytest.raises(UsageError, match="MT142"):
+        load(b"\x80\x02" + body, "file", {("fractions", "Fraction")})
 
 
 @pytest.mark.parametrize(

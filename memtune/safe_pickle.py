@@ -1,15 +1,17 @@
-"""Read pickles of plain data only: no instruction here can import, call or build anything.
+"""Read pickles as data: no instruction here can import or call anything.
 
 Python's own unpickler can be configured to refuse imports, but still trusts the file with its memory and its
-recursion. This one supports only dictionaries, lists, tuples, text, numbers, booleans and None, so that a
-hostile file can only be refused.
+recursion. This one supports dictionaries, lists, tuples, text, numbers, booleans and None. Objects of classes
+that the caller names are returned as `Record`s, which hold the arguments and the state that the file gives,
+so that a hostile file can only be refused.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 from memtune.errors import UsageError
 
@@ -34,24 +36,44 @@ _CODE = {
 _U16, _I32, _U32, _U64, _F64 = (struct.Struct(form) for form in ("<H", "<i", "<I", "<Q", ">d"))
 
 
-def load(data: bytes, name: str) -> Any:
-    """Return the object in `data`; `name` is for messages.
+class Name(NamedTuple):
+    """A class, function or constant that a pickle names."""
+
+    module: str
+    name: str
+
+
+@dataclass(eq=False)
+class Record:
+    """An object of a pickle, not built: the class, the arguments of its construction and its state."""
+
+    of: Name
+    args: tuple[Any, ...]
+    state: Any = None
+
+
+def load(data: bytes, name: str, *, fix: str, allowed: Collection[tuple[str, str]] = ()) -> Any:
+    """Return the object in `data`.
+
+    Args:
+        data: A whole pickle.
+        name: The file, for messages.
+        fix: The next action if the file is truncated or damaged, for messages.
+        allowed: Module and name of the classes whose objects are returned as `Record`s. A class alone is
+            returned as a `Name`.
 
     Raises:
         UsageError: The data is truncated, no pickle, or damaged (MT141), or would run code (MT142).
     """
     if len(data) < 2 or data[0] != 0x80 or data[1] not in PROTOCOLS:
         raise UsageError(
-            f"{name} is no pickle of a known form.", evidence=_looks_like(data), fix=_FIX, code="MT141"
+            f"{name} is no pickle of a known form.", evidence=_looks_like(data), fix=fix, code="MT141"
         )
-    reader = _Reader(data, name)
+    reader = _Reader(data, name, fix, frozenset(allowed))
     try:
         return reader.run()
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         reader.damaged(f"{type(error).__name__}: {error}")
-
-
-_FIX = "write it again: torch.cuda.memory._dump_snapshot('snapshot.pickle')"
 
 
 def _looks_like(data: bytes) -> str:
@@ -80,8 +102,9 @@ class _Reader:
     After Python's pickletools documentation.
     """
 
-    def __init__(self, data: bytes, name: str) -> None:
+    def __init__(self, data: bytes, name: str, fix: str, allowed: frozenset[tuple[str, str]]) -> None:
         self.data, self.name, self.at = data, name, 0
+        self.fix, self.allowed = fix, allowed
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []  # the stacks below each mark
         self.memo: dict[int, Any] = {}
@@ -97,31 +120,51 @@ class _Reader:
             elif opcode == 0x2E:  # STOP
                 if self.outer or len(self.stack) != 1:
                     self.damaged("it ends in the middle of an object")
+                if self.at != end:
+                    self.damaged(f"{end - self.at} bytes follow its end")
                 return self.stack[0]
             else:
                 self.refuse(opcode)
         raise UsageError(
-            f"{self.name} is cut off.", evidence=f"it ends after {end} bytes", fix=_FIX, code="MT141"
+            f"{self.name} is cut off.", evidence=f"it ends after {end} bytes", fix=self.fix, code="MT141"
         )
+
+    def named(self, opcode: int, module: Any, name: Any) -> None:
+        if (module, name) not in self.allowed:
+            self.stack += [module, name]
+            self.refuse(opcode)
+        self.stack.append(Name(module, name))
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        return self.take(end + 1 - self.at)[:-1].decode()
+
+    def record(self, opcode: int) -> None:
+        args, of = self.stack.pop(), self.stack.pop()
+        if type(of) is not Name or type(args) is not tuple:
+            self.refuse(opcode)
+        self.stack.append(Record(of, args))
+
+    def build(self) -> None:
+        state, of = self.stack.pop(), self.stack[-1]
+        if type(of) is not Record or of.state is not None:
+            self.refuse(0x62)
+        of.state = state
 
     def refuse(self, opcode: int) -> NoReturn:
         if chr(opcode) not in _CODE:
             self.damaged(f"opcode {opcode:#04x} has no place in plain data")
-        rest = self.data[self.at : self.at + 200].split(b"\n")[:2]
         named = [repr(each) for each in self.stack[-2:] if isinstance(each, str)]
-        wanted = (
-            repr(b" ".join(rest).decode("latin-1")) if opcode == ord("c") else " ".join(named) or "an object"
-        )
         raise UsageError(
             f"{self.name} is refused: it asks for code to be run.",
-            evidence=f"{_CODE[chr(opcode)]} at byte {self.at - 1}: {wanted[:120]}",
-            fix="a snapshot holds plain data only; do not open this file with anything else",
+            evidence=f"{_CODE[chr(opcode)]} at byte {self.at - 1}: {(' '.join(named) or 'an object')[:120]}",
+            fix="do not open this file with anything else",
             code="MT142",
         )
 
     def damaged(self, why: str) -> NoReturn:
         raise UsageError(
-            f"{self.name} is damaged at byte {self.at}.", evidence=why[:200], fix=_FIX, code="MT141"
+            f"{self.name} is damaged at byte {self.at}.", evidence=why[:200], fix=self.fix, code="MT141"
         )
 
     def skip(self, count: int) -> int:
@@ -129,7 +172,7 @@ class _Reader:
         start, end = self.at, self.at + count
         if end > len(self.data):
             evidence = f"byte {len(self.data)} of at least {end}"
-            raise UsageError(f"{self.name} is cut off.", evidence=evidence, fix=_FIX, code="MT141")
+            raise UsageError(f"{self.name} is cut off.", evidence=evidence, fix=self.fix, code="MT141")
         self.at = end
         return start
 
@@ -176,8 +219,8 @@ class _Reader:
         if type(into) is not dict or len(items) % 2:
             self.damaged("entries for what is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in (str, int):
-                self.damaged("a key that is neither text nor a number")
+            if type(key) not in (str, int, Record):
+                self.damaged("a key that is neither text, a number nor an object")
             into[key] = value
 
     def pop(self, count: int) -> list[Any]:
@@ -211,6 +254,11 @@ _STEPS: dict[int, Callable[[_Reader], None]] = {
     0x65: lambda r: r.extend(r.since_mark()),  # APPENDS
     0x73: lambda r: r.update(r.pop(2)),  # SETITEM
     0x75: lambda r: r.update(r.since_mark()),  # SETITEMS
+    0x63: lambda r: r.named(0x63, r.line(), r.line()),  # GLOBAL
+    0x93: lambda r: r.named(0x93, *r.pop(2)),  # STACK_GLOBAL
+    0x52: lambda r: r.record(0x52),  # REDUCE
+    0x81: lambda r: r.record(0x81),  # NEWOBJ
+    0x62: lambda r: r.build(),  # BUILD
     0x94: lambda r: r.put(len(r.memo)),  # MEMOIZE
     0x71: lambda r: r.put(r.byte()),  # BINPUT
     0x72: lambda r: r.put(r.number(_U32)),  # LONG_BINPUT
