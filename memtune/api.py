@@ -177,7 +177,7 @@ class Tuned:
         """Read a checkpoint that was saved under any config or without memtune. All ranks must call it; each
         reads its own part.
 
-        A checkpoint runs no code. One that `save` wrote has checksums, each checked before its tensor is used.
+        Loading runs no code. A checkpoint of `save` has checksums, each checked before its tensor is used.
 
         Raises:
             ApplyError: It belongs to another model or optimizer; the message has the differences. Nothing has
