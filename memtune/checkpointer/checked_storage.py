@@ -193,7 +193,7 @@ class CheckedPlanner(DefaultLoadPlanner):
         Raises:
             pickle.UnpicklingError: It has a class that torch does not know to be data.
         """
-        # torch's own method reads the same bytes with weights_only=False: it gets them written anew.
+        # torch's own method reads the same bytes with weights_only=False: it gets a copy of them.
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
@@ -296,7 +296,7 @@ def _require_stored(
     stored: Mapping[MetadataIndex, _StorageInfo],
     folder: Path,
 ) -> None:
-    """Raise if a tensor is larger than what is stored of it: nobody may ask for memory by a few bytes."""
+    """Raise if a tensor is larger than what is stored of it, so that a few bytes cannot ask for much memory."""
     sizes: dict[str, int] = {}
     bytes_of = dict.fromkeys(described, 0)
     for index, info in stored.items():
@@ -372,19 +372,19 @@ def _info(value: Any, has_sum: bool) -> _StorageInfo:
 def _state(value: Any, kind: str) -> Mapping[str, Any]:
     """Return the attributes of a record of the class `kind`."""
     if type(value) is not Record or value.of.name != kind or type(value.state) is not dict:
-        raise _Malformed(f".metadata has {type(value).__name__} in the place of {kind}.")
+        raise _Malformed(f".metadata has {type(value).__name__} instead of {kind}.")
     return value.state
 
 
 def _of(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
-        raise _Malformed(f".metadata has {type(value).__name__} in the place of {kind.__name__}.")
+        raise _Malformed(f".metadata has {type(value).__name__} instead of {kind.__name__}.")
     return value
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise _Malformed(f".metadata has {str(value)[:40]} in the place of a size.")
+        raise _Malformed(f".metadata has {str(value)[:40]} instead of a size.")
     return value
 
 
