@@ -138,8 +138,11 @@ class LastStep:
         self._remove_before()  # this run has a complete step now, so earlier runs are not needed
 
     def finish(self) -> None:
-        """Drop all kept steps."""
-        ssd_tensors.folder().remove()
+        """Drop all kept steps of this model.
+
+        The folder remains until the process ends, because other models of the process may have tensors in it.
+        """
+        self._forget()
         self._kept.forget()
         self._remove_before()
 

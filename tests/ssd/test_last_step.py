@@ -303,6 +303,30 @@ def test_truncated_or_changed_manifest_is_ignored(tmp_path: Path, monkeypatch: p
             assert Manifest.read(place) is None
 
 
+@pytest.mark.parametrize("other", ["", ",updaters", ",experts"])
+def test_finish_leaves_the_process_ready_for_another_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """As in a notebook; a step that another model keeps is still there."""
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    kept = tuned_of(nn.Sequential(nn.Linear(6, 3)), "last_step")
+    kept.step([torch.randn(4, 6)])
+    ends = []
+    for _ in range(2):
+        tuned = tuned_of(model_for(f"last_step{other}"), f"last_step{other}")
+        assert tuned.resumed_steps == 0
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(2):
+            tuned.step([torch.randn(2 if "experts" in other else 4, 6, generator=generator)])
+        ends.append(tuned.state_dict()["model"])
+        tuned.finish()
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    assert len(list(tmp_path.glob("*/manifest-*-[01]"))) == 1
+    kept.finish()
+    assert not list(tmp_path.glob("*/manifest-*-[01]"))
+    end_updaters()
+
+
 def test_resume_searches_all_allowed_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drive added since is first in the list; a missing one is ignored."""
     folder = kept(tmp_path, monkeypatch)
