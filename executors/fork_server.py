@@ -9,8 +9,8 @@ Rules:
   the server's in more than their place in the trial are executed instead. So are all ranks that may use a GPU
   driver.
 2. The server answers one request, `the working directory`, with a forked supervisor, and never waits for it:
-  it knows nothing of trials. End of file on its socket means that the driver is gone, and when the server
-  ends, its supervisors end (supervisor rule 1).
+  it knows nothing of trials. End of file on its socket means that the driver is gone, during its imports as
+  well, and when the server ends, its supervisors end (supervisor rule 1).
 3. /proc shows the server's environment for a forked rank, so the trial's marker is missing there. Leftovers
   of a killed supervisor are the processes that carry the server's marker and are not its descendants.
 4. A failure of the server costs time only: ranks are executed then.
@@ -19,6 +19,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import runpy
@@ -295,13 +296,26 @@ def _open_files() -> int:
     return 1 + max(int(each) for each in os.listdir("/proc/self/fd"))
 
 
+def _end_with_driver(requests: socket.socket) -> None:
+    """Let the kernel end this process when the driver closes its socket: no import would notice.
+
+    The first event on the socket sends SIGIO, which ends a process; the driver sends nothing before `ready`.
+    """
+    fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(requests, fcntl.F_SETFL, fcntl.fcntl(requests, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([requests], [], [], 0)[0]:  # the driver has ended before
+        sys.exit()
+
+
 def main() -> None:
     """Import, report readiness, serve."""
     _, descriptor, preload = sys.argv
     requests = socket.socket(fileno=int(descriptor))
     requests.set_inheritable(False)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors: no process waits for them
+    _end_with_driver(requests)
     importlib.import_module(preload)
+    fcntl.fcntl(requests, fcntl.F_SETFL, fcntl.fcntl(requests, fcntl.F_GETFL) & ~os.O_ASYNC)
     if "torch" in sys.modules:  # the first optimizer imports a third of torch
         torch = sys.modules["torch"]
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])

@@ -12,6 +12,7 @@ from memtune.executors.monitor import SILENCE_S
 from memtune.executors.rank_group import WORKER, make_log_dir, run_group
 from memtune.executors.slot_pool import PoolExecutor
 from memtune.hardware import usable_cores
+from memtune.ssd import RunFolder
 
 
 class LocalExecutor(PoolExecutor):
@@ -19,7 +20,7 @@ class LocalExecutor(PoolExecutor):
 
     Args:
         slots: Number of concurrent trials; they share the processor cores evenly.
-        log_dir: Folder of the ranks' output; a fresh temporary one when None.
+        log_dir: Folder of the ranks' output; when None one that `close` removes.
         gpus: Ids (as in CUDA_VISIBLE_DEVICES) that the slots share evenly; empty leaves the choice to the
             trial.
         command: Program and arguments of one rank.
@@ -40,7 +41,8 @@ class LocalExecutor(PoolExecutor):
         command: Sequence[str] = WORKER,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.log_dir = make_log_dir(log_dir)
+        self._temporary = RunFolder.temporary() if log_dir is None else None
+        self.log_dir = make_log_dir(self._temporary.path if self._temporary else log_dir or "")
         self._gpus, self._command, self._silence_s = tuple(gpus), tuple(command), silence_s
         self._server = ForkServer()
         super().__init__(slots)
@@ -49,6 +51,8 @@ class LocalExecutor(PoolExecutor):
         """End all running trials; no process survives. May be called twice."""
         super().close()
         self._server.close()
+        if self._temporary is not None:
+            self._temporary.remove()
 
     def _run(
         self, trial: Trial, slot: int, on_progress: Callable[[Progress], None], cancelled: threading.Event

@@ -9,10 +9,8 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -113,7 +111,8 @@ class LocalRanks:
         self._on_drives = offload_dir.folders_of_own()
         drives = [each.path for each in self._on_drives]
         try:
-            self.scratch = tempfile.mkdtemp(prefix="memtune-")
+            self._folder = offload_dir.RunFolder.temporary()
+            self.scratch = str(self._folder.path)
             Path(self.scratch, "trial.json").write_text(trial.model_dump_json())
             envs = [
                 rank_env(trial, place, index, self.scratch, self.marker, drives)
@@ -189,7 +188,7 @@ class LocalRanks:
         end_supervisor(self.process)
         if self.process.returncode != 0:
             supervisor.kill_marked(f"{MARKER}={self.marker}")
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._folder.remove()
         self._clear_drives()
 
     def _clear_drives(self) -> None:
@@ -230,15 +229,15 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
     return stream
 
 
-def make_log_dir(log_dir: Path | str | None) -> Path:
-    """Return the folder for the output of trials, created if missing; a fresh temporary one when None.
+def make_log_dir(log_dir: Path | str) -> Path:
+    """Return the folder for the output of trials, created if missing, readable by the user only.
 
     Raises:
         EnvironmentFault: It cannot be written.
     """
-    path = Path(log_dir) if log_dir is not None else Path(tempfile.mkdtemp(prefix="memtune-logs-"))
+    path = Path(log_dir)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = path / f".{os.getpid()}-{time.monotonic_ns()}"
         probe.touch()
         probe.unlink()

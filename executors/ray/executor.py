@@ -48,6 +48,7 @@ from memtune.executors import (
 )
 from memtune.executors.ray.cluster import Cluster, access
 from memtune.hardware import threads_per_rank, usable_cores
+from memtune.ssd import RunFolder
 
 _ENDED = "was lost: the Ray cluster has ended"
 
@@ -228,7 +229,8 @@ class RayExecutor(PoolExecutor):
             executor.
         slots: Number of concurrent trials.
         ranks: Most ranks of one trial; sizes the private cluster if trials run on CPUs.
-        log_dir: Folder for the output of the ranks, created on each node; a fresh temporary one when None.
+        log_dir: Folder for the output of the ranks, created on each node; when None one that `close` removes
+            on this one.
         command: Program and arguments of one rank.
         silence_s: Once steps are made, a rank silent for longer than this and than 20 steps has hung.
 
@@ -254,7 +256,8 @@ class RayExecutor(PoolExecutor):
         with _environment({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}):
             self.ray = require("ray", extra="ray")
         require("ray.util.scheduling_strategies", extra="ray")
-        self.log_dir = make_log_dir(log_dir).resolve()
+        self._temporary = RunFolder.temporary() if log_dir is None else None
+        self.log_dir = make_log_dir(self._temporary.path if self._temporary else log_dir or "").resolve()
         self.command, self._silence_s = tuple(command), silence_s
         own = ("OMP_NUM_THREADS", "MEMTUNE_OFFLOAD_DIR") if address is None else ()
         self.env = {name: os.environ[name] for name in own if name in os.environ}
@@ -364,6 +367,8 @@ class RayExecutor(PoolExecutor):
         self.ray.shutdown()
         if self.cluster is not None:
             self.cluster.close()
+        if self._temporary is not None:
+            self._temporary.remove()
 
 
 @contextlib.contextmanager

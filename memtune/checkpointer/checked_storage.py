@@ -296,7 +296,7 @@ def _require_stored(
     stored: Mapping[MetadataIndex, _StorageInfo],
     folder: Path,
 ) -> None:
-    """Raise if a tensor is larger than what is stored of it, so that a few bytes cannot ask for much memory."""
+    """Raise if a tensor is larger than what is stored of it: a few bytes must not ask for much memory."""
     sizes: dict[str, int] = {}
     bytes_of = dict.fromkeys(described, 0)
     for index, info in stored.items():

@@ -300,11 +300,11 @@ def doctor(
 @app.command()
 def clean(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Default: $MEMTUNE_OFFLOAD_DIR.")
+        Path | None, typer.Argument(metavar="DIR", help="Default: $MEMTUNE_OFFLOAD_DIR and $TMPDIR.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Remove files of your dead runs from an offload directory, including those for resume: last_step."""
+    """Remove files of your dead runs, including those for resume: last_step."""
     from memtune.cli import _commands
 
     return _commands.clean(directory, as_json)

@@ -232,10 +232,15 @@ def doctor(as_json: bool) -> int:
 
 def clean(directory: Path | None, as_json: bool) -> int:
     """Run `memtune clean`: print the removed files with their sizes."""
+    import tempfile
+
     from memtune.ssd import offload_dir
 
-    roots = [str(directory)] if directory is not None else offload_dir.all_allowed() or [None]
-    removed = [left for root in roots for left in offload_dir.clean(offload_dir.checked(root, quiet=True))]
+    roots = [str(directory)] if directory is not None else offload_dir.all_allowed()
+    places = [offload_dir.checked(root, quiet=True) for root in roots]
+    if directory is None:
+        places.append(Path(tempfile.gettempdir()))
+    removed = [left for place in places for left in offload_dir.clean(place)]
     if as_json:
         emit(
             {

@@ -1,5 +1,5 @@
 """Offload directory: the directory on SSD that the user allows, with a locked folder for each process that
-uses it.
+uses it. Temporary files of a search are in such a folder of the directory for temporary files.
 
 `MEMTUNE_OFFLOAD_DIR` (`--offload-dir` sets it) names the directory, never a config, which may come from a
 stranger: no key of a config is a path, so none can point outside of the directory. Several directories, on
@@ -269,13 +269,14 @@ class RunFolder:
 
     Args:
         directory: Its parent; folders of dead runs there that are not resumable are removed first.
+        name: Of the parent, for messages.
 
     Attributes:
         path: The folder.
         kept: By key of a resumable step: the objects that own its places in the folder's files.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str = "offload directory") -> None:
         self.kept: dict[str, object] = {}
         clean(directory, resumable=False)
         with contextlib.ExitStack() as undo:
@@ -291,11 +292,20 @@ class RunFolder:
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 raise _fault(
-                    f"Nothing can be made in the offload directory {directory}: {error.strerror}.",
+                    f"Nothing can be made in the {name} {directory}: {error.strerror}.",
                     fix="free space" if full else "choose a directory on a drive that you may write to",
                 ) from None
             undo.pop_all()
         self._end = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+
+    @classmethod
+    def temporary(cls) -> RunFolder:
+        """Return a folder in the directory for temporary files (TMPDIR).
+
+        Raises:
+            EnvironmentFault: It cannot be made.
+        """
+        return cls(Path(tempfile.gettempdir()), "directory for temporary files")
 
     def close(self) -> None:
         """Remove the folder and its content, unless it is resumable."""

@@ -17,6 +17,7 @@ from memtune import cli
 from memtune.cli._commands import failure_text
 from memtune.config.tuned_config import load_config
 from memtune.executors.base import TrialResult
+from memtune.ssd import offload_dir
 
 ROOT = Path(__file__).parents[2]
 TINY = """\
@@ -341,6 +342,21 @@ def test_clean_removes_what_dead_runs_left(tmp_path: Path, capsys: pytest.Captur
     assert cli.run(["clean", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] == []
     assert cli.run(["clean", str(tmp_path / "missing")]) == 3
+
+
+def test_clean_removes_temporary_files_of_dead_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("MEMTUNE_OFFLOAD_DIR", raising=False)
+    (left := tmp_path / "memtune-run-1-x").mkdir(mode=0o700)
+    mine = offload_dir.RunFolder.temporary()  # removes it, as `memtune clean` does
+    assert [each.name for each in tmp_path.iterdir()] == [mine.path.name]
+    left.mkdir(mode=0o700)
+    assert cli.run(["clean"]) == 0
+    assert str(left) in capsys.readouterr().out
+    assert [each.name for each in tmp_path.iterdir()] == [mine.path.name]
+    mine.remove()
 
 
 def test_trial_message_is_printed_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -113,6 +114,29 @@ def test_killed_fork_server_is_replaced(ground, server):
     result = killed_meanwhile(ground, server, "lost_once", kill, ranks=2)
     assert (result.status, result.retried) == ("ok", True)
     assert server.pid not in (None, *before)
+
+
+def test_fork_server_ends_with_its_driver_while_it_imports(ground, monkeypatch):
+    """An import can take minutes, and never reads the server's socket."""
+    (ground.path / "slow_import.py").write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(ground.path / 'server.tmp')!r}).write_text(str(os.getpid()))\n"
+        f"os.rename({str(ground.path / 'server.tmp')!r}, {str(ground.path / 'server')!r})\n"
+        "time.sleep(300)\n"
+    )
+    driver = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys\nfrom memtune.executors.fork_server import ForkServer\n"
+            "ForkServer('slow_import').fork_supervisor((sys.executable, '-P', '-m', 'rank'), os.environ)",
+        ],
+        env={**os.environ, "PYTHONPATH": str(ground.path)},
+    )
+    server = ground.pid("server")
+    driver.kill()
+    driver.wait()
+    ground.until(lambda: not ground.alive(server), 20)
 
 
 def test_fork_server_declines_ranks_that_must_be_executed(ground, server, monkeypatch):

@@ -55,6 +55,16 @@ def test_local_trials_run_concurrently_up_to_slots(ground, executor):
     assert list(executor.wait(0.01)) == []
 
 
+def test_local_executor_leaves_no_temporary_files(ground, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(ground.path))
+    with_logs = LocalExecutor(command=ground.command)
+    with_logs.submit(ground.trial("well"))
+    assert finish(with_logs)[0].status == "ok"
+    assert list(with_logs.log_dir.iterdir())
+    with_logs.close()
+    assert not list(ground.path.glob("*memtune*"))
+
+
 def test_cancel_ends_processes_and_yields_nothing(ground, executor):
     executor.submit(ground.trial("sleep_long", number=1))
     pid = ground.pid("rank-0")
