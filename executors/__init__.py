@@ -8,6 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.executors.base import CAPACITY_ERRORS, Executor, Progress, Trial, TrialResult
+    from memtune.executors.core_wait import core_wait_s
     from memtune.executors.gradient_digest import largest_difference
     from memtune.executors.local import LocalExecutor
     from memtune.executors.merge_results import last_line
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         make_log_dir,
         start_supervisor,
     )
+    from memtune.executors.secret_values import masked
     from memtune.executors.slot_pool import PoolExecutor
     from memtune.executors.supervisor import descendants
 else:
@@ -43,11 +45,13 @@ __all__ = [
     "RankLost",
     "Trial",
     "TrialResult",
+    "core_wait_s",
     "descendants",
     "end_supervisor",
     "largest_difference",
     "last_line",
     "make_log_dir",
+    "masked",
     "probe",
     "probing",
     "run_monitored",

@@ -66,6 +66,13 @@ class ForkedSupervisor:
         self.stdin, self.stdout = stdin, stdout
         self._pidfd, self._marker, self._server = pidfd, marker, server
 
+    @property
+    def pid(self) -> int:
+        """Return its pid, -1 if it has ended."""
+        with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{self._pidfd}") as facts:
+            return next((int(line.split()[1]) for line in facts if line.startswith("Pid:")), -1)
+        return -1
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for its end, and kill its leftovers.
 

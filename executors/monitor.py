@@ -6,7 +6,8 @@ Rules:
   vanished may be heard before the peer's death is.
 2. A rank is done when it has reported its record. The exit of its process afterwards changes nothing, and may
   not take long.
-3. No trial outlives its deadline. Once steps are made, silence as long as many steps is a hang already.
+3. No trial outlives its deadline, which does not count time without a core for its ranks. Once
+  steps are made, silence as long as many steps is a hang already.
 4. A trial ended from outside is repeated once in fresh processes; any other failure would recur.
 """
 
@@ -71,6 +72,11 @@ class Ranks(Protocol):
         """Return whether all processes have ended and all events were returned."""
         ...
 
+    @property
+    def core_wait_s(self) -> float:
+        """Return the longest time for which a process has waited for a core; 0 if unknown."""
+        ...
+
     def events(self, timeout_s: float) -> list[Event]:
         """Return events since the last call, waiting up to `timeout_s` for the first."""
         ...
@@ -128,6 +134,8 @@ class TrialMonitor:
     failed_s: float | None = None
     recorded_s: float | None = None
     longest_step_s: float = 0.0
+    core_wait_s: float = 0.0
+    """Time for which other load kept a rank from running; it moves the deadline."""
     hang: tuple[str, list[int]] | None = None
     """The evidence of a hang, and the ranks that had not ended then."""
     decided: bool = False
@@ -135,6 +143,11 @@ class TrialMonitor:
 
     def __post_init__(self) -> None:
         self.ranks = {rank: _Rank(self.start_s) for rank in range(self.trial.ranks)}
+
+    @property
+    def deadline_s(self) -> float:
+        """Return when the trial ends, done or not."""
+        return self.start_s + self.trial.deadline_s + self.core_wait_s
 
     def take(self, event: Event, now_s: float) -> Progress | None:
         """Process an event; return a new stage of rank 0 as progress."""
@@ -196,7 +209,7 @@ class TrialMonitor:
         if quietest is None:
             return False
         quiet_s = now_s - quietest.heard_s
-        if now_s >= self.start_s + self.trial.deadline_s:
+        if now_s >= self.deadline_s:
             self.hang = f"the trial was not done after its {self.trial.deadline_s:g} s", pending
         elif quietest.step_heard_s is not None and quiet_s >= max(
             self.silence_s, SILENT_STEPS * self.longest_step_s
@@ -242,6 +255,8 @@ def run_once(
         while not ranks.gone and not watch.over(time.monotonic()):
             if cancelled.is_set():
                 break
+            if time.monotonic() >= watch.deadline_s - 1:
+                watch.core_wait_s = ranks.core_wait_s
             _handle_events(watch, ranks, 0.1, on_progress)
         watch.decided = True
         # The ends of the others bring the tails of their output, the stacks of a hang among them.

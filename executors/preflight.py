@@ -28,9 +28,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from memtune.errors import WorkloadError
+from memtune.executors.core_wait import core_wait_s
+from memtune.executors.secret_values import masked
 from memtune.workload import OPTIONAL, REQUIRED, load_user_file, split_target
 
 _GUARD = 'move the loop under  if __name__ == "__main__":'
+_LEAST_WAIT_S = 0.1
 _TRACE_WAIT_S = 0.5  # how long a hanging child may take to say where it hangs
 _STACK_SIGNAL = signal.SIGUSR1
 
@@ -180,7 +183,8 @@ def _start_child(
 def _read_line(fd: int, pid: int, deadline: float) -> bytes:
     """Return one line from `fd`.
 
-    Empty if process `pid` ends or `deadline` (monotonic seconds) passes before it is complete.
+    Empty if process `pid` ends or `deadline` (monotonic seconds) passes before it is complete. The deadline
+    moves by the time for which the process waited for a core.
     """
     exit_fd = os.pidfd_open(
         pid
@@ -188,7 +192,11 @@ def _read_line(fd: int, pid: int, deadline: float) -> bytes:
     line = b""
     try:
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([fd, exit_fd], [], [], max(0.0, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            ready, _, _ = select.select([fd, exit_fd], [], [], max(0.0, left_s))
+            if not ready and deadline + core_wait_s(pid) > time.monotonic() + _LEAST_WAIT_S:
+                select.select([fd, exit_fd], [], [], _LEAST_WAIT_S)
+                continue
             chunk = os.read(fd, 65536) if fd in ready else b""
             if not chunk and (exit_fd in ready or not ready):
                 return b""
@@ -243,7 +251,7 @@ def _signal_name(number: int) -> str:
 def _text(file: IO[bytes], limit_bytes: int = 65536) -> str:
     """Return the end of a child's output in `file`, which may be large."""
     size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), limit_bytes, max(0, size - limit_bytes)).decode(errors="replace")
+    return masked(os.pread(file.fileno(), limit_bytes, max(0, size - limit_bytes)).decode(errors="replace"))
 
 
 def _child(request_json: str) -> None:

@@ -22,9 +22,11 @@ from typing import IO, Any
 from memtune.errors import EnvironmentFault
 from memtune.executors import supervisor
 from memtune.executors.base import Progress, Trial, TrialResult
+from memtune.executors.core_wait import core_wait_s
 from memtune.executors.fork_server import ForkedSupervisor, ForkServer
 from memtune.executors.merge_results import RankExit
 from memtune.executors.monitor import SILENCE_S, Event, Leftovers, Line, RankLost, run_monitored
+from memtune.executors.secret_values import masked
 from memtune.hardware import threads_per_rank, usable_cores
 from memtune.ssd import offload_dir
 
@@ -146,6 +148,11 @@ class LocalRanks:
         """Return whether the supervisor, and so every process, has ended, and all events were read."""
         return self._read_all
 
+    @property
+    def core_wait_s(self) -> float:
+        """Return the longest time for which a process of the trial has waited for a core."""
+        return core_wait_s(self.process.pid)
+
     def events(self, timeout_s: float) -> list[Event]:
         """Return the ranks' reports and exits since the last call, waiting `timeout_s` for the first."""
         if self._read_all or not self._poll.poll(timeout_s * 1000):
@@ -165,9 +172,9 @@ class LocalRanks:
         rank = report["rank"]
         if "exit" in report:
             self.pending.discard(rank)
-            return RankExit(rank, report["exit"], report["tail"], report["host_oom"])
+            return RankExit(rank, report["exit"], masked(report["tail"]), report["host_oom"])
         try:
-            line = json.loads(report["line"])
+            line = json.loads(masked(report["line"]))
         except ValueError:
             return None  # user code printed into the descriptor
         return Line(rank, line, report["at"]) if isinstance(line, dict) else None

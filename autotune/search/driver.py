@@ -539,12 +539,15 @@ class Driver:
         return again
 
     def rebuild(self, finished: Iterable[search_events.TrialFinished]) -> None:
-        """Fill an empty study from the event log; trials get new numbers."""
-        for event in finished:
+        """Fill an empty study from the event log; trials keep their numbers."""
+        number = 0
+        for event in sorted(finished, key=lambda each: each.number):
             scored = self.setup.scorer.score(Choice.from_document(event.settings))
             if isinstance(scored, Reason):
                 continue
+            while number < event.number:
+                number = self._sampler.skip() + 1
             job = Job(event.role, scored, event.name)
             number, _ = self._sampler.ask(scored.choice, role=job.role, name=job.name)
-            done = FinishedTrial(job, number, event.result.model_copy(update={"number": number}))
-            self._tell(done)
+            self._tell(FinishedTrial(job, number, event.result.model_copy(update={"number": number})))
+            number += 1

@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -242,11 +244,19 @@ Event = (
 )
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 _DURABLE = (LogOpened, TrialFinished, SearchFinished)
+_SUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}\s*$')
+"""CRC-32 of what is before it in the line."""
 _FIRST_BYTES = b'{"event":"log_opened"'
 
 
 def parse_event(line: bytes) -> Event | Unknown:
-    """Parse one line into an event; lines that this version cannot read become `Unknown` with their text."""
+    """Parse one line into an event; lines that this version cannot read become `Unknown` with their text.
+
+    So do lines whose checksum is wrong: their text is kept, and nothing of it is used.
+    """
+    found = _SUM.search(line)
+    if found is not None and int(found[1], 16) != zlib.crc32(line[: found.start()]):
+        return Unknown(event="unreadable", raw=line.decode("utf-8", errors="replace"))
     try:
         return _ADAPTER.validate_json(line)
     except ValidationError:
@@ -274,10 +284,9 @@ def _line(event: Event) -> bytes:
     # The kind comes first so that a log is recognizable among other files, and readable by eye.
     body = {"event": event.event, "t": round(event.t, 3), "elapsed_s": round(event.elapsed_s, 3)}
     body |= _plain(event.model_dump(exclude={"event", "t", "elapsed_s"}))
-    return (
-        json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str).encode()
-        + b"\n"
-    )
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    line = text.encode().removesuffix(b"}")
+    return line + b',"crc32":"%08x"}\n' % zlib.crc32(line)
 
 
 class EventLog:
@@ -300,7 +309,8 @@ class EventLog:
         self._start_s = time.monotonic() if began_s is None else began_s
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            os.fchmod(self._file, 0o600)  # it holds the output of trials
             self._end = self._cut_torn_tail()
         except OSError as error:
             raise _cannot_write(self.path, error) from error

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,8 @@ from memtune.autotune.search.study_store import (
     versions,
 )
 from memtune.autotune.search.trials import make_executor
-from memtune.autotune.space import Sampler, Scored, SearchOptions
-from memtune.errors import UsageError
+from memtune.autotune.space import DAMAGE, Sampler, Scored, SearchOptions
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Executor
 from memtune.ssd import all_allowed
 
@@ -91,7 +91,10 @@ def search(
         )
         try:
             with search_events.EventLog(folder.events, began_s) as log:
-                sampler = Sampler(folder.database, setup.space, options.seed)
+                sampler = _opened_sampler(folder, setup, options, logged)
+                if sampler is None:
+                    aside = folder.set_database_aside()
+                    sampler = Sampler(folder.database, setup.space, options.seed)
                 try:
                     driver = Driver(setup, options, sampler, opened, log, control or Control(), began_s)
                     if aside is not None:
@@ -107,6 +110,26 @@ def search(
         finally:
             if executor is None:
                 opened.close()
+
+
+def _opened_sampler(
+    folder: StudyFolder,
+    setup: Setup,
+    options: SearchOptions,
+    logged: Sequence[search_events.TrialFinished],
+) -> Sampler | None:
+    """Return the study; None if it is damaged: it cannot be read, or differs from the event log."""
+    is_new = not folder.database.exists()
+    try:
+        sampler = Sampler(folder.database, setup.space, options.seed)
+    except (EnvironmentFault, *DAMAGE):
+        if is_new:
+            raise
+        return None
+    if is_new or sampler.holds({each.number: (each.settings, each.result) for each in logged}):
+        return sampler
+    sampler.close()
+    return None
 
 
 def study_folder(options: SearchOptions) -> StudyFolder:
@@ -165,6 +188,7 @@ def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
         "file": setup.workload.path.name,
         "name": setup.workload.name,
         "source_sha256": setup.workload.source_sha256,
+        "imports": setup.workload.imports(),
     }
     return {"workload": workload, "options": asked, "hardware": setup.hardware.name, "versions": versions()}
 

@@ -84,7 +84,9 @@ class StudyFolder:
         Raise EnvironmentFault (MT401) if another search has it or the folder is not writable.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            # Logs and the study hold what trials print. A parent made here is private too.
+            for each in (self.path.parent, self.path):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
             save_text(
                 self.path / "owner.json",
@@ -175,8 +177,10 @@ class StudyFolder:
                 sound = connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
         except sqlite3.DatabaseError:
             sound = False
-        if sound:
-            return None
+        return None if sound else self.set_database_aside()
+
+    def set_database_aside(self) -> Path:
+        """Rename the database to `study.db.corrupt`; return its new path."""
         aside = self.database.with_suffix(".db.corrupt")
         os.replace(self.database, aside)
         for leftover in ("study.db-journal", "study.db-wal", "study.db-shm"):
@@ -235,7 +239,10 @@ def versions() -> dict[str, str]:
     """Return versions of everything that a measurement depends on."""
     import torch
 
+    import memtune
+
     return {
+        "memtune": memtune.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",

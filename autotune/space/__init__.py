@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memtune.autotune.space.proposals import Proposer
     from memtune.autotune.space.pruning import Pruner
     from memtune.autotune.space.refusals import refusing_techniques
-    from memtune.autotune.space.sampler import Sampler, StoredTrial
+    from memtune.autotune.space.sampler import DAMAGE, Sampler, StoredTrial
     from memtune.autotune.space.scoring import (
         Goal,
         Scored,
@@ -49,6 +49,7 @@ else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "DAMAGE",
     "AblatedSetting",
     "Ablation",
     "Candidate",

@@ -7,10 +7,13 @@ violates, so that the sampler learns the border; a candidate not worth running i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import sqlite3
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +31,8 @@ from memtune.executors import TrialResult
 from memtune.technique import Technique
 
 TrialOutcome = Literal["complete", "pruned", "running", "failed"]
+DAMAGE = (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
+"""Errors by which Optuna and the validation of results notice a damaged study."""
 _OUTCOMES: dict[TrialState, TrialOutcome] = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -74,6 +79,8 @@ class Sampler:
             warnings.simplefilter("ignore", ExperimentalWarning)
             tpe = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
         with self._storage_errors():
+            with contextlib.suppress(OSError):  # SQLite reports it
+                os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o600))  # it would be readable by all
             storage = optuna.storages.RDBStorage(
                 f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": 30}}
             )
@@ -124,10 +131,29 @@ class Sampler:
             self._note(self._trial(number), reason=reason)
             self._study.tell(number, state=TrialState.FAIL)
 
+    def skip(self) -> int:
+        """Use up the next number, for a trial of which nothing is known; return it."""
+        with self._storage_errors():
+            trial = self._study.ask()
+            self._study.tell(trial, state=TrialState.FAIL)
+            return trial.number
+
     def trials(self) -> list[StoredTrial]:
         """Return every trial so far, in order."""
         with self._storage_errors():
             return [_stored(each) for each in self._study.get_trials(deepcopy=False)]
+
+    def holds(self, results: Mapping[int, tuple[dict[str, Any], TrialResult]]) -> bool:
+        """Return whether every trial can be read, and those in `results` have these settings and results.
+
+        Args:
+            results: Settings and result of trials, by number.
+        """
+        try:
+            found = {each.number: (each.settings, each.result) for each in self.trials()}
+        except (EnvironmentFault, *DAMAGE):
+            return False
+        return all(found.get(number) == _stored_form(*each) for number, each in results.items())
 
     def close(self) -> None:
         """Release the file."""
@@ -190,6 +216,12 @@ def _pick(trial: optuna.Trial, name: str, choices: tuple[Any, ...]) -> Any:
 def _plain(value: Any) -> Any:
     """Return a scalar for Optuna's categories; other values become JSON text."""
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
+
+
+def _stored_form(settings: dict[str, Any], result: TrialResult) -> tuple[dict[str, Any], TrialResult]:
+    """Return settings and result as they are after storing them."""
+    document = json.dumps(result.model_dump(mode="json"))
+    return json.loads(json.dumps(settings)), TrialResult.model_validate_json(document)
 
 
 def _stored(trial: FrozenTrial) -> StoredTrial:

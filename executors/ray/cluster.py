@@ -22,7 +22,7 @@ from typing import Any
 
 from memtune._optional import require
 from memtune.errors import EnvironmentFault
-from memtune.executors import descendants, end_supervisor, last_line, start_supervisor
+from memtune.executors import core_wait_s, descendants, end_supervisor, last_line, masked, start_supervisor
 
 START_S = 90.0
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum is 75 MiB; only small records go through it
@@ -89,14 +89,19 @@ def _address(supervisor: subprocess.Popen[bytes], spec: dict[str, Any]) -> str:
     supervisor.stdin.write(json.dumps(spec).encode() + b"\n")
     supervisor.stdin.flush()
     why, stop_s = f"no answer after {START_S:g} s", time.monotonic() + START_S
-    while select.select([supervisor.stdout], [], [], max(0.0, stop_s - time.monotonic()))[0]:
+    while True:
+        left_s = stop_s + core_wait_s(supervisor.pid) - time.monotonic()
+        if not select.select([supervisor.stdout], [], [], min(max(left_s, 0.0), 5.0))[0]:
+            if left_s <= 0:
+                break
+            continue
         report = json.loads(
             supervisor.stdout.readline() or '{"exit": 0, "tail": "its supervisor was killed"}'
         )
         if "line" in report:
             return str(json.loads(report["line"])["address"])
         if "exit" in report:
-            why = last_line(report["tail"]) or f"exit code {report['exit']}"
+            why = last_line(masked(report["tail"])) or f"exit code {report['exit']}"
             break
     raise EnvironmentFault(
         "Ray does not start.", evidence=why, fix="--executor local needs no Ray", code="MT513"

@@ -176,6 +176,11 @@ class RayRanks:
         """Return whether all ranks have ended and all events were read."""
         return not self._polls and not self._early
 
+    @property
+    def core_wait_s(self) -> float:
+        """Return 0: other nodes are not asked."""
+        return 0.0
+
     def events(self, timeout_s: float) -> list[Event]:
         """Return the ranks' reports and exits since the last call, waiting `timeout_s` for the first."""
         stop_s = time.monotonic() + timeout_s

@@ -177,11 +177,17 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
+_INT_CHARS = 40
+"""No quantity of a config needs more; Python refuses to print much longer ones."""
+
+
 def _resolve(text: str) -> Any:
     """Return the value of a plain scalar under the core schema."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if _INT.fullmatch(text):
+        if len(text) > _INT_CHARS:
+            raise ValueError(f"{text[:20]}… is too long for a number")
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     if _FLOAT.fullmatch(text):
         return float(text)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -252,6 +256,23 @@ class Workload:
             "source_sha256": self.source_sha256,
             "global_batch": self.global_batch,
         }
+
+    def imports(self) -> dict[str, str]:
+        """Return path and SHA-256 of the files beside and below `model.py` that this process has imported.
+
+        Installed packages and memtune itself are left out: versions tell them apart.
+        """
+        folder, found = self.path.parent, {}
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if not isinstance(file, str) or name.partition(".")[0] == "memtune":
+                continue
+            path = Path(os.path.abspath(file))
+            if path == self.path or not path.is_relative_to(folder) or "site-packages" in path.parts:
+                continue
+            with contextlib.suppress(OSError):
+                found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return dict(sorted(found.items()))
 
     def _call(self, name: str, *args: Any, fix: str, code: str = "MT114") -> Any:
         function: Callable[..., Any] | None = self._file.function(name)

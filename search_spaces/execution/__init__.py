@@ -20,11 +20,11 @@ class Execution(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    micro_batch: int | None = Field(default=None, ge=1)
+    micro_batch: int | None = Field(default=None, ge=1, le=2**20)
     """Samples per forward on each rank; None leaves it to the training script. Smaller: fewer activations,
     more launches.
     """
-    accumulate: int = Field(default=1, ge=1)
+    accumulate: int = Field(default=1, ge=1, le=2**20)
     """Micro-batches per optimizer step; larger: the same step from smaller parts."""
     compile: CompileScope = False
     """torch.compile: `blocks` compiles each block by itself, so that equal ones share a graph; `model` (or

@@ -84,6 +84,16 @@ def test_event_log_truncated_in_last_record_loses_only_that_record(tmp_path):
         assert torn.read_bytes().endswith(b"\n")  # nothing of the torn record is left behind the new ones
 
 
+def test_changed_lines_of_a_log_are_not_used(tmp_path):
+    with EventLog(tmp_path / "log") as log:
+        log.write(Note(text="step 1 took 25 ms"))
+    *_, line = (tmp_path / "log").read_bytes().splitlines(keepends=True)
+    for at in range(len(line) - 1):
+        flipped = line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :]
+        found = parse_event(flipped)
+        assert isinstance(found, Unknown) or found == parse_event(line), flipped
+
+
 def test_event_log_truncated_in_first_line_is_restarted(tmp_path):
     for cut in range(len(b'{"event":"log_opened","t":1795235119.7')):
         (tmp_path / "log").write_bytes(b'{"event":"log_opened","t":1795235119.7'[:cut])

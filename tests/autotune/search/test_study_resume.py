@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -173,6 +175,58 @@ def test_resume_rebuilds_damaged_study_from_log():
     assert Path(".memtune/s/study.db.corrupt").exists()
     counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
     assert len(counted) == len(set(counted)) == 8
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "value_json = replace(value_json, 'peak_allocated_bytes', 'peak_allocated_bytet')",  # of no result
+        "value_json = replace(value_json, '\\\"step_s\\\": ', '\\\"step_s\\\": 1')",  # of another one
+        "value_json = substr(value_json, 1, 40)",
+        "key = 'resulu'",
+    ],
+)
+def test_resume_rebuilds_study_that_differs_from_log(damage: str):
+    """SQLite finds nothing wrong; the rebuilt study has the same numbers, so that it is not rebuilt again."""
+    options, control = asked(), Control()
+    run(options, interrupting(truth(options), 5, control), control)
+    told = {each.number: each.summary for each in of(search_events.TrialFinished)}
+    with contextlib.closing(sqlite3.connect(".memtune/s/study.db")) as database:
+        changed = database.execute(
+            f"update trial_user_attributes set {damage} where trial_user_attribute_id ="
+            " (select max(trial_user_attribute_id) from trial_user_attributes where key = 'result')"
+        )
+        assert changed.rowcount == 1
+        database.commit()
+    control = Control()
+    run(replace(options, resume=True), interrupting(truth(options), 0, control), control)
+    aside = Path(".memtune/s/study.db.corrupt")
+    aside.unlink()
+    outcome = run(replace(options, resume=True))
+    assert not aside.exists()
+    assert told.items() <= {each["number"]: each["summary"] for each in outcome.trials}.items()
+
+
+def test_resume_refuses_changed_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    control = Control()
+    control.stop()
+    found = {"layers.py": "a" * 64}
+    monkeypatch.setattr("memtune.workload.workload.Workload.imports", lambda self: found)
+    run(asked(), control=control)
+    found = {"layers.py": "b" * 64}
+    with pytest.raises(UsageError, match="made for another setup") as caught:
+        run(asked(resume=True))
+    assert "workload.imports.layers.py" in caught.value.evidence
+
+
+def test_study_is_readable_by_its_user_only():
+    control = Control()
+    control.stop()
+    run(asked(), control=control)
+    for path in (Path(".memtune"), *Path(".memtune/s").glob("**")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    for name in ("events.jsonl", "study.db"):
+        assert Path(".memtune/s", name).stat().st_mode & 0o077 == 0, name
 
 
 DRIVER = """

@@ -57,6 +57,17 @@ def test_verdict_within_spread_prefers_simpler():
     assert verdict.winner is simple
 
 
+def test_stated_gain_is_the_ratio_of_the_stated_times():
+    """Medians of steps on a busy machine may say the opposite of the undisturbed ones."""
+    slow, fast = [0.10, 0.10, 0.20, 0.20, 0.20], [0.09, 0.09, 0.50, 0.50, 0.50]
+    plain, full = measured(1, slow, baseline="plain"), measured(2, fast, FULL)
+    plain, full = (replace(each, rounds=each.results * 4) for each in (plain, full))
+    verdict = judge([plain, full], "throughput")
+    assert verdict is not None
+    assert verdict.winner is full
+    assert f"{plain.step_s / full.step_s - 1:.0%}" in verdict.text
+
+
 def test_verdict_beyond_spread_prefers_faster():
     simple, complicated = measured(1, [1.00, 1.02, 1.04], FULL), measured(2, [0.80, 0.81, 0.82], EVERY, HOST)
     verdict = judge([simple, complicated], "throughput")
