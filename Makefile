@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: help setup demo test test-rates test-slow test-native lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: help setup demo test test-rates test-slow test-chaos test-native audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -55,12 +55,20 @@ test: setup test-native  ## all tests but the slow ones and those that need a GP
 	$(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 SPEEDS := 0.1 10
+SCALE := 100
 
 test-rates: setup  ## all tests for a CPU a tenth and ten times as fast: no assertion may depend on its speed
 	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit; done
 
 test-slow: setup  ## the tests marked slow
 	$(BIN)/pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+
+test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, with counts
+	MEMTUNE_CHAOS=$(SCALE) $(BIN)/pytest -rP --timeout 7200 -m "not gpu" tests/chaos
+
+audit: setup  ## known weaknesses of the pinned dependencies; needs an index and a database of weaknesses that can be reached
+	$(BIN)/python -m pip install -q pip-audit
+	$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt
 
 test-native: setup  ## the C++ tests
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/cpp -G Ninja --log-level=WARNING

@@ -70,7 +70,6 @@ def search(
             return _finished_study(SearchOutcome.from_dict(finished), folder, options)
         setup = prepare(options, say=say)
         resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)
-        aside = folder.check_database()
         say("predicting all candidates")
         scores = setup.score(options.seed)
         too_large = weights_over_budget(setup, scores)
@@ -91,17 +90,11 @@ def search(
         )
         try:
             with search_events.EventLog(folder.events, began_s) as log:
-                sampler = _opened_sampler(folder, setup, options, logged)
-                if sampler is None:
-                    aside = folder.set_database_aside()
-                    sampler = Sampler(folder.database, setup.space, options.seed)
+                sampler, wrong = _opened_sampler(folder, setup, options, logged)
                 try:
                     driver = Driver(setup, options, sampler, opened, log, control or Control(), began_s)
-                    if aside is not None:
-                        driver.note(
-                            f"the study was damaged and is now {aside.name}; rebuilt from the event log",
-                            warning=True,
-                        )
+                    if wrong:
+                        driver.note(f"the study {wrong}; rebuilt from the event log", warning=True)
                         driver.rebuild(logged)
                     stages = Stages(driver, sampler, scores, folder, log, resumed)
                     return stages.run({each.number for each in logged})
@@ -117,19 +110,23 @@ def _opened_sampler(
     setup: Setup,
     options: SearchOptions,
     logged: Sequence[search_events.TrialFinished],
-) -> Sampler | None:
-    """Return the study; None if it is damaged: it cannot be read, or differs from the event log."""
-    is_new = not folder.database.exists()
+) -> tuple[Sampler, str]:
+    """Return the study, and why it has to be rebuilt from the event log, "" if it agrees with that one."""
+    aside, is_new = folder.check_database(), not folder.database.exists()
     try:
         sampler = Sampler(folder.database, setup.space, options.seed)
     except (EnvironmentFault, *DAMAGE):
         if is_new:
             raise
-        return None
-    if is_new or sampler.holds({each.number: (each.settings, each.result) for each in logged}):
-        return sampler
-    sampler.close()
-    return None
+    else:
+        if sampler.holds({each.number: (each.settings, each.result) for each in logged}):
+            return sampler, ""
+        if is_new:
+            return sampler, f"was damaged and is now {aside.name}" if aside else "was missing"
+        sampler.close()
+    aside = folder.set_database_aside()
+    sampler = Sampler(folder.database, setup.space, options.seed)
+    return sampler, f"was damaged and is now {aside.name}"
 
 
 def study_folder(options: SearchOptions) -> StudyFolder:

@@ -80,6 +80,8 @@ def _write(context: Context, tensors: dict[str, Tensor], file: Path) -> str:
             for name, value in remaining:
                 full = full_value(context, name, value).detach().cpu().contiguous()
                 out.write(full.reshape(-1).view(torch.uint8).numpy().data)
+            out.flush()
+            os.fsync(out.fileno())  # else a crash after the rename could leave an empty file
         os.replace(partial, file)
     except (OSError, KeyError) as error:
         failure = (

@@ -125,7 +125,8 @@ def write_workload(title: str, functions: dict[str, Any]) -> str:
             raise UsageError(what, fix=f"write  {(REQUIRED | OPTIONAL)[name][1]}", code="MT105")
     stored = {name: _stored(name, value) for name, value in functions.items()}
     folder = (FOLDER / _digest(model, functions)).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    for each in (folder.parents[1], folder.parent, folder):  # weights and code: for the user only
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "objects.pkl").write_bytes(pickle.dumps(stored))
     if functions["model"] is None:
         (folder / "model.pt").write_bytes(_stored("model", model))

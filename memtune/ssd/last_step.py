@@ -339,7 +339,9 @@ class Manifest:
         place = _places(folder, self.key)[self.step % 2]
         new = place.with_name(f".new-{place.name}")
         try:
-            with open(new, "wb") as file:
+            new.unlink(missing_ok=True)  # of a step that a crash interrupted
+            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with open(handle, "wb") as file:
                 file.write(self.text())
                 file.flush()
                 os.fsync(file.fileno())

@@ -106,7 +106,7 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
 
     Raises:
         EnvironmentFault: None was given, or it is missing, not a directory, a link, on a network mount, not
-            writable, or writable by all users.
+            writable, writable by all users, or another user's.
     """
     text = allowed() if root is None else root
     if not text:
@@ -128,7 +128,14 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
         raise _fault(
             f"The offload directory {path} is not writable.", fix=f"chmod u+w {path}, or choose another"
         )
-    mode = path.stat().st_mode
+    there = path.stat()
+    mode, owner = there.st_mode, there.st_uid
+    # Its owner could replace a run's folder by a link. Root is trusted, and may use any directory.
+    if os.getuid() not in (owner, 0) and owner != 0:
+        raise _fault(
+            f"The offload directory {path} belongs to another user (uid {owner}).",
+            fix="make a directory of your own, below it for example",
+        )
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise _fault(f"The offload directory {path} is writable by all users.", fix=f"chmod o-w {path}")
     return path

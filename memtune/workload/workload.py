@@ -258,7 +258,7 @@ class Workload:
         }
 
     def imports(self) -> dict[str, str]:
-        """Return path and SHA-256 of the files beside and below `model.py` that this process has imported.
+        """Return path and SHA-256 of the files next to and below `model.py` that this process has imported.
 
         Installed packages and memtune itself are left out: versions tell them apart.
         """

@@ -59,6 +59,16 @@ def test_directory_in_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert checked(str(tmp_path)) == tmp_path, "one warning per process is enough"
 
 
+def test_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner could replace a run's folder by a link to the user's own files."""
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    monkeypatch.setattr(
+        Path, "stat", lambda self, **_: os.stat_result((0o40755, 0, 0, 0, 4321, 0, 0, 0, 0, 0))
+    )
+    with pytest.raises(EnvironmentFault, match=r"belongs to another user \(uid 4321\)"):
+        checked(str(tmp_path))
+
+
 def test_links_above_the_directory_are_followed(tmp_path: Path) -> None:
     (tmp_path / "drive" / "mine").mkdir(parents=True)
     (tmp_path / "scratch").symlink_to("drive")
