@@ -366,9 +366,9 @@ def page() -> str:
     lines = [
         "# Reliability",
         "",
-        "Faults, the promise for each, and the tests that hold it. `make test-chaos` runs `tests/chaos/` with",
-        "a hundred times the cases of `make test` and prints the counts; the other tests run with `make test`",
-        "or `make test-slow`.",
+        "Faults, the promise for each, and its tests. `make test-chaos` runs `tests/chaos/` with",
+        "a hundred times the cases of `make test` and prints the counts; the other tests run with",
+        "`make test` or `make test-slow`.",
         "`python tests/chaos/scenarios.py` writes this page.",
         "",
         "| # | fault | promise | tests |",
