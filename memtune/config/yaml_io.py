@@ -187,7 +187,7 @@ def _resolve(text: str) -> Any:
         return _CONSTANTS[text]
     if _INT.fullmatch(text):
         if len(text) > _INT_CHARS:
-            raise ValueError(f"{text[:20]}… is too long for a number")
+            raise ValueError("a number of this length")
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     if _FLOAT.fullmatch(text):
         return float(text)
