@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from memtune.config import TunedConfig, dump_yaml, save_text
+from memtune.config import TunedConfig, file_texts, save, save_text
 from memtune.errors import EnvironmentFault, UsageError
 
 SCHEMA = 1
@@ -153,10 +153,10 @@ class StudyFolder:
 
         A crash leaves no config that the study does not recognise.
         """
-        text = dump_yaml(config)
+        text, _ = file_texts(config, out)
         known = {*self._written(), _sha256(text.encode())}
         save_text(self.path / "written.json", _json({"sha256": sorted(known)}))
-        return save_text(out, text)
+        return save(config, out)
 
     def wrote(self, path: Path) -> bool:
         """Return whether the file at `path` was written by this study and is unchanged."""

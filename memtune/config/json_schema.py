@@ -53,6 +53,7 @@ def schema() -> dict[str, Any]:
                 "made_for": refs[(MadeFor, "validation")],
                 "plan": _mapping(dict.fromkeys(SLOTS, anything)),
                 "study": anything,
+                "evidence": _mapping({"file": {"type": "string"}, "sha256": {"type": "string"}}),
             }
         ),
         "$defs": shared["$defs"],

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from memtune.config.evidence import evidence_text, name_of, people_text, with_evidence
 from memtune.config.yaml_io import Document, flow, parse, read_text, save_text
 from memtune.errors import ApplyError, ConfigError
 from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, null
@@ -30,7 +31,17 @@ _ALIASES = {("sharding.communication", "plain"): "none"}
 """Other names of a technique that configs may use, by slot."""
 _EXECUTION = tuple(Execution.model_fields)
 _AXES = sorted({slot.split(".")[0] for slot in SLOTS} | {"execution"})
-_SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "made_for", "plan", "study")
+_SECTIONS = (
+    "memtune",
+    "settings",
+    "measured",
+    "predicted",
+    "certificate",
+    "made_for",
+    "plan",
+    "study",
+    "evidence",
+)
 
 
 @dataclass(frozen=True)
@@ -156,18 +167,19 @@ class TunedConfig(BaseModel):
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> TunedConfig:
-    """Read a config from a file, from YAML text (anything with a line break or a brace), or from plain data.
+    """Read a config from a file and the evidence that it names, from YAML text (anything with a line break or
+    a brace), or from plain data.
 
     Raises:
         ConfigError: The config is malformed, has unknown keys, or is of a newer schema. The message has the
-            line, and the known key closest to an unknown one.
+            line, and the known key closest to an unknown one. The evidence is missing or was changed.
     """
     if isinstance(source, Mapping):
-        return _validated(Document(_plain(source), {}, "config"))
+        return _validated(with_evidence(Document(_plain(source), {}, "config"), None))
     if isinstance(source, str) and any(mark in source for mark in "\n{"):
-        return _validated(parse(source))
+        return _validated(with_evidence(parse(source), None))
     path = Path(source)
-    return _validated(parse(read_text(path), path.name))
+    return _validated(with_evidence(parse(read_text(path), path.name), path.resolve().parent))
 
 
 def _plain(data: Mapping[str, Any]) -> Any:
@@ -204,7 +216,7 @@ def _validated(document: Document) -> TunedConfig:
             code="MT204",
         )
     _known(document, (), data, _SECTIONS)
-    rest = {name: value for name, value in data.items() if name not in ("settings", "plan")}
+    rest = {name: value for name, value in data.items() if name not in ("settings", "plan", "evidence")}
     plan = _mapping(document, ("plan",), data.get("plan"))
     _known(document, ("plan",), plan, SLOTS)
     _known(
@@ -390,7 +402,7 @@ _COMMENTS = {
 
 
 def dump_yaml(config: TunedConfig) -> str:
-    """Return the config as commented YAML; reading it returns an equal config."""
+    """Return the whole config as one commented YAML text; reading it returns an equal config."""
     lines: list[str] = []
     for name, value in config.document().items():
         if isinstance(value, Mapping):
@@ -417,12 +429,25 @@ def _is_short(value: Mapping[str, Any]) -> bool:
 
 
 def save(config: TunedConfig, path: str | Path) -> Path:
-    """Write the config atomically: a crash leaves either the old file or the new one.
+    """Write `tuned.yaml` for people, and its evidence to `tuned.evidence.json` in the same folder; each is
+    replaced atomically, the evidence first.
 
     Raises:
-        EnvironmentFault: It cannot be written.
+        EnvironmentFault: They cannot be written.
     """
-    return save_text(path, dump_yaml(config))
+    text, evidence = file_texts(config, path)
+    if evidence:
+        real = Path(path).resolve()  # the evidence of a link is next to the file
+        save_text(real.parent / name_of(real), evidence)
+    return save_text(path, text)
+
+
+def file_texts(config: TunedConfig, path: str | Path) -> tuple[str, str]:
+    """Return the texts of the config at `path` and of its evidence, which is empty if there is none."""
+    document = config.document()
+    evidence = evidence_text(document)
+    name = name_of(Path(path).resolve())
+    return people_text(document, config.settings.sentences(), name, evidence), evidence
 
 
 # -- checks at apply -----------------------------------------------------------------------------------------

@@ -39,20 +39,21 @@ class Document:
 
     Attributes:
         data: The value of the document; an empty document is an empty mapping.
+        lines: Line number by path.
         source: Name for messages: a file name, or `config`.
     """
 
     def __init__(self, data: Any, lines: Mapping[KeyPath, int], source: str) -> None:
         self.data, self.source = data, source
-        self._lines = lines
+        self.lines = lines
 
     def where(self, path: KeyPath) -> str:
         """Return `tuned.yaml:7` for the part at `path`, or for the nearest enclosing part with a line;
         `config` without lines.
         """
         for length in range(len(path), -1, -1):
-            if path[:length] in self._lines:
-                return f"{self.source}:{self._lines[path[:length]]}"
+            if path[:length] in self.lines:
+                return f"{self.source}:{self.lines[path[:length]]}"
         return self.source
 
 

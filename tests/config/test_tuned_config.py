@@ -376,7 +376,11 @@ def test_save_replaces_the_file_and_leaves_no_others(tmp_path: Path):
     save(config, link)
     assert link.is_symlink()
     assert load_config(out) == config
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.yaml", "tuned.yaml"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "link.yaml",
+        "tuned.evidence.json",
+        "tuned.yaml",
+    ]
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
