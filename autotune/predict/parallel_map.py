@@ -70,10 +70,14 @@ class ParallelMap(Generic[T, R]):
         for each in self._copies:
             each.end()
 
-    def over(self, items: Sequence[T]) -> list[R]:
-        """Return results in the order of `items`."""
+    def over(self, items: Sequence[T], on_done: Callable[[int], None] = lambda done: None) -> list[R]:
+        """Return results in the order of `items`; calls `on_done` with their number as they come."""
         if self._processes == 1 or (not self._copies and len(items) < self._worth_it):
-            return [self._function(item) for item in items]
+            results: list[R] = []
+            for item in items:
+                results.append(self._function(item))
+                on_done(len(results))
+            return results
         if not self._copies:
             self._copies = [copy for _ in range(self._processes - 1) if (copy := _Copy.of(self._function))]
         work: _Work[T, R] = _Work(items, self._group, self._homes)
@@ -82,6 +86,7 @@ class ParallelMap(Generic[T, R]):
             for i in mine:
                 self._feed(work)
                 work.results[i] = self._function(items[i])
+                on_done(len(work.results))
         until_s = time.monotonic() + max(LEAST_S, PATIENCE * (time.monotonic() - started))
         for number in list(work.assigned):
             copy = self._copies[number]
@@ -89,6 +94,7 @@ class ParallelMap(Generic[T, R]):
             work.results.update(
                 zip(positions, found or [self._function(items[i]) for i in positions], strict=True)
             )
+            on_done(len(work.results))
         return [work.results[i] for i in range(len(items))]
 
     def _feed(self, work: _Work[T, R]) -> None:

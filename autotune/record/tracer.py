@@ -45,6 +45,7 @@ from memtune.program import (
     Step,
     Tier,
 )
+from memtune.progress import advance
 from memtune.runtime import (
     DEVICE,
     HOST,
@@ -67,6 +68,7 @@ from memtune.runtime import (
 )
 from memtune.workload import structure_of
 
+_OPS_PER_REPORT = 256
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
 
 
@@ -294,6 +296,8 @@ class Tracer(WatchingMode):
                 elementwise_bytes,
             )
         )
+        if len(self.draft.ops) % _OPS_PER_REPORT == 0:
+            advance(len(self.draft.ops), "ops")
         self.draft.signatures.append("" if seam or group else signature(func, args, kwargs))
         while self._states and not seam:
             self.draft.producer[self._states.pop()] = op

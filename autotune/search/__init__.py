@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         read_events,
     )
     from memtune.autotune.search.study import search, study_folder
-    from memtune.autotune.search.study_store import TIMELINES, check_writable, named_study
+    from memtune.autotune.search.study_store import TIMELINES, StudyFolder, check_writable, named_study
     from memtune.autotune.search.trials import run_trial
 else:
     __getattr__ = open_door(__name__)
@@ -59,6 +59,7 @@ __all__ = [
     "SearchFinished",
     "SearchOutcome",
     "SearchStarted",
+    "StudyFolder",
     "TrialCancelled",
     "TrialFinished",
     "TrialProgress",

@@ -32,6 +32,7 @@ from memtune.autotune.space import (
 from memtune.config import save
 from memtune.errors import UsageError
 from memtune.executors import Probing
+from memtune.progress import advance
 from memtune.search_spaces import matching
 from memtune.technique import Reason
 
@@ -193,7 +194,7 @@ def plan(
             recording_notes=setup.recording.notes,
             config=planned,
         )
-    say("scoring candidates")
+    say("scoring settings")
     scores = setup.score(options.seed)
     say("simulating the best op by op")
     found, refused = baselines(setup.scorer, setup.global_batch)
@@ -259,7 +260,11 @@ def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
     with ParallelMap(
         setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_it=2
     ) as side_by_side:
-        return refined_front(scored, side_by_side.over, MOST_SIMULATED)
+        return refined_front(scored, lambda each: side_by_side.over(each, _simulated_so_far), MOST_SIMULATED)
+
+
+def _simulated_so_far(done: int) -> None:
+    advance(done, "settings")
 
 
 def _front(setup: Setup, pruner: Pruner, shown: Sequence[Scored]) -> tuple[PlanRow, ...]:
@@ -390,6 +395,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "calibrated_by": min(len(setup.calibration.peak_ratios), len(setup.calibration.step_ratios)),
         "global_batch": setup.global_batch,
         "tokens_per_sample": setup.tokens_per_sample,
+        "other_load": round(setup.other_load, 3),
         "parameters": setup.made_for.parameters,
         "parameter_bytes": setup.parameter_bytes,
         "rung": setup.recording.rung,

@@ -37,7 +37,7 @@ from memtune.autotune.translate import translate
 from memtune.config import MadeFor, fingerprint, load_config
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Probing, probe
-from memtune.hardware import Device, Hardware, threads_per_rank, usable_cores
+from memtune.hardware import Device, Hardware, LoadMeter, threads_per_rank, usable_cores
 from memtune.memory import WorkspaceTable, cpu_allocator, op_of
 from memtune.offload.optimizer import available_bytes
 from memtune.program import Kind, Recording
@@ -75,6 +75,8 @@ class Setup:
     """The one choice in question, with its micro-batch; None for a whole space."""
     calibration: Calibration = field(default_factory=Calibration)
     """Corrections from trials of earlier searches on this machine."""
+    other_load: float = 0.0
+    """Share of this machine's cores that others used while the step was recorded."""
     batch_adds_up: bool = False
     """Set if micro-batches were checked to add up to the batch, even if the search does not split it."""
 
@@ -122,7 +124,7 @@ def prepare(
         EnvironmentFault: There are fewer GPUs than requested.
         NothingFits: The budget is below the weights.
     """
-    say("looking at the workload")
+    say("looking at the file")
     with ThreadPoolExecutor(
         1
     ) as pool:  # fake tensors need it; it takes as long to load as the probe's process to look
@@ -143,7 +145,9 @@ def prepare(
     # The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at
     # 2 and more.
     sizes = {max(used), *(used & {1})}
+    meter = LoadMeter()
     recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
+    other_load = meter.others()
     scratch = _device_workspaces(recorded) if device == "cuda" and options.gpu_type is None else None
 
     def to_device(each: Recording) -> Recording:
@@ -201,6 +205,7 @@ def prepare(
         workspace,
         only,
         calibration,
+        other_load,
         checked and frozen is None,
     )
 

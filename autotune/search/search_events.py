@@ -95,6 +95,8 @@ class CandidatesScored(_Event):
     n_pruned: int = 0
     n_unfit: int = 0
     score_s: float = 0.0
+    refused: dict[str, int] = {}
+    """Number of candidates that some technique refused, by reason."""
     not_used: dict[str, str] = {}
     """Techniques (`slot: kind`) in no candidate, with the reason."""
 
@@ -201,7 +203,8 @@ class Note(_Event):
 
     event: Literal["note"] = "note"
     text: str
-    level: Literal["info", "warning"] = "info"
+    level: Literal["info", "warning", "detail"] = "info"
+    """`detail`: of interest to those who ask for it."""
 
 
 class SearchFinished(_Event):

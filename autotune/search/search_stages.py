@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -37,6 +38,7 @@ from memtune.autotune.space import (
 )
 from memtune.config import save_text
 from memtune.errors import MemtuneError, NothingFits, UsageError
+from memtune.hardware import BUSY
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
 
@@ -61,6 +63,7 @@ class Stages:
     folder: StudyFolder
     log: search_events.EventLog
     resumed: bool
+    say: Callable[[str], None]
 
     def __post_init__(self) -> None:
         setup = self.driver.setup
@@ -136,11 +139,20 @@ class Stages:
                 n_pruned=pruned,
                 n_unfit=self.scores.n_unfit,
                 score_s=self.scores.score_s,
+                refused=dict(self.scores.unfit),
                 not_used={name: str(reason) for name, reason in setup.space.unfit.items()},
             )
         )
-        for text in (*setup.recording.notes, *setup.space.notes):
+        for text in setup.recording.notes:
+            self.log.write(search_events.Note(text=text, level="detail"))
+        for text in setup.space.notes:
             self.driver.note(text)
+        if setup.other_load > BUSY:
+            self.driver.note(
+                f"this machine is busy: others use {setup.other_load:.0%} of its cores; times will be longer"
+                " and vary, and gains below that variation cannot be found",
+                warning=True,
+            )
         network = self.folder.network()
         if network is not None:
             self.driver.note(
@@ -387,6 +399,7 @@ class Stages:
         """Compare the winner's loss and gradients with the reference's, unless the search was stopped."""
         driver = self.driver
         simulated = driver.executor_name == "simulated"
+        self.say("comparing losses and gradients with the plain setting")
         if verdict is None or driver.stopped or not driver.options.certify or simulated:
             return {}
         found = numerics(driver, verdict.winner.choice)
@@ -449,6 +462,7 @@ class Stages:
                 exit_code=control.exit_code or 1,
             )
         scored = self._scored(verdict)
+        self.say("writing the config")
         config = tuned_config(
             driver, scored, verdict, confirmed=confirmed, numerics=certificate, study=str(self.folder.path)
         )

@@ -70,7 +70,7 @@ def search(
             return _finished_study(SearchOutcome.from_dict(finished), folder, options)
         setup = prepare(options, say=say)
         resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)
-        say("predicting all candidates")
+        say("scoring settings")
         scores = setup.score(options.seed)
         too_large = weights_over_budget(setup, scores)
         if too_large is not None:
@@ -96,7 +96,8 @@ def search(
                     if wrong:
                         driver.note(f"the study {wrong}; rebuilt from the event log", warning=True)
                         driver.rebuild(logged)
-                    stages = Stages(driver, sampler, scores, folder, log, resumed)
+                    stages = Stages(driver, sampler, scores, folder, log, resumed, say)
+                    say("")
                     return stages.run({each.number for each in logged})
                 finally:
                     sampler.close()

@@ -90,23 +90,37 @@ class Sampler:
                 storage=storage, sampler=tpe, study_name="memtune", direction="minimize", load_if_exists=True
             )
             self._storage = storage
+            self._optuna = {
+                _number(each): each.number
+                for each in self._study.get_trials(deepcopy=False)
+                if each.state != TrialState.PRUNED
+            }
+            """Optuna's number by number. A pruned suggestion gives its number back: those that run have no
+            holes.
+            """
 
     def ask(
         self, choice: Choice | None = None, *, role: str = "search", name: str = ""
     ) -> tuple[int, Choice | None]:
-        """Start a trial of `choice` or of a suggestion (None if its knobs exclude each other)."""
+        """Start a trial of `choice` or of a suggestion (None if its knobs exclude each other).
+
+        Returns:
+            Its number, and the choice.
+        """
         with self._storage_errors():
             parameters = self._parameters(choice) if choice is not None else {}
             if parameters:
                 self._study.enqueue_trial(parameters)
             trial = self._study.ask()
-            asked = choice
+            asked, number = choice, self._next_number()
+            self._optuna[number] = trial.number
+            trial.set_user_attr("number", number)
             if choice is None or parameters:
                 suggested = self._suggest(trial)
                 asked = suggested if choice is None else choice
             if asked is not None:
                 self._note(trial, role=role, name=name, settings=asked.dump())
-            return trial.number, asked
+            return number, asked
 
     def tell(self, number: int, result: TrialResult, value: float | None, over_bytes: float = 0.0) -> None:
         """Report a trial's result: `value` None without a measurement, `over_bytes` beyond the budget."""
@@ -115,28 +129,30 @@ class Sampler:
             self._note(trial, result=result.model_dump(mode="json"))
             trial.set_constraint("over_bytes", over_bytes)
             if value is None and not over_bytes:
-                self._study.tell(number, state=TrialState.FAIL)
+                self._study.tell(self._optuna[number], state=TrialState.FAIL)
             else:
-                self._study.tell(number, math.inf if value is None else value)
+                self._study.tell(self._optuna[number], math.inf if value is None else value)
 
     def prune(self, number: int, reason: str) -> None:
-        """Mark a trial as not worth running, with the reason."""
+        """Mark a trial as not worth running, with the reason; the next one has its number."""
         with self._storage_errors():
             self._note(self._trial(number), reason=reason)
-            self._study.tell(number, state=TrialState.PRUNED)
+            self._study.tell(self._optuna.pop(number), state=TrialState.PRUNED)
 
     def fail(self, number: int, reason: str) -> None:
         """Mark a started trial without a result: the search ended or its process died."""
         with self._storage_errors():
             self._note(self._trial(number), reason=reason)
-            self._study.tell(number, state=TrialState.FAIL)
+            self._study.tell(self._optuna[number], state=TrialState.FAIL)
 
     def skip(self) -> int:
         """Use up the next number, for a trial of which nothing is known; return it."""
         with self._storage_errors():
-            trial = self._study.ask()
+            trial, number = self._study.ask(), self._next_number()
+            self._optuna[number] = trial.number
+            trial.set_user_attr("number", number)
             self._study.tell(trial, state=TrialState.FAIL)
-            return trial.number
+            return number
 
     def trials(self) -> list[StoredTrial]:
         """Return every trial so far, in order."""
@@ -150,7 +166,8 @@ class Sampler:
             results: Settings and result of trials, by number.
         """
         try:
-            found = {each.number: (each.settings, each.result) for each in self.trials()}
+            kept = [each for each in self.trials() if each.outcome != "pruned"]
+            found = {each.number: (each.settings, each.result) for each in kept}
         except (EnvironmentFault, *DAMAGE):
             return False
         return all(found.get(number) == _stored_form(*each) for number, each in results.items())
@@ -160,8 +177,12 @@ class Sampler:
         self._storage.remove_session()
         self._storage.engine.dispose()
 
+    def _next_number(self) -> int:
+        return max(self._optuna, default=-1) + 1
+
     def _trial(self, number: int) -> optuna.Trial:
-        return optuna.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
+        stored = self._study.get_trials(deepcopy=False)[self._optuna[number]]
+        return optuna.Trial(self._study, stored._trial_id)
 
     def _note(self, trial: optuna.Trial, **attributes: Any) -> None:
         for key, value in attributes.items():
@@ -224,10 +245,15 @@ def _stored_form(settings: dict[str, Any], result: TrialResult) -> tuple[dict[st
     return json.loads(json.dumps(settings)), TrialResult.model_validate_json(document)
 
 
+def _number(trial: FrozenTrial) -> int:
+    """Return the number of a stored trial; the process may have died before it was noted."""
+    return int(trial.user_attrs.get("number", trial.number))
+
+
 def _stored(trial: FrozenTrial) -> StoredTrial:
     notes = trial.user_attrs
     return StoredTrial(
-        number=trial.number,
+        number=_number(trial),
         outcome=_OUTCOMES[trial.state],
         role=notes.get("role", "search"),
         name=notes.get("name", ""),

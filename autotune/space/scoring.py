@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from memtune.autotune.predict import (
@@ -28,6 +29,7 @@ from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, Space
 from memtune.effects import DISPATCH_MODE
 from memtune.hardware import Hardware, OpTime, usable_cores
 from memtune.program import Program
+from memtune.progress import advance
 from memtune.technique import Reason
 
 Goal = Literal["throughput", "memory", "batch"]
@@ -318,9 +320,12 @@ class _ScoredSet:
         """Score choices that are new."""
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.seen]
         self.seen.update(new)
-        for choice, scored in zip(
-            new, self._side_by_side.over([ScoreRequest(choice) for choice in new]), strict=True
-        ):
+        before = len(self.seen) - len(new)
+        requests = [ScoreRequest(choice) for choice in new]
+        scores = self._side_by_side.over(
+            requests, lambda done: advance(before + done, "settings", len(self.seen))
+        )
+        for choice, scored in zip(new, scores, strict=True):
             if isinstance(scored, Reason):
                 self.unfit[str(scored)] += 1
                 continue
@@ -401,9 +406,9 @@ def _refine(
         if best < min(each.rank_among_levels(goal) for each in groups[0]):
             break
         simplest = [min(group, key=lambda each: each.choice.complexity) for group in groups]
-        for group, refined in zip(
-            groups, side_by_side.over([ScoreRequest(each.choice, each) for each in simplest]), strict=True
-        ):
+        requests = [ScoreRequest(each.choice, each) for each in simplest]
+        refined_ones = side_by_side.over(requests, partial(_report_refined, start))
+        for group, refined in zip(groups, refined_ones, strict=True):
             assert isinstance(refined, Scored)
             by_key.update(
                 {
@@ -413,6 +418,10 @@ def _refine(
             )
             if budget_bytes is None or refined.prediction.peak_allocated_bytes <= budget_bytes:
                 best = min(best, refined.rank_among_levels(goal))
+
+
+def _report_refined(before: int, done: int) -> None:
+    advance(before + done, "settings simulated op by op")
 
 
 def predict_again(by_key: dict[str, Scored], scorer: Scorer) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
 from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
 from memtune.executors import TrialResult
-from memtune.units import format_bytes, format_seconds
+from memtune.search_spaces import SLOTS, kinds
+from memtune.units import format_bytes, format_seconds, parse_bytes
 
 STATUS_COLOR = {
     "running": "cyan",
@@ -15,6 +21,9 @@ STATUS_COLOR = {
     "unfit": "magenta",
     "cancelled": "bright_black",
 }
+_BYTES = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
+_NUMBER = re.compile(r"\d[\d.,]*")
+_COLUMNS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -65,6 +74,14 @@ def bar(fraction: float, width: int, empty: str = "░") -> str:
     return done + empty * (width - len(done))
 
 
+def sparkline(values: Sequence[float], width: int, top: float) -> str:
+    """Return the last `width` values as columns from zero to `top`."""
+    return "".join(
+        _COLUMNS[min(round(max(0.0, value) / top * (len(_COLUMNS) - 1)), len(_COLUMNS) - 1)] if top else " "
+        for value in values[-width:]
+    )
+
+
 def plural(count: int, noun: str) -> str:
     """Return `1 trial`, `2 trials`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -75,6 +92,19 @@ def outcome(trial: TrialView) -> str:
     if trial.status == "ok" and trial.result is not None:
         return f"{rate(trial.result.samples_per_s)} samples/s"
     return trial.stage if trial.status == "running" else STATUS_TEXT[trial.status]
+
+
+def differing(sentence: str, own: Collection[str]) -> str:
+    """Return the clauses of a setting that are not the user's `own`; all of them if no others are left."""
+    clauses = [each for each in sentence.split("; ") if each not in own]
+    return "; ".join(clauses) or sentence
+
+
+def short_path(path: str) -> str:
+    """Return a path relative to the working directory if it is inside it."""
+    with contextlib.suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
 
 
 def title(view: SearchView) -> tuple[str, str]:
@@ -96,3 +126,22 @@ def wear(result: TrialResult) -> str:
     """Return the SSD writes per step of the rank that wrote most; '' without any."""
     written = result.link_bytes.get("ssd_write", 0)
     return f"{format_bytes(written)} a step to SSD" if written else ""
+
+
+def grouped(refused: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of refusals by reason; reasons that differ in names of techniques, numbers or the
+    remedy alone are one group, which has the first one's text without its remedy.
+    """
+    names = {kind for slot in SLOTS for kind in kinds(slot)}
+    groups: dict[str, list[str]] = {}
+    for reason in refused:
+        text = reason.split(" (")[0].split(": any needs")[0].split(" · ")[0]
+        key = " ".join("*" if word.strip(",:;") in names else word for word in text.split())
+        groups.setdefault(_NUMBER.sub("#", _BYTES.sub("#", key)), []).append(reason)
+    return {_text(reasons): sum(map(refused.__getitem__, reasons)) for reasons in groups.values()}
+
+
+def _text(reasons: Sequence[str]) -> str:
+    """Return one text for a group: that of the smallest need, so that the nearest remedy is seen."""
+    least = min(reasons, key=lambda reason: [parse_bytes(size) for size in _BYTES.findall(reason)])
+    return least.split(" (")[0] + (f" · {len(reasons)} alike" if len(reasons) > 1 else "")

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -30,6 +29,7 @@ from memtune.autotune.search import (
 )
 from memtune.autotune.ui import formatting
 from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
+from memtune.progress import SILENT_S, Progress, StatusLine, drain, reported_to
 from memtune.units import format_bytes, format_seconds
 
 T = TypeVar("T")
@@ -45,8 +45,8 @@ _ANSI = {
     "bright_black": "90",
 }
 _HEAD = (
-    f"{'#':>4}  {'trial':<15}  {'result':<13}  {'step':>8}  {'samples/s':>9}  {'peak':>9}  {'predicted':>9} "
-    " settings"
+    f"{'#':>4}  {'trial':<15}  {'result':<13}  {'batch':>6}  {'step':>8}  {'samples/s':>9}  {'peak':>9} "
+    f" {'predicted':>9}  setting"
 )
 
 
@@ -61,15 +61,26 @@ class LinePrinter:
     Args:
         stream: By default stderr, so that stdout holds the result alone.
         color: Whether to use ANSI colours; by default `use_color` of the stream.
+        progress: Of phases without events: before the first trial and after the last.
+        verbose: Also print notes about the recording, and techniques that are not used.
     """
 
-    def __init__(self, stream: TextIO | None = None, color: bool | None = None) -> None:
-        self.view = SearchView()
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        color: bool | None = None,
+        *,
+        progress: Progress | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.view, self.progress, self._verbose = SearchView(), progress, verbose
         self._stream = stream if stream is not None else sys.stderr
         self._color = use_color(self._stream) if color is None else color
         self._pruned: list[TrialPruned] = []
         self._last_line_s = 0.0
         self._headed = False
+        self._idle_since_s = 0.0
+        self._status = StatusLine(self._stream)
 
     def apply(self, event: Event | Unknown) -> None:
         """Apply the next event, and print its line if it has one."""
@@ -81,22 +92,22 @@ class LinePrinter:
         match event:
             case SearchStarted():
                 workload, facts = formatting.title(self.view)
-                self._print(
-                    f"{self._paint('memtune search', 'bold')} {workload} · {facts} · study {event.study}"
-                )
+                size = f"{event.n_parameters / 1e6:.4g}M parameters · " if event.n_parameters else ""
+                batch = f" · {event.global_batch} samples a step" if event.global_batch else ""
+                self._print(f"{self._paint(workload, 'bold')} · {size}{facts}{batch}")
             case Recorded():
+                how = f" in {format_seconds(event.record_s)} ({event.rung})" if self._verbose else ""
+                blocks = formatting.plural(event.blocks, "repeated block")
                 self._print(
-                    f"recorded {event.n_ops:,} ops, {formatting.plural(event.blocks, 'repeated block')} in "
-                    f"{format_seconds(event.record_s)} ({event.rung}) · "
-                    f"plain peak {format_bytes(event.plain_peak_bytes)} predicted"
+                    f"recorded {event.n_ops:,} ops, {blocks}{how} · your own setting needs"
+                    f" {format_bytes(event.plain_peak_bytes)} (predicted)"
                 )
             case CandidatesScored():
                 self._print(
-                    f"scored {formatting.plural(event.n_candidates, 'candidate')} in"
-                    f" {format_seconds(event.score_s)}: {event.n_pruned:,} over the limit, {event.n_merged:,}"
-                    f" the same as another, {event.n_unfit:,} unfit"
+                    f"{event.n_candidates:,} settings predicted: {event.n_pruned:,} cannot fit,"
+                    f" {event.n_unfit:,} refused, {event.n_merged:,} the same as another"
                 )
-                if event.not_used:
+                if event.not_used and self._verbose:
                     self._print(
                         self._paint(f"not used: {_by_slot(event.not_used)} (`memtune plan` says why)", "dim")
                     )
@@ -108,11 +119,25 @@ class LinePrinter:
                     if isinstance(event, Paused)
                     else "resumed"
                 )
-            case Note():
+            case Note() if event.level != "detail" or self._verbose:
                 self._print(self._paint(event.text, "yellow") if event.level == "warning" else event.text)
 
     def tick(self, elapsed_s: float) -> None:
-        """Print a heartbeat if nothing was printed for a minute. `elapsed_s` is the search's own clock."""
+        """Show the present on the status line, and print a heartbeat if nothing was printed for a minute.
+        `elapsed_s` is the search's own clock.
+        """
+        for line in drain(self.progress) if self.progress is not None else ():
+            self._status.finish(line)
+        if self.view.running:
+            self._status.show(*self._present(elapsed_s))
+        elif self.progress is not None and self.progress.text:
+            self._status.show(self.progress.text, self.progress.detail())
+        elif self.view.trials and self.view.finished is None:
+            self._idle_since_s = self._idle_since_s or elapsed_s
+            if elapsed_s - self._idle_since_s >= SILENT_S:
+                self._status.show("choosing the next trial", f" · {elapsed_s - self._idle_since_s:.0f} s")
+            return
+        self._idle_since_s = 0.0
         if elapsed_s - self._last_line_s < HEARTBEAT_S or self.view.finished is not None:
             return
         running = (
@@ -128,6 +153,22 @@ class LinePrinter:
     def close(self) -> None:
         """Print pending lines."""
         self._flush_pruned()
+        self._status.close()
+
+    def _present(self, elapsed_s: float) -> tuple[str, str]:
+        """Return subject and detail of the running trials."""
+        numbers = ", ".join(f"#{each.number}" for each in self.view.running)
+        stages = ", ".join(each.stage for each in self.view.running)
+        newest = self.view.running[-1]
+        used = f" · {format_bytes(newest.device_bytes)}" if newest.device_bytes is not None else ""
+        wanted = self.view.started.max_trials if self.view.started else None
+        done = len(self.view.done)
+        count = (
+            f" · {done} of {wanted} trials done" if wanted and done <= wanted else f" · {done} trials done"
+        )
+        eta_s = self.view.eta_s(elapsed_s)
+        left = f" · ~{formatting.clock(eta_s)} left" if eta_s is not None else ""
+        return f"  {numbers}", f" · {stages}{used}" + (f"{count}{left}" if self._status.redraws else "")
 
     def _trial(self, trial: TrialView) -> None:
         if not self._headed:
@@ -137,14 +178,15 @@ class LinePrinter:
         peak = result.peak_allocated_bytes if result else None
         status = self._paint(f"{STATUS_TEXT[trial.status]:<13}", formatting.STATUS_COLOR[trial.status])
         error = formatting.percent(trial.peak_error, signed=True)
+        sentence = self.view.setting(trial)
         detail = (
-            trial.summary
+            sentence
             if trial.status == "ok" or not trial.reason
-            else f"{trial.summary} – {formatting.clip(trial.reason, 100)}"
+            else f"{sentence} – {formatting.clip(trial.reason, 100)}"
         )
         self._print(
             f"{trial.number:>4}  {formatting.clip(trial.label or 'search', 15):<15}  {status} "
-            f" {formatting.maybe_seconds(result.step_s if result else None):>8} "
+            f" {trial.micro_batches:>6}  {formatting.maybe_seconds(result.step_s if result else None):>8} "
             f" {formatting.rate(result.samples_per_s if result else None):>9} "
             f" {formatting.maybe_bytes(peak):>9}  {error:>9}  {detail}"
         )
@@ -169,9 +211,7 @@ class LinePrinter:
 
     def _print(self, line: str, elapsed_s: float | None = None) -> None:
         self._last_line_s = self.view.elapsed_s if elapsed_s is None else elapsed_s
-        # A closed pipe (`| head`) must not end a search that has run for hours.
-        with suppress(BrokenPipeError):
-            print(line, file=self._stream, flush=True)
+        self._status.print(line)
 
 
 def with_lines(
@@ -182,6 +222,7 @@ def with_lines(
     The first Ctrl-C or SIGTERM asks `control` for an orderly end, the second raises KeyboardInterrupt.
     """
     printer, tail, over = printer or LinePrinter(), LogTail(log_path), threading.Event()
+    progress = printer.progress or Progress()
 
     def follow() -> None:
         while True:
@@ -195,19 +236,21 @@ def with_lines(
     thread = threading.Thread(target=follow, name="memtune-lines", daemon=True)
     thread.start()
     try:
-        with control.catch_signals():
+        with control.catch_signals(), reported_to(progress):
             return search()
     finally:
+        progress.end()
         over.set()
         thread.join()
 
 
-def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> list[str]:
+def summary_lines(view: SearchView, see_why: str = "", color: bool = False, *, go_on: str = "") -> list[str]:
     """Return the last lines of a finished search: the config written, its gain, and the next commands.
 
     Args:
         view: The finished search.
         see_why: The command that shows more; omitted if empty.
+        go_on: The command that resumes a search which was interrupted; omitted if empty.
         color: Whether to use ANSI colours.
     """
     finished, best = view.finished, view.best
@@ -215,8 +258,11 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> l
         return []
     if finished.out is None or best is None or best.result is None:
         sign = "\x1b[31m✘\x1b[0m" if color else "✘"
-        return [f"{sign} {finished.message or 'no config was written'}"]
-    sign = "\x1b[32m✔\x1b[0m" if color else "✔"
+        lines = [f"{sign} {finished.message or 'no config was written'}"]
+        return lines + ([f"  go on      {go_on}"] if go_on and _is_partial(view) else [])
+    partial, out = _is_partial(view), formatting.short_path(finished.out)
+    sign = "◐" if partial else "✔"
+    sign = f"\x1b[{_ANSI['yellow' if partial else 'green']}m{sign}\x1b[0m" if color else sign
     plain = next((baseline for baseline in view.baselines if baseline.name == "plain"), None)
     against = (
         f" (plain: {formatting.outcome(plain)})" if plain is not None and plain.number != best.number else ""
@@ -228,15 +274,30 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> l
         else f"{formatting.rate(finished.samples_per_s)} samples/s"
     )
     facts = [
-        f"{finished.out}  {rate}{against}",
+        f"{out}  {rate}{against}",
         peak + (f" of {format_bytes(view.budget_bytes)}" if view.budget_bytes else ""),
     ]
     facts += [wear] if (wear := formatting.wear(best.result)) else []
     facts += ["checked in a fresh process"] if finished.confirmed else []
-    lines = [f"{sign} {' · '.join(facts)}"]
+    lines = [f"{sign} {_partly(view)} {out} is the best so far"] if partial else []
+    lines += [f"{' ' if partial else sign} {' · '.join(facts)}", f"  setting    {best.sentence}"]
+    lines += [f"  go on      {go_on}"] if go_on and partial else []
     lines += [f"  {finished.message}"] if finished.message else []
-    lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{finished.out}")')
+    lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{out}")')
     return lines + ([f"  see why    {see_why}"] if see_why else [])
+
+
+def _is_partial(view: SearchView) -> bool:
+    return view.finished is not None and view.finished.status in ("interrupted", "stopped")
+
+
+def _partly(view: SearchView) -> str:
+    """Return how far an interrupted search came: `interrupted after 3 of 8 trials, not confirmed:`."""
+    assert view.finished is not None
+    wanted = view.started.max_trials if view.started else None
+    of = f" of {wanted}" if wanted else ""
+    confirmed = "" if view.finished.confirmed else ", not confirmed in a fresh process"
+    return f"{view.finished.status} after {len(view.done)}{of} trials{confirmed}:"
 
 
 def _by_slot(names: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,8 +14,8 @@ from memtune.autotune.predict import Calibration, PeakRow, time_lines
 from memtune.autotune.search import PlanReport, PlanRow
 from memtune.autotune.space import describe
 from memtune.autotune.ui import formatting
-from memtune.search_spaces import SLOTS, kinds
-from memtune.units import format_bytes, format_seconds, parse_bytes
+from memtune.hardware import BUSY
+from memtune.units import format_bytes, format_seconds
 
 _MODULES = 4
 """Modules to show of a peak."""
@@ -26,8 +25,6 @@ _NOTICEABLE = 0.03
 """Relative difference of two predictions below which they count as equal."""
 _BAR = 8
 _KIND_BAR = 20
-_BYTES = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
-_NUMBER = re.compile(r"\d[\d.,]*")
 _NAMES = {"plain": "yours"}
 _PLAN_OPTIONS = ("--gpu-type", "--nodes", "--top", "--row", "--why-not")
 _PLAN_FLAGS = ("--exact", "--why", "--verbose", "-v")
@@ -214,15 +211,10 @@ def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> Table:
         cells += [_exact(each)] if with_exact else []
         cells += [str(each.largest_micro_batch or "")] if with_largest else []
         name = _NAMES.get(each.baseline, each.baseline) or str(number)
-        table.add_row(name, _differences(each, plain), *cells, style="" if each.status == "ok" else "dim")
+        own = plain.sentence.split("; ") if plain is not None and plain is not each else ()
+        setting = formatting.differing(each.sentence or each.summary, own)
+        table.add_row(name, setting, *cells, style="" if each.status == "ok" else "dim")
     return table
-
-
-def _differences(row: PlanRow, plain: PlanRow | None) -> str:
-    """Return the clauses of a row that are not those of the user's own setting, which is a row too."""
-    own = set(plain.sentence.split("; ")) if plain is not None and plain is not row else set()
-    clauses = [each for each in row.sentence.split("; ") if each not in own]
-    return "; ".join(clauses) or row.sentence or row.summary
 
 
 def _batch(row: PlanRow) -> str:
@@ -265,7 +257,12 @@ def _basis(facts: Mapping[str, Any]) -> str:
         if count >= Calibration.ENOUGH
         else "uncalibrated: no search has run on this machine"
     )
-    return f"all numbers are predicted; times are {times}, rates: {facts['rates']}"
+    busy = ""
+    if facts.get("other_load", 0) > BUSY:
+        busy = (
+            f"; this machine is busy (others use {facts['other_load']:.0%}), predictions are for a quiet one"
+        )
+    return f"all numbers are predicted; times are {times}, rates: {facts['rates']}{busy}"
 
 
 # -- memory, changes, refusals -------------------------------------------------------------------------------
@@ -319,7 +316,7 @@ def _omissions(report: PlanReport, why: bool) -> Iterator[str]:
     limit = report.facts["budget_bytes"]
     for name, (count, least) in report.pruned.items():
         yield f"  cannot fit  {count:>5,} with {name}: {format_bytes(least - limit)} too much at the least"
-    groups = sorted(grouped(report.refused).items(), key=lambda each: -each[1])
+    groups = sorted(formatting.grouped(report.refused).items(), key=lambda each: -each[1])
     for reason, count in groups[:_REASONS]:
         yield f"  refused     {count:>5,} {reason}"
     if len(groups) > _REASONS:
@@ -331,25 +328,6 @@ def _omissions(report: PlanReport, why: bool) -> Iterator[str]:
         alike.setdefault((slot, reason), []).append(kind)
     for (slot, reason), names in alike.items():
         yield f"  not used    {slot}: {', '.join(names)}: {reason}"
-
-
-def grouped(refused: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of refusals by reason; reasons that differ in names of techniques, numbers or the
-    remedy alone are one group, which has the first one's text without its remedy.
-    """
-    names = {kind for slot in SLOTS for kind in kinds(slot)}
-    groups: dict[str, list[str]] = {}
-    for reason in refused:
-        text = reason.split(" (")[0].split(": any needs")[0].split(" · ")[0]
-        key = " ".join("*" if word.strip(",:;") in names else word for word in text.split())
-        groups.setdefault(_NUMBER.sub("#", _BYTES.sub("#", key)), []).append(reason)
-    return {_text(reasons): sum(map(refused.__getitem__, reasons)) for reasons in groups.values()}
-
-
-def _text(reasons: Sequence[str]) -> str:
-    """Return one text for a group: that of the smallest need, so that the nearest remedy is seen."""
-    least = min(reasons, key=lambda reason: [parse_bytes(size) for size in _BYTES.findall(reason)])
-    return least.split(" (")[0] + (f" · {len(reasons)} alike" if len(reasons) > 1 else "")
 
 
 def _not_exact(report: PlanReport) -> Iterator[str]:

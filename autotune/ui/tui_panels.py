@@ -6,15 +6,19 @@ Pure functions of the view.
 from __future__ import annotations
 
 import io
+import shlex
 from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from memtune.autotune.search import TrialPruned
 from memtune.autotune.ui import formatting
 from memtune.autotune.ui.view import STATUS_TEXT, Point, SearchView, TrialView
+from memtune.config import flow
 from memtune.units import format_bytes, format_seconds
 
 NARROW = 90
+_SPARKS = 16
 """Below this many columns the panels use their narrow form."""
 DIM, LABEL = "#8a929c", "bold"
 _MARKS = {"best": ("★", "bold green"), "baseline": ("◆", "cyan"), "trial": ("●", "blue")}
@@ -27,11 +31,13 @@ def header(view: SearchView, now_s: float, width: int, stopping: bool = False) -
     return _join(lines, width)
 
 
-def running(view: SearchView, width: int, rows: int = 4) -> Text:
-    """Return a line for each running trial: device bytes against the budget, stage, settings."""
+def running(view: SearchView, width: int, rows: int = 4, phase: str = "") -> Text:
+    """Return a line for each running trial: device bytes against the budget, stage, settings; without one
+    the `phase` of the search.
+    """
     trials = view.running
     if not trials:
-        return _join([Text(_idle(view), DIM)], width)
+        return _join([Text("paused, p resumes" if view.paused else phase or _idle(view), DIM)], width)
     lines = [_running_line(view, trial, width) for trial in trials[:rows]]
     if len(trials) > rows:
         lines.append(Text(f"and {len(trials) - rows} more", DIM))
@@ -51,9 +57,15 @@ def scatter(view: SearchView, width: int, height: int) -> Text:
     if frame.budget_column is not None:
         for row in cells:
             row[frame.budget_column] = ("┊", "red")
+    _draw_front(frame, points, cells)
     for point in sorted(points, key=lambda point: _rank(view, point)):
         column, row_index = frame.place(point)
-        cells[row_index][column] = _MARKS[_kind(view, point)]
+        mark, style = _MARKS[_kind(view, point)]
+        number = str(point.number)
+        first = max(0, min(column + 1, frame.columns - len(number)))
+        for offset, digit in enumerate(number):
+            cells[row_index][first + offset] = (digit, DIM)
+        cells[row_index][column] = (mark, style)
     lines = [Text.assemble(("samples/s", DIM), "  ", *_legend(width - 11))]
     for index, row in enumerate(cells):
         label = (
@@ -100,13 +112,22 @@ class _Frame(NamedTuple):
 def _frame(view: SearchView, points: list[Point], columns: int, rows: int) -> _Frame:
     peaks, rates = [point.peak_bytes for point in points], [point.samples_per_s for point in points]
     high_bytes = max([*peaks, view.budget_bytes or 0])
-    low_bytes = min(peaks) - 0.1 * (high_bytes - min(peaks)) - 1
-    # One trial alone, or equal ones, still need a range.
-    low_rate, high_rate = (
-        (min(rates), max(rates)) if max(rates) > min(rates) else (0.9 * min(rates), 1.1 * max(rates))
-    )
-    frame = _Frame(columns, rows, low_bytes, high_bytes, low_rate, high_rate, None)
+    frame = _Frame(columns, rows, 0.0, high_bytes, 0.0, max(rates), None)  # both axes start at zero
     return frame._replace(budget_column=frame.column(view.budget_bytes)) if view.budget_bytes else frame
+
+
+def _draw_front(frame: _Frame, points: list[Point], cells: list[list[tuple[str, str]]]) -> None:
+    """Draw the trials that no other beats in both rate and peak, as steps."""
+    best = 0.0
+    front = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, -point.samples_per_s)):
+        if point.samples_per_s > best:
+            best = point.samples_per_s
+            front.append(frame.place(point))
+    for (column, row), (until, _) in zip(front, [*front[1:], (frame.columns, 0)], strict=True):
+        for each in range(column, until):
+            if cells[row][each][0] == " ":
+                cells[row][each] = ("·", DIM)
 
 
 def _kind(view: SearchView, point: Point) -> str:
@@ -209,7 +230,7 @@ def _best(view: SearchView, width: int) -> Text:
     line.append(
         f" · {wear}" if width >= NARROW and best.result and (wear := formatting.wear(best.result)) else ""
     )
-    return line.append(f" · {best.label or changed.summary}", DIM)
+    return line.append(f" · {best.label or view.setting(best)}", DIM)
 
 
 def _baselines(view: SearchView, width: int) -> list[Text]:
@@ -239,7 +260,10 @@ def _gain(view: SearchView, width: int) -> str:
     baseline_rate, baseline = max(rates, key=lambda pair: pair[0])
     if baseline.number == view.best_number:
         return ""
-    gain = formatting.percent(view.best_changed.samples_per_s / baseline_rate - 1, signed=True)
+    faster = view.best_changed.samples_per_s / baseline_rate - 1
+    if abs(faster) <= view.noise(view.best_number) + view.noise(baseline.number):
+        return ""  # repeats of one setting differ by more
+    gain = formatting.percent(faster, signed=True)
     return f" ({gain} over {baseline.name})" if width >= NARROW else f" ({gain})"
 
 
@@ -264,11 +288,13 @@ def _running_line(view: SearchView, trial: TrialView, width: int) -> Text:
     scale = budget or trial.predicted_peak_bytes
     fraction = used / scale if used is not None and scale else 0.0
     line.append(formatting.bar(fraction, 10 if narrow else 20), "green" if fraction < 0.9 else "yellow")
+    if not narrow and scale:
+        line.append(f" {formatting.sparkline(trial.bytes_seen, _SPARKS, scale):<{_SPARKS}}", "cyan")
     line.append(f" {formatting.maybe_bytes(used):>8}")
     line.append(f"/{format_bytes(budget)}" if budget and not narrow else "", DIM)
     line.append(f"  {formatting.clip(trial.stage, 12):<12} ")
     label = f"{trial.label} · " if trial.label else ""
-    return line.append(label, "cyan").append(trial.summary, DIM)
+    return line.append(label, "cyan").append(view.setting(trial), DIM)
 
 
 # One trial, opened: settings, reason, memory by kind, predicted against measured, the end of its log.
@@ -287,8 +313,9 @@ def details(view: SearchView, trial: TrialView, width: int) -> Text:
     sections = [status]
     if trial.reason:
         sections.append(_section("reason", Text(trial.reason)))
+    sections.append(_section("setting", Text(trial.sentence.replace("; ", "\n"))))
     sections.append(
-        _section("settings", Text(_yaml(trial.settings) or trial.summary or "all left as they are"))
+        _section("as in tuned.yaml", Text(_yaml(trial.settings) or trial.summary or "all left as they are"))
     )
     sections.append(_section("predicted against measured", _comparison(view, trial)))
     if trial.result and trial.result.memory_by_kind:
@@ -302,24 +329,86 @@ def details(view: SearchView, trial: TrialView, width: int) -> Text:
 
 
 def not_run(view: SearchView, width: int) -> Text:
-    """Return the pruned candidates, each with its reason."""
-    lines = [
-        Text(
+    """Return the candidates that were not run, in groups of one reason with their numbers."""
+    scored = view.scored
+    refused = formatting.grouped(scored.refused) if scored else {}
+    groups = [
+        (
             f"{formatting.plural(view.n_pruned, 'candidate')} cannot fit: the low end of the predicted peak"
             " exceeds the limit",
-            DIM,
-        )
+            [(1, _proof(each)) for each in view.pruned],
+        ),
+        (
+            f"{formatting.plural(scored.n_unfit if scored else 0, 'candidate')} refused",
+            sorted(((count, reason) for reason, count in refused.items()), reverse=True),
+        ),
+        (
+            f"{formatting.plural(len(scored.not_used) if scored else 0, 'technique')} in no candidate",
+            _not_used(scored.not_used) if scored else [],
+        ),
     ]
-    for event in view.pruned.values():
-        proof = (
-            f"at least {format_bytes(event.peak_low_bytes):>8}, predicted"
-            f" {format_bytes(event.predicted_peak_bytes):>8}"
-        )
-        line = Text(f"#{event.number:<4} ", LABEL).append(f"{proof}  ").append(event.summary, "cyan")
-        line.append(f"  {event.reason}" if event.reason else "", DIM)
-        line.truncate(width, overflow="ellipsis")
-        lines.append(line)
+    lines = []
+    for heading, rows in groups:
+        lines.append(Text(heading, "bold cyan"))
+        for count, reason in rows:
+            line = Text(f"  {count:>6,}  ", DIM).append(reason)
+            line.truncate(width, overflow="ellipsis")
+            lines.append(line)
+        lines.append(Text(""))
     return Text("\n").join(lines)
+
+
+def _proof(event: TrialPruned) -> str:
+    return (
+        f"at least {format_bytes(event.peak_low_bytes)}, predicted"
+        f" {format_bytes(event.predicted_peak_bytes)}: {event.summary}"
+    )
+
+
+def _not_used(reasons: dict[str, str]) -> list[tuple[int, str]]:
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return [(len(each), f"{', '.join(each)}: {reason}") for reason, each in names.items()]
+
+
+def comparison(view: SearchView, trials: list[TrialView], width: int) -> Text:
+    """Return two trials next to each other: clauses that differ, and their measurements."""
+    one, two = trials
+    own, other = one.sentence.split("; "), two.sentence.split("; ")
+    lines = [Text("both: " + ("; ".join(each for each in own if each in other) or "–"), DIM), Text("")]
+    for trial, clauses, against in ((one, own, other), (two, other, own)):
+        only = "; ".join(each for each in clauses if each not in against) or "–"
+        lines.append(Text(f"#{trial.number:<4}", LABEL).append(only))
+    column = max(12, min(24, (width - 12) // 2))
+    rows = [("", f"#{one.number}", f"#{two.number}"), *_compared(one, two)]
+    lines += [Text(""), *(Text(f"{name:<12}{a:>{column}}{b:>{column}}") for name, a, b in rows)]
+    return Text("\n").join(lines)
+
+
+def command_of(trial: TrialView, model: str) -> str:
+    """Return shell commands that run a trial's settings once."""
+    name = f"trial-{trial.number}.yaml"
+    config = f"settings: {flow(trial.settings)}"
+    return f"echo {shlex.quote(config)} > {name} && memtune trial {shlex.quote(model)} --config {name}"
+
+
+def _compared(one: TrialView, two: TrialView) -> list[tuple[str, str, str]]:
+    def of(trial: TrialView) -> tuple[str, ...]:
+        result = trial.result
+        return (
+            STATUS_TEXT[trial.status],
+            trial.micro_batches,
+            formatting.rate(result.samples_per_s if result else None),
+            formatting.maybe_seconds(result.step_s if result else None),
+            formatting.maybe_seconds(trial.predicted_step_s),
+            formatting.maybe_bytes(result.peak_allocated_bytes if result else None),
+            formatting.maybe_bytes(trial.predicted_peak_bytes),
+            formatting.maybe_bytes(result.host_peak_bytes if result else None),
+        )
+
+    names = ("result", "batch", "samples/s", "step", "  predicted", "peak", "  predicted", "host")
+    return list(zip(names, of(one), of(two), strict=True))
 
 
 def _section(heading: str, body: Text) -> Text:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from memtune.autotune.search import (
@@ -31,6 +33,7 @@ from memtune.autotune.search import (
     TrialStarted,
     Unknown,
 )
+from memtune.errors import ConfigError
 from memtune.executors import TrialResult
 
 Shown = Literal["running", "ok", "oom", "timeout", "crash", "unfit", "cancelled"]
@@ -45,7 +48,7 @@ STATUS_TEXT: dict[str, str] = {
 }
 _ETA_WINDOW = 10
 """Number of latest finished trials that the ETA is based on; earlier ones ran other kinds of settings."""
-MAX_NOTES = 200
+MAX_NOTES, MAX_SEEN = 200, 64
 
 
 @dataclass
@@ -63,9 +66,32 @@ class TrialView:
     status: Shown = "running"
     stage: str = "starting"
     device_bytes: int | None = None
+    bytes_seen: list[int] = field(default_factory=list)
+    """Device bytes at each sign of life, oldest first."""
     reason: str = ""
     finished_s: float | None = None
     result: TrialResult | None = None
+
+    @cached_property
+    def sentence(self) -> str:
+        """The techniques as clauses that a user can read; the short summary for settings of a newer
+        version.
+        """
+        from memtune.config import load_config
+
+        if not self.settings:
+            return self.summary
+        try:
+            return load_config({"settings": self.settings}).settings.sentence
+        except ConfigError:
+            return self.summary
+
+    @property
+    def micro_batches(self) -> str:
+        """Return `4`, or `2×4` for four micro-batches of two samples; empty if unknown."""
+        execution = self.settings.get("execution") or {}
+        size, accumulate = execution.get("micro_batch"), execution.get("accumulate", 1)
+        return "" if size is None else f"{size}×{accumulate}" if accumulate > 1 else str(size)
 
     @property
     def label(self) -> str:
@@ -113,7 +139,7 @@ class SearchView:
     scored: CandidatesScored | None = None
     finished: SearchFinished | None = None
     trials: dict[int, TrialView] = field(default_factory=dict)
-    pruned: dict[int, TrialPruned] = field(default_factory=dict)
+    pruned: list[TrialPruned] = field(default_factory=list)
     best_number: int | None = None
     best_changed: BestChanged | None = None
     calibrated: Calibrated | None = None
@@ -137,7 +163,7 @@ class SearchView:
             case TrialStarted() | TrialFinished() | TrialProgress() | TrialCancelled():
                 self._apply_trial(event)
             case TrialPruned():
-                self.pruned[event.number] = event
+                self.pruned.append(event)
             case BestChanged():
                 self.best_number, self.best_changed = event.number, event
             case Paused() | Resumed():
@@ -188,7 +214,9 @@ class SearchView:
             trial.status, trial.reason, trial.finished_s = "cancelled", event.reason, event.elapsed_s
         else:
             trial.stage = event.stage
-            trial.device_bytes = event.device_bytes if event.device_bytes is not None else trial.device_bytes
+            if event.device_bytes is not None:
+                trial.device_bytes = event.device_bytes
+                trial.bytes_seen = [*trial.bytes_seen, event.device_bytes][-MAX_SEEN:]
 
     def _reopen(self, event: LogOpened) -> None:
         """Handle a resumed search: trials that ran when the last process ended have no result."""
@@ -235,6 +263,39 @@ class SearchView:
         """Return the trial that is currently best."""
         return self.trials.get(self.best_number) if self.best_number is not None else None
 
+    def noise(self, number: int | None) -> float:
+        """Return by how much the rates of a trial's setting differ, relatively: over its repeats, and over
+        the steps of each.
+        """
+        trial = self.trials.get(-1 if number is None else number)
+        if trial is None:
+            return 0.0
+        same = (trial.settings, trial.summary)
+        results = [
+            each.result for each in self.done if (each.settings, each.summary) == same and each.status == "ok"
+        ]
+        rates = [each.samples_per_s for each in results if each and each.samples_per_s]
+        steps = [each.spread_s / each.step_s for each in results if each and each.step_s]
+        return max(max(rates) / min(rates) - 1 if rates else 0.0, *steps, 0.0)
+
+    def setting(self, trial: TrialView) -> str:
+        """Return the clauses of a trial that are not those of the user's own setting, if any."""
+        own = () if trial.name == "plain" else self.own_clauses()
+        clauses = [each for each in trial.sentence.split("; ") if each not in own]
+        return "; ".join(clauses) or trial.sentence
+
+    def own_clauses(self) -> Collection[str]:
+        """Return the clauses of the user's own setting, which a list need not repeat in every row."""
+        plain = next((each for each in self.baselines if each.name == "plain"), None)
+        return plain.sentence.split("; ") if plain is not None else self._replicas()
+
+    def _replicas(self) -> Collection[str]:
+        if self.started is None or self.started.ranks < 2:
+            return ()
+        from memtune.search_spaces import find
+
+        return (find("sharding.states", "ddp")(kind="ddp").described(),)
+
     @property
     def budget_bytes(self) -> int | None:
         """Return device bytes per rank, None without a limit."""
@@ -277,7 +338,7 @@ class SearchView:
         durations = [
             trial.finished_s - trial.started_s for trial in self.done if trial.finished_s is not None
         ]
-        if self.started.max_trials is not None and durations:
+        if self.started.max_trials is not None and len(self.done) < self.started.max_trials and durations:
             left_s = (self.started.max_trials - len(self.done)) * statistics.mean(durations[-_ETA_WINDOW:])
             spent_s = sum(max(0.0, now_s - trial.started_s) for trial in self.running)
             bounds.append((left_s - spent_s) / max(1, self.started.slots))

@@ -97,6 +97,7 @@ MicroBatch = Annotated[
 
 @app.command()
 def search(
+    context: typer.Context,
     model: Model,
     gpus: Gpus = None,
     device: Device = None,
@@ -133,6 +134,7 @@ def search(
         bool, typer.Option("--no-tui", help="One line per trial instead of the screen.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")] = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> int:
     """Find the fastest setting that fits, from real trials, and write tuned.yaml."""

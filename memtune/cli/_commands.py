@@ -299,12 +299,17 @@ def _rate(name: str, value: float) -> str:
 
 def watch(study: str) -> int:
     """Run `memtune watch`: show the search screen over an event log."""
-    from memtune.autotune.ui import run_tui
+    from memtune.autotune.search import read_events
+    from memtune.autotune.ui import SearchView, run_tui, summary_lines
 
     path = _event_log(study)
     if not sys.stdout.isatty():
         raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
     run_tui(path)
+    view = SearchView()
+    for event in read_events(path):
+        view.apply(event)
+    print("\n".join(summary_lines(view)) or f"the search goes on; its log is {path}")
     return 0
 
 

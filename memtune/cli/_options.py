@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memtune.errors import EnvironmentFault, UsageError
-from memtune.units import parse_bytes, parse_seconds
+from memtune.units import format_bytes, parse_bytes, parse_seconds
 
 _MOST_FIXES = 5
 _GOALS = ("throughput", "memory", "batch")
@@ -195,6 +195,17 @@ def launcher(given: dict[str, Any]) -> str:
             code="MT100",
         )
     return executor
+
+
+def header(command: str, given: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the first line of a command: model, devices, limit and goal, as far as they are given."""
+    ranks = options["ranks"]
+    plural = "s" if ranks > 1 else ""
+    devices = (f"{ranks} CPU worker{plural}" if options["device"] == "cpu" else f"{ranks} GPU{plural}") + (
+        f" {given['gpu_type']}" if given["gpu_type"] else ""
+    )
+    limit = f" · limit {format_bytes(options['budget_bytes'])} each" if options["budget_bytes"] else ""
+    return f"memtune {command} {given['model']} · {devices}{limit} · goal {options['goal']}"
 
 
 def search_only(given: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,10 +16,12 @@ from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
+from memtune.progress import Progress, shown
 from memtune.search_spaces import matching
 
 if TYPE_CHECKING:
-    from memtune.autotune.search import SearchOutcome
+    from memtune.autotune.search import SearchOutcome, StudyFolder
+    from memtune.autotune.space import SearchOptions
 
 
 _FILE_COLUMNS = 160
@@ -28,32 +32,42 @@ def search(given: dict[str, Any]) -> int:
     """Run the search with its screen, or with one line per trial; return its exit code."""
     only = _options.search_only(given)
     common = _options.common(given, for_trials=not given["dry_run"])
+    quiet, screen, progress = given["quiet"], _wants_screen(given), Progress()
+    if not quiet:
+        say(_options.header("search", given, common))
+        progress.phase("loading torch")
 
-    with loading():
-        from memtune.autotune.search import Control, study_folder
-        from memtune.autotune.search import search as run_search
-        from memtune.autotune.space import SearchOptions
+    def load() -> tuple[SearchOptions, StudyFolder]:
+        with loading():
+            from memtune.autotune.search import study_folder
+            from memtune.autotune.space import SearchOptions
+        options = SearchOptions(**common, **only)
+        folder = study_folder(options)
+        return replace(options, study=str(folder.path)), folder
 
-    options = SearchOptions(**common, **only)
-    folder = study_folder(options)
-    options = replace(options, study=str(folder.path))
-    control, quiet, screen = Control(), given["quiet"], _wants_screen(given)
+    with _showing(progress, quiet):
+        options, folder = load()
+    from memtune.autotune.search import Control
+    from memtune.autotune.search import search as run_search
+
+    control = Control()
 
     def work() -> SearchOutcome:
-        return run_search(options, control, say=(lambda text: None) if quiet else say)
+        return run_search(options, control, say=progress.phase)
 
     with report_crashes(given["model"], given["as_json"]), results() as stream:
         if quiet or options.dry_run:
-            with control.catch_signals():
+            with control.catch_signals(), _showing(progress, quiet):
                 outcome = work()
         elif screen:
             from memtune.autotune.ui import with_tui
 
-            outcome = with_tui(work, folder.events, control)
+            outcome = with_tui(work, folder.events, control, progress)
         else:
-            from memtune.autotune.ui import with_lines
+            from memtune.autotune.ui import LinePrinter, with_lines
 
-            outcome = with_lines(work, folder.events, control)
+            printer = LinePrinter(progress=progress, verbose=given["verbose"])
+            outcome = with_lines(work, folder.events, control, printer)
         if given["as_json"]:
             emit(outcome.to_dict(), stream)
         elif options.dry_run:
@@ -61,11 +75,28 @@ def search(given: dict[str, Any]) -> int:
                 print(f"{trial['role']:<7} {trial['name']:<10} {trial['summary']}", file=stream)
         elif outcome.out is not None:
             print(outcome.out, file=stream)
-    if outcome.out is not None and not (quiet or given["as_json"]):
-        _summary(folder.events, outcome.out)
+    if not (quiet or given["as_json"] or options.dry_run) and (outcome.out or outcome.status != "done"):
+        _summary(folder.events, outcome.out or "", _resuming(given, folder))
     elif not quiet:
         say(outcome.message)
     return outcome.exit_code
+
+
+def _resuming(given: dict[str, Any], folder: StudyFolder) -> str:
+    """Return the command line that resumes this search."""
+    command = ["memtune", *(given["context"].obj or ("search", given["model"]))]
+    study = [] if given["study"] is not None else ["--study", folder.name]
+    return shlex.join([*command, *study, *([] if given["resume"] else ["--resume"])])
+
+
+@contextlib.contextmanager
+def _showing(progress: Progress, quiet: bool) -> Iterator[None]:
+    """Show the phases on stderr, unless only the result is wanted."""
+    if quiet:
+        yield
+        return
+    with shown(progress, sys.stderr):
+        yield
 
 
 def _wants_screen(given: dict[str, Any]) -> bool:
@@ -74,14 +105,15 @@ def _wants_screen(given: dict[str, Any]) -> bool:
     )
 
 
-def _summary(log: Path, out: str) -> None:
+def _summary(log: Path, out: str, go_on: str) -> None:
     from memtune.autotune.search import read_events
     from memtune.autotune.ui import SearchView, summary_lines, use_color
 
     view = SearchView()
     for event in read_events(log):
         view.apply(event)
-    for line in summary_lines(view, see_why=f"memtune explain {out}", color=use_color(sys.stderr)):
+    color, why = use_color(sys.stderr), f"memtune explain {os.path.relpath(out)}" if out else ""
+    for line in summary_lines(view, see_why=why, color=color, go_on=go_on):
         say(line)
 
 
@@ -99,13 +131,16 @@ def plan(given: dict[str, Any]) -> int:
 
     from memtune.executors import probing
 
+    progress = Progress()
+    say(_options.header("plan", given, common))
+    progress.phase("loading torch")
     # The child process that probes the workload imports torch while this process does the same.
     with (
         report_crashes(given["model"], given["as_json"]),
         results() as stream,
         probing(given["model"]) as begun,
     ):
-        with loading():
+        with loading(), shown(progress, sys.stderr):
             from memtune.autotune.search import plan as make_plan
             from memtune.autotune.space import PlanOptions
 
@@ -120,7 +155,8 @@ def plan(given: dict[str, Any]) -> int:
             row=given["row"],
             why_not=given["why_not"],
         )
-        report = make_plan(options, say=say, begun=begun)
+        with shown(progress, sys.stderr):
+            report = make_plan(options, say=progress.phase, begun=begun)
         if given["as_json"]:
             emit(report.to_dict(), stream)
         else:

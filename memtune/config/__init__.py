@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         load_config,
         save,
     )
-    from memtune.config.yaml_io import save_text
+    from memtune.config.yaml_io import flow, save_text
 else:
     __getattr__ = open_door(__name__)
 
@@ -39,6 +39,7 @@ __all__ = [
     "environment",
     "file_texts",
     "fingerprint",
+    "flow",
     "load_config",
     "save",
     "save_text",

@@ -16,7 +16,8 @@ from memtune.autotune.search.plan_report import PlanReport, plan
 from memtune.autotune.search.trials import run_trial
 from memtune.autotune.space import Remedy
 from memtune.autotune.space.search_options import PlanOptions
-from memtune.autotune.ui.plan_text import grouped, render
+from memtune.autotune.ui.formatting import grouped
+from memtune.autotune.ui.plan_text import render
 from memtune.config import load_config
 from memtune.errors import ConfigError, UsageError
 

@@ -158,3 +158,19 @@ except EnvironmentFault as error:
     assert done.stdout.split() == ["MT402"], done.stderr
     kept = Sampler(tmp_path / "s.db", space, 0).trials()
     assert [each.outcome for each in kept[:3]] == ["complete"] * 3
+
+
+def test_a_pruned_suggestion_gives_its_number_back(space: Space, tmp_path: Path):
+    sampler = Sampler(tmp_path / "study.db", space, 0)
+    first, _ = sampler.ask()
+    sampler.tell(first, ok(first), 1.0)
+    pruned, _ = sampler.ask()
+    sampler.prune(pruned, "too large")
+    second, _ = sampler.ask()
+    assert (first, pruned, second) == (0, 1, 1)
+    sampler.tell(second, ok(second), 2.0)
+    sampler.close()
+    again = Sampler(tmp_path / "study.db", space, 0)
+    assert [each.number for each in again.trials() if each.outcome == "complete"] == [0, 1]
+    assert again.ask()[0] == 2
+    again.close()

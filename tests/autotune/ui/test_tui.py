@@ -1,8 +1,10 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,11 @@ from support.search import event_stream as stream  # noqa: E402
 
 from memtune.autotune.search.control import Control  # noqa: E402
 from memtune.autotune.search.search_events import EventLog, TrialProgress, TrialStarted  # noqa: E402
+from memtune.autotune.ui import tui_panels  # noqa: E402
+from memtune.autotune.ui.machine_line import gpu_parts, memory_part  # noqa: E402
 from memtune.autotune.ui.tui import SearchApp, with_tui  # noqa: E402
+from memtune.autotune.ui.view import SearchView  # noqa: E402
+from memtune.config import load_config  # noqa: E402
 
 PROGRAM = Path(stream.__file__)
 MIB = 2**20
@@ -71,7 +77,10 @@ def test_screen_shows_counts_best_baselines_and_trials(tmp_path, size):
     assert bar.count("█") == (10 if size[0] == 100 else 5)  # 300 of 600 MiB
     assert "step 1/4" in bar
     assert any("★ 18.9" in line and " 571 MiB" in line for line in lines)
-    assert ("● trial" in whole) == (size[0] == 100)
+    assert ("◆ baseline" in whole) == (size[0] == 100)
+    assert any("▁▄" in line or "▄" in line for line in lines) == (
+        size[0] == 100
+    )  # bytes of the running trial
 
 
 def test_screen_counts_repeats_separately(tmp_path):
@@ -87,12 +96,64 @@ def test_screen_shows_empty_log(tmp_path, size):
     assert "waiting for it to start" in "\n".join(show(tmp_path, [], size))
 
 
-def test_scatter_has_best_on_top_and_limit_on_right(tmp_path):
+def test_scatter_starts_at_zero_and_shows_numbers_front_and_limit(tmp_path):
     lines = show(tmp_path, running_search(), (60, 24), keys=["g"])
     top = next(line for line in lines if line.startswith(" 18.9 │"))
-    bottom = next(line for line in lines if line.startswith(" 12.1 │"))
-    assert top.index("★") < top.index("┊")
-    assert bottom.index("◆") < top.index("★")
+    baseline = next(line for line in lines if "◆1" in line)
+    assert any(line.startswith(" 0.00 │") for line in lines)
+    assert "0 B" in lines[-4]
+    assert top.index("★4") < top.index("┊")
+    assert baseline.index("◆1") < top.index("★4")
+    assert "·●3" in baseline  # the front goes on from the baseline to the next trial
+
+
+def test_screen_orders_filters_and_compares_trials(tmp_path):
+    def numbers(keys):
+        lines = show(tmp_path / "-".join(keys), running_search(), (100, 30), keys=keys)
+        return [line.split()[0] for line in lines[10:17] if line.split() and line.split()[0].isdigit()]
+
+    assert numbers([]) == ["0", "1", "2", "3", "4", "5", "6"]
+    assert numbers(["o"])[:3] == ["4", "3", "1"]
+    assert numbers(["o", "o"])[:3] == ["1", "3", "4"]
+    assert numbers(["slash", "a", "u", "d", "i"]) == ["5"]
+    compared = "\n".join(
+        show(tmp_path / "compared", running_search(), (100, 30), keys=["k", "k", "space", "k", "c"])
+    )
+    assert "trials 4 and 3" in compared or "trials 4 and 5" in compared
+    assert "predicted" in compared
+
+
+def test_copied_command_runs_the_settings_of_a_trial(tmp_path):
+    view = SearchView()
+    for event in running_search():
+        view.apply(event)
+    command = tui_panels.command_of(view.trials[4], "my model.py")
+    assert command.endswith("> trial-4.yaml && memtune trial 'my model.py' --config trial-4.yaml")
+    written = subprocess.run(
+        ["bash", "-c", command.partition(" && ")[0]], cwd=tmp_path, check=True, capture_output=True
+    )
+    assert written.returncode == 0
+    expected = load_config({"settings": view.trials[4].settings})
+    assert load_config(tmp_path / "trial-4.yaml") == expected
+
+
+def test_gain_within_the_noise_is_not_shown():
+    view = SearchView()
+    for event in running_search():
+        view.apply(event)
+    assert "+56 %" in tui_panels.header(view, 1.0, 120).plain
+    best = view.trials[4]
+    slow = best.result.model_copy(update={"samples_per_s": best.result.samples_per_s / 2})
+    view.trials[99] = replace(best, number=99, result=slow)  # a repeat of the best, half as fast
+    assert "+56 %" not in tui_panels.header(view, 1.0, 120).plain
+
+
+def test_machine_line_reads_what_is_there():
+    assert (
+        memory_part("MemTotal: 2048 kB\nMemFree: 1 kB\nMemAvailable: 1024 kB\n") == "host 1.00 MiB/2.00 MiB"
+    )
+    assert memory_part("") is None
+    assert list(gpu_parts("97, 40960, 81559, 61\n[N/A], 1, 2, 3\n")) == ["gpu0 97% 40.0 GiB/79.6 GiB 61 °C"]
 
 
 def test_trial_view_shows_settings_reason_and_memory(tmp_path):
@@ -116,8 +177,9 @@ def test_trial_view_scrolls_to_crash_log(tmp_path):
 
 def test_screen_lists_pruned_candidates_with_reason(tmp_path):
     listed = "\n".join(show(tmp_path, running_search(), (100, 30), keys=["n"]))
-    assert "#100" in listed
-    assert "at least  850 MiB, predicted  900 MiB" in listed
+    assert "2 candidates cannot fit" in listed
+    assert "at least 850 MiB, predicted 900 MiB" in listed
+    assert "4 candidates refused" in listed
 
 
 @pytest.mark.parametrize(

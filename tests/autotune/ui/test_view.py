@@ -13,6 +13,7 @@ from memtune.autotune.search.search_events import (
     Note,
     Paused,
     Resumed,
+    SearchFinished,
     SearchStarted,
     TrialCancelled,
     TrialFinished,
@@ -25,6 +26,7 @@ from memtune.autotune.ui import tui_panels as tui_details
 from memtune.autotune.ui.line_printer import LinePrinter, summary_lines, with_lines
 from memtune.autotune.ui.view import SearchView
 from memtune.executors.base import TrialResult
+from memtune.progress import Progress
 
 MIB = 2**20
 
@@ -36,9 +38,9 @@ def fold(events, step_s=0.0) -> SearchView:
     return view
 
 
-def printed(events, color=False) -> str:
+def printed(events, color=False, **options) -> str:
     out = io.StringIO()
-    printer = LinePrinter(out, color)
+    printer = LinePrinter(out, color, **options)
     for event in events:
         printer.apply(event)
     printer.close()
@@ -129,14 +131,14 @@ def test_view_ignores_unknown_events():
 def test_printer_prints_one_aligned_line_per_trial():
     out = printed(stream.all_events())
     lines = out.splitlines()
-    trials = [line for line in lines if line[:4].strip().isdigit()]
+    trials = [line for line in lines if line[:6].strip().isdigit() and line.startswith(" ")]
     assert len(trials) == 10
-    head = next(line for line in lines if "settings" in line)
-    column = head.index("settings")
+    head = next(line for line in lines if "setting" in line and "batch" in line)
+    column = head.index("setting")
     assert all(trial[column - 2 : column] == "  " and trial[column] != " " for trial in trials)
     assert (
-        "   4  search           ok               1.69 s       18.9    571 MiB     +3.0 %  recompute"
-        " every_nth(2)" in out
+        "   4  search           ok                8×2    1.69 s       18.9    571 MiB     +3.0 %  recomputes"
+        " one block in 2 in backward (Chen et al. 2016)" in out
     )
     assert "   0  plain            out of memory" in out
     assert "aten::addmm asked for 24 MiB" in out
@@ -159,7 +161,8 @@ def test_printer_prints_unused_techniques_by_slot():
         "allocator: async": "no effect on CPU",
         "recompute: dtr": "on CUDA",
     }
-    lines = printed([CandidatesScored(n_candidates=3, not_used=reasons)]).splitlines()
+    lines = printed([CandidatesScored(n_candidates=3, not_used=reasons)], verbose=True).splitlines()
+    assert len(printed([CandidatesScored(n_candidates=3, not_used=reasons)]).splitlines()) == 1
     assert lines[1:] == ["not used: recompute coop, dtr · allocator async (`memtune plan` says why)"]
     assert len(printed([CandidatesScored(n_candidates=3)]).splitlines()) == 1
 
@@ -211,6 +214,8 @@ def test_printer_ends_with_result_against_plain_and_usage():
             "✔ tuned.yaml  18.9 samples/s (plain: out of memory) · peak 571 MiB of 600 MiB · checked in a"
             " fresh process"
         ),
+        "  setting    recomputes one block in 2 in backward (Chen et al. 2016); divides weights, gradients"
+        " and optimizer state over 2 ranks (FSDP)",
         '  use it     model, optimizer = memtune.apply(model, optimizer, "tuned.yaml")',
         "  see why    memtune report gpt-7f3a",
     ]
@@ -313,3 +318,27 @@ def test_rate_format(value, shown):
 )
 def test_bars_have_equal_width(fraction, shown):
     assert formatting.bar(fraction, 4) == shown
+
+
+def test_printer_shows_the_phase_before_the_first_trial():
+    out, progress = io.StringIO(), Progress()
+    printer = LinePrinter(out, color=False, progress=progress)
+    progress.phase("recording one training step")
+    printer.tick(0.5)
+    progress.phase("scoring settings")
+    printer.tick(3.0)
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("recording one training step · ")
+    assert second == "scoring settings"
+
+
+def test_interrupted_search_looks_interrupted():
+    events = [each for each in stream.all_events() if each.event != "search_finished"]
+    view = fold([*events, SearchFinished(status="interrupted", out="tuned.yaml", best_number=4)])
+    lines = summary_lines(view, go_on="memtune search gpt.py --resume")
+    assert lines[0] == (
+        "◐ interrupted after 10 of 10 trials, not confirmed in a fresh process: tuned.yaml is the best so far"
+    )
+    assert "  go on      memtune search gpt.py --resume" in lines
+    nothing = fold([SearchFinished(status="interrupted", message="stopped by you; nothing fitted yet")])
+    assert summary_lines(nothing, go_on="again")[-1] == "  go on      again"

@@ -1,0 +1,181 @@
+"""Progress of long phases: written by the work, shown by a display in another thread.
+
+Deep code calls `advance` without knowing who listens; without a listener it costs one lookup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TextIO
+
+from memtune.units import format_seconds
+
+SILENT_S = 2.0
+"""Longest time without a sign of life."""
+_REDRAW_S = 0.25
+_LEFT_AFTER_S = 1.0
+"""Seconds of a phase after which its rate says how long it will take."""
+
+
+class Progress:
+    """The phase that runs now, and the work done in it."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self.text, self.noun = "", ""
+        self.done, self.total = 0, 0
+        self.finished: list[str] = []
+        """Lines of finished phases that no display has taken yet."""
+
+    def phase(self, text: str) -> None:
+        """Begin a phase, which ends the one before; without a text nothing begins."""
+        if self.text:
+            self.finished.append(f"{self.text}{self._count()} · {format_seconds(self.elapsed_s())}")
+        self._began_s = time.monotonic()
+        self.text, self.noun, self.done, self.total = text, "", 0, 0
+
+    def end(self) -> None:
+        """End the last phase."""
+        self.phase("")
+
+    def elapsed_s(self) -> float:
+        """Return seconds since the phase began."""
+        return time.monotonic() - self._began_s
+
+    def detail(self) -> str:
+        """Return the work done, the time spent and, if the total is known, the time left."""
+        elapsed_s = self.elapsed_s()
+        left = ""
+        if self.total > self.done > 0 and elapsed_s > _LEFT_AFTER_S:
+            left = f", about {format_seconds(round(elapsed_s * (self.total / self.done - 1), 1))} left"
+        return f"{self._count()} · {elapsed_s:.0f} s{left}"
+
+    def _count(self) -> str:
+        if not self.done:
+            return ""
+        return f" · {self.done:,}{f' of {self.total:,}' if self.total else ''} {self.noun}".rstrip()
+
+
+_LISTENER: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextlib.contextmanager
+def reported_to(progress: Progress) -> Iterator[None]:
+    """Send the progress of work inside this context, in this thread, to `progress`."""
+    token = _LISTENER.set(progress)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def advance(done: int, noun: str, total: int = 0) -> None:
+    """Report the work done so far in the present phase; `total` 0 if it is unknown."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.done, listener.noun, listener.total = done, noun, total
+
+
+class StatusLine:
+    """One line about the present, below lines that stay.
+
+    On a terminal it is redrawn in place. Elsewhere its subject begins a line, to which a detail is appended
+    every two seconds, so that a log shows life without a line per sign of it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.redraws = stream, stream.isatty()
+        self._subject, self._written_s, self._open = "", 0.0, False
+
+    def show(self, subject: str, detail: str) -> None:
+        """Show `subject` and `detail` as the present."""
+        now_s = time.monotonic()
+        if self.redraws:
+            width = _columns(self._stream)
+            self._write(f"\r{f'{subject}{detail}'[: width - 1]:<{width - 1}}")  # blanks need no escapes
+            self._open = True
+        elif subject != self._subject or not self._open:
+            self._end_line()
+            self._write(subject)
+            self._open, self._written_s = True, now_s
+        elif now_s - self._written_s >= SILENT_S:
+            self._write(detail)
+            self._written_s = now_s
+        self._subject = subject
+
+    def finish(self, line: str) -> None:
+        """Print the line of a finished phase, which begins with its subject."""
+        if self._open and not self.redraws and line.startswith(self._subject):
+            self._write(line[len(self._subject) :] + "\n")
+            self._open = False
+        else:
+            self.print(line)
+
+    def print(self, line: str) -> None:
+        """Print a line that stays."""
+        self._end_line()
+        self._write(line + "\n")
+
+    def close(self) -> None:
+        """Remove the line from a terminal, end it elsewhere."""
+        self._end_line()
+
+    def _end_line(self) -> None:
+        if self._open:
+            self._write(f"\r{' ' * (_columns(self._stream) - 1)}\r" if self.redraws else "\n")
+            self._open = False
+
+    def _write(self, text: str) -> None:
+        # A closed pipe (`| head`) must not end work that has run for hours.
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    import os
+
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 80
+
+
+@contextlib.contextmanager
+def shown(progress: Progress, stream: TextIO) -> Iterator[None]:
+    """Show `progress` on `stream` while this context lasts; each finished phase leaves a line."""
+    over, status = threading.Event(), StatusLine(stream)
+
+    def draw() -> None:
+        for line in drain(progress):
+            status.finish(line)
+        if progress.text:
+            status.show(progress.text, progress.detail())
+
+    def follow() -> None:
+        while not over.wait(_REDRAW_S):
+            draw()
+
+    thread = threading.Thread(target=follow, name="memtune-progress", daemon=True)
+    thread.start()
+    try:
+        with reported_to(progress):
+            yield
+    finally:
+        over.set()
+        thread.join()
+        progress.end()
+        draw()
+        status.close()
+
+
+def drain(progress: Progress) -> list[str]:
+    """Return the lines of phases that finished since the last call."""
+    lines = []
+    while progress.finished:
+        lines.append(progress.finished.pop(0))
+    return lines

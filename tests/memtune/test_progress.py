@@ -1,0 +1,75 @@
+"""Progress of phases, and the line that shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+
+from memtune import progress as module
+from memtune.progress import Progress, StatusLine, advance, reported_to, shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_phase_has_its_work_and_the_time_left(clock: list[float]):
+    progress = Progress()
+    progress.phase("scoring settings")
+    with reported_to(progress):
+        advance(250, "settings", 1000)
+    clock[0] += 5
+    assert progress.detail() == " · 250 of 1,000 settings · 5 s, about 15 s left"
+    progress.phase("starting")
+    assert progress.finished == ["scoring settings · 250 of 1,000 settings · 5 s"]
+    assert progress.detail() == " · 0 s"
+
+
+def test_work_without_a_listener_reports_nothing():
+    progress = Progress()
+    progress.phase("recording")
+    advance(250, "ops")
+    assert progress.done == 0
+
+
+def test_log_gets_one_line_per_subject_and_a_sign_of_life_every_two_seconds(clock: list[float]):
+    out = io.StringIO()
+    status = StatusLine(out)
+    for second in (0.0, 1.0, 1.0, 1.0):
+        clock[0] += second
+        status.show("recording", f" · {clock[0] - 100:.0f} s")
+    status.finish("recording · 3 s")
+    status.print("done")
+    assert out.getvalue() == "recording · 2 s · 3 s\ndone\n"
+
+
+def test_terminal_gets_one_line_that_is_redrawn_without_escapes():
+    out = Terminal()
+    status = StatusLine(out)
+    status.show("recording", " · 1 s")
+    status.show("recording", " · 2 s")
+    status.print("done")
+    drawn = out.getvalue()
+    assert drawn.count("\r") == 4
+    assert drawn.endswith("\rdone\n")
+    assert "\x1b" not in drawn
+
+
+def test_shown_progress_ends_with_the_work():
+    out, progress = io.StringIO(), Progress()
+    with contextlib.suppress(ValueError), shown(progress, out):
+        progress.phase("recording")
+        advance(3, "ops")
+        raise ValueError("wrong")
+    assert out.getvalue().startswith("recording · 3 ops · ")
+    assert out.getvalue().count("\n") == 1
