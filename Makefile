@@ -32,15 +32,24 @@ help:  ## print this list
 
 setup: $(READY)  ## make the environment: everything memtune, its extras and its tests need, at pinned versions
 
+PIP := $(BIN)/python -m pip install -q -c $(VENV)/constraints.txt
+
+# A step by its name, with a dot every two seconds while it runs: downloads and the compiler are silent for minutes.
+define step
+@printf '%s ' '$(1)'; { $(2); } & pid=$$!; n=0; \
+while kill -0 $$pid 2>/dev/null; do sleep 0.5; n=$$((n + 1)); [ $$((n % 4)) != 0 ] || printf .; done; \
+wait $$pid; code=$$?; echo " $$((n / 2)) s"; exit $$code
+endef
+
 # torch first and by its exact version, so that any build of that version (also a prepared CPU build) is accepted and no later
 # package requests another. With a torch of the outer Python the other pins still apply.
 $(READY): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memtune needs Python 3.11 or later, this is " + sys.version.split()[0] + ". Fix: make setup PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	$(call step,environment,$(PYTHON) -m venv $(VENV_ARGS) $(VENV))
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)" -c $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt scikit-build-core nanobind cmake ninja
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	$(call step,PyTorch,$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "$$(grep '^torch==' constraints.txt)")
+	$(call step,build tools,$(PIP) scikit-build-core nanobind cmake ninja)
+	$(call step,memtune: compiling its native code and installing the packages it needs,PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation -e '.[$(EXTRAS)]')
 	touch $@
 
 demo: setup  ## search a real model under a memory budget on this CPU, then train with the config it found

@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from memtune.autotune.search.study import search, study_folder
     from memtune.autotune.search.study_store import TIMELINES, StudyFolder, check_writable, named_study
     from memtune.autotune.search.trials import run_trial
+    from memtune.autotune.search.why_not import Absence
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
     "TIMELINES",
+    "Absence",
     "BestChanged",
     "Calibrated",
     "CandidatesScored",

@@ -272,6 +272,13 @@ def explain(
     gpu_type: GpuType = None,
     nodes: Nodes = None,
     max_memory: Memory = None,
+    why_not: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Explain why this technique is not used instead; needs --model."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also descriptions, sources, plans and all figures.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Explain each setting of a config: its reason, its cost and its savings, by simulating the config

@@ -7,17 +7,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results
 from memtune.config import TunedConfig, load_config
+from memtune.errors import UsageError
+from memtune.progress import Progress, shown
+from memtune.search_spaces import matching
 from memtune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memtune.autotune.space import AblatedSetting, Ablation
+    from memtune.autotune.search import Absence
+    from memtune.autotune.space import AblatedSetting, Ablation, PlanOptions
 
 SCHEMA = 1
 _INDENT = 21
@@ -26,6 +30,10 @@ _INDENT = 21
 def explain(given: dict[str, Any]) -> int:
     """Print the explanation; with a model, simulate the config again without each setting."""
     tuned = load_config(given["config"])
+    if given["why_not"] is not None:
+        matching(given["why_not"])
+        if given["model"] is None:
+            raise UsageError("--why-not simulates the model.", fix="add --model model.py", code="MT100")
     if given["model"] is not None:
         _options.workload(given["model"])
 
@@ -33,27 +41,55 @@ def explain(given: dict[str, Any]) -> int:
         nullcontext() if given["model"] is None else report_crashes(given["model"], given["as_json"]),
         results() as stream,
     ):
-        found, origin = _ablation(tuned, given)
+        progress = Progress()
+        with shown(progress, sys.stderr):
+            found, origin = _ablation(tuned, given, progress)
+            absent = _absences(tuned, given, progress)
         budget = _budget(tuned, given)
         rows = [*_rows(tuned)]
         if given["as_json"]:
-            emit(_document(tuned, rows, found, origin, budget), stream)
+            document = _document(tuned, rows, found, origin, budget)
+            emit(document | {"why_not": [each.to_dict() for each in absent]}, stream)
             return 0
         lines = (
-            *_setting_lines(tuned, rows, found, origin, budget),
-            *_number_lines(tuned),
+            *_setting_lines(tuned, rows, found, origin, budget, verbose=given["verbose"]),
+            *(_number_lines(tuned) if given["verbose"] else _figures(tuned, budget)),
             *_over_budget(tuned.certificate),
+            *(f"{each.technique}: {each.reason}" for each in absent),
         )
         print("\n".join(lines), file=stream)
     return 0
 
 
-def _ablation(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | None, str]:
+def _figures(tuned: TunedConfig, budget: int | None) -> Iterator[str]:
+    """Yield measurement and prediction, a line each."""
+    limit = f" of {format_bytes(budget)}" if budget else ""
+    for name in ("measured", "predicted"):
+        part = getattr(tuned, name)
+        rate, step_s, peak = (part.get(key) for key in ("samples_per_s", "step_s", "peak_bytes"))
+        facts = [f"{rate:.4g} samples/s"] if isinstance(rate, int | float) else []
+        facts += [f"{format_seconds(step_s)} a step"] if isinstance(step_s, int | float) else []
+        facts += [f"peak {format_bytes(peak)}{limit}"] if isinstance(peak, int) else []
+        if facts:
+            yield f"{name:<{_INDENT}}{', '.join(facts)}"
+
+
+def _absences(tuned: TunedConfig, given: dict[str, Any], progress: Progress) -> tuple[Absence, ...]:
+    """Return why the technique of `--why-not` is not used: from a plan for the target of the config."""
+    if given["why_not"] is None:
+        return ()
+    from memtune.autotune.search import plan
+
+    options = replace(_target(tuned, given), config=None, why_not=given["why_not"])
+    return plan(options, say=progress.phase).absences
+
+
+def _ablation(tuned: TunedConfig, given: dict[str, Any], progress: Progress) -> tuple[Ablation | None, str]:
     """Return cost and savings of each setting, with their origin, or the reason why they are unknown."""
     from memtune.autotune.space import Ablation, Choice
 
     if given["model"] is not None:
-        return _simulated(tuned, given)
+        return _simulated(tuned, given, progress)
     document = tuned.predicted.get("ablation")
     if document is None:
         return None, "not in this config; add --model model.py to record the model and simulate it"
@@ -66,14 +102,10 @@ def _ablation(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | Non
     return found, "simulated when the config was written"
 
 
-def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | None, str]:
-    """Record the model and simulate; the target is the one the config was made for unless options name
-    another.
-    """
+def _target(tuned: TunedConfig, given: dict[str, Any]) -> PlanOptions:
+    """Return the target that the config was made for, unless options name another."""
     from memtune import hardware
-    from memtune.autotune.search import prepare
-    from memtune.autotune.space import PlanOptions, ablate
-    from memtune.technique import Reason
+    from memtune.autotune.space import PlanOptions
 
     made = tuned.made_for
     device, ranks, gpu_type = None, 1, given["gpu_type"]
@@ -82,7 +114,7 @@ def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | No
     elif made is not None:
         device, ranks = ("cuda" if made.device == "cuda" else "cpu"), made.ranks
         gpu_type = made.hardware if made.hardware in hardware.names() else None
-    options = PlanOptions(
+    return PlanOptions(
         workload=given["model"],
         device=device,
         ranks=ranks,
@@ -92,10 +124,21 @@ def _simulated(tuned: TunedConfig, given: dict[str, Any]) -> tuple[Ablation | No
         global_batch=None if made is None else made.global_batch,
         config=given["config"],
     )
-    setup = prepare(options, say=lambda text: print(text, file=sys.stderr), for_trials=False)
+
+
+def _simulated(tuned: TunedConfig, given: dict[str, Any], progress: Progress) -> tuple[Ablation | None, str]:
+    """Record the model and simulate."""
+    progress.phase("loading torch")
+    from memtune.autotune.search import prepare
+    from memtune.autotune.space import ablate
+    from memtune.technique import Reason
+
+    options = _target(tuned, given)
+    setup = prepare(options, say=progress.phase, for_trials=False)
+    progress.phase("simulating the config without each setting")
     assert setup.only is not None
     found = ablate(setup.scorer, setup.only)
-    ranks_text = f"{ranks} rank{'s' * (ranks > 1)}"
+    ranks_text = f"{options.ranks} rank{'s' * (options.ranks > 1)}"
     if isinstance(found, Reason):
         return None, f"the config does not fit {given['model']} on {ranks_text}: {found}"
     return found, f"simulated now: {given['model']} on {ranks_text} of {setup.hardware.title}"
@@ -116,6 +159,7 @@ def _rows(tuned: TunedConfig) -> Iterator[dict[str, Any]]:
             "slot": each.slot,
             "kind": each.kind,
             "title": each.title,
+            "sentence": each.described(),
             "source": each.source,
             "exactness": str(each.exactness),
             "knobs": dict(each.knobs()),
@@ -160,23 +204,27 @@ def _document(
 
 
 def _setting_lines(
-    tuned: TunedConfig, rows: list[dict[str, Any]], found: Ablation | None, origin: str, budget: int | None
+    tuned: TunedConfig,
+    rows: list[dict[str, Any]],
+    found: Ablation | None,
+    origin: str,
+    budget: int | None,
+    *,
+    verbose: bool,
 ) -> Iterator[str]:
-    yield f"execution            {tuned.settings.execution.summary() or 'as the training script does it'}"
+    yield f"{'execution':<{_INDENT}}{tuned.settings.execution.sentence() or 'as the training script does it'}"
     for each in found.without if found else ():
         if each.setting.startswith("execution."):
             yield from _trade_lines(found, each, budget)
     for row in rows:
-        knobs = ", ".join(f"{name}={value}" for name, value in row["knobs"].items())
-        yield (
-            f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} ·"
-            f" {row['exactness']}"
-        )
-        yield f"{'':{_INDENT}}{row['description']}"
-        yield f"{'':{_INDENT}}{row['source']}"
+        yield f"{row['slot']:<{_INDENT}}{row['sentence']}"
+        if verbose:
+            knobs = ", ".join(f"{name}={value}" for name, value in row["knobs"].items())
+            named = f"{row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} · {row['exactness']}"
+            yield from (f"{'':{_INDENT}}{line}" for line in (named, row["description"], row["source"]))
         yield from _trade_lines(found, _of(found, row["slot"]), budget)
-        yield from (f"  {line}" for line in row["plan"])
-    yield f"costs and savings    {origin}"
+        yield from (f"  {line}" for line in row["plan"] if verbose)
+    yield f"{'costs and savings':<{_INDENT}}{origin}"
 
 
 def _trade_lines(found: Ablation | None, row: AblatedSetting | None, budget: int | None) -> Iterator[str]:

@@ -91,6 +91,7 @@ BAD = [
     ("plan model.py --device cpu --why-not selectiv", 2, "Did you mean 'selective'"),
     ("plan model.py --device cpu --out c.yaml", 2, "--force"),
     ("search model.py --device cpu --executor local --ray-address auto", 2, "leave one of the two out"),
+    ("explain c.yaml --why-not full", 2, "add --model model.py"),
     ("search model.py --device cpu --study old", 2, "add --resume, or --study another"),
     ("trial model.py --device cpu --config nope.yaml", 2, "no file nope.yaml"),
     ("run nope.yaml -- true", 2, "no file nope.yaml"),
@@ -292,6 +293,10 @@ def test_explain_names_source_and_exactness(
 ):
     monkeypatch.chdir(folder)
     assert cli.run(["explain", "gpu.yaml"]) == 0
+    short = capsys.readouterr().out
+    assert "allocator            lets PyTorch's allocator grow its segments" in short
+    assert "PyTorch, CUDA semantics" not in short
+    assert cli.run(["explain", "gpu.yaml", "--verbose"]) == 0
     said = capsys.readouterr().out
     assert "Expandable segments" in said
     assert "bitwise" in said
