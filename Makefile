@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: help setup demo test test-rates test-slow test-chaos test-native audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs help setup demo test test-rates test-slow test-chaos test-native audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -88,6 +88,10 @@ lint: setup  ## the checks of CI other than tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup  ## build the documentation into build/site; dead links are errors, and the build needs no network
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt mkdocs-material mkdocstrings-python
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
 
 report: setup  ## list files over 700 lines and functions over 60
 	$(BIN)/python tests/size_report.py

@@ -25,20 +25,34 @@ _POINTS = 400
 
 
 @dataclass(frozen=True)
+class Curve:
+    """Bytes of one memory over time."""
+
+    time_s: list[float]
+    """Times from 0; each holds until the next."""
+    bytes_by_kind: dict[str, list[int]]
+    """Bytes at each time."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the largest total."""
+        return max((sum(each) for each in zip(*self.bytes_by_kind.values(), strict=True)), default=0)
+
+
+@dataclass(frozen=True)
 class StepTimeline:
     """One micro-batch and the optimizer update of the first rank class, simulated."""
 
-    time_s: list[float]
-    """Times of the curve, from 0; each holds until the next."""
-    bytes_by_kind: dict[str, list[int]]
-    """Device bytes at each time."""
+    device: Curve
+    host: Curve
     streams: dict[str, list[tuple[str, float, float]]]
     """By resource: phase, start and stop in seconds of the spans in which it works."""
 
     def document(self) -> dict[str, Any]:
         """Return plain data with rounded times."""
         found = asdict(self)
-        found["time_s"] = [float(f"{each:.5g}") for each in self.time_s]
+        for curve in (found["device"], found["host"]):
+            curve["time_s"] = [float(f"{each:.5g}") for each in curve["time_s"]]
         found["streams"] = {
             name: [(phase, float(f"{start:.5g}"), float(f"{stop:.5g}")) for phase, start, stop in spans]
             for name, spans in self.streams.items()
@@ -53,7 +67,9 @@ def step_timeline(program: Program, hardware: Hardware, python: PythonWork) -> S
     first = scheduled(columns, program, hardware, 1)
     step = steps[0]
     start, stop = _op_times(first, columns, program, hardware, python)
-    return StepTimeline(*_bytes(step, first.classes[0].storage_stream, start), _streams(step, start, stop))
+    stream = first.classes[0].storage_stream
+    device, host = (_curve(step, stream, start, tier) for tier in (Tier.DEVICE, Tier.HOST))
+    return StepTimeline(device, host, _streams(step, start, stop))
 
 
 def _op_times(
@@ -122,14 +138,14 @@ def _fill_in_order(step: Step, op_s: F64, issued: F64, start: F64, stop: F64) ->
             at = max(at, float(stop[op]))
 
 
-def _bytes(step: Step, stream: np.ndarray[Any, Any], start: F64) -> tuple[list[float], dict[str, list[int]]]:
-    """Return the times of the curve and the bytes of each kind at each of them.
+def _curve(step: Step, stream: np.ndarray[Any, Any], start: F64, tier: Tier) -> Curve:
+    """Return the bytes of each kind in a tier over time.
 
     An allocation happens when its op starts. A free has no time of its own: it follows the event before it.
     """
     storage = np.abs(stream) - 1
-    on_device = step.storages.tier[storage] == Tier.DEVICE
-    storage, sign = storage[on_device], np.where(stream[on_device] > 0, 1, -1)
+    mine = step.storages.tier[storage] == tier
+    storage, sign = storage[mine], np.where(stream[mine] > 0, 1, -1)
     producer = step.storages.producer[storage]
     runs = np.maximum.accumulate(np.where(step.ops.resource == Resource.COMPUTE, np.nan_to_num(start), 0.0))
     at = np.where((sign > 0) & (producer >= 0), runs[np.maximum(producer, 0)], 0.0)
@@ -143,7 +159,7 @@ def _bytes(step: Step, stream: np.ndarray[Any, Any], start: F64) -> tuple[list[f
     )
     live = change.cumsum(1)
     kept = _highest(at, live.sum(0))
-    return at[kept].tolist(), {kind: live[row, kept].tolist() for row, kind in enumerate(kinds)}
+    return Curve(at[kept].tolist(), {kind: live[row, kept].tolist() for row, kind in enumerate(kinds)})
 
 
 def _highest(at: F64, total: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -160,13 +160,13 @@ def _front(view: SearchView) -> Iterable[str]:
 
 def _timelines(study: StudyData) -> Iterable[str]:
     drawn, limit = study.timelines, study.view.budget_bytes
-    runs = {name: each.model_dump() for name, each in drawn.timelines.items()}
+    runs = {name: each.device.model_dump() for name, each in drawn.timelines.items()}
     names = ". ".join(f"{name}: {text}" for name, text in drawn.summaries.items())
     note = f"One micro-batch and the optimizer update. {names}"
     kinds = [
         (name, kind, format_bytes(max(values)))
         for name, run in drawn.timelines.items()
-        for kind, values in run.bytes_by_kind.items()
+        for kind, values in run.device.bytes_by_kind.items()
         if any(values)
     ]
     yield _figure(pictures.memory(runs, limit), note, _table(("setting", "kind", "at most"), kinds))

@@ -122,7 +122,7 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
     """Draw the bytes of one step over time by kind, one panel per setting on common axes.
 
     Args:
-        runs: `memory` of each `StepTimeline` document by the name of its setting.
+        runs: `device` of each `StepTimeline` document by the name of its setting.
         limit_bytes: The limit of a rank.
     """
     title = "Memory of a step by kind, simulated"
@@ -147,17 +147,7 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
             format_bytes,
             y_base=1024,
         )
-        below = [0.0] * len(run["time_s"])
-        for kind in kinds:
-            values = run["bytes_by_kind"].get(kind)
-            if values is None:
-                continue
-            above = [low + value for low, value in zip(below, values, strict=True)]
-            upper = _steps(run["time_s"], above)
-            lower = _steps(run["time_s"], below)
-            outline = [(x(t), y(v)) for t, v in upper] + [(x(t), y(v)) for t, v in reversed(lower)]
-            canvas.polygon(outline, _KIND_COLORS[kind], f"{kind}: at most {format_bytes(max(values))}")
-            below = above
+        _stack(canvas, x, y, run["time_s"], run["bytes_by_kind"], kinds)
         if limit_bytes:
             canvas.line(x.start, y(limit_bytes), x.stop, y(limit_bytes), RED, stroke_dasharray="5 4")
     canvas.legend(20, 62 + 250 * len(runs), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
@@ -168,6 +158,50 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
 
 
 _LIMIT = "The limit is {}."
+
+
+def curve(data: Mapping[str, Mapping[str, Any]], title: str) -> Picture:
+    """Draw the bytes of one step over time by kind, for the catalogue.
+
+    Args:
+        data: `device` and `host`: `time_s` and `kib_by_kind`; one without times is not drawn.
+        title: Name of the setting.
+    """
+    drawn = {name: each for name, each in data.items() if each["time_s"]}
+    canvas = Canvas(WIDTH, 30 + 150 * len(drawn) + 24)
+    most_s = max((each["time_s"][-1] for each in drawn.values()), default=0.0)
+    kinds = [kind for kind in _KIND_COLORS if any(kind in each["kib_by_kind"] for each in drawn.values())]
+    said = []
+    for row, (name, each) in enumerate(drawn.items()):
+        top = 24 + 150 * row
+        by_kind = {kind: [1024 * value for value in values] for kind, values in each["kib_by_kind"].items()}
+        peak = max(map(sum, zip(*by_kind.values(), strict=True)))
+        said.append(f"{name} memory: peak {format_bytes(peak)}")
+        x, y = Scale(0, most_s, 84, WIDTH - 12), Scale(0, peak * 1.05, top + 90, top)
+        canvas.axes(x, y, "", said[-1], _seconds, format_bytes, y_base=1024)
+        _stack(canvas, x, y, each["time_s"], by_kind, kinds)
+    canvas.legend(20, 42 + 150 * len(drawn), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
+    return canvas.picture(title, f"{'; '.join(said)}.")
+
+
+def _stack(
+    canvas: Canvas,
+    x: Scale,
+    y: Scale,
+    times: Sequence[float],
+    by_kind: Mapping[str, Sequence[float]],
+    kinds: Sequence[str],
+) -> None:
+    below = [0.0] * len(times)
+    for kind in kinds:
+        values = by_kind.get(kind)
+        if values is None:
+            continue
+        above = [low + value for low, value in zip(below, values, strict=True)]
+        outline = [(x(t), y(v)) for t, v in _steps(times, above)]
+        outline += [(x(t), y(v)) for t, v in reversed(_steps(times, below))]
+        canvas.polygon(outline, _KIND_COLORS[kind], f"{kind}: at most {format_bytes(max(values))}")
+        below = above
 
 
 def _steps(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:

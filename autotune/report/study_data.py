@@ -12,20 +12,28 @@ from memtune.autotune.ui import SearchView
 from memtune.errors import EnvironmentFault
 
 
-class TimelineData(BaseModel):
-    """`StepTimeline.document` of one setting."""
+class CurveData(BaseModel):
+    """`Curve` as written."""
 
     model_config = ConfigDict(extra="ignore")
 
     time_s: list[float] = Field(min_length=1)
     bytes_by_kind: dict[str, list[int]]
-    streams: dict[str, list[tuple[str, float, float]]]
 
     @model_validator(mode="after")
-    def _has_equal_lengths(self) -> TimelineData:
+    def _has_equal_lengths(self) -> CurveData:
         if any(len(each) != len(self.time_s) for each in self.bytes_by_kind.values()):
             raise ValueError("each kind needs one value per time")
         return self
+
+
+class TimelineData(BaseModel):
+    """`StepTimeline.document` of one setting."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    device: CurveData
+    streams: dict[str, list[tuple[str, float, float]]]
 
 
 class WaterfallData(BaseModel):

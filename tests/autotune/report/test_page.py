@@ -21,8 +21,10 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 TIMELINE = {
-    "time_s": [0.0, 0.5, 1.2],
-    "bytes_by_kind": {"weights": [2**26, 2**26, 2**26], "activations": [0, 2**28, 2**20]},
+    "device": {
+        "time_s": [0.0, 0.5, 1.2],
+        "bytes_by_kind": {"weights": [2**26, 2**26, 2**26], "activations": [0, 2**28, 2**20]},
+    },
     "streams": {
         "compute": [("forward", 0.0, 0.5), ("backward", 0.5, 1.0), ("optimizer", 1.0, 1.2)],
         "device_to_host": [("forward", 0.1, 0.4)],
@@ -135,7 +137,10 @@ def test_page_of_an_interrupted_search_says_so_and_has_no_timelines(tmp_path):
     [
         ({"timelines": {"plain": {"time_s": []}}}, "damaged"),
         ([1], "damaged"),
-        ({"timelines": {"a": {**TIMELINE, "time_s": [0.0]}}}, "one value per time"),
+        (
+            {"timelines": {"a": {**TIMELINE, "device": {**TIMELINE["device"], "time_s": [0.0]}}}},
+            "one value per time",
+        ),
     ],
 )
 def test_damaged_timelines_are_one_message(damage, words, tmp_path):

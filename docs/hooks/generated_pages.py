@@ -1,0 +1,123 @@
+"""Pages of the documentation that are made from the code: catalogue, gallery, command line, config."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from memtune.cli._app import app
+from memtune.config import schema
+from memtune.search_spaces import SLOTS, all_techniques
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages; MkDocs calls this."""
+    for path, lines in {
+        "techniques.md": catalogue(),
+        "gallery.md": gallery(),
+        "reference/command-line.md": command_line(),
+        "reference/config.md": config_reference(),
+    }.items():
+        files.append(File.generated(config, path, content="\n".join(lines) + "\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Insert the pass of CONTRIBUTING.md into its tutorial; MkDocs calls this for each page."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    start = text.index("```python\ndef offload_saved")
+    return markdown.replace("PASS_SOURCE", text[start : text.index("```", start + 3) + 3])
+
+
+def catalogue() -> Iterator[str]:
+    """Yield the catalogue: one section per technique, with its drawing, knobs and source."""
+    yield "# Catalogue of techniques\n"
+    yield "`memtune techniques --matrix` prints which of them work together."
+    by_slot: dict[str, list[Any]] = {slot: [] for slot in SLOTS}
+    for each in all_techniques():
+        by_slot[each.slot].append(each)
+    for slot, techniques in by_slot.items():
+        yield f"\n## {slot}\n"
+        for each in techniques:
+            yield from _technique(each)
+
+
+def _technique(technique: Any) -> Iterator[str]:
+    kind = technique.model_fields["kind"].default
+    yield f"\n### `{kind}`: {technique.title} {{ #{technique.slot}-{kind} }}\n"
+    yield " ".join((technique.__doc__ or "").split("Distinguishing test")[0].split())
+    yield f"\nSource: {technique.source}. Exactness: {technique.exactness}.\n"
+    knobs = [(knob, field) for knob, field in technique.model_fields.items() if knob != "kind"]
+    if knobs:
+        yield "| knob | default | |\n|---|---|---|"
+        for knob, field in knobs:
+            text = " ".join((field.description or "").split()).replace("|", "\\|")
+            yield f"| `{knob}` | `{field.get_default(call_default_factory=True)!r}` | {text} |"
+
+
+def gallery() -> Iterator[str]:
+    """Yield the examples: each one's docstring and code."""
+    yield "# Gallery\n"
+    yield "Each example is one file and one story. All run on a CPU in seconds; tests train every one.\n"
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        text = ast.get_docstring(ast.parse(source)) or ""
+        first, _, rest = text.partition("\n\n")
+        yield f"\n## {path.name}\n\n{' '.join(first.split())}\n"
+        yield f"```text\n{rest.strip()}\n```\n"
+        code = source.split('"""', 2)[2].strip()
+        yield f'??? "code"\n\n    ```python\n{_indented(code)}\n    ```\n'
+
+
+def _indented(code: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in code.splitlines())
+
+
+def command_line() -> Iterator[str]:
+    """Yield the commands with their arguments and options."""
+    root = typer.main.get_command(app)
+    yield f"# Command line\n\n{root.help}\n"
+    yield from _commands(root, "memtune")
+
+
+def _commands(group: Any, prefix: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix} {name}")
+            continue
+        yield f"\n## {prefix} {name}\n\n{' '.join((command.help or '').split())}\n"
+        yield "| | |\n|---|---|"
+        for each in command.params:
+            if each.name == "help":
+                continue
+            option = each.param_type_name == "option"
+            names = ", ".join(f"`{part}`" for part in (each.opts if option else [each.metavar or each.name]))
+            default = (
+                f" Default: `{each.default}`." if option and each.default not in (None, False, ()) else ""
+            )
+            yield f"| {names} | {' '.join((getattr(each, 'help', '') or '').split())}{default} |".replace(
+                "||", "|"
+            )
+
+
+def config_reference() -> Iterator[str]:
+    """Yield the sections of `tuned.yaml` and the JSON Schema."""
+    document = schema()
+    yield "# tuned.yaml\n"
+    yield (
+        "Every key is optional but `settings`; an unknown one is an error with the nearest name. Knobs of the"
+        " techniques are in the [catalogue](../techniques.md). `memtune config schema` prints this schema.\n"
+    )
+    yield "| section | |\n|---|---|"
+    for name, part in document["properties"].items():
+        yield f"| `{name}` | {' '.join(str(part.get('description', '')).split())} |"
+    yield f'\n??? "JSON Schema"\n\n    ```json\n{_indented(json.dumps(document, indent=1))}\n    ```'

@@ -1,0 +1,98 @@
+"""The documentation: links lead to pages, commands parse, Python compiles, generated parts are complete."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import memtune
+from memtune.cli._app import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+GENERATED = {"techniques.md", "gallery.md", "reference/command-line.md", "reference/config.md"}
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Return language and text of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_lead_to_pages(page):
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+    resolved = {each: (page.parent / each).resolve() for each in targets}
+    missing = [
+        each
+        for each, path in resolved.items()
+        if not path.exists() and str(path.relative_to(DOCS)) not in GENERATED
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_commands_parse(page):
+    """Every `memtune …` line of a block without language is a command with its options."""
+    root = typer.main.get_command(app)
+    lines = [line for language, text in fences(page) if not language for line in text.splitlines()]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["memtune"] and "…" not in line and "TARGET" not in line and "MODEL" not in line:
+            command, arguments = root.commands[words[1]], words[2:]
+            if hasattr(command, "commands"):
+                command, arguments = command.commands[arguments[0]], arguments[1:]
+            command.make_context(words[1], arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_python_compiles_and_names_the_public_api(page):
+    for language, text in fences(page):
+        if language != "python":
+            continue
+        tree = ast.parse(text)
+        used = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "memtune"
+        }
+        assert used <= set(memtune.__all__)
+
+
+def test_navigation_has_every_page():
+    named = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {str(page.relative_to(DOCS)) for page in PAGES} | GENERATED == named
+
+
+def test_python_reference_has_every_public_name():
+    listed = set(
+        re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "reference" / "python.md").read_text(), re.MULTILINE)
+    )
+    assert listed == set(memtune.__all__) - {"__version__"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra memtune[docs]")
+def test_site_builds_without_a_warning(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:  # a page asks no other server for anything
+        assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="?https?://', page.read_text())
