@@ -22,10 +22,11 @@ DEMO_OUT ?= tuned.yaml
 DEMO_TRIALS ?= 8
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: docs help setup demo test test-rates test-slow test-chaos test-native audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -83,6 +84,12 @@ test-native: setup  ## the C++ tests
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/cpp -G Ninja --log-level=WARNING
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp
 	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir build/cpp --output-on-failure
+
+FUZZ_RANKS := 1 2
+MEMTUNE_FUZZ_SECONDS ?= 120
+
+fuzz: setup  ## random models, settings and loops against the plain model, MEMTUNE_FUZZ_SECONDS on one rank and on two (FUZZ_ARGS="--first SEED")
+	cd tests && for ranks in $(FUZZ_RANKS); do MEMTUNE_FUZZ_SECONDS=$(MEMTUNE_FUZZ_SECONDS) $(abspath $(BIN))/python -m fuzz --ranks $$ranks $(FUZZ_ARGS) || exit; done
 
 lint: setup  ## the checks of CI other than tests
 	$(BIN)/ruff check .

@@ -186,8 +186,10 @@ def _backward(
     next unit (in forward order) starts.
     """
     order = np.arange(len(units))[::-1]
+    # Blocks that share weights with a later one have their backward out of order.
+    order = order[np.argsort(units.first_backward[order], kind="stable")]
     if units.has_root:  # its backward begins where the model's does
-        order = np.concatenate([order[-1:], order[:-1]])
+        order = np.concatenate([[0], order[order != 0]])
     starts, place = units.first_backward[order], np.arange(len(order))
     order, place = order[~kept[order]], place[~kept[order]]
     early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)

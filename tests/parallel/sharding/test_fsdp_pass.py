@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,3 +241,32 @@ def test_fsdp_pass_averages_replicas_over_inter_link() -> None:
     assert [int(step.ops.traffic_bytes[op]) for op in reduced] == [
         int(step.ops.traffic_bytes[op]) // 2 for op in scattered
     ]
+
+
+TIED_TWICE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        first, second = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList([first, second, first])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def model(): return Model()
+def batch(size): return torch.randn(size, 8)
+def loss(model, x): return model(x).pow(2).mean() + model(0.5 * x).mean()
+def blocks(model): return list(model.blocks[:2])
+"""
+
+
+def test_blocks_with_backward_out_of_order_are_gathered_in_time(tmp_path: Path) -> None:
+    """The first block is also the third: its backward comes before that of the second one."""
+    (tmp_path / "tied.py").write_text(TIED_TWICE)
+    step = record(Workload.load(tmp_path / "tied.py")).step
+    shard_states(step, Sharding(degree=2)).validate()
