@@ -266,35 +266,34 @@ def _result(scored: Scored, value: float) -> TrialResult:
     )
 
 
-def regrets(cases: Pool, draws: int, hidden: list[str]) -> list[dict[str, Any]]:
+def regrets(cases: Pool, draws: int, mode: str) -> list[dict[str, Any]]:
     """Return rows: hidden factors, searcher, trials, and median, 90th percentile and largest regret."""
     rows = []
-    for mode in hidden:
-        truths = list(HIDDEN[mode](cases, draws))
-        for name, searcher in SEARCHERS.items():
-            for trials in TRIALS:
-                found, used, started = [], [], time.process_time()
-                for seed, truth in enumerate(truths):
-                    cluster = Cluster(truth, seed)
-                    ran = searcher(cases, cluster, trials, seed)
-                    if ran:
-                        found.append(truth[shipped(cases, cluster, ran).key] / min(truth.values()) - 1)
-                        used.append(len(ran))
-                if found:
-                    rows.append(
-                        {
-                            "hidden": mode,
-                            "searcher": name,
-                            "trials": trials,
-                            "draws": len(found),
-                            "median": statistics.median(found),
-                            "p90": sorted(found)[int(0.9 * (len(found) - 1))],
-                            "worst": max(found),
-                            "mean_trials_used": statistics.mean(used),
-                            "cpu_s_per_search": (time.process_time() - started) / len(found),
-                        }
-                    )
-                    print(f"  {mode:10s} {name:24s} {_text(rows[-1])}", flush=True)
+    truths = list(HIDDEN[mode](cases, draws))
+    for name, searcher in SEARCHERS.items():
+        for trials in TRIALS:
+            found, used, started = [], [], time.process_time()
+            for seed, truth in enumerate(truths):
+                cluster = Cluster(truth, seed)
+                ran = searcher(cases, cluster, trials, seed)
+                if ran:
+                    found.append(truth[shipped(cases, cluster, ran).key] / min(truth.values()) - 1)
+                    used.append(len(ran))
+            if found:
+                rows.append(
+                    {
+                        "hidden": mode,
+                        "searcher": name,
+                        "trials": trials,
+                        "draws": len(found),
+                        "median": statistics.median(found),
+                        "p90": sorted(found)[int(0.9 * (len(found) - 1))],
+                        "worst": max(found),
+                        "mean_trials_used": statistics.mean(used),
+                        "cpu_s_per_search": (time.process_time() - started) / len(found),
+                    }
+                )
+                print(f"  {mode:10s} {name:24s} {_text(rows[-1])}", flush=True)
     return rows
 
 
@@ -342,7 +341,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--hidden", choices=HIDDEN, nargs="*", default=list(HIDDEN))
-    parser.add_argument("--json", type=Path, help="results, kept for cases that do not run again")
+    parser.add_argument("--json", type=Path, help="results; those of what does not run again are kept")
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
     results = json.loads(asked.json.read_text())["regrets"] if asked.json and asked.json.exists() else {}
@@ -351,12 +350,14 @@ def main() -> None:
         made = pool(CASES[name])
         seconds = time.process_time() - started
         print(f"{name}: {len(made.settings)} settings, made in {seconds:.0f} CPU s", flush=True)
-        results[name] = regrets(made, asked.draws, asked.hidden)
-        if asked.json:
-            ordered = {case: results[case] for case in CASES if case in results}
-            asked.json.write_text(json.dumps({"regrets": ordered}, indent=1) + "\n")
-            if asked.markdown:
-                asked.markdown.write_text(markdown(ordered))
+        for mode in asked.hidden:
+            kept = [row for row in results.get(name, []) if row["hidden"] != mode]
+            results[name] = kept + regrets(made, asked.draws, mode)
+            if asked.json:
+                ordered = {case: results[case] for case in CASES if case in results}
+                asked.json.write_text(json.dumps({"regrets": ordered}, indent=1) + "\n")
+                if asked.markdown:
+                    asked.markdown.write_text(markdown(ordered))
 
 
 if __name__ == "__main__":

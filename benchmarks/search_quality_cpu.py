@@ -1,13 +1,13 @@
 """Regret of the setting that a search ships after a few trials, on step times measured on this CPU.
 
+    python benchmarks/search_quality_cpu.py make CASE [--folder DIR]
     python benchmarks/search_quality_cpu.py measure CASE [--rounds 3] [--folder DIR]
     python benchmarks/search_quality_cpu.py replay [--draws 20] [--json FILE] [--markdown FILE]
 
-`measure` trains for real. The pool of a case holds the settings with the best predictions, the best one of
-every technique, and the baselines, all within the budget. A baseline runs first, with the clocks of a
-search's first trial, and what it measured corrects the predictions. Then every setting of the pool runs in a
-process of its own, in alternating rounds. Times, peaks and predictions are written to `DIR/CASE.json`; the
-machine should be idle.
+`make` writes `DIR/CASE.json`: the settings with the best predictions, the best one of every technique, and
+the baselines, all within the budget. A baseline runs first, with the clocks of a search's first trial, and
+what it measured corrects the predictions. `measure` runs every setting of the pool in a process of its own,
+in alternating rounds, and adds the times; the machine should be idle.
 
 `replay` searches the stored pools: a trial draws one of the rounds of its setting, and regret is the median
 of the shipped setting's rounds over that of the best one's, minus 1. Searchers and shipping rules are those
@@ -22,9 +22,9 @@ import math
 import os
 import random
 import statistics
-import time
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -84,8 +84,8 @@ CASES = {
 }
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Measure the pool of a case; return its rows with the predictions before and after the first trial."""
+def make(name: str) -> dict[str, Any]:
+    """Return the pool of a case, with predictions before and after the first trial."""
     case = CASES[name]
     os.environ.update(case.environment)
     options = SearchOptions(workload=str(ROOT / case.model), device="cpu", ranks=case.ranks)
@@ -93,9 +93,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     plain = baselines(setup.scorer, setup.global_batch)[0][0].scored
     budget = case.budget and round(case.budget * setup.scorer.refined(plain).prediction.peak_allocated_bytes)
     if budget is not None:
-        options = replace(options, budget_bytes=budget)
-        setup = prepare(options)
-    started = time.monotonic()
+        setup = prepare(replace(options, budget_bytes=budget))
     scores = setup.score(0)
     fits = [each for each in scores.by_key.values() if _fits(each, budget)]
     fits.sort(key=lambda each: each.rank("throughput"))
@@ -104,45 +102,61 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     wanted = [*(each.scored for each in known), *fits[:_POOL], *best_of_kind.values()]
     pool = {each.key: setup.scorer.refined(each) for each in {one.key: one for one in wanted}.values()}
     pool = {key: each for key, each in pool.items() if _fits(each, budget)}
-    before = {key: _plain(each.prediction) for key, each in pool.items()}
-    print(f"{name}: {len(pool)} settings, scored in {time.monotonic() - started:.0f} s", flush=True)
-    executor = make_executor("local", device="cpu", ranks=case.ranks)
-    ran: dict[str, list[TrialResult]] = defaultdict(list)
-    try:
-        first = min((each.scored for each in known), key=lambda each: pool[each.key].prediction.step_s)
-        taught = _run(executor, setup, options, pool[first.key], clock_ops=True)
-        setup.scorer.learn(taught.op_times, taught.rates)
-        predict_again(pool, setup.scorer)
-        for number in range(rounds):
-            for key, each in pool.items():
-                if all(result.status == "ok" for result in ran[key]):
-                    ran[key].append(_run(executor, setup, options, each))
-            print(f"  round {number + 1} after {time.monotonic() - started:.0f} s", flush=True)
-    finally:
-        executor.close()
-    return {
+    before = {key: each.prediction.step_s for key, each in pool.items()}
+    found: dict[str, Any] = {
         "case": name,
         "budget_bytes": budget,
         "hardware": setup.hardware.title,
-        "rates": taught.rates,
         "baselines": {each.scored.key: each.name for each in known},
-        "first": first.key,
         "settings": [
             {
                 "key": key,
-                "settings": each.choice.dump(),
+                "config": trial_config(setup, each.choice).document(),
                 "summary": each.choice.summary,
-                "status": ran[key][-1].status,
-                "reason": ran[key][-1].reason,
-                "peak_bytes": ran[key][0].peak_allocated_bytes,
-                "step_s": [result.step_s for result in ran[key] if result.step_s],
-                "other_load": [round(result.other_load, 3) for result in ran[key]],
-                "predicted_before_s": before[key]["step_s"],
+                "status": "ok",
+                "step_s": [],
+                "other_load": [],
+                "predicted_before_s": before[key],
                 "prediction": _plain(each.prediction),
             }
             for key, each in pool.items()
         ],
     }
+    first = min((each.scored.key for each in known), key=lambda key: before[key])
+    row = next(each for each in found["settings"] if each["key"] == first)
+    executor = make_executor("local", device="cpu", ranks=case.ranks)
+    try:
+        taught = _run(executor, found, row, clock_ops=True)
+    finally:
+        executor.close()
+    setup.scorer.learn(taught.op_times, taught.rates)
+    predict_again(pool, setup.scorer)
+    for each in found["settings"]:
+        each["prediction"] = _plain(pool[each["key"]].prediction)
+    return found | {"first": first, "rates": taught.rates, "other_load": taught.other_load}
+
+
+def measure(found: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Run every setting of a pool once more that has not failed; `keep` writes the pool after each."""
+    case = CASES[found["case"]]
+    os.environ.update(case.environment)
+    executor = make_executor("local", device="cpu", ranks=case.ranks)
+    least = min(len(each["step_s"]) for each in found["settings"] if each["status"] == "ok")
+    try:
+        for row in found["settings"]:
+            if row["status"] != "ok" or len(row["step_s"]) > least:
+                continue
+            result = _run(executor, found, row)
+            row["status"] = result.status
+            if result.step_s is None:
+                row["reason"] = result.reason
+            else:
+                row["peak_bytes"] = result.peak_allocated_bytes
+                row["step_s"].append(result.step_s)
+                row["other_load"].append(round(result.other_load, 3))
+            keep()
+    finally:
+        executor.close()
 
 
 def _fits(scored: Scored, budget: int | None) -> bool:
@@ -150,20 +164,21 @@ def _fits(scored: Scored, budget: int | None) -> bool:
 
 
 def _run(
-    executor: Executor, setup: Any, options: SearchOptions, scored: Scored, *, clock_ops: bool = False
+    executor: Executor, found: dict[str, Any], row: dict[str, Any], *, clock_ops: bool = False
 ) -> TrialResult:
-    expected = scored.prediction.step_s
+    case, settings = CASES[found["case"]], row["config"]["settings"]
+    expected = row["prediction"]["step_s"]
     trial = Trial(
         number=0,
-        workload=options.workload,
-        config=trial_config(setup, scored.choice).document(),
+        workload=str(ROOT / case.model),
+        config=row["config"],
         device="cpu",
-        ranks=options.ranks,
-        budget_bytes=setup.budget_bytes,
+        ranks=case.ranks,
+        budget_bytes=found["budget_bytes"],
         steps=min(max(round(_MEASURE_S / expected), _STEPS[0]), _STEPS[1]),
         clock_ops=clock_ops,
         fingerprint=False,
-        env=scored.choice.env(),
+        env=Choice.from_document(settings).env(),
     )
     executor.submit(trial)
     while True:
@@ -273,7 +288,7 @@ def _scored(row: dict[str, Any]) -> Scored:
             "critical_path": tuple(OpTime(**each) for each in kept["critical_path"]),
         }
     )
-    return Scored(Choice.from_document(row["settings"]), row["key"], prediction)
+    return Scored(Choice.from_document(row["config"]["settings"]), row["key"], prediction)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -302,12 +317,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _write(file: Path, found: dict[str, Any]) -> None:
+    file.write_text(json.dumps(found) + "\n")
+
+
 def main() -> None:
     """Measure a case, or replay the stored ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("task", choices=("measure", "replay"))
+    parser.add_argument("task", choices=("make", "measure", "replay"))
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draws", type=int, default=20)
@@ -315,11 +334,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
-    if asked.task == "measure":
-        asked.folder.mkdir(parents=True, exist_ok=True)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if asked.task == "make":
         for name in asked.cases:
-            found = measure(name, asked.rounds)
+            found = make(name)
             (asked.folder / f"{name}.json").write_text(json.dumps(found) + "\n")
+            print(f"{name}: {len(found['settings'])} settings", flush=True)
+        return
+    if asked.task == "measure":
+        for name in asked.cases:
+            file = asked.folder / f"{name}.json"
+            found = json.loads(file.read_text())
+            for _ in range(asked.rounds):
+                measure(found, partial(_write, file, found))
         return
     files = sorted(asked.folder.glob("*.json"))
     rows = [
