@@ -26,7 +26,7 @@ FUZZ_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: docs help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs docs-curves help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -99,6 +99,9 @@ lint: setup  ## the checks of CI other than tests
 docs: setup  ## build the documentation into build/site; dead links are errors, and the build needs no network
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt mkdocs-material mkdocstrings-python
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+
+docs-curves: setup  ## simulate a step with each technique again, for the drawings of the catalogue (a minute)
+	$(BIN)/python docs/hooks/technique_curves.py
 
 report: setup  ## list files over 700 lines and functions over 60
 	$(BIN)/python tests/size_report.py

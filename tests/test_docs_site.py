@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ import typer.main
 
 import memtune
 from memtune.cli._app import app
+from memtune.search_spaces import all_techniques, is_null
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -72,6 +74,17 @@ def test_python_compiles_and_names_the_public_api(page):
 def test_navigation_has_every_page():
     named = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {str(page.relative_to(DOCS)) for page in PAGES} | GENERATED == named
+
+
+def test_catalogue_draws_or_explains_every_technique():
+    found = json.loads((DOCS / "hooks" / "technique_curves.json").read_text())
+    known = {
+        f"{each.slot}: {each.model_fields['kind'].default}"
+        for each in all_techniques()
+        if not is_null(each(kind=each.model_fields["kind"].default))
+    }
+    assert known == (set(found["curves"]) - {"none"}) | set(found["reasons"])
+    assert len(found["curves"]) > len(known) / 2
 
 
 def test_python_reference_has_every_public_name():

@@ -12,6 +12,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALLER = {
     "gpt": {"MEMTUNE_GPT_SIZE": "tiny"},
     "cnn": {"MEMTUNE_CNN_WIDTH": "8", "MEMTUNE_CNN_IMAGE": "16", "MEMTUNE_CNN_DEPTH": "1"},
+    "contrastive": {},
+    "diffusion": {},
+    "experts": {},
+    "long_context": {},
+    "lora": {},
+    "recurrent": {},
+    "vit": {},
     "hf_llama": {"MEMTUNE_LLAMA_DIM": "64", "MEMTUNE_LLAMA_LAYERS": "2", "MEMTUNE_LLAMA_SEQ": "32"},
 }
 

@@ -12,11 +12,13 @@ import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from memtune.autotune.report import curve
 from memtune.cli._app import app
 from memtune.config import schema
 from memtune.search_spaces import SLOTS, all_techniques
 
 ROOT = Path(__file__).parents[2]
+DRAWINGS = ROOT / "docs" / "hooks" / "technique_curves.json"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -40,22 +42,34 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def catalogue() -> Iterator[str]:
     """Yield the catalogue: one section per technique, with its drawing, knobs and source."""
+    curves = json.loads(DRAWINGS.read_text(encoding="utf-8"))
     yield "# Catalogue of techniques\n"
-    yield "`memtune techniques --matrix` prints which of them work together."
+    yield (
+        "One section per technique, in the order of the axes. Each drawing is a simulated step of"
+        f" {curves['model']}: device memory by kind over time, and host memory below it where the technique"
+        " uses any. `memtune techniques --matrix` prints which of them work together."
+    )
+    yield f"\n{curve(curves['curves']['none'], 'Without any technique').svg}\n"
     by_slot: dict[str, list[Any]] = {slot: [] for slot in SLOTS}
     for each in all_techniques():
         by_slot[each.slot].append(each)
     for slot, techniques in by_slot.items():
         yield f"\n## {slot}\n"
         for each in techniques:
-            yield from _technique(each)
+            yield from _technique(each, curves)
 
 
-def _technique(technique: Any) -> Iterator[str]:
+def _technique(technique: Any, curves: dict[str, Any]) -> Iterator[str]:
     kind = technique.model_fields["kind"].default
+    name = f"{technique.slot}: {kind}"
     yield f"\n### `{kind}`: {technique.title} {{ #{technique.slot}-{kind} }}\n"
     yield " ".join((technique.__doc__ or "").split("Distinguishing test")[0].split())
     yield f"\nSource: {technique.source}. Exactness: {technique.exactness}.\n"
+    drawn = curves["curves"].get(name)
+    if drawn is not None:
+        yield f"{curve(drawn, name).svg}\n"
+    elif reason := curves["reasons"].get(name):
+        yield f"No drawing: {reason}.\n"
     knobs = [(knob, field) for knob, field in technique.model_fields.items() if knob != "kind"]
     if knobs:
         yield "| knob | default | |\n|---|---|---|"
