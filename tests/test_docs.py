@@ -1,6 +1,4 @@
-"""The tables of techniques in README and docs/compile.md name the registered techniques with their own
-facts.
-"""
+"""Tables in docs/techniques.md and docs/compile.md name the registered techniques with their own facts."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ def quoted(text: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", text))
 
 
-def test_readme_names_exactly_the_techniques() -> None:
-    table = dict(rows("README.md"))
+def test_catalogue_names_exactly_the_techniques() -> None:
+    table = dict(rows("docs/techniques.md"))
     assert {slot: KINDS[slot] - quoted(table[slot]) for slot in SLOTS} == {slot: set() for slot in SLOTS}
     known = set().union(*KINDS.values()) | BACKENDS
     assert {slot: quoted(table[slot]) - known for slot in SLOTS} == {slot: set() for slot in SLOTS}
