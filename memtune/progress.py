@@ -24,7 +24,9 @@ _LEFT_AFTER_S = 1.0
 class Progress:
     """The phase that runs now, and the work done in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, heading: str = "") -> None:
+        self.heading = heading
+        """Model, devices, limit and goal: the first thing that a display shows."""
         self._began_s = time.monotonic()
         self.text, self.noun = "", ""
         self.done, self.total = 0, 0

@@ -399,9 +399,9 @@ class Stages:
         """Compare the winner's loss and gradients with the reference's, unless the search was stopped."""
         driver = self.driver
         simulated = driver.executor_name == "simulated"
-        self.say("comparing losses and gradients with the plain setting")
         if verdict is None or driver.stopped or not driver.options.certify or simulated:
             return {}
+        self.say("comparing losses and gradients with the plain setting")
         found = numerics(driver, verdict.winner.choice)
         if found.get("agrees") is False:
             driver.note(

@@ -111,7 +111,8 @@ def title(view: SearchView) -> tuple[str, str]:
     """Return the workload, and the target and goal of its search."""
     started = view.started
     if started is None:
-        return "search", "waiting for it to start"
+        model, _, rest = view.heading.partition(" · ")
+        return model or "search", rest or "waiting for it to start"
     device = (
         f"{started.ranks} × {started.hardware or started.device}"
         if started.ranks > 1

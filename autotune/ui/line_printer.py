@@ -282,7 +282,7 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False, *, g
     lines = [f"{sign} {_partly(view)} {out} is the best so far"] if partial else []
     lines += [f"{' ' if partial else sign} {' · '.join(facts)}", f"  setting    {best.sentence}"]
     lines += [f"  go on      {go_on}"] if go_on and partial else []
-    lines += [f"  {finished.message}"] if finished.message else []
+    lines += [f"  {finished.message}"] if finished.message and not partial else []
     lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{out}")')
     return lines + ([f"  see why    {see_why}"] if see_why else [])
 

@@ -188,7 +188,7 @@ class SearchApp(App[None]):
     ) -> None:
         super().__init__()
         self._progress = progress
-        self.view = SearchView()
+        self.view = SearchView(heading=progress.heading if progress is not None else "")
         self._tail, self._control, self._over = LogTail(log_path), control, over
         self._drawn: tuple[object, ...] = ()
         self._parts: dict[str, Text] = {}

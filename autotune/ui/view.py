@@ -149,6 +149,8 @@ class SearchView:
     last_t: float = 0.0
     opened_t: float = field(default_factory=time.time, compare=False)
     """Wall clock when the view was opened; the log begins only after recording and scoring."""
+    heading: str = field(default="", compare=False)
+    """Model, devices, limit and goal, known before the log is."""
     pid: int = 0
     changes: int = 0
     """Incremented by every event with an effect, so that a display can skip redrawing."""

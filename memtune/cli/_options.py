@@ -197,15 +197,15 @@ def launcher(given: dict[str, Any]) -> str:
     return executor
 
 
-def header(command: str, given: dict[str, Any], options: dict[str, Any]) -> str:
-    """Return the first line of a command: model, devices, limit and goal, as far as they are given."""
+def header(given: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the heading of a command: model, devices, limit and goal, as far as they are given."""
     ranks = options["ranks"]
     plural = "s" if ranks > 1 else ""
     devices = (f"{ranks} CPU worker{plural}" if options["device"] == "cpu" else f"{ranks} GPU{plural}") + (
         f" {given['gpu_type']}" if given["gpu_type"] else ""
     )
     limit = f" · limit {format_bytes(options['budget_bytes'])} each" if options["budget_bytes"] else ""
-    return f"memtune {command} {given['model']} · {devices}{limit} · goal {options['goal']}"
+    return f"{given['model']} · {devices}{limit} · goal {options['goal']}"
 
 
 def search_only(given: dict[str, Any]) -> dict[str, Any]:

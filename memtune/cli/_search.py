@@ -32,9 +32,10 @@ def search(given: dict[str, Any]) -> int:
     """Run the search with its screen, or with one line per trial; return its exit code."""
     only = _options.search_only(given)
     common = _options.common(given, for_trials=not given["dry_run"])
-    quiet, screen, progress = given["quiet"], _wants_screen(given), Progress()
+    quiet, screen = given["quiet"], _wants_screen(given)
+    progress = Progress(_options.header(given, common))
     if not quiet:
-        say(_options.header("search", given, common))
+        say(f"memtune search {progress.heading}")
         progress.phase("loading torch")
 
     def load() -> tuple[SearchOptions, StudyFolder]:
@@ -131,8 +132,8 @@ def plan(given: dict[str, Any]) -> int:
 
     from memtune.executors import probing
 
-    progress = Progress()
-    say(_options.header("plan", given, common))
+    progress = Progress(_options.header(given, common))
+    say(f"memtune plan {progress.heading}")
     progress.phase("loading torch")
     # The child process that probes the workload imports torch while this process does the same.
     with (
