@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -127,12 +128,16 @@ def _settings(view: SearchView) -> Iterable[str]:
 
 
 def _front(view: SearchView) -> Iterable[str]:
+    times: dict[str, list[float]] = {}
+    for each in view.done:
+        if each.status == "ok" and each.result is not None and each.result.step_s:
+            times.setdefault(each.summary, []).append(each.result.step_s)
     points = [
         Point(
             label=str(each.number),
             text=each.summary,
             peak_bytes=each.result.peak_allocated_bytes,
-            step_s=each.result.step_s,
+            step_s=statistics.median(times[each.summary]),
             status=(
                 "best"
                 if each.number == view.best_number
@@ -153,7 +158,7 @@ def _front(view: SearchView) -> Iterable[str]:
     ]
     yield _figure(
         pictures.front(points, view.budget_bytes),
-        "Each mark is a trial with its number. No trial is both faster and smaller than one on the line.",
+        "Each mark is a setting with the number of its first trial, at the median of all its trials.",
         _table(("trial", "step", "peak", "settings"), rows),
     )
 
