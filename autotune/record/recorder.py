@@ -112,6 +112,8 @@ class Session:
     """Notes on answers that user code got where it read the data of fake tensors."""
     values: BatchValues = field(default_factory=BatchValues)
     """Known integers and masks of the micro-batches, although the tensors are fake."""
+    spreads: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Least and most bytes of the batches drawn, by micro-batch, if they vary in size."""
     observes_saves: bool = True
     """The tracer notes what autograd saves. Otherwise Python counts as the holder of every saved tensor."""
     compiled: CompiledModel | None = None
@@ -122,7 +124,9 @@ class Session:
     def batch(self, size: int) -> Any:
         """Return one micro-batch of `size` samples, made fake unless the rung is real."""
         with tier(HOST):
-            batch = self.workload.make_batch(size)
+            batch, spread = self.workload.largest_batch(size)
+        if spread is not None:
+            self.spreads[size] = spread
         fake = self.fake
         if fake is not None:
             batch = map_tensors(batch, lambda tensor: self.values.fake(tensor, fake))
@@ -312,6 +316,12 @@ def record(
         if same:
             second = _with_workspaces(second, scratch[1], has_scratch)
     notes += session.assumed
+    if session.spreads:
+        least, most = session.spreads[large]
+        notes.append(
+            f"batches vary in size ({least} to {most} bytes of {large} samples): the largest one drawn is"
+            " recorded, and training may draw larger ones; worst_batch(size) in model.py gives the largest"
+        )
     if session.optimizer_dedup is not None and session.optimizer_dedup.disabled_reason:
         notes.append(f"the optimizer's step was recorded in full: {session.optimizer_dedup.disabled_reason}")
     if (

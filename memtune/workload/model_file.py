@@ -28,6 +28,7 @@ REQUIRED: dict[str, tuple[int, str]] = {
 OPTIONAL: dict[str, tuple[int, str]] = {
     "optimizer": (1, "def optimizer(params): return torch.optim.AdamW(params)"),
     "blocks": (1, "def blocks(model): return list(model.layers)"),
+    "worst_batch": (1, "def worst_batch(size): ...   # the largest batch of `size` samples, on the CPU"),
 }
 _serial = itertools.count()
 

@@ -31,6 +31,10 @@ if torch.distributed.is_available():
     _NOT_THE_USERS += (torch.distributed.DistError,)
 
 
+_COMPARED, _DRAWN = 4, 8
+"""Batches whose shapes are compared, and batches drawn for the largest one if they differ."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """The functions of the user's `model.py`, each behind a check of its return value.
@@ -50,6 +54,8 @@ class Workload:
     source_sha256: str
     global_batch: int | None
     _file: UserFile = field(repr=False, compare=False)
+    _found: list[bool] = field(default_factory=list, repr=False, compare=False)
+    """Whether batches vary in size, once known."""
 
     @classmethod
     def load(cls, target: str | Path) -> Workload:
@@ -105,18 +111,48 @@ class Workload:
             WorkloadError: It raised, returned no tensor, or no dimension of its tensors is a multiple of
                 `size`.
         """
+        return self._batch("batch", size)
+
+    def _batch(self, name: str, size: int) -> Any:
+        """Return the checked result of `name(size)`."""
         with _disable_current_modes(), torch.device("cpu"):
-            batch = self._call("batch", size, fix=f"make  batch({size})  run by itself", code="MT116")
+            batch = self._call(name, size, fix=f"make  {name}({size})  run by itself", code="MT116")
         shapes = shapes_of(batch)
         if not shapes:
             raise self._error(
-                f"batch({size}) returned {_described(batch)}, with no tensor in it.",
+                f"{name}({size}) returned {_described(batch)}, with no tensor in it.",
                 fix="return tensors, alone or in a tuple, dict or dataclass",
                 code="MT116",
             )
         if not any(dim and dim % size == 0 for shape in shapes for dim in shape):
-            raise self._ignores_size(f"batch({size}) has shapes {_listed(shapes)}")
+            raise self._ignores_size(f"{name}({size}) has shapes {_listed(shapes)}")
         return batch
+
+    def largest_batch(self, size: int) -> tuple[Any, tuple[int, int] | None]:
+        """Return a batch for predictions, and the least and most bytes of batches if these vary in size.
+
+        The batch is that of the user's `worst_batch(size)`, else the largest of a few if `batch(size)` varies
+        (graphs, packed sequences), else the first.
+
+        Raises:
+            WorkloadError: As `make_batch`.
+        """
+        if self._file.function("worst_batch") is not None:
+            return self._batch("worst_batch", size), None
+        first = self.make_batch(size)
+        if not self._varies():
+            return first, None
+        drawn = [first, *(self.make_batch(size) for _ in range(_DRAWN - 1))]
+        bytes_of = [sum(each.nbytes for each in tensors_of(batch)) for batch in drawn]
+        return drawn[bytes_of.index(max(bytes_of))], (min(bytes_of), max(bytes_of))
+
+    def _varies(self) -> bool:
+        """Return whether batches of as many samples differ in shape; preserves torch's random state."""
+        if not self._found:
+            with torch.random.fork_rng(devices=[]):
+                drawn = [shapes_of(self.make_batch(2)) for _ in range(_COMPARED)]
+            self._found.append(any(each != drawn[0] for each in drawn))
+        return self._found[0]
 
     def check_batch(self) -> None:
         """Check that a batch of 4 samples is larger than one of 2; preserves torch's random state.

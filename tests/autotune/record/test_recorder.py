@@ -24,7 +24,7 @@ from memtune.program.step import Kind, Recording
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.training_step import prepare_model, train_step
 from memtune.testing.drift_check import recording_of
-from memtune.workload.workload import Workload
+from memtune.workload.workload import Workload, tensors_of
 
 CPU = torch.device("cpu")
 RUNGS = {"moe": "real-step", "tobf16": "real-init"}
@@ -406,3 +406,35 @@ def test_torch_func_in_loss_is_recorded_without_hooks_on_saved_tensors(tmp_path:
     assert not len(found.step.saves.storage)
     found.step.validate()
     assert found.step.peak_bytes() > 2 * 64 * 4 * 2  # the hidden layer's outputs, of two samples
+
+
+VARYING = """
+import torch
+from torch import nn
+
+def model(): return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+def batch(size): return torch.randn(size * int(torch.randint(4, 40, ())), 16)
+def loss(model, batch): return model(batch).square().mean()
+"""
+
+
+def test_largest_of_varying_batches_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "varying.py").write_text(VARYING)
+    workload = Workload.load(tmp_path / "varying.py")
+    found = record(workload)
+    note = next(note for note in found.notes if note.startswith("batches vary in size"))
+    torch.manual_seed(0)
+    drawn = sorted(sum(each.nbytes for each in tensors_of(workload.make_batch(4))) for _ in range(20))
+    recorded = int(found.at(4).storages.bytes[found.at(4).storages.kind == Kind.BATCH].max())
+    assert recorded >= drawn[12]
+    assert f"{recorded} bytes of 4 samples" in note
+
+
+def test_declared_worst_batch_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "varying.py").write_text(
+        VARYING + "\ndef worst_batch(size): return torch.zeros(size * 39, 16)\n"
+    )
+    found = record(Workload.load(tmp_path / "varying.py"))
+    step = found.at(4)
+    assert int(step.storages.bytes[step.storages.kind == Kind.BATCH].max()) == 4 * 39 * 16 * 4
+    assert not any("vary" in note for note in found.notes)
