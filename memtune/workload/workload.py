@@ -55,7 +55,7 @@ class Workload:
     global_batch: int | None
     _file: UserFile = field(repr=False, compare=False)
     _found: list[bool] = field(default_factory=list, repr=False, compare=False)
-    """Whether batches vary in size, once known."""
+    """True if batches vary in size; empty until it is known."""
 
     @classmethod
     def load(cls, target: str | Path) -> Workload:
