@@ -3,8 +3,8 @@
     memtune plan examples/diffusion.py --gpus 1 --gpu-type a100-40g
     memtune search examples/diffusion.py --device cpu --trials 4
 
-The skip connections keep early activations until the end of forward: offloading them, or planning
-tensor by tensor, gains more than recomputing whole blocks.
+The skip connections keep early activations until the end of forward, so recomputing whole blocks
+does not free them. Offload of activations and plans by tensor can.
 """
 
 import torch

@@ -3,9 +3,8 @@
     memtune plan examples/lora.py --gpus 1 --gpu-type rtx4090-24g
     memtune search examples/lora.py --device cpu --trials 4
 
-With few trained parameters nearly all memory is activations and frozen weights: sharding the
-optimizer gains nothing, recomputation and offload of activations gain most. memtune sees that,
-because it records which parameters have gradients.
+With few trained parameters nearly all memory is activations and frozen weights. memtune sees that,
+because it records which parameters have gradients: `memtune plan` lists what is left at the peak.
 """
 
 import torch

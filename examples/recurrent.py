@@ -3,8 +3,7 @@
     memtune plan examples/recurrent.py --gpus 1 --gpu-type a100-40g
     memtune search examples/recurrent.py --device cpu --trials 4
 
-Embedding, LSTM and head become the blocks. Such a model gains most from optimizer state in other
-memory and from a smaller micro-batch.
+Embedding, LSTM and head become the blocks.
 """
 
 import torch

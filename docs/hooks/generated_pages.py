@@ -87,7 +87,7 @@ def gallery() -> Iterator[str]:
         text = ast.get_docstring(ast.parse(source)) or ""
         first, _, rest = text.partition("\n\n")
         yield f"\n## {path.name}\n\n{' '.join(first.split())}\n"
-        yield f"```text\n{rest.strip()}\n```\n"
+        yield f"{rest.rstrip()}\n"
         code = source.split('"""', 2)[2].strip()
         yield f'??? "code"\n\n    ```python\n{_indented(code)}\n    ```\n'
 
