@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Insert the pass of CONTRIBUTING.md into its tutorial; MkDocs calls this for each page."""
+    """Insert the pass of CONTRIBUTING.md, and name files outside the site instead of linking to them.
+
+    MkDocs calls this for each page.
+    """
+    outside = r"\[[^\]]*\]\((?:\.\./)+((?:benchmarks|tests|memtune|csrc|examples|[A-Z]+\.md)[^)]*)\)"
+    markdown = re.sub(outside, r"`\1`", markdown)
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     start = text.index("```python\ndef offload_saved")
     return markdown.replace("PASS_SOURCE", text[start : text.index("```", start + 3) + 3])
