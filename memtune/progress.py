@@ -14,8 +14,8 @@ from typing import TextIO
 
 from memtune.units import format_seconds
 
-SILENT_S = 2.0
-"""Longest time without a sign of life."""
+SILENT_S = 1.5
+"""Seconds after which a sign of life is due; a busy machine may take half a second more."""
 _REDRAW_S = 0.25
 _LEFT_AFTER_S = 1.0
 """Seconds of a phase after which its rate says how long it will take."""
@@ -86,7 +86,7 @@ class StatusLine:
     """One line about the present, below lines that stay.
 
     On a terminal it is redrawn in place. Elsewhere its subject begins a line, to which a detail is appended
-    every two seconds, so that a log shows life without a line per sign of it.
+    within two seconds, so that a log shows life without a line per sign of it.
     """
 
     def __init__(self, stream: TextIO) -> None:
