@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import pickle
@@ -25,8 +26,10 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
-FEWEST_ITEMS: Final = 200
-"""Fewest items for which copies are made by default: a fork costs as much as scoring some dozens of items."""
+WORTH_S: Final = 3.0
+"""CPU seconds of work in this process after which copies are made by default: until then their forks, and
+what they compute again because their caches are their own, would cost as much as they save.
+"""
 PATIENCE: Final = 3.0
 LEAST_S: Final = 20.0
 """A copy may take `PATIENCE` times as long as this process took for its own items, plus `LEAST_S`."""
@@ -46,7 +49,7 @@ class ParallelMap(Generic[T, R]):
         group: Key of items that profit from each other's caches; None for an item that must be processed
             here.
         processes: This one and its copies; 1 makes no copy.
-        worth_it: For fewer items no copy is made.
+        worth_s: CPU seconds that this process works, over all calls, before copies are made.
     """
 
     def __init__(
@@ -55,11 +58,12 @@ class ParallelMap(Generic[T, R]):
         group: Callable[[T], Hashable | None],
         processes: int,
         *,
-        worth_it: int = FEWEST_ITEMS,
+        worth_s: float = WORTH_S,
     ) -> None:
-        self._function, self._group, self._processes, self._worth_it = function, group, processes, worth_it
+        self._function, self._group, self._processes, self._worth_s = function, group, processes, worth_s
         self._homes: dict[Hashable, int] = {}
         self._copies: list[_Copy[T, R]] = []
+        self._worked_s = 0.0
 
     def __enter__(self) -> ParallelMap[T, R]:
         return self
@@ -72,21 +76,17 @@ class ParallelMap(Generic[T, R]):
 
     def over(self, items: Sequence[T], on_done: Callable[[int], None] = lambda done: None) -> list[R]:
         """Return results in the order of `items`; calls `on_done` with their number as they come."""
-        if self._processes == 1 or (not self._copies and len(items) < self._worth_it):
-            results: list[R] = []
-            for item in items:
-                results.append(self._function(item))
-                on_done(len(results))
-            return results
-        if not self._copies:
-            self._copies = [copy for _ in range(self._processes - 1) if (copy := _Copy.of(self._function))]
         work: _Work[T, R] = _Work(items, self._group, self._homes)
-        started = time.monotonic()
+        started, worked_s = time.monotonic(), self._worked_s - time.process_time()
         while (mine := work.take(_HERE)) is not None:
             for i in mine:
+                self._worked_s = worked_s + time.process_time()
+                if not self._copies and self._worked_s >= self._worth_s and work.groups:
+                    self._copy()
                 self._feed(work)
                 work.results[i] = self._function(items[i])
                 on_done(len(work.results))
+        self._worked_s = worked_s + time.process_time()
         until_s = time.monotonic() + max(LEAST_S, PATIENCE * (time.monotonic() - started))
         for number in list(work.assigned):
             copy = self._copies[number]
@@ -96,6 +96,10 @@ class ParallelMap(Generic[T, R]):
             )
             on_done(len(work.results))
         return [work.results[i] for i in range(len(items))]
+
+    def _copy(self) -> None:
+        self._worth_s = math.inf  # once, even if the machine allows no process
+        self._copies = [copy for _ in range(self._processes - 1) if (copy := _Copy.of(self._function))]
 
     def _feed(self, work: _Work[T, R]) -> None:
         """Collect results of copies, and give idle ones their next group."""

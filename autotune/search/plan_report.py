@@ -258,7 +258,7 @@ def _written(setup: Setup, front: Sequence[Scored], options: PlanOptions) -> str
 def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
     """Return the front of `scored`, simulated op by op."""
     with ParallelMap(
-        setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_it=2
+        setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_s=0.0
     ) as side_by_side:
         return refined_front(scored, lambda each: side_by_side.over(each, _simulated_so_far), MOST_SIMULATED)
 
@@ -270,7 +270,7 @@ def _simulated_so_far(done: int) -> None:
 def _front(setup: Setup, pruner: Pruner, shown: Sequence[Scored]) -> tuple[PlanRow, ...]:
     """Return the rows of the front, each with the largest micro-batch of its techniques."""
     with ParallelMap(
-        lambda choice: largest_micro_batch(setup.scorer, choice, pruner), same_passes, processes(), worth_it=2
+        lambda choice: largest_micro_batch(setup.scorer, choice, pruner), same_passes, processes(), worth_s=0.0
     ) as side_by_side:
         sizes = side_by_side.over([each.choice for each in shown])
     return tuple(

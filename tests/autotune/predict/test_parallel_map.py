@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtune.autotune.predict import parallel_map as side_by_side
-from memtune.autotune.predict.parallel_map import FEWEST_ITEMS, ParallelMap
+from memtune.autotune.predict.parallel_map import ParallelMap
 
-MANY = list(range(FEWEST_ITEMS + 300))
+MANY = list(range(500))
 
 
 def squared_with_pid(item: int) -> tuple[int, int]:
@@ -39,16 +39,16 @@ def children() -> list[psutil.Process]:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 1000), max_size=3 * FEWEST_ITEMS), st.integers(1, 12), st.integers(1, 3))
+@given(st.lists(st.integers(0, 1000), max_size=600), st.integers(1, 12), st.integers(1, 3))
 def test_parallel_map_returns_results_in_order(items: list[int], groups: int, processes: int) -> None:
-    with ParallelMap(lambda item: item * 3, lambda item: item % groups, processes) as side_by_side:
+    with ParallelMap(lambda item: item * 3, lambda item: item % groups, processes, worth_s=0.0) as side_by_side:
         for _ in range(2):
             assert side_by_side.over(items) == [item * 3 for item in items]
 
 
 def test_parallel_map_keeps_groups_on_one_process() -> None:
     before = len(children())
-    with ParallelMap(squared_with_pid, lambda item: item % 10 or None, 2) as side_by_side:
+    with ParallelMap(squared_with_pid, lambda item: item % 10 or None, 2, worth_s=0.0) as side_by_side:
         for _ in range(3):
             found = side_by_side.over(MANY)
             assert squares(found) == [item * item for item in MANY]
@@ -62,6 +62,20 @@ def test_parallel_map_keeps_groups_on_one_process() -> None:
     assert len(children()) == before
 
 
+def test_parallel_map_makes_copies_once_they_are_worthwhile() -> None:
+    def work(item: int) -> int:
+        until_s = time.process_time() + 0.002
+        while time.process_time() < until_s:
+            pass
+        return os.getpid()
+
+    with ParallelMap(work, lambda item: item, 2, worth_s=0.1) as both:
+        assert set(both.over(range(20))) == {os.getpid()}
+        pids = both.over(range(100))
+        assert set(pids[:20]) == {os.getpid()}  # the work of both calls counts
+        assert len(set(pids)) == 2
+
+
 def test_parallel_map_survives_dead_copy() -> None:
     def deadly(item: int) -> int:
         if item == 7 and os.getpid() != here:
@@ -69,7 +83,7 @@ def test_parallel_map_survives_dead_copy() -> None:
         return item + 1
 
     here = os.getpid()
-    with ParallelMap(deadly, lambda item: item % 20, 3) as side_by_side:
+    with ParallelMap(deadly, lambda item: item % 20, 3, worth_s=0.0) as side_by_side:
         for _ in range(3):
             assert side_by_side.over(MANY) == [item + 1 for item in MANY]
 
@@ -78,7 +92,7 @@ def test_parallel_map_gives_up_hanging_copy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(side_by_side, "LEAST_S", 0.2)
     here = os.getpid()
     with ParallelMap(
-        lambda item: item if os.getpid() == here else time.sleep(600), lambda item: item % 4, 2
+        lambda item: item if os.getpid() == here else time.sleep(600), lambda item: item % 4, 2, worth_s=0.0
     ) as both:
         assert both.over(MANY) == MANY
         assert both.over(MANY) == MANY
@@ -91,7 +105,7 @@ def test_parallel_map_raises_errors_of_function(capfd: pytest.CaptureFixture[str
     def fails(item: int) -> float:
         return 1 / (item - 411)
 
-    with ParallelMap(fails, lambda item: item % 50, 2) as side_by_side, pytest.raises(ZeroDivisionError):
+    with ParallelMap(fails, lambda item: item % 50, 2, worth_s=0.0) as side_by_side, pytest.raises(ZeroDivisionError):
         side_by_side.over(MANY)
     assert capfd.readouterr().err == ""
 
@@ -104,7 +118,7 @@ def work(item):
     if os.getpid() != here:
         open(sys.argv[1], "w").write(str(os.getpid()))
     time.sleep(600 if os.getpid() != here else 0.001)
-with ParallelMap(work, lambda item: item, 2) as both:
+with ParallelMap(work, lambda item: item, 2, worth_s=0.0) as both:
     both.over(range(1000))
 """
 
