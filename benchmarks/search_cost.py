@@ -9,12 +9,13 @@ search's own process, or to the part of a trial: `start` until its first step be
 after its last sample is lost, at most 20 ms each.
 
 `record_and_score_s` is the CPU time of recording, checking the batch and scoring, with all processes that
-take part; `overhead` is all CPU time outside the steps over that of the steps. The best of the repeats counts.
+take part; `overhead` is all time outside the steps over that of the steps. The best of the repeats counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -118,7 +119,9 @@ class Watcher:
     """CPU time of a process and its descendants, sampled until `stop`."""
 
     root: int
-    samples: dict[tuple[int, str], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[tuple[int, str], list[tuple[float, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """By pid and part: (time, CPU seconds so far)."""
     parts: dict[int, str] = field(default_factory=dict)
     stopped: bool = False
@@ -166,7 +169,11 @@ def _part_of(pid: int, above: str) -> str:
         return "supervisor"
     if above in ("supervisor", "rank") or "executors.worker" in command:
         return "rank"
-    for word, part in (("fork_server", "fork server"), ("supervisor.py", "supervisor"), ("preflight", "probe")):
+    for word, part in (
+        ("fork_server", "fork server"),
+        ("supervisor.py", "supervisor"),
+        ("preflight", "probe"),
+    ):
         if word in command:
             return part
     return "search"  # its scoring copies, and helpers that measure kernels
@@ -232,13 +239,17 @@ def _phases(marks: list[tuple[float, str]], watcher: Watcher) -> dict[str, Any]:
                 phase = part
             cpu_s[phase] += after - before
     wall_s: dict[str, float] = defaultdict(float)
-    for (at, phase), (until, _) in zip(own, own[1:], strict=False):
+    for (at, phase), (until, _) in itertools.pairwise(own):
         if phase != "wait for trials":
             wall_s[phase] += until - at
-    for (at, part), (until, _) in zip(stages, stages[1:], strict=False):
+    for (at, part), (until, _) in itertools.pairwise(stages):
         if _at(own, at) == "wait for trials":
             wall_s[part] += until - at
-    return {"cpu_s": _rounded(cpu_s), "wall_s": _rounded(wall_s), "total_wall_s": round(marks[-1][0] - marks[0][0], 1)}
+    return {
+        "cpu_s": _rounded(cpu_s),
+        "wall_s": _rounded(wall_s),
+        "total_wall_s": round(marks[-1][0] - marks[0][0], 1),
+    }
 
 
 def _trial_part(stage: str) -> str:
@@ -285,7 +296,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "| | " + " | ".join(row["case"] for row in rows) + " |",
         "|---" * (len(rows) + 1) + "|",
     ]
-    out += [f"| {phase} | " + " | ".join(f"{row['cpu_s'].get(phase, 0):.1f}" for row in rows) + " |" for phase in phases]
+    out += [
+        f"| {phase} | " + " | ".join(f"{row['cpu_s'].get(phase, 0):.1f}" for row in rows) + " |"
+        for phase in phases
+    ]
     for title, value in (
         ("record, check batch, score", lambda row: f"**{row['record_and_score_s']:.1f}**"),
         ("candidates", lambda row: f"{row['candidates']:,}"),
@@ -303,7 +317,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all where none is given")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all where none is given"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)

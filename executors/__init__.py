@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memtune.executors.secret_values import masked
     from memtune.executors.slot_pool import PoolExecutor
     from memtune.executors.supervisor import descendants
+    from memtune.executors.trial_room import check_gpus, local_slots, visible_gpu_ids
 else:
     __getattr__ = open_door(__name__)
 
@@ -45,15 +46,18 @@ __all__ = [
     "RankLost",
     "Trial",
     "TrialResult",
+    "check_gpus",
     "core_wait_s",
     "descendants",
     "end_supervisor",
     "largest_difference",
     "last_line",
+    "local_slots",
     "make_log_dir",
     "masked",
     "probe",
     "probing",
     "run_monitored",
     "start_supervisor",
+    "visible_gpu_ids",
 ]

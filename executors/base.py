@@ -57,6 +57,8 @@ class Trial(BaseModel):
     """
     dropout: bool = True
     """False disables dropout, so that runs that split their batch differently can be compared."""
+    alone: bool = False
+    """No other trial runs meanwhile, so it gets the whole machine instead of its share."""
     env: dict[str, str] = {}
     """Environment of the trial's processes in addition to the parent's (from `Technique.env`)."""
 

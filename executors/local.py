@@ -11,7 +11,7 @@ from memtune.executors.fork_server import ForkServer
 from memtune.executors.monitor import SILENCE_S
 from memtune.executors.rank_group import WORKER, make_log_dir, run_group
 from memtune.executors.slot_pool import PoolExecutor
-from memtune.hardware import usable_cores
+from memtune.hardware import core_sets, usable_cores
 from memtune.ssd import RunFolder
 
 
@@ -19,7 +19,8 @@ class LocalExecutor(PoolExecutor):
     """Runs each trial in fresh child processes below its own supervisor, forked without a GPU driver.
 
     Args:
-        slots: Number of concurrent trials; they share the processor cores evenly.
+        slots: Number of concurrent trials; each is bound to an equal set of the processor cores, unless it
+            runs alone.
         log_dir: Folder of the ranks' output; when None one that `close` removes.
         gpus: Ids (as in CUDA_VISIBLE_DEVICES) that the slots share evenly; empty leaves the choice to the
             trial.
@@ -45,6 +46,7 @@ class LocalExecutor(PoolExecutor):
         self.log_dir = make_log_dir(self._temporary.path if self._temporary else log_dir or "")
         self._gpus, self._command, self._silence_s = tuple(gpus), tuple(command), silence_s
         self._server = ForkServer()
+        self._cores = core_sets(slots) if slots > 1 else []
         super().__init__(slots)
 
     def close(self) -> None:
@@ -58,7 +60,8 @@ class LocalExecutor(PoolExecutor):
         self, trial: Trial, slot: int, on_progress: Callable[[Progress], None], cancelled: threading.Event
     ) -> TrialResult | None:
         share = len(self._gpus) // self.slots
-        mine = self._gpus[slot * share : (slot + 1) * share]
+        mine = self._gpus if trial.alone else self._gpus[slot * share : (slot + 1) * share]
+        bound = self._cores[slot] if self._cores and not trial.alone else ()
         if self._gpus and trial.device == "cuda" and len(mine) < trial.ranks:
             reason = f"needs {trial.ranks} GPUs; each of the {self.slots} slots has {share}"
             return TrialResult(number=trial.number, status="unfit", reason=reason)
@@ -66,7 +69,8 @@ class LocalExecutor(PoolExecutor):
             trial,
             self._command,
             log_dir=self.log_dir,
-            cores=max(1, usable_cores() // self.slots),
+            cores=usable_cores() if trial.alone else len(bound) or max(1, usable_cores() // self.slots),
+            bound=bound,
             env={"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else None,
             on_progress=on_progress,
             cancelled=cancelled,

@@ -46,13 +46,15 @@ class Place:
         ranks: Global ranks to start here, by local rank.
         rendezvous: URL at which all ranks meet (`file://…` or `tcp://…`); a fresh file when empty, for one
             machine.
-        cores: Processor cores that the ranks here share.
+        cores: Number of processor cores that the ranks here share.
+        bound: Ids of these cores if the ranks may use no others; empty for any.
         env: Variables for all ranks here; they override the parent's and are overridden by the trial's.
     """
 
     ranks: Sequence[int]
     rendezvous: str = ""
     cores: int = 1
+    bound: Sequence[int] = ()
     env: Mapping[str, str] | None = None
 
 
@@ -137,7 +139,7 @@ class LocalRanks:
             }
             for rank, env in zip(place.ranks, envs, strict=True)
         ]
-        self._order({"ranks": ranks, "scratch": self.scratch})
+        self._order({"ranks": ranks, "scratch": self.scratch, "cores": list(place.bound)})
         self._buffer = bytearray()
         self._read_all = False
         self._poll = select.poll()
@@ -262,6 +264,7 @@ def run_group(
     *,
     log_dir: Path | str,
     cores: int | None = None,
+    bound: Sequence[int] = (),
     env: Mapping[str, str] | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
     cancelled: threading.Event | None = None,
@@ -274,7 +277,8 @@ def run_group(
         trial: The trial; all of its ranks run here.
         command: Program and arguments of one rank.
         log_dir: Folder for the output of the ranks (`log_path`).
-        cores: Processor cores that the ranks share, all usable ones when None.
+        cores: Number of processor cores that the ranks share, all usable ones when None.
+        bound: Ids of the only cores that the ranks may use; empty for any.
         env: Variables that override the parent's, such as CUDA_VISIBLE_DEVICES.
         on_progress: Called with every heartbeat of rank 0.
         cancelled: Set it from another thread to end the trial.
@@ -288,7 +292,7 @@ def run_group(
         EnvironmentFault: The machine allows no process, no temporary file or no log.
     """
     folder = make_log_dir(log_dir)
-    place = Place(range(trial.ranks), cores=cores or usable_cores(), env=env)
+    place = Place(range(trial.ranks), cores=cores or usable_cores(), bound=bound, env=env)
     return run_monitored(
         trial,
         lambda: LocalRanks(trial, command, folder, place, server),

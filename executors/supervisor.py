@@ -5,7 +5,7 @@ It imports only the standard library and leaves no process behind.
 Run as `python -I -S supervisor.py`, it talks JSON lines. Standard input: first the spec, then orders.
 Standard output: events.
 
-    spec    {"ranks": [{"rank": 0, "argv": […], "env": {…}, "log": path}], "scratch": dir}
+    spec    {"ranks": [{"rank": 0, "argv": […], "env": {…}, "log": path}], "scratch": dir, "cores": [0, 1]}
     order   {"dump": bool, "grace_s": seconds}          stop: dump stacks if asked, TERM, KILL after the grace
     event   {"rank": 0, "line": text, "at": seconds since the epoch} · {"leftovers": [text]}
             · {"rank": 0, "exit": code, "tail": text, "host_oom": bool}
@@ -355,6 +355,9 @@ def main(start: Start = execute) -> None:
         first += data
     line, _, orders = first.partition(b"\n")
     spec = json.loads(line)
+    if spec.get("cores"):
+        with contextlib.suppress(OSError):  # cores were taken from this process' group meanwhile
+            os.sched_setaffinity(0, spec["cores"])  # ranks inherit it
     try:
         Supervisor(spec, driver, orders, start).run()
     finally:

@@ -43,11 +43,13 @@ from memtune.autotune.space import (
     SearchOptions,
     StepTimeModel,
     StoredTrial,
+    fits_budget,
     kinds,
     refusing_techniques,
 )
 from memtune.executors import Executor, Progress, Trial, TrialResult
 from memtune.hardware import BUSY, OpTime, matmul_dtype
+from memtune.offload.optimizer import available_bytes
 from memtune.technique import Reason
 from memtune.units import format_bytes
 
@@ -61,6 +63,8 @@ _DECISIVE = ("repeat", "confirm")
 _QUIET_ROUNDS = 3
 """Rounds on a quiet machine from which on disturbed ones do not count."""
 _POLL_S = 0.25
+_PROCESS_BYTES = 2**28
+"""Host memory of a rank's process besides its tensors: torch's own, which forks share in part."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,9 @@ class Driver:
         self.stopped = self.broken = ""
         self._sampler, self._executor, self._log = sampler, executor, log
         self.reference: FinishedTrial | None = None
-        self.executor_name = executor.name
+        self.executor_name, self.slots = executor.name, executor.slots
+        self._held: list[tuple[Job, TrialResult]] = []
+        self._host_room_bytes = available_bytes() if executor.name == "local" else None
         self._best_number: int | None = None
         self._crashes: list[str] = []
         self._started_s = time.monotonic() if began_s is None else began_s
@@ -129,9 +135,8 @@ class Driver:
 
     @property
     def n_trials(self) -> int:
-        """Return the number of trials that count against the limit, including running ones."""
-        done = sum(each.job.role in _COUNTED for each in self.finished)
-        return done + sum(job.role in _COUNTED for job in self.running.values())
+        """Return the number of trials that count against the limit, including pending ones."""
+        return sum(job.role in _COUNTED for job in (*(each.job for each in self.finished), *self.pending()))
 
     @property
     def elapsed_s(self) -> float:
@@ -175,6 +180,22 @@ class Driver:
         """Return the best measured value, None before anything fits."""
         return min((each.value(self.setup.goal) for each in self.measured()), default=None)
 
+    def pending(self) -> list[Job]:
+        """Return the jobs that run, or whose result waits for the reference."""
+        return [*self.running.values(), *(job for job, _ in self._held)]
+
+    def expected(self) -> tuple[float | None, StepTimeModel]:
+        """Return best value and model of step times as if pending trials had run as expected."""
+        best, model = self.best_value(), self.step_times()
+        pending = [job.scored for job in self.pending()]
+        if best is not None and self.setup.goal == "throughput":
+            for each in pending:
+                prediction = each.prediction
+                if fits_budget(prediction, self.pruner.budget_bytes, self.pruner.calibration):
+                    samples = prediction.samples_per_s * prediction.step_s
+                    best = min(best, model.step_s(each)[0] / samples)
+        return best, model.believing(pending)
+
     def median_wall_s(self) -> float:
         """Return the median wall time of a trial that fits, 0 before there is one."""
         return statistics.median(
@@ -183,8 +204,13 @@ class Driver:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def drive(self, next_job: Callable[[], Job | None]) -> None:
-        """Run the jobs of `next_job` until it returns None and none is running, or the search is stopped."""
+    def drive(self, next_job: Callable[[], Job | None], *, alone: bool = False) -> None:
+        """Run the jobs of `next_job` until it returns None and none is running, or the search is stopped.
+
+        `next_job` is asked again after each result. With `alone`, one job runs at a time and has the whole
+        machine, so that times can be compared.
+        """
+        waiting: Job | None = None
         exhausted = False
         while not self._stop_asked():
             self._note_pause()
@@ -192,14 +218,16 @@ class Driver:
                 not exhausted
                 and not self._paused
                 and not self.stopped
-                and len(self.running) < self._executor.slots
+                and len(self.running) < (1 if alone else self.slots)
             ):
-                job = next_job()
-                exhausted = job is None
-                if job is not None:
-                    self._start(job)
+                waiting = waiting or next_job()
+                exhausted = waiting is None
+                if waiting is None or not self._has_room(waiting):
+                    break
+                job, waiting = waiting, None
+                self._start(job, alone=alone)
             if not self.running and (exhausted or self.stopped):
-                return
+                break
             for happened in self._executor.wait(_POLL_S):
                 if isinstance(happened, Progress):
                     self._log.write(
@@ -208,14 +236,44 @@ class Driver:
                         )
                     )
                 elif happened.number in self.running:
-                    self._finish(self.running.pop(happened.number), happened)
+                    exhausted = False
+                    self._held.append((self.running.pop(happened.number), happened))
+                    self._finish_held()
             if self._paused and not self.running:
                 time.sleep(_POLL_S)
+        self._finish_held()
+        if waiting is not None and waiting.number is not None:
+            self._sampler.fail(waiting.number, self.stopped)
 
-    def run_all(self, jobs: Iterable[Job]) -> None:
+    def run_all(self, jobs: Iterable[Job], *, alone: bool = False) -> None:
         """Run the jobs in order."""
         waiting = iter(list(jobs))
-        self.drive(lambda: next(waiting, None))
+        self.drive(lambda: next(waiting, None), alone=alone)
+
+    def _finish_held(self) -> None:
+        """Record results; those of candidates wait while a baseline runs whose losses they must share."""
+        for is_baseline in (True, False):
+            if not is_baseline and self.reference is None and self._runs_baseline():
+                return
+            for each in [each for each in self._held if is_baseline == (each[0].role == "baseline")]:
+                self._held.remove(each)
+                self._finish(*each)
+
+    def _runs_baseline(self) -> bool:
+        return any(job.role == "baseline" for job in self.running.values())
+
+    def _has_room(self, job: Job) -> bool:
+        """Return whether host memory holds `job` and what runs; the only job is always tried."""
+        if not self.running or self._host_room_bytes is None:
+            return True
+        needed = sum(self._host_bytes(each) for each in (job, *self.running.values()))
+        return needed <= self._host_room_bytes
+
+    def _host_bytes(self, job: Job) -> int:
+        """Return the bytes of host memory that the ranks of a trial on this machine are predicted to need."""
+        prediction = job.scored.prediction
+        on_host = prediction.peak_allocated_bytes if self.setup.device == "cpu" else 0
+        return self.setup.ranks * (on_host + prediction.host_peak_bytes + _PROCESS_BYTES)
 
     def aside(self, trial: Trial) -> TrialResult | None:
         """Run a trial outside of the study; return None if the search is stopped meanwhile."""
@@ -253,7 +311,7 @@ class Driver:
         self._sampler.fail(number, reason)
         self._log.write(search_events.TrialCancelled(number=number, reason=reason))
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, *, alone: bool) -> None:
         number = job.number
         if number is None:
             number, _ = self._sampler.ask(job.scored.choice, role=job.role, name=job.name)
@@ -271,9 +329,9 @@ class Driver:
                 predicted_step_s=self._expected_step_s(job.scored),
             )
         )
-        self._executor.submit(self._trial(number, job))
+        self._executor.submit(self._trial(number, job, alone=alone))
 
-    def _trial(self, number: int, job: Job) -> Trial:
+    def _trial(self, number: int, job: Job, *, alone: bool) -> Trial:
         setup, choice = self.setup, job.scored.choice
         expected = self._expected_step_s(job.scored)
         measure_s = _MEASURE_S * (2 if job.role in _DECISIVE else 1)
@@ -282,6 +340,7 @@ class Driver:
             (each.result.wall_s for each in self.finished if each.result.status == "ok"), default=0.0
         )
         samples = choice.execution.micro_batch or 1
+        clocked = job.role == "baseline" or not (self.op_times() or self._runs_baseline())
         return Trial(
             number=number,
             workload=self.options.workload,
@@ -293,7 +352,8 @@ class Driver:
             seed=self.options.seed,
             global_batch=samples * choice.execution.accumulate * setup.ranks,
             deadline_s=max(60.0, 5 * slowest) if slowest else self.options.trial_deadline_s,
-            clock_ops=not choice.execution.compile and (job.role == "baseline" or not self.op_times()),
+            clock_ops=clocked and not choice.execution.compile,
+            alone=alone or self.slots == 1,
             env=choice.env(),
         )
 

@@ -270,7 +270,10 @@ def _simulated_so_far(done: int) -> None:
 def _front(setup: Setup, pruner: Pruner, shown: Sequence[Scored]) -> tuple[PlanRow, ...]:
     """Return the rows of the front, each with the largest micro-batch of its techniques."""
     with ParallelMap(
-        lambda choice: largest_micro_batch(setup.scorer, choice, pruner), same_passes, processes(), worth_s=0.0
+        lambda choice: largest_micro_batch(setup.scorer, choice, pruner),
+        same_passes,
+        processes(),
+        worth_s=0.0,
     ) as side_by_side:
         sizes = side_by_side.over([each.choice for each in shown])
     return tuple(

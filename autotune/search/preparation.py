@@ -50,6 +50,10 @@ from memtune.workload import Workload, compress
 _DEFAULT_SAMPLES = 8
 """Samples per rank and step if neither the workload nor the user specifies them."""
 _MOST_SAMPLES = 2**20
+_SCORED_PER_TRIAL = 50
+"""Random candidates per trial that are scored, in addition to all pairs of kinds and the neighbours of the
+best: a search of few trials shall not score for longer than they take.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,10 @@ class Setup:
         """Tokens of a sample; None if a batch holds none."""
         return self.workload.tokens_per_sample()
 
-    def score(self, seed: int) -> Scores:
-        """Score the whole space with the simulator."""
-        return score_all(self.space, self.scorer, self.goal, seed=seed)
+    def score(self, seed: int, trials: int | None = None) -> Scores:
+        """Score the space with the simulator: of a large one more, the more `trials` will choose from it."""
+        most = None if trials is None else _SCORED_PER_TRIAL * trials
+        return score_all(self.space, self.scorer, self.goal, seed=seed, most_sampled=most)
 
 
 def parameter_bytes(recording: Recording) -> int:

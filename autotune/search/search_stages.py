@@ -76,12 +76,7 @@ class Stages:
             with self.driver.control.catch_signals():
                 self._announce()
                 again = self.driver.restore(self.sampler.trials(), logged)
-                self._baselines(again)
-                self.driver.run_all(job for job in again if job.role != "baseline")
-                self._candidates(self.driver.options.trials // 2)  # by then the interval has trials behind it
-                self._audit()
-                self._candidates(self.driver.options.trials)
-                self._audit()
+                self._explore([*self._baselines(), *(job for job in again if job.role != "baseline")])
                 self._largest_batch()
                 self._repeats()
                 verdict, confirmed = self._confirmed()
@@ -106,7 +101,7 @@ class Stages:
                     workload=setup.workload.path.name,
                     device=setup.device,
                     ranks=setup.ranks,
-                    slots=options.slots,
+                    slots=self.driver.slots,
                     executor=self.driver.executor_name,
                     goal=setup.goal,
                     budget_bytes=setup.budget_bytes,
@@ -129,9 +124,7 @@ class Stages:
                 plain_peak_bytes=self._plain_peak_bytes(),
             )
         )
-        pruned = sum(
-            self.driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values()
-        )
+        pruned = self._n_pruned()
         self.log.write(
             search_events.CandidatesScored(
                 n_candidates=self.scores.n_candidates,
@@ -166,8 +159,8 @@ class Stages:
     def _known_baselines(self) -> tuple[list[Baseline], dict[str, Reason]]:
         return baselines(self.driver.setup.scorer, self.driver.setup.global_batch)
 
-    def _baselines(self, again: list[Job]) -> None:
-        """Run baselines that are expected to fit: the user's own setting, then the fastest.
+    def _baselines(self) -> list[Job]:
+        """Return baselines to run that are expected to fit: the user's own setting, then the fastest.
 
         The losses of the first one are the reference. The others are proposed like any
         candidate, if they may beat what was measured.
@@ -187,12 +180,7 @@ class Stages:
         goal = self.driver.setup.goal
         fitting.sort(key=lambda each: (each.name != "plain", *each.scored.rank_among_levels(goal)))
         first = fitting[: max(1, options.trials // _TRIALS_PER_BASELINE)]
-        self.driver.run_all(
-            Job("baseline", each.scored, each.name) for each in first if each.name not in done
-        )
-        self._note_losses()
-        if self.driver.op_times():
-            predict_again(self.scores.by_key, self.driver.setup.scorer)
+        return [Job("baseline", each.scored, each.name) for each in first if each.name not in done]
 
     def _note_losses(self) -> None:
         """Warn about a baseline with a non-finite loss.
@@ -218,55 +206,91 @@ class Stages:
         self.scores.by_key[scored.key] = refined
         return refined
 
-    def _candidates(self, until: int) -> None:
-        """Run proposals until this many trials have been counted.
+    def _explore(self, first: list[Job]) -> None:
+        """Run the jobs of `first`, then proposals, and one audit after half of the trials.
 
-        One is reserved for an audit if one is due, unless nothing has fitted so far: then candidates that may
-        fit come first.
+        Side by side if the executor has room: a proposal then expects of pending trials what the posterior
+        does. The losses of a baseline and the op times of the first trials are used as soon as they are
+        there.
         """
-        driver = self.driver
+        driver, waiting = self.driver, list(first)
+        notes: list[Callable[[], None]] = [self._note_losses, self._use_op_times]
+        audited: list[int] = []
 
         def next_job() -> Job | None:
-            kept = int(self._to_audit() is not None and driver.best_value() is not None)
-            if driver.n_trials >= min(until, driver.options.trials - kept) or self._out_of_time():
-                return None
-            refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
-            proposal = self._proposer.next(
-                driver.pruner, driver.tried | refused, driver.best_value(), driver.step_times()
-            )
-            if proposal is None:
-                return None
-            name = self._baseline_names.get(proposal.scored.key, "")
-            return Job("baseline" if name else "search", proposal.scored, name, number=proposal.number)
+            if waiting:
+                return waiting.pop(0)
+            if not any(job.role == "baseline" for job in driver.pending()):
+                while notes:
+                    notes.pop(0)()
+            job = None
+            # By half of the trials the interval has trials behind it.
+            if not audited and driver.n_trials >= driver.options.trials // 2:
+                job = self._audit_job()
+            job = job or self._proposed() or (None if audited else self._audit_job())
+            if job is not None and job.role == "audit":
+                audited.append(self._n_pruned())
+            return job
 
         driver.drive(next_job)
+        for each in [] if driver.stopped else notes:
+            each()
+        for n_pruned in audited:
+            self._note_audit(n_pruned)
+
+    def _use_op_times(self) -> None:
+        if self.driver.op_times():
+            predict_again(self.scores.by_key, self.driver.setup.scorer)
+
+    def _proposed(self) -> Job | None:
+        """Return the next candidate; None if the trials are used up or nothing may be better.
+
+        One trial is reserved for an audit if one is due, unless nothing has fitted so far: then candidates
+        that may fit come first.
+        """
+        driver = self.driver
+        kept = int(self._to_audit() is not None and driver.best_value() is not None)
+        if driver.n_trials >= driver.options.trials - kept or self._out_of_time():
+            return None
+        refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
+        best, model = driver.expected()
+        proposal = self._proposer.next(driver.pruner, driver.tried | refused, best, model)
+        if proposal is None:
+            return None
+        name = self._baseline_names.get(proposal.scored.key, "")
+        return Job("baseline" if name else "search", proposal.scored, name, number=proposal.number)
 
     def _to_audit(self) -> Scored | None:
         """Return the pruned candidate closest to the budget.
 
         None if there is none, if an audit was run, or if the search is short.
         """
-        if self.driver.options.trials < _TRIALS_FOR_AUDIT or any(
-            each.job.role == "audit" for each in self.driver.finished
-        ):
+        jobs = [*(each.job for each in self.driver.finished), *self.driver.pending()]
+        if self.driver.options.trials < _TRIALS_FOR_AUDIT or any(job.role == "audit" for job in jobs):
             return None
         return self.driver.pruner.borderline(
             each for each in self.scores.by_key.values() if each.key not in self.driver.tried
         )
 
-    def _audit(self) -> None:
-        """Run the pruned candidate closest to the budget.
-
-        If it fits, the interval was too narrow and is widened.
-        """
+    def _audit_job(self) -> Job | None:
+        """Return the trial of the pruned candidate closest to the budget; None if none is due."""
         driver = self.driver
         borderline, left = self._to_audit(), driver.options.trials - driver.n_trials
-        if driver.stopped or borderline is None or left < (1 if driver.best_value() is not None else 2):
-            return
-        pruned = sum(
-            driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values()
-        )
-        driver.run_all([Job("audit", self._listed(borderline), "audit")])
+        if borderline is None or left < (1 if driver.best_value() is not None else 2):
+            return None
+        return Job("audit", self._listed(borderline), "audit")
+
+    def _n_pruned(self) -> int:
+        reason = self.driver.pruner.reason
+        return sum(reason(each.prediction) is not None for each in self.scores.by_key.values())
+
+    def _note_audit(self, n_pruned: int) -> None:
+        """Report the audit; if it fitted, the interval was too narrow and is wider since.
+
+        Args:
+            n_pruned: Number of pruned candidates before it.
+        """
+        driver = self.driver
         audited = [each for each in driver.finished if each.job.role == "audit"]
         if not audited:
             return
@@ -276,10 +300,9 @@ class Stages:
                 f" ({audited[0].result.reason})"
             )
             return
-        now = sum(driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
         driver.note(
-            f"audit: a pruned candidate fits, so the interval was too narrow; {pruned - now} of {pruned}"
-            " reconsidered",
+            "audit: a pruned candidate fits, so the interval was too narrow;"
+            f" {n_pruned - self._n_pruned()} of {n_pruned} reconsidered",
             warning=True,
         )
 
@@ -358,7 +381,8 @@ class Stages:
     def _run_rounds(self, jobs: list[Job], rounds: int) -> None:
         """Run `jobs` in alternation until each has run `rounds` times, earlier processes included."""
         done = Counter(each.job.scored.key for each in self.driver.finished if each.job.role == "repeat")
-        self.driver.run_all(job for turn in range(rounds) for job in jobs if done[job.scored.key] <= turn)
+        turns = (job for turn in range(rounds) for job in jobs if done[job.scored.key] <= turn)
+        self.driver.run_all(turns, alone=True)
 
     def _note_drift(self) -> None:
         for each in self.driver.measured():
@@ -384,7 +408,7 @@ class Stages:
             if verdict is None or driver.stopped:
                 return verdict, None
             scored = self._scored(verdict)
-            driver.run_all([Job("confirm", scored, verdict.winner.baseline)])
+            driver.run_all([Job("confirm", scored, verdict.winner.baseline)], alone=True)
             last = next((each for each in reversed(driver.finished) if each.job.role == "confirm"), None)
             if last is not None and last.job.scored.key == scored.key and last.result.status == "ok":
                 return self._unchanged(verdict), last

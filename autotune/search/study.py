@@ -71,7 +71,7 @@ def search(
         setup = prepare(options, say=say)
         resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)
         say("scoring settings")
-        scores = setup.score(options.seed)
+        scores = setup.score(options.seed, options.trials)
         too_large = weights_over_budget(setup, scores)
         if too_large is not None:
             raise too_large
@@ -84,7 +84,8 @@ def search(
             options.executor,
             device=setup.device,
             ranks=options.ranks,
-            slots=options.slots,
+            parallel=None if options.parallel is None else min(options.parallel, options.trials),
+            timed=options.goal == "throughput",
             ray_address=options.ray_address,
             log_dir=folder.logs,
         )
@@ -193,7 +194,7 @@ def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
 
 def _dry_run(options: SearchOptions, folder: StudyFolder, say: Callable[[str], None]) -> SearchOutcome:
     setup = prepare(options, say=say)
-    scores = setup.score(options.seed)
+    scores = setup.score(options.seed, options.trials)
     too_large = weights_over_budget(setup, scores)
     if too_large is not None:
         raise too_large

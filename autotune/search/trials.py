@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memtune.config import TunedConfig, load_config
 from memtune.errors import EnvironmentFault
-from memtune.executors import Executor, Trial, TrialResult, probe
+from memtune.executors import Executor, Trial, TrialResult, check_gpus, local_slots, probe, visible_gpu_ids
 
 ExecutorName = Literal["auto", "local", "ray", "simulated"]
 
@@ -18,19 +18,31 @@ def make_executor(
     *,
     device: str = "cpu",
     ranks: int = 1,
-    slots: int = 1,
+    parallel: int | None = 1,
+    timed: bool = True,
     ray_address: str | None = None,
     log_dir: Path | None = None,
 ) -> Executor:
     """The executor asked for (`executor_name`), open.
 
+    Args:
+        name: Kind of executor.
+        device: Device of the trials.
+        ranks: Of one trial.
+        parallel: Number of concurrent trials; None for as many as do not change each other's step times.
+        timed: Whether step times are compared; trials that only show what fits may share processor cores.
+        ray_address: Of the cluster, for Ray.
+        log_dir: Folder of the ranks' output.
+
     Raises:
+        UsageError: There are fewer GPUs than `parallel` trials need.
         EnvironmentFault: Ray is asked for and cannot be started.
     """
     name = executor_name(name, device=device, ranks=ranks, ray_address=ray_address)
     if name == "ray":
         from memtune.executors.ray import RayExecutor
 
+        slots = parallel or (local_slots(device, ranks, timed=timed) if device == "cpu" else None)
         return RayExecutor(ray_address, slots=slots, ranks=ranks, log_dir=log_dir)
     if name == "simulated":
         raise EnvironmentFault(
@@ -38,7 +50,11 @@ def make_executor(
         )
     from memtune.executors import LocalExecutor
 
-    return LocalExecutor(slots, log_dir=log_dir)
+    slots = parallel or local_slots(device, ranks, timed=timed)
+    gpus = visible_gpu_ids() if device == "cuda" and slots > 1 else ()
+    if device == "cuda" and slots > 1:
+        check_gpus(slots, ranks, len(gpus))
+    return LocalExecutor(slots, log_dir=log_dir, gpus=gpus)
 
 
 def executor_name(name: ExecutorName, *, device: str, ranks: int, ray_address: str | None) -> ExecutorName:

@@ -262,7 +262,9 @@ def rare_collections() -> Iterator[None]:
             gc.unfreeze()
 
 
-def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Scores:
+def score_all(
+    space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0, most_sampled: int | None = None
+) -> Scores:
     """Score the space, or a sample and neighbourhoods above `ENUMERATE_UP_TO`; refine the best.
 
     A neighbourhood: another technique, or other knobs, in one slot. It is explored until nothing better is
@@ -277,7 +279,7 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
         if space.size <= ENUMERATE_UP_TO:
             found.add(space)
         else:
-            found.add(space.sample(SAMPLE, seed))
+            found.add(space.sample(min(SAMPLE, most_sampled or SAMPLE), seed))
             looked_around: dict[Hashable, Scored] = {}
             while promising := found.promising(goal, looked_around):
                 found.add(space.around([each.choice for each in promising.values()]))

@@ -58,8 +58,8 @@ class SearchOptions(TargetOptions):
     """Baselines, candidates and audit; repeats and the confirmation are added."""
     time_s: float | None = None
     executor: Literal["auto", "local", "ray", "simulated"] = "auto"
-    slots: int = 1
-    """Concurrent trials (executor local)."""
+    parallel: int | None = None
+    """Concurrent trials; None for as many as do not change each other's step times."""
     ray_address: str | None = None
     dry_run: bool = False
     """Do everything but run trials."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -131,6 +131,21 @@ class StepTimeModel:
         mean = weight @ np.array(means)
         spread = weight @ (np.array(variances) + (np.array(means) - mean) ** 2)
         return Posterior(mean, np.sqrt(spread))
+
+    def believing(self, pending: Sequence[Scored]) -> StepTimeModel:
+        """Return this model as if each candidate in `pending` had been measured at its expected step time.
+
+        So candidates proposed together differ in the mechanisms that are uncertain ("kriging believer":
+        Ginsbourger, Le Riche, Carraro 2010, section 4.2).
+        """
+        if not pending:
+            return self
+        mean = self.posterior(pending).mean.tolist()
+        believed = [
+            Observed(each, each.prediction.step_s * math.exp(by))
+            for each, by in zip(pending, mean, strict=True)
+        ]
+        return replace(self, observed=(*self.observed, *believed))
 
     def step_s(self, scored: Scored) -> tuple[float, float, float]:
         """Return the expected step time of a candidate and the bounds of its 90 % interval, in seconds."""

@@ -42,11 +42,13 @@ from memtune.executors import (
     RankLost,
     Trial,
     TrialResult,
+    check_gpus,
     last_line,
     make_log_dir,
     run_monitored,
 )
 from memtune.executors.ray.cluster import Cluster, access
+from memtune.executors.ray.placement import bundles, side_by_side
 from memtune.hardware import threads_per_rank, usable_cores
 from memtune.ssd import RunFolder
 
@@ -110,10 +112,13 @@ class RayRanks:
         self._early: list[Event] = []
         self._closed = False
         self._group: Any = None
-        bundle = {"GPU": 1} if trial.device == "cuda" else {"CPU": 1}
+        kind = "GPU" if trial.device == "cuda" else "CPU"
         executor.enter()
         try:
-            self._group = self._ray.util.placement_group([bundle] * trial.ranks, strategy="PACK")
+            self._bundles = bundles(trial.ranks, executor.nodes(kind))
+            self._group = self._ray.util.placement_group(
+                [{kind: size} for size in self._bundles], strategy="PACK"
+            )
             while not self._ray.wait([self._group.ready()], timeout=0.2)[0]:
                 if cancelled.is_set() or not executor.alive:
                     self._early += [RankLost(rank, _ENDED) for rank in range(trial.ranks)]
@@ -127,11 +132,12 @@ class RayRanks:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actor = self._ray.remote(RankActor)
         cuda = trial.device == "cuda"
+        at = [index for index, size in enumerate(self._bundles) for _ in range(size)]
         for rank in range(trial.ranks):
             self._actors[rank] = actor.options(
                 num_cpus=0 if cuda else 1,
                 num_gpus=1 if cuda else 0,
-                scheduling_strategy=strategy(self._group, placement_group_bundle_index=rank),
+                scheduling_strategy=strategy(self._group, placement_group_bundle_index=at[rank]),
             ).remote()
         places = {rank: self._get(rank, each.where.remote()) for rank, each in self._actors.items()}
         if self._early:
@@ -143,7 +149,9 @@ class RayRanks:
         begun = {}
         for rank, each in self._actors.items():
             place = {"ranks": [rank], "rendezvous": rendezvous, "env": executor.env}
-            share = executor.slots * nodes.count(places[rank][0])
+            # A node's cores are shared by the trials that its devices can hold.
+            trials = 1 if trial.alone else executor.trials_per_node(self._bundles[0], cuda=cuda)
+            share = trials * nodes.count(places[rank][0])
             command, log_dir = list(executor.command), str(executor.log_dir)
             begun[rank] = each.begin.remote(
                 trial.model_dump_json(), command, log_dir, os.getcwd(), place, share
@@ -232,7 +240,7 @@ class RayExecutor(PoolExecutor):
     Args:
         address: Cluster to join, as for `ray.init`; None starts one on this machine that ends with the
             executor.
-        slots: Number of concurrent trials.
+        slots: Number of concurrent trials; None for as many as have GPUs of their own.
         ranks: Most ranks of one trial; sizes the private cluster if trials run on CPUs.
         log_dir: Folder for the output of the ranks, created on each node; when None one that `close` removes
             on this one.
@@ -242,6 +250,7 @@ class RayExecutor(PoolExecutor):
     Raises:
         EnvironmentFault: Ray is missing, does not start, cannot be joined, or is configured to run without
             tokens.
+        UsageError: The cluster has fewer GPUs than that many trials need.
     """
 
     name = "ray"
@@ -250,7 +259,7 @@ class RayExecutor(PoolExecutor):
         self,
         address: str | None = None,
         *,
-        slots: int = 1,
+        slots: int | None = 1,
         ranks: int = 2,
         log_dir: Path | str | None = None,
         command: Sequence[str] = WORKER,
@@ -268,7 +277,7 @@ class RayExecutor(PoolExecutor):
         self.env = {name: os.environ[name] for name in own if name in os.environ}
         self.cluster: Cluster | None = None
         """The private cluster; None if an existing one was joined."""
-        self._cpus, self._users, self._changed = slots * ranks, 0, threading.Condition()
+        self._cpus, self._users, self._changed = (slots or 1) * ranks, 0, threading.Condition()
         if address is None and (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
             what, fix = (
                 "Ray would let anyone on the network run code here.",
@@ -284,6 +293,11 @@ class RayExecutor(PoolExecutor):
                 self._start()
             else:
                 self._join(address)
+            nodes = self.nodes("GPU")
+            if slots is None:
+                slots = max(1, side_by_side(ranks, nodes))
+            elif nodes:
+                check_gpus(slots, ranks, sum(nodes))
         except BaseException:
             self._end()
             raise
@@ -344,7 +358,7 @@ class RayExecutor(PoolExecutor):
         self, trial: Trial, slot: int, on_progress: Callable[[Progress], None], cancelled: threading.Event
     ) -> TrialResult | None:
         kind = "GPU" if trial.device == "cuda" else "CPU"
-        there = self._cpus if self.cluster and kind == "CPU" else self._count(kind)
+        there = self._count(kind)
         if there < trial.ranks:
             reason = f"needs {trial.ranks} {kind}s; the Ray cluster has {there}"
             return TrialResult(number=trial.number, status="unfit", reason=reason)
@@ -359,9 +373,20 @@ class RayExecutor(PoolExecutor):
     def _count(self, kind: str) -> int:
         self.enter()
         try:
-            return int(self.ray.cluster_resources().get(kind, 0))
+            return sum(self.nodes(kind))
         finally:
             self.leave()
+
+    def nodes(self, kind: str) -> list[int]:
+        """Return the devices of each node of the cluster that has any: `GPU`s, or `CPU`s."""
+        found = [int(each["Resources"].get(kind, 0)) for each in self.ray.nodes() if each["Alive"]]
+        return [each for each in found if each]
+
+    def trials_per_node(self, ranks: int, *, cuda: bool) -> int:
+        """Return the number of trials that run on a node at the same time, `ranks` of each."""
+        if not cuda:
+            return self.slots
+        return min(self.slots, max(1, max(self.nodes("GPU"), default=1) // ranks))
 
     def close(self) -> None:
         """End all running trials, and the private cluster; no process survives. May be called twice."""

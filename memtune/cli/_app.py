@@ -128,6 +128,16 @@ def search(
         bool, typer.Option("--force", help="Replace the file even if memtune did not write it.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything except trials.")] = False,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help=(
+                "Number of trials that run side by side; auto: as many as do not change each other's times,"
+                " one per set of GPUs or NUMA node."
+            ),
+        ),
+    ] = "auto",
     executor: Annotated[str, typer.Option(metavar="auto|local|ray", help="Launcher of trials.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster.")] = None,
     no_tui: Annotated[

@@ -185,6 +185,22 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
     }
 
 
+def parallel(wish: str | int) -> int | None:
+    """Return the number of concurrent trials, None for `auto`.
+
+    Raises:
+        UsageError: It is neither `auto` nor a positive number.
+    """
+    text = str(wish)
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not int(text):
+        raise UsageError(
+            f"--parallel {text} is neither a number of trials nor auto.", fix="--parallel 2", code="MT100"
+        )
+    return int(text)
+
+
 def launcher(given: dict[str, Any]) -> str:
     """Return the executor; a cluster's address contradicts local trials."""
     executor = one_of("--executor", given["executor"], _EXECUTORS)
@@ -230,6 +246,7 @@ def search_only(given: dict[str, Any]) -> dict[str, Any]:
         "resume": given["resume"],
         "trials": given["trials"],
         "time_s": None if given["time_limit"] is None else parse_seconds(given["time_limit"]),
+        "parallel": parallel(given["parallel"]),
         "executor": executor,
         "ray_address": given["ray_address"],
         "dry_run": given["dry_run"],

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from memtune.hardware import cpu_probe as cpu_probe
     from memtune.hardware import flops as flops
     from memtune.hardware.calibration_cache import Calibration, Curve
-    from memtune.hardware.cpu_cores import cpu_threads, threads_per_rank, usable_cores
+    from memtune.hardware.cpu_cores import core_sets, cpu_threads, numa_nodes, threads_per_rank, usable_cores
     from memtune.hardware.known_devices import known_name, names
     from memtune.hardware.machine_load import BUSY, LoadMeter, reference_s
     from memtune.hardware.op_clock import OpClock, TimedOp, clock_of
@@ -36,6 +36,7 @@ __all__ = [
     "TimedOp",
     "calibration_cache",
     "clock_of",
+    "core_sets",
     "cpu_probe",
     "cpu_threads",
     "detect",
@@ -46,6 +47,7 @@ __all__ = [
     "matmul_dtype",
     "measure_rates",
     "names",
+    "numa_nodes",
     "op_class",
     "op_costs",
     "op_s",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from memtune.hardware.cpu_cores import usable_cores
+
 BUSY = 0.15
 """Share of the machine's cores in use by others from which measured rates are not kept."""
 _REFERENCE_SIZE = {"cpu": 256, "cuda": 2048}
@@ -15,7 +17,9 @@ _REFERENCE_RUNS = 5
 
 
 class LoadMeter:
-    """Measures the share of all cores that other processes use, from its construction on.
+    """Measures the share of this process' cores that other processes use, from its construction on.
+
+    A process that is bound to some cores sees the load of these only.
 
     Args:
         processes: Number of processes that work as this one does (the ranks of a trial on this machine).
@@ -27,15 +31,18 @@ class LoadMeter:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Return seconds: busy of all cores, CPU time of this process, clock. None without /proc/stat."""
+        """Return seconds: busy of the usable cores, CPU time of this process, clock; None without /proc."""
         try:
-            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+            lines = Path("/proc/stat").read_text().splitlines()
         except OSError:
             return None
-        user, nice, system, _, _, irq, softirq, steal = map(int, fields)
-        ticks = os.sysconf("SC_CLK_TCK")
-        busy_s = (user + nice + system + irq + softirq + steal) / ticks
-        return busy_s, time.process_time(), time.monotonic()
+        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        ticks = 0
+        for name, *fields in map(str.split, lines):
+            if name in mine:
+                user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+                ticks += user + nice + system + irq + softirq + steal
+        return ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic()
 
     def others(self) -> float:
         """Return the share of the cores that others used since the start, 0 to 1; 0 if it is unknown."""
@@ -43,7 +50,7 @@ class LoadMeter:
         if self._start is None or now is None:
             return 0.0
         busy_s, own_s, elapsed_s = (b - a for a, b in zip(self._start, now, strict=True))
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         if elapsed_s <= 0.05:  # /proc/stat counts hundredths of a second
             return 0.0
         return min(max((busy_s - own_s * self._processes) / (elapsed_s * cores), 0.0), 1.0)

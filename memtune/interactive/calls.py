@@ -47,6 +47,7 @@ def search(
     out: str | Path = "tuned.yaml",
     force: bool = False,
     dry_run: bool = False,
+    parallel: int | Literal["auto"] = "auto",
     executor: Literal["auto", "local", "ray"] = "auto",
     ray_address: str | None = None,
     quiet: bool = False,
@@ -86,6 +87,8 @@ def search(
         out: File to write the config to.
         force: Replace the file even if memtune did not write it.
         dry_run: Do everything except trials.
+        parallel: Number of trials that run side by side; `"auto"` for as many as do not change each other's
+            step times.
         executor: Launcher of trials.
         ray_address: Ray cluster to join.
         quiet: Print nothing while the search runs.

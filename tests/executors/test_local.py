@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from memtune.errors import EnvironmentFault
 from memtune.executors.base import Executor, TrialResult
 from memtune.executors.local import LocalExecutor
+from memtune.executors.rank_group import run_group
 from memtune.executors.supervisor import send
 
 DRIVER = """
@@ -141,3 +143,31 @@ def test_local_processes_end_without_close(ground):
     driver.communicate("raise\n")
     assert driver.returncode == 7
     assert ground.left() == []
+
+
+def test_local_slots_bind_trials_to_disjoint_cores_unless_alone(ground, monkeypatch):
+    monkeypatch.setattr("memtune.executors.local.core_sets", lambda count: [(0,), (1,)])
+    seen = []
+
+    def noted(trial, command, **given):
+        seen.append((trial.number, given["bound"], given["cores"]))
+        return TrialResult(number=trial.number, status="ok")
+
+    monkeypatch.setattr("memtune.executors.local.run_group", noted)
+    monkeypatch.setattr("memtune.executors.local.usable_cores", lambda: 2)
+    executor = LocalExecutor(2, log_dir=ground.logs, command=ground.command)
+    executor.submit(ground.trial("well", number=1))
+    executor.submit(ground.trial("well", number=2).model_copy(update={"alone": True}))
+    finish(executor)
+    executor.close()
+    (_, bound, cores), (_, bound_alone, cores_alone) = sorted(seen)
+    assert (len(bound), cores) == (1, 1)
+    assert (bound_alone, cores_alone) == ((), 2)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_use_only_the_cores_they_are_bound_to(ground):
+    core = max(os.sched_getaffinity(0))
+    found = run_group(ground.trial("well"), ground.command, log_dir=ground.logs, bound=[core])
+    assert found.status == "ok"
+    assert found.audit["cores"] == [core]

@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from memtune.hardware.cpu_cores import cpu_threads, threads_per_rank, usable_cores
+from memtune.hardware.cpu_cores import core_sets, cpu_threads, numa_nodes, threads_per_rank, usable_cores
 
 
 def test_cpu_threads_restores_count_after_error() -> None:
@@ -37,3 +38,23 @@ def test_usable_cores_follows_affinity() -> None:
 
 def _fail() -> None:
     raise RuntimeError(f"on {torch.get_num_threads()} threads")
+
+
+def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight hyperthreads: core n and n + 4 are one physical core; odd physical cores are on node 1."""
+    for core in range(8):
+        place = folder / "cpu" / f"cpu{core}"
+        (place / "topology").mkdir(parents=True)
+        (place / f"node{core % 2}").mkdir()
+        (place / "topology/core_id").write_text(f"{core % 4}\n")
+        (place / "topology/physical_package_id").write_text("0\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+def test_core_sets_keep_hyperthreads_and_numa_nodes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    two_nodes(tmp_path, monkeypatch)
+    assert numa_nodes(tmp_path) == 2
+    assert core_sets(2, tmp_path) == [(0, 4, 2, 6), (1, 5, 3, 7)]
+    assert core_sets(4, tmp_path) == [(0, 4), (2, 6), (1, 5), (3, 7)]
+    assert core_sets(3, tmp_path) == [(0, 4), (2, 6), (1, 5)]
+    assert core_sets(9, tmp_path) == []

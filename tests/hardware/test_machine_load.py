@@ -43,7 +43,7 @@ def test_load_meter_sees_other_process_and_not_this_one() -> None:
 def test_load_meter_counts_equal_ranks_as_own(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(100.0, 10.0, 0.0), (108.0, 12.0, 4.0)])
     monkeypatch.setattr(LoadMeter, "_now", staticmethod(lambda: next(times)))
-    monkeypatch.setattr("memtune.hardware.machine_load.os.cpu_count", lambda: 4)
+    monkeypatch.setattr("memtune.hardware.machine_load.usable_cores", lambda: 4)
     assert LoadMeter(2).others() == pytest.approx((8 - 2 * 2) / (4 * 4))
 
 

@@ -41,7 +41,9 @@ def children() -> list[psutil.Process]:
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 1000), max_size=600), st.integers(1, 12), st.integers(1, 3))
 def test_parallel_map_returns_results_in_order(items: list[int], groups: int, processes: int) -> None:
-    with ParallelMap(lambda item: item * 3, lambda item: item % groups, processes, worth_s=0.0) as side_by_side:
+    with ParallelMap(
+        lambda item: item * 3, lambda item: item % groups, processes, worth_s=0.0
+    ) as side_by_side:
         for _ in range(2):
             assert side_by_side.over(items) == [item * 3 for item in items]
 
@@ -105,7 +107,10 @@ def test_parallel_map_raises_errors_of_function(capfd: pytest.CaptureFixture[str
     def fails(item: int) -> float:
         return 1 / (item - 411)
 
-    with ParallelMap(fails, lambda item: item % 50, 2, worth_s=0.0) as side_by_side, pytest.raises(ZeroDivisionError):
+    with (
+        ParallelMap(fails, lambda item: item % 50, 2, worth_s=0.0) as side_by_side,
+        pytest.raises(ZeroDivisionError),
+    ):
         side_by_side.over(MANY)
     assert capfd.readouterr().err == ""
 

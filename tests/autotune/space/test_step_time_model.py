@@ -149,3 +149,13 @@ def test_python_work_follows_effects_of_techniques() -> None:
     assert python_work(sharded).updates_dtensors
     on_host = choice(sharding={"states": {"kind": "zero1"}}, offload={"states": {"kind": "optimizer_cpu"}})
     assert not python_work(on_host).updates_dtensors
+
+
+def test_model_that_believes_a_pending_trial_is_surer_of_its_mechanism_and_expects_the_same() -> None:
+    plain, full = one_with(), one_with(("recompute", "full"))
+    others = [each for each in candidates() if ("recompute", "full") in kinds(each.choice)]
+    model = StepTimeModel([Observed(plain, 1.2 * plain.prediction.step_s)])
+    before, after = model.posterior(others), model.believing([full]).posterior(others)
+    assert after.mean == pytest.approx(before.mean, abs=0.02)
+    assert (after.sd < before.sd).all()
+    assert model.believing([]) is model

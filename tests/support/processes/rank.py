@@ -56,6 +56,7 @@ def well():
             "omp": os.environ.get("OMP_NUM_THREADS"),
             "meet": os.environ["MEMTUNE_RENDEZVOUS"],
             "pid": os.getpid(),
+            "cores": sorted(os.sched_getaffinity(0)),
         },
     )
 

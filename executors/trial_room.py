@@ -1,0 +1,52 @@
+"""How many trials of a search run at the same time on a machine without changing each other's step times."""
+
+from __future__ import annotations
+
+import os
+
+from memtune.errors import UsageError
+from memtune.hardware import numa_nodes, usable_cores
+
+_CORES_PER_GPU = 2
+"""Cores that a rank on a GPU needs for itself: one issues kernels, one loads batches and copies."""
+
+
+def visible_gpu_ids() -> tuple[str, ...]:
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(each.strip() for each in named.split(",") if each.strip())
+    import torch
+
+    return tuple(map(str, range(torch.cuda.device_count())))
+
+
+def local_slots(device: str, ranks: int, *, timed: bool) -> int:
+    """Return the number of trials of `ranks` that this machine holds side by side, at least 1.
+
+    GPUs: disjoint sets of them, with two cores per rank. CPUs: one trial per NUMA node, because trials on
+    one node share its memory bandwidth; trials of which no step time is used need cores only.
+
+    Args:
+        device: `cuda` or `cpu`.
+        ranks: Of one trial.
+        timed: Whether step times of the trials are compared.
+    """
+    cores = usable_cores()
+    if device == "cuda":
+        return max(1, min(len(visible_gpu_ids()) // ranks, cores // (_CORES_PER_GPU * ranks)))
+    if not timed:
+        return max(1, cores // ranks)
+    nodes = numa_nodes()
+    return nodes if cores // nodes >= ranks else 1
+
+
+def check_gpus(slots: int, ranks: int, there: int) -> None:
+    """Raise UsageError if `there` GPUs are too few for `slots` trials of `ranks`."""
+    if slots > 1 and slots * ranks > there:
+        raise UsageError(
+            f"--parallel {slots} needs {slots * ranks} GPUs: {slots} trials of {ranks}.",
+            evidence=f"{there} are there.",
+            fix=f"--parallel {max(1, there // ranks)}, or auto",
+            code="MT125",
+        )
