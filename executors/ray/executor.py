@@ -42,7 +42,6 @@ from memtune.executors import (
     RankLost,
     Trial,
     TrialResult,
-    check_gpus,
     last_line,
     make_log_dir,
     run_monitored,
@@ -240,7 +239,7 @@ class RayExecutor(PoolExecutor):
     Args:
         address: Cluster to join, as for `ray.init`; None starts one on this machine that ends with the
             executor.
-        slots: Number of concurrent trials; None for as many as have GPUs of their own.
+        slots: Number of concurrent trials, which wait for room; None for as many as have GPUs of their own.
         ranks: Most ranks of one trial; sizes the private cluster if trials run on CPUs.
         log_dir: Folder for the output of the ranks, created on each node; when None one that `close` removes
             on this one.
@@ -250,7 +249,6 @@ class RayExecutor(PoolExecutor):
     Raises:
         EnvironmentFault: Ray is missing, does not start, cannot be joined, or is configured to run without
             tokens.
-        UsageError: The cluster has fewer GPUs than that many trials need.
     """
 
     name = "ray"
@@ -293,11 +291,7 @@ class RayExecutor(PoolExecutor):
                 self._start()
             else:
                 self._join(address)
-            nodes = self.nodes("GPU")
-            if slots is None:
-                slots = max(1, side_by_side(ranks, nodes))
-            elif nodes:
-                check_gpus(slots, ranks, sum(nodes))
+            slots = slots or max(1, side_by_side(ranks, self.nodes("GPU")))
         except BaseException:
             self._end()
             raise
@@ -379,6 +373,8 @@ class RayExecutor(PoolExecutor):
 
     def nodes(self, kind: str) -> list[int]:
         """Return the devices of each node of the cluster that has any: `GPU`s, or `CPU`s."""
+        if self.cluster is not None and kind == "CPU":
+            return [self._cpus]
         found = [int(each["Resources"].get(kind, 0)) for each in self.ray.nodes() if each["Alive"]]
         return [each for each in found if each]
 
