@@ -67,7 +67,7 @@ def test_search_winner_fits_and_is_no_worse_than_baselines(seed: int):
 
 
 def test_search_with_concurrent_trials_keeps_limit():
-    outcome = run(asked(slots=3), slots=3)
+    outcome = run(asked(parallel=3), slots=3)
     assert sum(each["role"] in ("baseline", "search", "audit") for each in outcome.trials) == 8
 
 
