@@ -5,8 +5,8 @@
 Each case is one `memtune search` on this CPU as a user types it, with caches as they are. CPU seconds come
 from /proc, sampled every 20 ms for the search and all its descendants, and are attributed to the phase of the
 search's own process, or to the part of a trial: `start` until its first step begins (process, model, apply),
-`steps` (warm-up and measured), `rates` (op times and machine rates, first trials only). What a process used
-after its last sample is lost, at most 20 ms each.
+`steps` (warm-up and measured), `rates` (op times and machine rates, first trials only). The last 20 ms of a
+process may be missing.
 
 `record_and_score_s` is the CPU time of recording, checking the batch and scoring, with all processes that
 take part; `overhead` is all time outside the steps over that of the steps. The best of the repeats counts.
@@ -82,13 +82,13 @@ def run_search(arguments: list[str], marks: int) -> int:
     import memtune.cli._search as command
     from memtune.cli import run
 
-    def said(text: str) -> None:
+    def on_phase(text: str) -> None:
         if text in _PHASES:
             mark(_PHASES[text])
         if text == "looking at the workload":
             _mark_events(mark)
 
-    command.say = said  # type: ignore[attr-defined]
+    command.say = on_phase  # type: ignore[attr-defined]
     return run(["search", *arguments, "--device", "cpu", "--no-tui", "--force"])
 
 

@@ -1,4 +1,4 @@
-"""How many trials of a search run at the same time on a machine without changing each other's step times."""
+"""Number of trials that a machine runs at the same time without changing each other's step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a trial go on a cluster: bundles of devices, each on one node.
+"""Bundles of a trial's devices on the nodes of a cluster.
 
 Rules:
 
