@@ -33,7 +33,7 @@ from scipy.stats import spearmanr
 
 from memtune.autotune.search.predicted_config import trial_config
 from memtune.autotune.search.preparation import Setup, prepare
-from memtune.autotune.space import PRIOR_SCALE, Choice, Observed, Scored, StepTimeModel, TargetOptions
+from memtune.autotune.space import Choice, Observed, Scored, StepTimeModel, TargetOptions
 from memtune.executors import LocalExecutor, Trial, TrialResult
 from memtune.hardware import BUSY, OpTime, cpu_probe, usable_cores
 from memtune.technique import Reason
@@ -217,7 +217,7 @@ def _predicted(case: str, setup: Setup, ranks: int, measured: dict[str, Any]) ->
     plain = measured["plain"]
     setup.scorer.learn([OpTime(**op) for op in plain.get("op_times", [])], plain.get("rates"))
     again = {name: setup.scorer.again(each) for name, each in before.items()}
-    model = StepTimeModel([Observed(again[name], real_s[name]) for name in TAUGHT], PRIOR_SCALE["cpu"])
+    model = StepTimeModel([Observed(again[name], real_s[name]) for name in TAUGHT])
     return [
         {
             "case": case,

@@ -184,7 +184,7 @@ class Driver:
         """Return the jobs that run, or whose result waits for the reference."""
         return [*self.running.values(), *(job for job, _ in self._held)]
 
-    def expected(self) -> tuple[float | None, StepTimeModel]:
+    def believed(self) -> tuple[float | None, StepTimeModel]:
         """Return best value and model of step times as if pending trials had run as expected."""
         best, model = self.best_value(), self.step_times()
         pending = [job.scored for job in self.pending()]

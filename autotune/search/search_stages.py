@@ -253,7 +253,7 @@ class Stages:
         if driver.n_trials >= driver.options.trials - kept or self._out_of_time():
             return None
         refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
-        best, model = driver.expected()
+        best, model = driver.believed()
         proposal = self._proposer.next(driver.pruner, driver.tried | refused, best, model)
         if proposal is None:
             return None
