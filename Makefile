@@ -26,7 +26,7 @@ FUZZ_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: docs docs-curves help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs docs-curves help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -145,6 +145,12 @@ bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC na
 bench-order: setup  ## operator orders of whole training steps over the tests' models, and of 10,000 ops
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/order.py --json benchmarks/results/order.json --markdown benchmarks/results/order.md
+
+PUBLISHED := benchmarks/results/published-gpu
+
+bench-published: setup  ## predictions for GPUs against published measurements, without a GPU (MEMTUNE_GPU_PUBLISHED names a folder of further cases; about 15 minutes on 2 cores)
+	mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/published_gpu.py --json $(PUBLISHED).json --markdown $(PUBLISHED).md --plot $(PUBLISHED).svg
 
 SHARDING := benchmarks/results/sharding
 

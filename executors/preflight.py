@@ -35,6 +35,10 @@ from memtune.workload import OPTIONAL, REQUIRED, load_user_file, split_target
 _GUARD = 'move the loop under  if __name__ == "__main__":'
 _LEAST_WAIT_S = 0.1
 _TRACE_WAIT_S = 0.5  # how long a hanging child may take to say where it hangs
+_MOST_IMPORTS = 10
+"""Deadlines that a child inside an import of another module may take: a cold disk or a busy machine loads
+large packages slowly.
+"""
 _STACK_SIGNAL = signal.SIGUSR1
 
 
@@ -66,7 +70,8 @@ def probe(target: str | Path, deadline_s: float = 60.0, *, batches: bool = False
 
     Args:
         target: `model.py` or `model.py:name`.
-        deadline_s: Seconds after which the child is assumed to be training, and killed.
+        deadline_s: Seconds after which the child is assumed to be training, and killed; `_MOST_IMPORTS`
+            times as many if its stack shows that it is still importing another module.
         batches: Also make batches of 2 and 4 samples and check that the size is honoured.
 
     Raises:
@@ -139,10 +144,15 @@ class Probing:
     def _answer(self) -> tuple[dict[str, Any] | None, int | None]:
         """Return the child's answer, or None with its exit status (None if still running at the deadline)."""
         try:
-            line = _read_line(self.reading, self.child.pid, self.started + self.deadline_s)
-            ended = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            if not line and not ended:
+            for count in range(1, _MOST_IMPORTS + 1):
+                line = _read_line(self.reading, self.child.pid, self.started + count * self.deadline_s)
+                ended = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+                if line or ended:
+                    break
+                self.trace.truncate(0)
                 _ask_for_stack(self.child.pid, self.trace)
+                if not _is_importing(_text(self.trace), self.path):
+                    break
         finally:
             self.end()
         return (json.loads(line) if line else None), (self.child.returncode if ended else None)
@@ -215,6 +225,12 @@ def _ask_for_stack(pid: int, trace: IO[bytes]) -> None:
     until = time.monotonic() + _TRACE_WAIT_S
     while time.monotonic() < until and os.fstat(trace.fileno()).st_size == 0:
         time.sleep(0.01)
+
+
+def _is_importing(trace: str, path: Path) -> bool:
+    """Return whether the innermost line of `path` in a stack, latest call first, is an import statement."""
+    above, found, _ = trace.partition(f'File "{path}"')
+    return bool(found) and "<frozen importlib._bootstrap" in above.rstrip().rpartition("\n")[2]
 
 
 def _no_answer(path: Path, status: int | None, deadline_s: float, output: str, trace: str) -> WorkloadError:

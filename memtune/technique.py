@@ -48,6 +48,20 @@ class Exactness(StrEnum):
 
 
 @dataclass(frozen=True)
+class ComputePrecision:
+    """Types in which units of the model compute if they differ from those of their parameters (FSDP2's
+    `MixedPrecisionPolicy`).
+    """
+
+    param_dtype: str
+    """Type of parameters and activations in forward and backward."""
+    output_dtype: str | None = None
+    """Type to which the model's floating-point outputs are cast; None: as they are."""
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of a unit to `param_dtype`."""
+
+
+@dataclass(frozen=True)
 class Reason:
     """A reason why a technique may not be used, as data for the user; not an exception."""
 
@@ -325,6 +339,10 @@ class Technique(BaseModel):
         these graphs.
         """
         return {}
+
+    def computes_in(self) -> ComputePrecision | None:
+        """Return the types in which the model computes, from which the program is recorded; None: its own."""
+        return None
 
     def apply(self, context: Context, plan: Any) -> None:
         """Put it into effect on the live model of `context`, through a mechanism of the runtime."""

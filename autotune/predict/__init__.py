@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.peak_breakdown import PeakRow, at_peak
     from memtune.autotune.predict.simulation import Calibration, Prediction, PythonWork, simulate
     from memtune.autotune.predict.snapshot import Trace, read_trace
+    from memtune.autotune.predict.tight_memory import TightSetting, rank_settings
     from memtune.autotune.predict.time_breakdown import time_lines
     from memtune.autotune.predict.timeline import StepTimeline, step_timeline
 else:
@@ -37,6 +38,7 @@ __all__ = [
     "PythonWork",
     "SearchErrors",
     "StepTimeline",
+    "TightSetting",
     "Trace",
     "at_peak",
     "calibrate",
@@ -44,6 +46,7 @@ __all__ = [
     "host_memory_shortage",
     "load_searches",
     "oom_probability",
+    "rank_settings",
     "read_trace",
     "replay",
     "residuals",

@@ -65,7 +65,7 @@ ACTIVATIONS = "activations"
 # Half-widths without any trial behind them. Peaks: what the recorder cannot see (kernel workspaces), and on
 # CUDA what differs from the CPU recording. Times: a roofline with table rates is seldom off by more than
 # these factors.
-UNCALIBRATED_PEAK = (0.85, 1.15)
+UNCALIBRATED_PEAK = (0.9, 1.1)
 UNCALIBRATED_STEP = (0.4, 2.5)
 
 # On a CPU these are all work of the same cores.
@@ -138,6 +138,11 @@ class Prediction:
     """
     communicator_bytes: int = 0
     """Device bytes that communicators hold outside PyTorch's allocator; included in no peak."""
+    outside_bytes: int = 0
+    """Device bytes outside PyTorch's allocator that tools such as nvidia-smi count: context and
+    communicators."""
+    outside_range: tuple[int, int] = (0, 0)
+    """Bounds of `outside_bytes`."""
     exposed_by_op: tuple[OpTime, ...] = ()
     """The ops that compute waits for longest, of the slowest rank class; empty at the coarse level."""
     critical_path: tuple[OpTime, ...] = ()
@@ -166,9 +171,18 @@ class Prediction:
                 found[name] = found.get(name, 0.0) + _HIDDEN * hidden_s / whole
         return found
 
+    @property
+    def device_bytes(self) -> tuple[int, int, int]:
+        """Return the peak of the device's memory in use, as nvidia-smi shows it, and its bounds."""
+        low, high = self.outside_range
+        whole = self.peak_reserved_bytes + self.outside_bytes
+        return whole, self.interval.peak_low_bytes + low, self.interval.peak_high_bytes + high
+
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data."""
-        return {**asdict(self), "interval": self.interval._asdict()}
+        """Return all fields as plain data, and the device's total with its bounds."""
+        total, low, high = self.device_bytes
+        device = {"device_bytes": total, "device_low_bytes": low, "device_high_bytes": high}
+        return {**asdict(self), "interval": self.interval._asdict(), **device}
 
     def __str__(self) -> str:
         """Return peak and step time with their interval, and "uncalibrated" if no trial is behind it."""
@@ -285,6 +299,7 @@ def simulate(
     peak = heaviest.live.peak_bytes[Tier.DEVICE]
     op = heaviest.live.peak_op[Tier.DEVICE]
     step = heaviest.step
+    groups = _communicators(step)
     by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
     return Prediction(
         level=level,
@@ -302,7 +317,12 @@ def simulate(
         interval=_interval(peak, reserved, slowest.time, calibration),
         calibrated=calibration.is_calibrated,
         step_correction=calibration.step_correction,
-        communicator_bytes=_communicators(step) * hardware.communicator_bytes,
+        communicator_bytes=groups * hardware.communicator_bytes,
+        outside_bytes=hardware.context_bytes + groups * hardware.communicator_bytes,
+        outside_range=(
+            hardware.context_range[0] + groups * hardware.communicator_range[0],
+            hardware.context_range[1] + groups * hardware.communicator_range[1],
+        ),
         exposed_by_op=slowest.exposed_by_op,
         critical_path=slowest.path.longest,
         critical_s=slowest.path.by_resource,

@@ -9,6 +9,7 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.autotune.record.batch_equivalence import batch_is_lossless
     from memtune.autotune.record.compiled import CompiledRecordings
+    from memtune.autotune.record.mixed_precision import PrecisionRecordings
     from memtune.autotune.record.recorder import (
         SEED,
         Session,
@@ -24,6 +25,7 @@ else:
 __all__ = [
     "SEED",
     "CompiledRecordings",
+    "PrecisionRecordings",
     "Session",
     "Trace",
     "batch_is_lossless",

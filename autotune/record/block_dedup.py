@@ -221,7 +221,7 @@ def optimizer_mark(tracer: Tracer) -> None:
     op.
     """
     tracer.draft.append(
-        [("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0)],
+        [("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0, 0)],
         [""],
         [],
         [],

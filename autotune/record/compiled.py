@@ -4,16 +4,18 @@ The Step of AOTAutograd's graphs, with the partitioner's choice of saved tensors
 
 Nothing is modelled: Dynamo, AOTAutograd and its partitioner run on the fake model as in training, and the
 recorder observes the graphs op by op. A recording for `aot_eager` is exact. For `inductor`, the graphs are
-those that it would receive, with its decompositions and partitioner; fusion in its kernels is not modelled.
+those that it would receive, with its decompositions and partitioner; for a GPU, chains of generated ops are
+fused (`translate/inductor_fusion.py`), for CPU they are counted as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from memtune.autotune.record.recorder import error_line, record
+from memtune.autotune.record.recorder import Session, error_line, record
+from memtune.autotune.translate import fused
 from memtune.compile import Compiling
 from memtune.errors import MemtuneError
 from memtune.hardware import Device
@@ -49,26 +51,39 @@ class CompiledRecordings:
         self._record = partial(
             record, workload, sizes=set(sizes), between=set(between), workspace=workspace, target=target
         )
-        self._workload, self._translate = workload, translate
+        self._workload, self._translate, self._target = workload, translate, target
         self._known: dict[Compiling, Recording | Reason] = {}
 
     def __call__(self, compiling: Compiling) -> Recording | Reason:
         """Return the recording under `compiling`, or why the model cannot be compiled so."""
         if compiling not in self._known:
-            self._known[compiling] = self._attempt(compiling)
+            self._known[compiling] = self.attempt(compiling)
         return self._known[compiling]
 
-    def _attempt(self, compiling: Compiling) -> Recording | Reason:
+    def attempt(
+        self, compiling: Compiling | None, change: Callable[[Session], None] | None = None
+    ) -> Recording | Reason:
+        """Return the recording of the model under `compiling` (None: eager) after `change`, or why there is
+        none.
+        """
         try:
-            with recording_graphs():
-                recording = self._record(compiling=compiling)
+            with recording_graphs() if compiling else nullcontext():
+                recording = self._record(compiling=compiling, change=change)
         except MemtuneError as error:
-            return Reason(f"{error.what} {error.evidence}".strip(), "execution.compile: false")
+            return Reason(f"{error.what} {error.evidence}".strip(), _fix(compiling))
         except Exception as error:  # of Dynamo, AOTAutograd or user code that only they run
             return Reason(
-                f"it cannot be compiled: {error_line(error, self._workload)}", "execution.compile: false"
+                f"it cannot be {'compiled' if compiling else 'run'}: {error_line(error, self._workload)}",
+                _fix(compiling),
             )
-        return self._translate(recording)
+        translated = self._translate(recording)
+        if self._target == "cuda" and compiling and compiling.backend == "inductor":
+            return fused(translated, whole_model=compiling.scope == "model")
+        return translated
+
+
+def _fix(compiling: Compiling | None) -> str:
+    return "execution.compile: false" if compiling else "leave param_dtype out"
 
 
 @contextmanager

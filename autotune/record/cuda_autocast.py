@@ -107,12 +107,24 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def _autocast_queries() -> Iterator[None]:
-    """Answer queries about CUDA's autocast, the default device, with the state of CPU's."""
+    """Answer queries about CUDA's autocast, the default device, with the state of CPU's.
+
+    CUDA's own state never changes: Dynamo would restore it to the answer, and find that it had changed.
+    """
     enabled, dtype, gpu_dtype = (
         torch.is_autocast_enabled,
         torch.get_autocast_dtype,
         torch.get_autocast_gpu_dtype,
     )
+    set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def set_autocast_enabled(*args: Any) -> None:
+        if args[0] != "cuda":
+            set_enabled(*args)
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        if device_type != "cuda":
+            set_dtype(device_type, dtype)
 
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
         return enabled("cpu" if device_type == "cuda" else device_type)
@@ -122,9 +134,12 @@ def _autocast_queries() -> Iterator[None]:
 
     torch.is_autocast_enabled, torch.get_autocast_dtype = is_autocast_enabled, get_autocast_dtype
     torch.get_autocast_gpu_dtype = lambda: get_autocast_dtype("cuda")
+    torch.set_autocast_enabled = set_autocast_enabled  # type: ignore[assignment]
+    torch.set_autocast_dtype = set_autocast_dtype
     try:
         yield
     finally:
+        torch.set_autocast_enabled, torch.set_autocast_dtype = set_enabled, set_dtype
         torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_autocast_gpu_dtype = (
             enabled,
             dtype,

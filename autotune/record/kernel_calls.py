@@ -137,6 +137,8 @@ class CallRecorder(TorchFunctionMode):
         return self._noted(func, args, kwargs)
 
     def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is F.multi_head_attention_forward:
+            return self._inside(func, args, kwargs or {})
         known = _KINDS.get(func)
         options = known[1](*args, **(kwargs or {})) if known else None
         if known is None or options is None:
@@ -171,6 +173,25 @@ class CallRecorder(TorchFunctionMode):
                 )
             )
         return out
+
+    def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a Python function of torch with this mode on, so that the calls inside it are recorded.
+
+        Torch turns a mode off while it handles a function, and the function asks at its beginning whether a
+        mode is on; that one question is answered with no.
+        """
+        asks = F.has_torch_function  # type: ignore[attr-defined]
+
+        def answer(arguments: Any) -> bool:
+            F.has_torch_function = asks  # type: ignore[attr-defined]
+            return False
+
+        F.has_torch_function = answer  # type: ignore[attr-defined]
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            F.has_torch_function = asks  # type: ignore[attr-defined]
 
 
 def _compute_dtype(called: str, tensor: Tensor) -> str:

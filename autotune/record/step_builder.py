@@ -26,9 +26,10 @@ from memtune.program import (
 )
 from memtune.workload import LONE
 
-OpRow = tuple[str, int, int, int, int, float, int, int, int, int, int]
+OpRow = tuple[str, int, int, int, int, float, int, int, int, int, int, int]
 """Columns of an op: name, module, call of a block, phase, resource, FLOPs, traffic in bytes, kind of random
-draw, ranks, autograd node number, bytes per element if it works element by element.
+draw, ranks, autograd node number, bytes per element if it works element by element,
+precision.
 """
 
 
@@ -89,6 +90,7 @@ def ops_of(columns: Sequence[Sequence[Any]], names: Mapping[str, int], calls: Ca
         prefetch=np.zeros(n_ops, np.uint8),
         match=np.zeros(n_ops, np.int32),
         elementwise_bytes=np.asarray(columns[10], np.uint8),
+        precision=np.asarray(columns[11], np.uint8),
         calls=calls,
     )
 

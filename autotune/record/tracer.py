@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from memtune.activations.offload import is_written_part
 from memtune.autotune.record.fake_divergence import watch_random_states
 from memtune.autotune.record.inplace_accumulation import SUM, is_in_place, sequence_number
+from memtune.autotune.record.precision import precision_of
 from memtune.autotune.record.step_builder import Draft, Mark
 from memtune.hardware import flops
 from memtune.memory import FAKE_DEVICE, signature
@@ -219,7 +220,7 @@ class Tracer(WatchingMode):
                 return NotImplemented  # DTensor dispatches its local op, which is recorded with local shapes
         sequence = torch._C._autograd._get_sequence_nr() - 1
         out = func(*args, **(kwargs or {}))
-        if self._paused or func.namespace in ("prim", "prims"):
+        if self._paused or func.namespace == "prim":
             return out
         self._record(func, sequence, args, kwargs or {}, out)
         return out
@@ -294,6 +295,7 @@ class Tracer(WatchingMode):
                 group,
                 node_number,
                 elementwise_bytes,
+                0 if self._on_cpu or phase >= Phase.BOUNDARY else precision_of(name, inputs, outputs),
             )
         )
         if len(self.draft.ops) % _OPS_PER_REPORT == 0:
@@ -372,7 +374,7 @@ class Tracer(WatchingMode):
     def _allocates(self, module: int, call: int, phase: Phase) -> int:
         """Append an op that represents memory allocated without an op; return its row."""
         self.draft.ops.append(
-            ("memtune.allocate", module, call, int(phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0)
+            ("memtune.allocate", module, call, int(phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0, 0)
         )
         self.draft.signatures.append("")
         return len(self.draft.ops) - 1

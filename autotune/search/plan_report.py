@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from memtune.autotune.predict import ParallelMap, PeakRow, at_peak, oom_probability
+from memtune.autotune.predict import (
+    AllocatorSettings,
+    ParallelMap,
+    PeakRow,
+    TightSetting,
+    at_peak,
+    oom_probability,
+    rank_settings,
+)
 from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.dry_runs import DryRuns
 from memtune.autotune.search.predicted_config import predicted_config
@@ -35,6 +43,7 @@ from memtune.executors import Probing
 from memtune.progress import advance
 from memtune.search_spaces import matching
 from memtune.technique import Reason
+from memtune.units import format_bytes
 
 SCHEMA = 1
 EXACT_ROWS = 5
@@ -43,7 +52,7 @@ MOST_SIMULATED = 64
 """Candidates simulated op by op to find the front, in addition to the best by the goal; further ones may be
 missing from the front.
 """
-Status = Literal["ok", "oom", "unfit"]
+Status = Literal["ok", "tight", "oom", "unfit"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,10 @@ class PlanRow:
     summary: str
     settings: dict[str, Any]
     status: Status
-    """`ok` if the predicted peak is within the budget, `oom` if not, `unfit` if a technique refused."""
+    """`ok` if the predicted peak is within the budget; `tight` if allocated bytes are, but reserved ones are
+    not, so that the allocator returns cached memory and asks again; `oom` if neither, `unfit` if a technique
+    refused.
+    """
     reason: str = ""
     baseline: str = ""
     sentence: str = ""
@@ -82,13 +94,21 @@ class PlanRow:
     """Peak of a dry run, if requested and possible."""
     exact_reason: str = ""
     """Reason why a requested dry run was not possible."""
+    device_bytes: int | None = None
+    """Peak of the device's memory in use, as nvidia-smi shows it: reserved bytes, context and
+    communicators."""
+    device_low_bytes: int | None = None
+    device_high_bytes: int | None = None
+    allocators: tuple[TightSetting, ...] = ()
+    """Settings of the allocator under the budget, best first, for a config that is `tight`."""
     details: dict[str, Any] = field(default_factory=dict)
     """The full prediction."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data; `prediction` includes `calibrated`, busy and exposed times."""
-        values = {name: value for name, value in vars(self).items() if name != "details"}
-        return {**values, "prediction": self.details}
+        values = {name: value for name, value in vars(self).items() if name not in ("details", "allocators")}
+        settings = [each.to_dict() for each in self.allocators]
+        return {**values, "allocators": settings, "prediction": self.details}
 
 
 @dataclass(frozen=True)
@@ -136,7 +156,7 @@ class PlanReport:
     @property
     def feasible(self) -> bool:
         """Return whether the config, or any candidate, is predicted to be within the budget."""
-        return bool(self.front) if self.config is None else self.config.status == "ok"
+        return bool(self.front) if self.config is None else self.config.status in ("ok", "tight")
 
     def to_dict(self) -> dict[str, Any]:
         """Return one document; for one config, with its `status`, peaks and `step_s` at the top level."""
@@ -331,8 +351,25 @@ def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Pl
             sentence=choice.sentence,
             micro_batch=choice.execution.micro_batch,
         ), ()
-    (row,) = _dry_run(setup, (_row(setup, scored, pruner),), int(options.exact))
+    (row,) = _dry_run(
+        setup, (_ranked_settings(setup, scored, _row(setup, scored, pruner)),), int(options.exact)
+    )
     return row, at_peak(setup.scorer.program(choice).step)
+
+
+def _ranked_settings(setup: Setup, scored: Scored, row: PlanRow) -> PlanRow:
+    """Return `row`, if it is tight, with the allocator's settings under the budget and the time of
+    retries.
+    """
+    budget = setup.budget_bytes
+    if row.status != "tight" or budget is None:
+        return row
+    own = AllocatorSettings.from_env(scored.choice.env())
+    ranked = rank_settings(setup.scorer.program(scored.choice).step, own, budget)
+    best = ranked[0]
+    better = f"; PYTORCH_ALLOC_CONF={best.settings} would need {format_bytes(best.peak_reserved_bytes)}"
+    advice = better if best.settings and best.fits else ""
+    return replace(row, reason=row.reason + advice, allocators=ranked)
 
 
 def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_equal: int = 1) -> PlanRow:
@@ -342,12 +379,19 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
     if not fits and not reason:
         reason = "over the budget as predicted, within it at the lower end of the interval"
     interval, tokens = prediction.interval, setup.tokens_per_sample
+    tight = fits and budget is not None and prediction.peak_reserved_bytes > budget
+    if tight:
+        reason = (
+            f"{format_bytes(prediction.peak_reserved_bytes)} would be reserved, more than"
+            f" {format_bytes(budget or 0)}: the allocator returns cached memory and asks again"
+        )
+    device_bytes, device_low_bytes, device_high_bytes = prediction.device_bytes
     return PlanRow(
         summary=scored.choice.summary,
         sentence=scored.choice.sentence,
         exactness=str(scored.choice.exactness),
         settings=scored.choice.dump(),
-        status="ok" if fits else "oom",
+        status="tight" if tight else "ok" if fits else "oom",
         reason=reason,
         baseline=baseline,
         peak_allocated_bytes=prediction.peak_allocated_bytes,
@@ -365,6 +409,9 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
         oom_probability=oom_probability(
             setup.calibration, prediction.peak_allocated_bytes, pruner.budget_bytes
         ),
+        device_bytes=device_bytes,
+        device_low_bytes=device_low_bytes,
+        device_high_bytes=device_high_bytes,
         details=prediction.to_dict(),
     )
 

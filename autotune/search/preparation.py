@@ -15,7 +15,13 @@ import torch
 import memtune
 from memtune import hardware
 from memtune.autotune.predict import Calibration, calibration_of, load_searches
-from memtune.autotune.record import CompiledRecordings, batch_is_lossless, record, start_session
+from memtune.autotune.record import (
+    CompiledRecordings,
+    PrecisionRecordings,
+    batch_is_lossless,
+    record,
+    start_session,
+)
 from memtune.autotune.record_parallel import CutRecordings
 from memtune.autotune.space import (
     Choice,
@@ -174,7 +180,7 @@ def prepare(
     )
     target = Target(machine, options.ranks, budget, cut=cut if _records_partitions(options, only) else None)
     scorer = Scorer(
-        Rewriter(recording, target, compiled=compiled),
+        Rewriter(recording, target, compiled=compiled, in_precision=PrecisionRecordings(compiled)),
         op_times=[row for each in searches for row in each.op_times],
         calibration=(
             None if for_trials else calibration

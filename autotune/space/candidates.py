@@ -26,7 +26,7 @@ from memtune.program import Program, RankClass, Recording, accumulate_gradients
 from memtune.search_spaces import PASS_ORDER, _pass_pipeline, null
 from memtune.search_spaces._pass_pipeline import TrackedSlots
 from memtune.search_spaces.execution import Execution
-from memtune.technique import PassStage, Plan, Reason, Target, Technique
+from memtune.technique import ComputePrecision, PassStage, Plan, Reason, Target, Technique
 
 _MAX_KNOWN = 10_000
 """Number of technique and execution objects whose number is memoised."""
@@ -63,6 +63,11 @@ class Choice(Settings):
         if not self.execution.compile:
             return ()
         return tuple(sorted(pair for each in self.techniques for pair in each.partitioning().items()))
+
+    @cached_property
+    def precision(self) -> ComputePrecision | None:
+        """Return the types in which a technique lets the model compute; None for its own."""
+        return next((found for each in self.techniques if (found := each.computes_in()) is not None), None)
 
     @cached_property
     def complexity(self) -> tuple[int, int]:
@@ -164,6 +169,8 @@ class Rewriter:
         target: Hardware, ranks and budget; what other slots chose is filled in per candidate.
         validate: Check every invariant after each pass.
         compiled: Recordings of the compiled model by compile setting; None refuses choices that compile.
+        in_precision: Recordings of the model that computes in other types, by those and by compile setting;
+            None refuses choices with such types.
     """
 
     def __init__(
@@ -173,9 +180,10 @@ class Rewriter:
         *,
         validate: bool = True,
         compiled: Callable[[Compiling], Recording | Reason] | None = None,
+        in_precision: Callable[[ComputePrecision, Compiling | None], Recording | Reason] | None = None,
     ) -> None:
         self.recording, self.target = recording, replace(target, optimizer=recording.optimizer)
-        self.compiled = compiled
+        self.compiled, self.in_precision = compiled, in_precision
         self._validate = validate
         self._memory = ProgramCache()
         self._pairs: dict[Hashable, frozenset[str]] = {}
@@ -306,7 +314,7 @@ class Rewriter:
             return self._memory.use(after)
 
         node = _pass_pipeline.run_passes(
-            self._root(choice.execution, choice.partitioning),
+            self._root(choice.execution, choice.partitioning, choice.precision),
             [each for each in there if each is not None and _takes_part(type(each))],
             passed=passed,
             refused=lambda node: isinstance(node.result, Reason),
@@ -330,28 +338,45 @@ class Rewriter:
             known.append(Pass(watched.seen, there, plan))
         return there
 
-    def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> Node:
-        key = self._number(execution), partitioning
+    def _root(
+        self,
+        execution: Execution,
+        partitioning: tuple[tuple[str, Any], ...] = (),
+        precision: ComputePrecision | None = None,
+    ) -> Node:
+        key = self._number(execution), partitioning, precision
         root = self._memory.roots.get(key)
         if root is None:
-            plain = self._plain(execution, partitioning)
+            plain = self._plain(execution, partitioning, precision)
             n_rows = 0 if isinstance(plain, Reason) else plain.step.ops.n
             root = self._memory.roots[key] = self._memory.count(Node(plain, n_rows))
         return self._memory.use(root)
 
-    def _plain(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...]) -> Program | Reason:
+    def _plain(
+        self,
+        execution: Execution,
+        partitioning: tuple[tuple[str, Any], ...],
+        precision: ComputePrecision | None,
+    ) -> Program | Reason:
         if execution.micro_batch is None:
             return Reason("the micro-batch is not given", "set execution.micro_batch")
         recording: Recording | Reason = self.recording
+        compiling = None
         if execution.compile:
             if self.compiled is None:
                 return Reason("the compiled step was not recorded", "execution.compile: false")
-            recording = self.compiled(Compiling(execution.compile, execution.compile_backend, partitioning))
+            compiling = Compiling(execution.compile, execution.compile_backend, partitioning)
+        if precision is not None:
+            if self.in_precision is None:
+                return Reason("the step was not recorded in another precision", "leave param_dtype out")
+            recording = self.in_precision(precision, compiling)
+        elif compiling is not None and self.compiled is not None:
+            recording = self.compiled(compiling)
         if isinstance(recording, Reason):
             return recording
         step = recording.at(execution.micro_batch)
-        if execution.accumulate > 1:
-            step = accumulate_gradients(step)
+        if execution.accumulate > 1 or recording.keeps_gradients:
+            step = accumulate_gradients(step, kept=recording.keeps_gradients)
         return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
 
     def _next(self, node: Node, technique: Technique, choice: Choice) -> Pass:

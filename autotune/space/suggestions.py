@@ -190,7 +190,12 @@ def _wider(scorer: Scorer, choice: Choice, closest: Scored, prefix: str) -> Iter
     for times in (2, 4, 8):
         ranks = rewriter.target.ranks * times
         wider = Scorer(
-            Rewriter(rewriter.recording, replace(rewriter.target, ranks=ranks), compiled=rewriter.compiled)
+            Rewriter(
+                rewriter.recording,
+                replace(rewriter.target, ranks=ranks),
+                compiled=rewriter.compiled,
+                in_precision=rewriter.in_precision,
+            )
         )
         for techniques in _sharded(choice):
             yield from _remedy(wider, Choice(choice.execution, techniques), closest, f"{prefix}{ranks} ranks")

@@ -8,6 +8,7 @@ and named in the notes.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.autotune.translate import translation_table as table
+from memtune.autotune.translate.composed_attention import composed_attention
 from memtune.autotune.translate.cuda_norms import use_cudnn, widen_statistics
 from memtune.autotune.translate.foreach_pass import counters_on_host, with_foreach
 from memtune.hardware import Hardware
@@ -71,7 +73,7 @@ def translate(
         size: translate_step(each, recording.hints.get(size, Hints()), known.again())
         for size, each in recording.exact.items()
     }
-    notes = (*recording.notes, *known.notes(small))
+    notes = (*recording.notes, *known.notes(small), *_composed_note(recording.step, hints))
     hints_left = {
         size: replace(each, calls=(), signatures=(), foreach=None) for size, each in recording.hints.items()
     }
@@ -142,6 +144,19 @@ class _Context:
         return notes
 
 
+def _composed_note(step: Step, hints: Hints) -> list[str]:
+    """Return a note on attention that keeps its scores although fused kernels exist."""
+    count = composed_attention(step, hints)
+    if not count:
+        return []
+    return [
+        f"attention is computed from its parts {count} times, so its scores are kept for backward: a fused"
+        f" kernel"
+        " keeps none (torch.nn.functional.scaled_dot_product_attention; in transformers"
+        " attn_implementation='sdpa')"
+    ]
+
+
 def unknown_ops(step: Step) -> list[str]:
     """Return the names of ops that CUDA does not run, or whose CUDA behaviour is unknown."""
     used = {step.names[i] for i in np.unique(step.ops.name)}
@@ -156,6 +171,7 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
         kernel = _kernel(call, step, context)
         if kernel is not None:
             fusion.fuse(call, kernel)
+    _compiled_attention(fusion, hints, context)
     _drop_scratch(fusion)
     widen_statistics(fusion, hints)
     if on_cudnn := context.architecture.startswith("sm") and use_cudnn(fusion, hints, _ROOM):
@@ -164,6 +180,46 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
     if hints.foreach is not None:
         step = with_foreach(step, hints.foreach)
     return counters_on_host(step, hints.step_counters)
+
+
+def _compiled_attention(fusion: _Fusion, hints: Hints, context: _Context) -> None:
+    """Give attention in compiled graphs, where no call is recorded, the name and FLOPs of CUDA's kernel.
+
+    What CPU's kernel saves has the same sizes.
+    """
+    step = fusion.step
+    named = np.array([table.CPU_ATTENTION in name for name in step.names])
+    kept = ~fusion.dropped_ops & (fusion.op_name == step.ops.name)
+    for op in np.flatnonzero(named[step.ops.name] & kept).tolist():
+        call = json.loads(hints.signatures[op])[1] if op < len(hints.signatures) else []
+        tensors = [each["t"] for each in call if isinstance(each, dict) and "t" in each]
+        backward = "backward" in step.names[step.ops.name[op]]
+        query, key, value = tensors[1:4] if backward else tensors[:3]
+        options = dict.fromkeys(("masked", "mask_elements"), 0.0) | {
+            "dense": 1.0,
+            "aligned": 1.0,
+            "dropout": 0.0,
+        }
+        options["causal"] = float(any(each is True for each in call))
+        asked = table.attention_of(
+            (query[1], key[1], value[1]),
+            query[0],
+            options,
+            needs_grad=True,
+            architecture=context.architecture,
+        )
+        kernel = table.attention_kernel(asked, context.architecture)
+        if kernel.name == "math":
+            continue
+        name = kernel.backward if backward else kernel.forward
+        if name not in fusion.names:
+            fusion.names.append(name)
+        fusion.op_name[op] = fusion.names.index(name)
+        if asked.causal:
+            fusion.flops[op] /= 2  # blocks above the diagonal are skipped
+        fusion._scratch(op, kernel.backward_scratch(asked) if backward else kernel.forward_scratch(asked))
+        if not backward:
+            context.count(f"{kernel.name} attention", estimated=kernel.estimated)
 
 
 @dataclass(frozen=True)
@@ -222,6 +278,8 @@ def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
     if kernel.name == "math" and not fused_on_cpu:
         return None  # CPU composed it as CUDA will
     products = 2.0 * asked.B * asked.H * asked.Q * asked.K
+    if asked.causal and kernel.name != "math":
+        products /= 2  # blocks above the diagonal are skipped
     mask = (
         ()
         if fused_on_cpu or not options["mask_elements"]

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memtune.autotune.predict import Calibration, PeakRow, time_lines
+from memtune.autotune.predict import Calibration, PeakRow, TightSetting, time_lines
 from memtune.autotune.search import PlanReport, PlanRow
 from memtune.autotune.space import describe
 from memtune.autotune.ui import formatting
@@ -34,6 +34,9 @@ _EXACTNESS = {
     "reordered": "results are equal up to the order of summation",
     "lossy": "results change: --allow-lossy was given",
 }
+
+
+_FITS = ("ok", "tight")
 
 
 def render(
@@ -60,6 +63,9 @@ def render(
         parts.append(_table([report.config], report.facts))
         if report.config.status == "unfit":
             parts.append(Text(f"cannot be used: {report.config.reason}"))
+        elif report.config.status == "tight":
+            parts.append(Text(f"tight: {report.config.reason}", "bold"))
+            parts += [Text(_setting_line(each)) for each in report.config.allocators]
     else:
         parts += _advice(report, command)
         parts += [Text(""), _table([*report.baselines, *report.front], report.facts)]
@@ -89,7 +95,7 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
         return
     first, facts = report.front[0], report.facts
     plain = next((each for each in report.baselines if each.baseline == "plain"), None)
-    if plain is not None and plain.status == "ok" and _gain(first, plain) < _NOTICEABLE:
+    if plain is not None and plain.status in _FITS and _gain(first, plain) < _NOTICEABLE:
         yield _labelled(
             "do this",
             Text("keep your own setting: it fits, and nothing is predicted to be faster", "bold green"),
@@ -160,9 +166,9 @@ def _gains(first: PlanRow, plain: PlanRow | None, rows: Sequence[PlanRow], budge
     if plain is not None and plain.peak_allocated_bytes and plain.summary != first.summary:
         less = plain.peak_allocated_bytes - peak
         more = "less" if less >= 0 else "more"
-        lacking = ", which does not fit" if plain.status != "ok" else ""
+        lacking = ", which does not fit" if plain.status not in _FITS else ""
         facts.append(f"{format_bytes(abs(less))} {more} than your setting{lacking}")
-    fitting = [each for each in rows if each.status == "ok" and each.samples_per_s]
+    fitting = [each for each in rows if each.status in _FITS and each.samples_per_s]
     if fitting:
         usual = max(fitting, key=lambda each: each.samples_per_s or 0.0)
         gain = _gain(first, usual)
@@ -225,9 +231,21 @@ def _peak_bar(row: PlanRow, scale: int) -> Text:
     if row.peak_allocated_bytes is None:
         return Text("–")
     bar = formatting.bar(row.peak_allocated_bytes / scale if scale else 0.0, _BAR)
-    fits = row.status == "ok"
-    text = Text(bar, "green" if fits else "red").append(f" {format_bytes(row.peak_allocated_bytes)}")
-    return text if fits else text.append(" over", "red")
+    word, colour = {"ok": ("", "green"), "tight": (" tight", "yellow")}.get(row.status, (" over", "red"))
+    text = Text(bar, colour).append(f" {format_bytes(row.peak_allocated_bytes)}")
+    return text.append(word, colour) if word else text
+
+
+def _setting_line(setting: TightSetting) -> str:
+    """Return one setting of the allocator under the limit."""
+    if not setting.fits:
+        found = "runs out of memory"
+    elif setting.retries:
+        found = f"{setting.retries} retries a step, about {format_seconds(setting.retry_s)}"
+    else:
+        found = "no retries"
+    name = setting.settings or "torch's defaults"
+    return f"  {name}: {format_bytes(setting.peak_reserved_bytes)} reserved, {found}"
 
 
 def _exact(planned: PlanRow) -> str:

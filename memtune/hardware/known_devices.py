@@ -12,20 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memtune.errors import UsageError
-from memtune.units import GIB, MIB
+from memtune.hardware import outside_allocator
+from memtune.units import GIB
 
 if TYPE_CHECKING:  # importing it loads torch, and a typo in a name should cost nothing
     from memtune.hardware.cpu_probe import CpuRates
 
 Constants = Mapping[str, tuple[Any, str]]
-
-
-CONTEXT_BYTES = 512 * MIB
-CONTEXT_SOURCE = (
-    "CUDA context, cuBLAS and lazily loaded kernels of a training process: about 300 MB for a small model"
-    " since CUDA 11.7 (https://github.com/pytorch/pytorch/issues/107667), more with more kernels; not part of"
-    " torch's counts"
-)
 
 
 class _NodeModel(NamedTuple):
@@ -71,6 +64,18 @@ _PCIE4 = _NodeModel(
 )
 _DESK4 = _NodeModel("typical workstation, PCIe 4, 10 Gb/s", 25, 12, 1.2, 128, 50, 16, 2)
 _DESK5 = _NodeModel("typical workstation, PCIe 5, 10 Gb/s", 50, 25, 1.2, 128, 60, 16, 2)
+_GRACE = _NodeModel(
+    "Grace superchip: NVLink-C2C to the host, 450 GB/s each way for one GPU and half of it for each of"
+    " two; NVLink"
+    " 900 GB/s each way in a GB200 NVL72 rack, 400 Gb/s a GPU (NVIDIA GB200 NVL72 data sheet)",
+    200,
+    900,
+    50,
+    960,
+    400,
+    144,
+    72,
+)
 _DGX1 = _NodeModel(
     "DGX-1 V100 node: NVLink 150 GB/s each way, PCIe 3, 4 × 100 Gb/s (DGX-1 system architecture white paper)",
     12,
@@ -94,7 +99,17 @@ class _GpuModel(NamedTuple):
     node: _NodeModel
     sheet: str
     fp16: float = 0.0  # TFLOP/s where it differs from bf16
+    matmul: float = 0.0  # share of these rates that products of large matrices reach; 0: as the architecture
 
+
+_MAMF = (
+    "largest measured bf16 rate of torch.matmul over the data sheet's: stas00/ml-engineering,"
+    ' compute/accelerator/README.md @744d01e, "Maximum Achievable Matmul FLOPS comparison table"'
+    " (A100 SXM 0.869, A100 PCIe 0.811, H100 SXM 0.803, GH200 0.838, B200 0.776, GB200 0.729, MI300X 0.514,"
+    " MI325X 0.604, MI355X 0.68); 0.8 where the table has no such card"
+)
+_ML = "https://github.com/stas00/ml-engineering/blob/744d01e/compute/accelerator/README.md"
+_MATMUL = {"sm80": 0.869, "sm90": 0.803, "sm100": 0.776, "sm103": 0.786, "gfx942": 0.514, "gfx950": 0.68}
 
 _NV = "https://www.nvidia.com/en-us/data-center"
 _H100 = (
@@ -236,6 +251,192 @@ _GPU_MODELS = {
         "AMD Instinct MI300X data sheet, dense; links and memory:"
         " https://www.emergentmind.com/topics/amd-mi300x-gpu",
     ),
+    "h100-nvl": _GpuModel(
+        "NVIDIA H100 NVL",
+        "sm90",
+        93.1,
+        835.5,
+        417.5,
+        60,
+        3.9,
+        _PCIE5._replace(link=300),
+        f"{_NV}/h100: half its sparse figures; pairs share an NVLink bridge of 600 GB/s",
+    ),
+    "h100-96g": _GpuModel(
+        "NVIDIA H100 SXM 96 GB HBM2e",
+        "sm90",
+        95.0,
+        989.4,
+        494.7,
+        66.9,
+        2.4,
+        _HGX5,
+        "96 GB of HBM2e, 2.4 TB/s, 500 W: https://github.com/pytorch/torchtitan, benchmarks; rates of the"
+        " H100 SXM data sheet, which a limit of 500 W does not sustain",
+    ),
+    "h20": _GpuModel(
+        "NVIDIA H20",
+        "sm90",
+        95.1,
+        148,
+        74,
+        44,
+        4.0,
+        _HGX5,
+        "NVIDIA H20 product brief: 148 TFLOP/s of bf16, 74 of TF32, 44 of FP32 dense, 96 GB at 4.0 TB/s,"
+        " NVLink 900 GB/s; checked against https://willitrunai.com/es/gpus/h20-96gb",
+    ),
+    "h800": _GpuModel(
+        "NVIDIA H800 SXM 80 GB",
+        "sm90",
+        79.1,
+        989.4,
+        494.7,
+        66.9,
+        3.35,
+        _HGX5._replace(link=200),
+        "as H100 SXM with NVLink of 400 GB/s: https://arxiv.org/abs/2412.19437 (DeepSeek-V3), section 3.1",
+    ),
+    "gh200-96g": _GpuModel(
+        "NVIDIA GH200 96 GB",
+        "sm90",
+        94.5,
+        989.4,
+        494.7,
+        66.9,
+        4.0,
+        _GRACE._replace(gpus=1, link=50, host=480),
+        f"{_NV}/grace-hopper-superchip, half its sparse figures: 96 GB of HBM3, 4 TB/s; checked against"
+        f" {_ML}",
+        matmul=0.838,
+    ),
+    "gh200-144g": _GpuModel(
+        "NVIDIA GH200 144 GB",
+        "sm90",
+        139.8,
+        989.4,
+        494.7,
+        66.9,
+        4.9,
+        _GRACE._replace(gpus=1, link=50, host=480),
+        f"{_NV}/grace-hopper-superchip, half its sparse figures: 144 GB of HBM3e, 4.9 TB/s",
+        matmul=0.838,
+    ),
+    "gb200": _GpuModel(
+        "NVIDIA GB200",
+        "sm100",
+        184.0,
+        2500,
+        1250,
+        80,
+        8.0,
+        _GRACE,
+        f"{_NV}/gb200-nvl72, a 72nd, half its sparse figures; 186 GB: {_ML}",
+        matmul=0.729,
+    ),
+    "b300": _GpuModel(
+        "NVIDIA B300",
+        "sm103",
+        267.0,
+        2250,
+        1125,
+        80,
+        8.0,
+        _HGX5._replace(link=900),
+        f"{_NV}/hgx: HGX B300, an eighth, dense; checked against {_ML}",
+    ),
+    "rtx-pro-6000": _GpuModel(
+        "NVIDIA RTX PRO 6000 Blackwell",
+        "sm120",
+        94.9,
+        503.8,
+        251.9,
+        125,
+        1.792,
+        _DESK5,
+        "NVIDIA RTX Blackwell PRO GPU architecture white paper (workstation edition; dense, 32-bit"
+        " accumulation"
+        " at the full rate)",
+    ),
+    "rtx-a6000": _GpuModel(
+        "NVIDIA RTX A6000", "sm86", 47.5, 154.8, 77.4, 38.7, 0.768, _DESK4, f"RTX A6000 data sheet; {_GA102}"
+    ),
+    "rtx-3060": _GpuModel(
+        "NVIDIA GeForce RTX 3060 12 GB",
+        "sm86",
+        11.8,
+        25.5,
+        12.7,
+        12.7,
+        0.36,
+        _DESK4,
+        "NVIDIA's specification of the card: 3,584 cores at 1.78 GHz, 360 GB/s; tensor rates per core as"
+        " in the"
+        " GA102 white paper, appendix A",
+    ),
+    "t4": _GpuModel(
+        "NVIDIA T4",
+        "sm75",
+        14.6,
+        8.1,
+        8.1,
+        8.1,
+        0.32,
+        _PCIE4._replace(pcie=12),
+        f"{_NV}/tesla-t4; bf16 is computed in fp32",
+        fp16=65,
+    ),
+    "v100-16g": _GpuModel(
+        "NVIDIA V100 SXM2 16 GB",
+        "sm70",
+        15.8,
+        15.7,
+        15.7,
+        15.7,
+        0.9,
+        _DGX1,
+        "NVIDIA V100 data sheet, https://developer.nvidia.com/programming-tensor-cores-cuda-9-0; bf16 is"
+        " computed in fp32",
+        fp16=125,
+    ),
+    "a100-pcie": _GpuModel(
+        "NVIDIA A100 PCIe 80 GB",
+        "sm80",
+        79.2,
+        312,
+        156,
+        19.5,
+        1.935,
+        _PCIE4,
+        _A100,
+        matmul=0.811,
+    ),
+    "mi325x": _GpuModel(
+        "AMD Instinct MI325X",
+        "gfx942",
+        255.7,
+        1307.4,
+        653.7,
+        163.4,
+        6.0,
+        _HGX5._replace(link=448),
+        f"https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html, dense; checked against"
+        f" {_ML}",
+        matmul=0.604,
+    ),
+    "mi355x": _GpuModel(
+        "AMD Instinct MI355X",
+        "gfx950",
+        287.5,
+        2516.6,
+        157.3,
+        157.3,
+        8.0,
+        _HGX5._replace(link=538),
+        "https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html, dense; without TF32, so"
+        " such"
+        " products run in FP32",
+    ),
 }
 
 ALIASES = {
@@ -253,18 +454,17 @@ ALIASES = {
     "3090": "rtx-3090",
     "rtx3090": "rtx-3090",
     "v100-32g": "v100",
+    "gh200": "gh200-96g",
+    "h100-sxm-96g": "h100-96g",
+    "a6000": "rtx-a6000",
+    "3060": "rtx-3060",
+    "rtx-pro-6000-blackwell": "rtx-pro-6000",
 }
 
 
-_COMMUNICATOR_SOURCE = (
-    "estimate: channels × 2 neighbours of a ring × 4 MiB, NCCL's default buffer; memory grows with channels,"
-    " not with ranks (NVIDIA/nccl issues 285 and 864); 16 channels with NVLink, 2 without"
-)
-
-
-def _communicator_bytes(node: _NodeModel) -> int:
-    """Return the device memory of one NCCL communicator."""
-    return (16 if node.link > 100 else 2) * 2 * 4 * MIB
+def _outside(name: str, found: outside_allocator.ByteRange) -> dict[str, Any]:
+    bounds = (found.low_bytes, found.high_bytes)
+    return {f"{name}_bytes": (found.n_bytes, found.source), f"{name}_range": (bounds, found.source)}
 
 
 def _constants(card: _GpuModel) -> Constants:
@@ -288,7 +488,7 @@ def _constants(card: _GpuModel) -> Constants:
             "CUDA compute capability, https://developer.nvidia.com/cuda-gpus; AMD: ROCm's target",
         ),
         "memory_bytes": (int(card.memory * GIB), "total that torch commonly reports for this card"),
-        "context_bytes": (CONTEXT_BYTES, CONTEXT_SOURCE),
+        **_outside("context", outside_allocator.context(card.architecture)),
         "bf16_flops_per_s": (card.bf16 * 1e12, sheet),
         "fp16_flops_per_s": ((card.fp16 or card.bf16) * 1e12, sheet),
         "tf32_flops_per_s": (card.tf32 * 1e12, sheet),
@@ -315,7 +515,8 @@ def _constants(card: _GpuModel) -> Constants:
             0.189,
             "mean over GPT and LLaMA on A100, H100, MI210, MI250: arXiv 2507.03114, abstract",
         ),
-        "communicator_bytes": (_communicator_bytes(card.node), _COMMUNICATOR_SOURCE),
+        **_outside("communicator", outside_allocator.communicator(card.node.link)),
+        "matmul_efficiency": (card.matmul or _MATMUL.get(card.architecture, 0.8), _MAMF),
         **{name: (value, usual) for name, value in node.items()},
     }
 
@@ -350,6 +551,7 @@ def cpu(rates: CpuRates) -> Constants:
         "architecture": ("cpu", system),
         "memory_bytes": (rates.memory_bytes, system),
         "context_bytes": (0, "the ledger counts all bytes"),
+        "context_range": ((0, 0), "the ledger counts all bytes"),
         "bf16_flops_per_s": (rates.bf16_flops_per_s, measured),
         "fp16_flops_per_s": (rates.fp32_flops_per_s, "assumed equal to float32"),
         "tf32_flops_per_s": (rates.fp32_flops_per_s, measured),
@@ -379,6 +581,8 @@ def cpu(rates: CpuRates) -> Constants:
             "not measured: only the measured rates of trials include gloo's threads",
         ),
         "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
+        "communicator_range": ((0, 0), "gloo's buffers are not in the ledger"),
+        "matmul_efficiency": (1.0, "rates of matrix products were measured"),
     }
 
 

@@ -76,6 +76,12 @@ class Hardware:
     """Fraction of its time by which compute is slower while a collective runs."""
     communicator_bytes: int = 0
     """Device memory of one communicator, outside PyTorch's allocator."""
+    context_range: tuple[int, int] = (0, 0)
+    """Bounds of `context_bytes`."""
+    communicator_range: tuple[int, int] = (0, 0)
+    """Bounds of `communicator_bytes`."""
+    matmul_efficiency: float = 1.0
+    """Share of the matrix rates that products of large, aligned matrices reach."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Source of each constant, by field."""
     curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)

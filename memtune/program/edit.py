@@ -116,6 +116,7 @@ class Edit:
                 "prefetch": prefetch,
                 "match": 0,
                 "elementwise_bytes": 0,
+                "precision": 0,
             }
         )
         self.n_ops += count
@@ -257,6 +258,7 @@ class Edit:
             "traffic_bytes": 0,
             "rng": 0,
             "elementwise_bytes": 0,
+            "precision": 0,
         }
         now = {name: np.broadcast_to(np.asarray(columns[name]), empty.shape) for name in nothing}
         return {
@@ -481,11 +483,11 @@ def _renumbered(storages: I32, renumber: I32 | None) -> I32:
     return storages if renumber is None else renumber[storages]
 
 
-def accumulate_gradients(step: Step) -> Step:
+def accumulate_gradients(step: Step, *, kept: bool = False) -> Step:
     """Return the step of a later micro-batch, which adds each gradient to its sum and frees it.
 
     Autograd adds after the op after which it would have stored the first gradient. Sums live from the first
-    micro-batch to the end.
+    micro-batch to the end of the step; `kept`: they outlive it, because they are zeroed in place.
     """
     gradients = step.grad_order[step.storages.producer[step.grad_order] >= 0]
     if not len(gradients):
@@ -503,7 +505,7 @@ def accumulate_gradients(step: Step) -> Step:
         step.storages.bytes[gradients],
         producer=np.full(len(gradients), -1, np.int32),
         kind=Kind.GRADIENT,
-        held_until=step.storages.held_until[gradients],
+        held_until=np.full_like(gradients, FOREVER) if kept else step.storages.held_until[gradients],
         owner=step.storages.owner[gradients],
     )
     later = (step.ops.phase[step.uses.op] >= Phase.BOUNDARY) & np.isin(step.uses.storage, gradients)

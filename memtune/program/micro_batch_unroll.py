@@ -272,6 +272,7 @@ class UnrolledRows:
                 "prefetch": [prefetch],
                 "match": [0],
                 "elementwise_bytes": [0],
+                "precision": [0],
             }
         )
         if uses:

@@ -89,6 +89,20 @@ class Kind(IntEnum):
     COMMUNICATION = 7
 
 
+class Precision(IntEnum):
+    """Type in which an op multiplies matrices."""
+
+    UNKNOWN = 0  # that of most parameters, or of autocast
+    FLOAT32 = 1
+    TF32 = 2
+    FLOAT16 = 3
+    BFLOAT16 = 4
+    FLOAT64 = 5
+
+
+UNALIGNED = 16
+"""Flag in `Ops.precision`: rows of a 16-bit matrix are no multiples of 16 bytes, so loads are narrower."""
+
 ON_GPU_ONLY = 128
 """Flag in `Ops.elementwise_bytes`: running the op in tiles is bitwise exact on a GPU, but not on this device.
 """
@@ -177,6 +191,8 @@ class Ops(Table):
     match: I32  # (n,) ops of several rank classes with the same number start together, 0 for none
     elementwise_bytes: U8
     """(n,) bytes per output element if the op is elementwise with one output, else 0; plus ON_GPU_ONLY."""
+    precision: U8
+    """(n,) Precision of its matrix products; plus UNALIGNED."""
     calls: Calls = field(default=_NO_CALLS, repr=False)
     """The table that `call` indexes; the Step sets it."""
 
@@ -565,6 +581,8 @@ class Recording:
     hints: Mapping[int, Hints] = field(default_factory=dict)
     """Hints by micro-batch, for recorded steps."""
     optimizer: OptimizerFacts = OptimizerFacts()
+    keeps_gradients: bool = False
+    """Gradients are zeroed in place at the end of a step, so that every backward adds to them."""
 
     def at(self, micro_batch: int) -> Step:
         """Return the step with all sizes evaluated at `micro_batch` samples."""

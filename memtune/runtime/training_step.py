@@ -113,7 +113,7 @@ def train_step(
 def update(optimizer: Optimizer) -> None:
     """Run the optimizer at the end of a step."""
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
 
 
 def prepare_model(model: nn.Module) -> nn.Module:

@@ -45,6 +45,7 @@ class UserFile:
     source_sha256: str
     holder: Any
     global_batch: int | None
+    zero_grad_to_none: bool = True
 
     def function(self, name: str) -> Callable[..., Any] | None:
         """Return the user's function `name`; None if an optional one is absent."""
@@ -70,7 +71,14 @@ def load_user_file(target: str | Path) -> UserFile:
         _check_function(holder, path, name, function, n_args, example, required=True)
     for function, (n_args, example) in OPTIONAL.items():
         _check_function(holder, path, name, function, n_args, example, required=False)
-    return UserFile(path, name, hashlib.sha256(source).hexdigest(), holder, _global_batch(holder, path))
+    return UserFile(
+        path,
+        name,
+        hashlib.sha256(source).hexdigest(),
+        holder,
+        _global_batch(holder, path),
+        _to_none(holder, path),
+    )
 
 
 def split_target(target: str | Path) -> tuple[Path, str | None]:
@@ -291,6 +299,17 @@ def _check_function(
         ) from error
     except ValueError:
         return  # a built-in without a signature; a wrong one fails when it is called
+
+
+def _to_none(holder: Any, path: Path) -> bool:
+    value = getattr(holder, "zero_grad_to_none", True)
+    if not isinstance(value, bool):
+        raise WorkloadError(
+            f"zero_grad_to_none in {path.name} is {value!r}, neither True nor False.",
+            fix="write  zero_grad_to_none = False   # if the training loop zeroes gradients in place",
+            code="MT121",
+        )
+    return value
 
 
 def _global_batch(holder: Any, path: Path) -> int | None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class Workload:
         name: Object in the file that has the functions (`model.py:name`), or None for the module itself.
         source_sha256: SHA-256 of the file's bytes.
         global_batch: Samples per optimizer step over all ranks; None if the file does not set it.
+        zero_grad_to_none: Whether a step frees gradients at its end; otherwise it zeroes them in place, as
+            `optimizer.zero_grad(set_to_none=False)` does, and later backwards add to them.
     """
 
     path: Path
@@ -56,6 +59,7 @@ class Workload:
     _file: UserFile = field(repr=False, compare=False)
     _found: list[bool] = field(default_factory=list, repr=False, compare=False)
     """True if batches vary in size; empty until it is known."""
+    zero_grad_to_none: bool = True
 
     @classmethod
     def load(cls, target: str | Path) -> Workload:
@@ -71,7 +75,14 @@ class Workload:
     @classmethod
     def of(cls, file: UserFile) -> Workload:
         """Return the workload of an imported file."""
-        return cls(file.path, file.name, file.source_sha256, file.global_batch, file)
+        return cls(
+            file.path,
+            file.name,
+            file.source_sha256,
+            file.global_batch,
+            file,
+            zero_grad_to_none=file.zero_grad_to_none,
+        )
 
     def build_model(self) -> nn.Module:
         """Call `model()` under the active modes and default device; return the module.
@@ -223,7 +234,12 @@ class Workload:
         Raises:
             WorkloadError: It raised, returned no optimizer, or one that has none of the parameters.
         """
-        given = list(params)
+        optimizer = self._checked_optimizer(list(params))
+        if not self.zero_grad_to_none:
+            optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+        return optimizer
+
+    def _checked_optimizer(self, given: list[Tensor]) -> torch.optim.Optimizer:
         if self._file.function("optimizer") is None:
             return torch.optim.AdamW(given)
         optimizer = self._call(

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
 
 from memtune.activations.recompute import Keep, recompute_blocks
 from memtune.effects import DISPATCH_MODE, Effects
-from memtune.program import OpAddresses, Program
+from memtune.program import OpAddresses, Program, Step
 from memtune.runtime import Context
+from memtune.search_spaces import did_you_mean
 from memtune.search_spaces.recompute._block_planner import (
+    MATMULS,
+    Block,
     CallsPlan,
     calls_by_block,
     cannot_recompute,
     core_attention,
     frees_saved_tensors,
+    is_attention,
     is_matmul_or_attention,
     missing_plan,
     no_attention,
@@ -50,10 +57,25 @@ class Selective(Technique):
     (Korthikanti's own form).
     """
 
+    matmuls: Literal["all", "every_second"] = "all"
+    """Matrix products of a block whose outputs are kept: all, or the first, third and so on, as torchtitan's
+    per-op option has it: half of the kept bytes for half of the products' time.
+    """
+    save_ops: tuple[Annotated[str, Field(pattern=r"^\w+\.\w+(\.\w+)?$")], ...] = ()
+    """Ops whose outputs are kept instead of matrix products and attention: `aten.mm`, with an overload
+    `aten.mm.default`. Empty for those.
+    """
+
     def sentence(self) -> str:
         """Return the setting as one clause."""
         if self.scope == "core_attention":
             return "recomputes attention scores and softmax in backward"
+        if self.save_ops:
+            return (
+                f"keeps the outputs of {', '.join(self.save_ops)}, recomputes the rest of a block in backward"
+            )
+        if self.matmuls == "every_second":
+            return "recomputes every second product, norms, activation functions and dropout in backward"
         return "recomputes norms, activation functions and dropout in backward"
 
     def refuses(self, facts: Facts) -> Reason | None:
@@ -64,9 +86,15 @@ class Selective(Technique):
         """Refuse blocks that change their input and compiled code; for `core_attention` also fused
         attention.
         """
-        if self.scope == "block":
+        if sum((self.scope != "block", self.matmuls != "all", bool(self.save_ops))) > 1:
+            return Reason(
+                "scope, matmuls and save_ops are three ways to choose what is kept", "give one of them"
+            )
+        if self._by_name:
             return cannot_recompute(program.step, target.compiled, is_matmul_or_attention)
         reason = cannot_recompute(program.step, target.compiled)
+        if reason is None and self.scope == "block":
+            return self._no_such_op(program.step)
         if reason is None and not frees_saved_tensors(program.step, core_attention):
             what = "fused already" if no_attention(program.step) is None else "not in the blocks"
             return Reason(
@@ -75,11 +103,33 @@ class Selective(Technique):
             )
         return reason
 
+    @property
+    def _by_name(self) -> bool:
+        """Return whether an op's name alone decides whether it is kept, so that nothing is planned."""
+        return self.scope == "block" and self.matmuls == "all" and not self.save_ops
+
+    def _no_such_op(self, step: Step) -> Reason | None:
+        """Return why `save_ops` keeps nothing: an entry is no op of the blocks."""
+        inside = {step.names[i] for i in np.unique(step.ops.name[step.ops.block >= 0])}
+        for wanted in self.save_ops:
+            if not any(_is_op(name, wanted) for name in inside):
+                near = did_you_mean(wanted, sorted(name.rpartition(".")[0] for name in inside))
+                return Reason(f"{wanted} is no op of the blocks.{near}", "save_ops: [aten.mm]")
+        return None
+
+    def _again(self, block: Block) -> set[int]:
+        """Return the ops of a block that run again."""
+        if self.scope == "core_attention":
+            return core_attention(block)
+        if self.save_ops:
+            return {op for op in block.ops if not any(_is_op(block.name[op], each) for each in self.save_ops)}
+        products = [op for op in block.ops if block.name[op] in MATMULS]
+        kept = {*products[::2], *(op for op in block.ops if is_attention(block.name[op]))}
+        return set(block.ops) - kept
+
     def plan(self, program: Program, target: Target) -> Plan:
-        """Return the calls of each block that are kept or skipped for `core_attention`, else an
-        empty plan.
-        """
-        return NO_PLAN if self.scope == "block" else plan_calls(program.step, core_attention)
+        """Return the calls of each block that are kept or skipped; an empty plan if names decide that."""
+        return NO_PLAN if self._by_name else plan_calls(program.step, self._again)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Return the program with every block run again except its matmuls and attention, or all but
@@ -97,8 +147,8 @@ class Selective(Technique):
             context.activations.claim_recompute(region.index, keep)
 
     def _calls(self, plan: Plan, blocks: int) -> list[OpAddresses] | None:
-        """Return the planned calls of each block; None with `scope: block`, which plans nothing."""
-        if self.scope == "block":
+        """Return the planned calls of each block; None if nothing is planned."""
+        if self._by_name:
             return None
         if not isinstance(plan, CallsPlan):
             raise missing_plan("the config has none")
@@ -107,8 +157,15 @@ class Selective(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Return what every block keeps."""
         keep = "matmul_and_attention" if self.scope == "block" else "all but core attention"
+        keep = "every second matmul and attention" if self.matmuls == "every_second" else keep
+        keep = ", ".join(sorted(self.save_ops)) or keep
         return {"activations.recompute": {"every": 1, "keep": keep}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return both scopes."""
-        return {"scope": ("block", "core_attention")}
+        """Return both scopes, and every second product."""
+        return {"scope": ("block", "core_attention"), "matmuls": ("all", "every_second")}
+
+
+def _is_op(name: str, wanted: str) -> bool:
+    """Return whether an op `aten.mm.default` is `wanted`, which may lack the overload."""
+    return name == wanted or name.rpartition(".")[0] == wanted

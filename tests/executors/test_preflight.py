@@ -84,6 +84,11 @@ def test_probe_ends_training_on_import_at_deadline():
     assert "__main__" in error.fix
 
 
+def test_probe_waits_for_slow_import(tmp_path):
+    (tmp_path / "slow_package.py").write_text("import time; time.sleep(1)")
+    assert probe(written(tmp_path, f"import slow_package\n{PLAIN}"), 0.4).global_batch == 6
+
+
 @pytest.mark.parametrize(
     ("stem", "code", "words"),
     [

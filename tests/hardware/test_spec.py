@@ -41,7 +41,9 @@ def test_table_has_a_source_for_each_constant(name: str) -> None:
 
 def test_table_has_documented_cards() -> None:
     promised = (
-        "h200 h100-80g h100-pcie b200 a100-40g a100-80g l40s l4 a10 rtx-4090 rtx-5090 rtx-3090 v100 mi300x"
+        "h200 h100-80g h100-96g h100-nvl h100-pcie h20 h800 gh200-96g gh200-144g b200 gb200 b300 a100-40g"
+        " a100-80g a100-pcie l40s l4 a10 t4 v100 v100-16g rtx-3060 rtx-3090 rtx-4090 rtx-5090 rtx-a6000"
+        " rtx-pro-6000 mi300x mi325x mi355x"
     )
     assert set(promised.split()) == set(hardware.names())
 
@@ -71,6 +73,9 @@ def test_find_suggests_nearest_names(written: str, fix: str) -> None:
         ("Tesla V100-SXM2-32GB", 32, "v100"),
         ("NVIDIA L4", 22, "l4"),
         ("NVIDIA H200", 140, "h200"),
+        ("NVIDIA H100 NVL", 93, "h100-nvl"),
+        ("NVIDIA GH200 480GB", 95, "gh200-96g"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 95, "rtx-pro-6000"),
         ("Quadro P400", 2, None),
     ],
 )

@@ -103,6 +103,7 @@ def _forward(
         how.degree,
         prefetch_distance=how.prefetch_distance(Phase.FORWARD),
         stream=how.gather_stream,
+        casts=how.param_itemsize is not None,
     )
     unit, waiting = _waiting_sources(step, how.blocks_per_unit)
     edit.hold_through(waiting, _last_at(made, when)[unit])
@@ -133,10 +134,9 @@ def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
 
 def _whole(step: Step, how: Sharding, parameters: Ragged) -> Ragged:
     """Return bytes of each parameter when gathered, padded to a multiple of the ranks."""
-    return replace(
-        parameters,
-        values=shards_of(columns_of(step.parameters), how.degree).n_bytes[parameters.values] * how.degree,
-    )
+    columns = columns_of(step.parameters)
+    shards, itemsize = shards_of(columns, how.degree), how.param_itemsize or columns.itemsize.astype(np.int64)
+    return replace(parameters, values=(shards.numel * itemsize)[parameters.values] * how.degree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +205,7 @@ def _backward(
         groups,
         prefetch_distance=how.prefetch_distance(Phase.BACKWARD),
         stream=how.gather_stream,
+        casts=how.param_itemsize is not None,
     )
     edit.hold_through(made.whole, units.last_backward[order][whole.part])
     uses.to(parameters.values, made.whole, forward=False)
@@ -229,6 +230,9 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     rows, owner = sharded_storages(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
     edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
+    if how.param_itemsize is not None:  # sums of narrow gradients are as wide as the shards
+        sums = step.storages.kind[rows] == Kind.GRADIENT
+        edit.storages.bytes[rows[sums]] = shards.n_bytes[owner[sums]]
     edit.storages.bytes[raw] = step.storages.bytes[raw]
     gradient = np.full(len(columns.gradient), -1, np.int32)
     if reduced.of.accumulated:
@@ -309,8 +313,8 @@ class GatherTiming:
     """Place at which the unit is copied out."""
     op: I32
 
-    def starts(self, count: I64) -> tuple[I64, I64]:
-        """Return (units,) first rows: of the two rows of each gather, and of the `count` + 1 rows of each
+    def starts(self, count: I64, rows: int) -> tuple[I64, I64]:
+        """Return (units,) first rows: of the `rows` of each gather, and of the `count` + 1 rows of each
         copy-out.
 
         A prefetching gather is inserted after the copy-out of the unit at its place.
@@ -318,7 +322,7 @@ class GatherTiming:
         units, early = np.arange(len(count)), self.issued < self.used
         keys = (np.concatenate([units, units]), np.concatenate([2 * early, np.ones_like(units)]))
         order = np.lexsort((*keys, np.concatenate([self.issued, self.used])))
-        size = np.concatenate([np.full(len(count), 2), count + 1])
+        size = np.concatenate([np.full(len(count), rows), count + 1])
         start = np.empty_like(size)
         start[order] = np.cumsum(size[order]) - size[order]
         return start[: len(count)], start[len(count) :]
@@ -333,6 +337,7 @@ def gather_units(
     *,
     prefetch_distance: int,
     stream: int,
+    casts: bool = False,
 ) -> GatheredUnit:
     """Gather units from `group` ranks each and copy them out into full parameters.
 
@@ -345,15 +350,22 @@ def gather_units(
         group: Ranks that hold a shard each.
         prefetch_distance: Prefetch distance of a gather on the link's own stream (`Ops.prefetch`).
         stream: Stream of the gathers.
+        casts: Each unit's shards are first cast into one flat tensor, which is freed after the gather: two
+            ops more.
     """
     sums, before, copied_before = whole.sums(), when.op[when.issued], when.op[when.used]
-    make, first = when.starts(whole.count)
+    n_casts = 2 * casts
+    begin, first = when.starts(whole.count, 2 + n_casts)
+    flat, cast, make = (begin, begin + 1, begin + n_casts) if casts else (begin[:0], begin[:0], begin)
     gather, allocate, copy = make + 1, whole.places(first), first + whole.count
-    n_ops = len(whole.values) + 3 * len(sums)
+    n_ops = len(whole.values) + (3 + n_casts) * len(sums)
+    shard_bytes = sums // group
     rows = edit.add_ops(
         column(
             n_ops,
             np.int32,
+            *([(flat, edit.name_id("aten.empty.memory_format"))] if casts else []),
+            *([(cast, edit.name_id("aten._foreach_copy_.default"))] if casts else []),
             (make, edit.name_id("aten.empty.memory_format")),
             (gather, edit.name_id("memtune.all_gather_into_.default")),
             (allocate, edit.name_id("memtune.allocate")),
@@ -362,6 +374,7 @@ def gather_units(
         before=column(
             n_ops,
             np.int32,
+            *([(flat, before), (cast, before)] if casts else []),
             (make, before),
             (gather, before),
             (allocate, copied_before[whole.part]),
@@ -371,12 +384,16 @@ def gather_units(
         resource=column(
             n_ops,
             np.uint8,
+            (flat, Resource.NOTHING),
             (make, Resource.NOTHING),
             (gather, Resource.INTRA_LINK),
             (allocate, Resource.NOTHING),
             (copy, 0),
         ),
-        traffic_bytes=column(n_ops, np.int64, (gather, sums), (copy, 2 * sums)),
+        # a cast reads shards of float32
+        traffic_bytes=column(
+            n_ops, np.int64, (cast, (3 * shard_bytes)[: len(cast)]), (gather, sums), (copy, 2 * sums)
+        ),
         group=column(n_ops, np.int32, (gather, group)),
         stream=column(n_ops, np.uint8, (gather, stream)),
         prefetch=column(n_ops, np.uint8, (gather, prefetch_distance)),
@@ -392,6 +409,10 @@ def gather_units(
         ],
     )
     made = GatheredUnit(storages[buffer], rows[gather], rows[copy], storages[inside])
+    if casts:
+        narrow = edit.add_storages(shard_bytes, producer=rows[flat], kind=Kind.COMMUNICATION)
+        edit.add_uses(rows[cast], narrow, mode=WRITES)
+        edit.add_uses(rows[gather], narrow)
     edit.add_uses(rows[gather], made.buffer)
     edit.add_uses(rows[gather], made.buffer, mode=WRITES)
     edit.add_uses(made.copy, made.buffer)
@@ -586,13 +607,13 @@ def _insert(edit: Edit, how: Sharding, of: Reductions, shards: Shards, messages:
 def _cast_units(step: Step, parameters: Ragged, how: Sharding) -> I64:
     """Return the units whose gradients are cast for the message."""
     itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]]
-    return np.flatnonzero(itemsize != (how.reduce_itemsize or itemsize))
+    return np.flatnonzero(itemsize != (how.message_itemsize or itemsize))
 
 
 def _in_type(step: Step, parameters: Ragged, n_bytes: I64, how: Sharding) -> I64:
     """Return (units,) `n_bytes` of gradients in the dtype of the message."""
     itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]].astype(np.int64)
-    travelling: I64 = n_bytes // itemsize * (how.reduce_itemsize or itemsize)
+    travelling: I64 = n_bytes // itemsize * (how.message_itemsize or itemsize)
     return travelling
 
 
@@ -670,6 +691,8 @@ class Sharding:
     """True keeps the root unit (parameters in no block) gathered between forward and backward."""
     prefetch: int | None = None
     """Units prefetched; None: FSDP2's default, none in forward and one in backward."""
+    param_itemsize: int | None = None
+    """Bytes per element of gathered parameters and of their gradients; None: as in the shards."""
     reduce_itemsize: int | None = None
     """Bytes per gradient element in a message; None: as in the gradient."""
     replicas_across_nodes: bool = False
@@ -688,6 +711,11 @@ class Sharding:
     """
     micro_batches: int = 1
     """Micro-batches per step."""
+
+    @property
+    def message_itemsize(self) -> int | None:
+        """Bytes per gradient element in a message; None: as in the shards."""
+        return self.reduce_itemsize or self.param_itemsize
 
     @property
     def between_copies(self) -> Resource:

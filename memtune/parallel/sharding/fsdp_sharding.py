@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -108,7 +109,7 @@ def shard(
     blocks_per_unit: int,
     keep_root: bool = True,
     prefetch: int | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    precision: MixedPrecisionPolicy | None = None,
     two_hop: bool = False,
     kind: str = "fsdp",
     sharers: ShardMeshes | None = None,
@@ -125,7 +126,8 @@ def shard(
         keep_root: Keep the root unit gathered between forward and backward regardless of
             `reshard_after_forward`.
         prefetch: Units to prefetch; None: FSDP2's default.
-        reduce_dtype: Dtype in which gradients are reduced; None: their own.
+        precision: Types of gathered parameters, reductions, inputs and outputs; None: those of the
+            parameters.
         two_hop: Average gradients between replicas in the last micro-batch only.
         kind: Kind of the technique, for messages.
         sharers: The `degree` ranks that share parameters if other states are sharded further: the caller
@@ -144,11 +146,12 @@ def shard(
     copies, mesh = meshes(context.device.type, degree) if grid is None else (grid.copies, grid.sharers)
     in_stages = placement.remote_parameters is not None
     wholes = unwrap_dtensors(context.model) if placement.model_parallel_size > 1 and not in_stages else {}
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    policy = precision or MixedPrecisionPolicy()
+    inside = replace(policy, output_dtype=None)  # between blocks a cast would be undone at once
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": bool(reshard_after_forward),
-        "mp_policy": policy,
+        "mp_policy": inside,
     }
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
     for names in units:
@@ -158,7 +161,9 @@ def shard(
     # gather. In a stage other micro-batches come in between.
     frees_root = bool(reshard_after_forward) and (in_stages or not keep_root)
     fully_shard(
-        context.model, **{**arguments, "reshard_after_forward": frees_root}, ignored_params=_absent(context)
+        context.model,
+        **{**arguments, "reshard_after_forward": frees_root, "mp_policy": policy},
+        ignored_params=_absent(context),
     )
     fill_shards(context.model)
     if grid is not None and placement.model_parallel_size > 1 and not in_stages:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune import refusals
@@ -87,6 +88,7 @@ def divide(
     bucket_cap_mb: int,
     reshard_after_forward: bool = True,
     blocks_per_unit: int = 1,
+    precision: MixedPrecisionPolicy | None = None,
 ) -> None:
     """Shard the states of the model in `context` by `factors` and rebind its optimizer to this rank's shards.
 
@@ -97,6 +99,7 @@ def divide(
         bucket_cap_mb: Bucket size in MiB of all gradients that FSDP2 does not reduce.
         reshard_after_forward: For sharded parameters, see `sharding.shard`.
         blocks_per_unit: For sharded parameters, see `sharding.shard`.
+        precision: For sharded parameters, see `sharding.shard`.
 
     Raises:
         ApplyError: There is no process group, the factors do not divide the ranks, or the weights differ.
@@ -118,6 +121,7 @@ def divide(
             reshard_after_forward=reshard_after_forward,
             blocks_per_unit=blocks_per_unit,
             kind=kind,
+            precision=precision,
             two_hop=not whole_gradients,
             sharers=sharers,
         )

@@ -25,6 +25,9 @@ class Division:
     blocks_per_unit: int = 1
     stages_messages: bool = False
     """As with gloo on CPU, see `shard.Sharding`."""
+    param_itemsize: int | None = None
+    reduce_itemsize: int | None = None
+    """As in `shard.Sharding`, both."""
 
     def link(self, size: int, stride: int) -> Resource:
         """Return the link between ranks of a group of `size` with stride `stride`; neighbours share a node's
@@ -65,6 +68,8 @@ def _sharding(how: Division) -> Sharding:
         two_hop=how.sums != "whole",
         sums=how.sums,
         micro_batches=how.micro_batches,
+        param_itemsize=how.param_itemsize,
+        reduce_itemsize=how.reduce_itemsize,
     )
 
 

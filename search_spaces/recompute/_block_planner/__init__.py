@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         rewrite_planned,
     )
     from memtune.search_spaces.recompute._block_planner.fits import (
+        MATMULS,
         NO_BLOCKS,
         cannot_recompute,
         holds_blocks_in_one_graph,
@@ -84,6 +85,7 @@ else:
 
 __all__ = [
     "FULL",
+    "MATMULS",
     "MIN_MOVED_BYTES",
     "NO_BLOCKS",
     "NO_PASS_INPUTS",

@@ -85,6 +85,8 @@ def unsharded(technique: Technique, target: Target) -> Reason | None:
         return Reason("backward already gathers in smaller groups", "reshard_after_forward: true")
     if "states.reduce" in target.chosen["sharding.states"].record(target):
         return Reason("gradients already travel in reduce_dtype", "leave reduce_dtype out")
+    if "states.compute" in target.chosen["sharding.states"].record(target):
+        return Reason("units are gathered in param_dtype", "leave param_dtype out")
     return None
 
 

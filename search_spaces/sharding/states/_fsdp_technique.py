@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, ClassVar
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from memtune.effects import Effects
 from memtune.parallel.sharding import Sharding, shard, shard_states
 from memtune.program import Phase, Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces import active
-from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
+from memtune.technique import ComputePrecision, Exactness, Facts, Plan, Reason, Target, Technique
+
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class GroupPlan(Plan):
@@ -43,6 +48,57 @@ class _FsdpUnits(Technique):
     blocks_per_unit: Annotated[int, Field(ge=1)] = 1
     """Blocks gathered together; larger units mean fewer, larger messages and more unsharded bytes at once."""
 
+    param_dtype: Literal["bfloat16", "float16"] | None = None
+    """Type in which units are gathered and compute, over shards of float32. Default: their own; bfloat16
+    halves gathered bytes and activations and uses 16-bit matrix products. Lossy.
+    """
+    reduce_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type in which gradients are sent and summed. Default: that in which they are computed; bfloat16 halves
+    the bytes of float32 ones, float32 keeps the bits of sums of narrower ones.
+    """
+    output_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type to which the model's outputs are cast. Default: as they are."""
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of each unit to `param_dtype`."""
+
+    def exactly(self) -> Exactness:
+        """Return lossy if parameters or gradients may have fewer bits than their shards."""
+        lossy = self.param_dtype is not None or "bfloat16" in (self.reduce_dtype, self.output_dtype)
+        return Exactness.LOSSY if lossy else self.exactness
+
+    def computes_in(self) -> ComputePrecision | None:
+        """Return the types of units with `param_dtype`."""
+        if self.param_dtype is None:
+            return None
+        return ComputePrecision(self.param_dtype, self.output_dtype, self.cast_forward_inputs)
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        param, reduce, output = (
+            _TYPES[each] if each else None
+            for each in (self.param_dtype, self.reduce_dtype, self.output_dtype)
+        )
+        return MixedPrecisionPolicy(param, reduce, output, self.cast_forward_inputs)
+
+    def _no_such_type(self, program: Program) -> Reason | None:
+        """Return why the given types do not apply to the parameters of `program`."""
+        sizes = {p.itemsize for p in program.step.parameters if p.trainable}
+        if self.param_dtype is None:
+            given = [name for name in ("output_dtype",) if getattr(self, name) is not None]
+            given += [] if self.cast_forward_inputs else ["cast_forward_inputs"]
+            if given:
+                return Reason(f"{given[0]} needs units that compute in another type", "param_dtype: bfloat16")
+        elif sizes - {4}:
+            return Reason("not all trained parameters are float32", "leave param_dtype out")
+        if self.reduce_dtype is None:
+            return None
+        computed = 2 if self.param_dtype else max(sizes, default=0)
+        wanted = _TYPES[self.reduce_dtype].itemsize
+        if sizes == {wanted} and computed == wanted:
+            return Reason(f"gradients already have elements of {wanted} bytes", "leave reduce_dtype out")
+        if max(sizes, default=0) > _TYPES["float32"].itemsize:
+            return Reason("gradients of more than float32 are reduced as they are", "leave reduce_dtype out")
+        return None
+
     def _degree(self, ranks: int, plan: Any) -> int:
         """Return the number of ranks that share one copy of the model state."""
         return ranks
@@ -70,7 +126,11 @@ class _FsdpUnits(Technique):
             return Reason("there is only one rank to shard over", "--gpus or --workers 2 and more")
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
-        return self._units_do_not_fit(program.step) or _used_outside_unit(program.step, self.blocks_per_unit)
+        return (
+            self._no_such_type(program)
+            or self._units_do_not_fit(program.step)
+            or _used_outside_unit(program.step, self.blocks_per_unit)
+        )
 
     def _units_do_not_fit(self, step: Step) -> Reason | None:
         blocks = len(step.blocks)
@@ -109,6 +169,8 @@ class _FsdpUnits(Technique):
             stages_messages=target.device == "cpu",
             two_hop=self._averages_once(),
             keeps_root=not in_stages(target),
+            param_itemsize=itemsize(self.param_dtype),
+            reduce_itemsize=itemsize(self.reduce_dtype),
         )
 
     def apply(self, context: Context, plan: Any) -> None:
@@ -120,6 +182,7 @@ class _FsdpUnits(Technique):
             blocks_per_unit=self.blocks_per_unit,
             two_hop=self._averages_once(),
             kind=self.kind,
+            precision=self._policy(),
             **self._more(),
         )
 
@@ -136,11 +199,26 @@ class _FsdpUnits(Technique):
         often = (
             {"states.average": "step" if self._averages_once() else "micro_batch"} if degree < ranks else {}
         )
-        return {"states.shard": factors, "states.gather": gather, **often}
+        return {"states.shard": factors, "states.gather": gather, **often, **self._types()}
+
+    def _types(self) -> dict[str, Any]:
+        """Return the record of the types that differ from those of the shards."""
+        reduce = {"states.reduce": self.reduce_dtype} if self.reduce_dtype else {}
+        precision = self.computes_in()
+        return reduce if precision is None else reduce | {"states.compute": asdict(precision)}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Return both values of reshard, and units of one and two blocks."""
-        return {"reshard_after_forward": (True, False), "blocks_per_unit": (1, 2)}
+        return {
+            "reshard_after_forward": (True, False),
+            "blocks_per_unit": (1, 2),
+            "param_dtype": (None, "bfloat16"),
+        }
+
+
+def itemsize(dtype: str | None) -> int | None:
+    """Return bytes per element of a type by its name, None for none."""
+    return _TYPES[dtype].itemsize if dtype else None
 
 
 def in_stages(target: Target) -> bool:

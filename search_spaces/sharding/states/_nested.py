@@ -13,7 +13,7 @@ from memtune.effects import Effects
 from memtune.parallel.sharding import Bytes, Division, Factors, Schedule, divide, divide_states
 from memtune.program import Kind, Program, Step, Tier, columns_of
 from memtune.runtime import Context
-from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits
+from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits, itemsize
 from memtune.technique import Reason, Target
 
 
@@ -54,6 +54,10 @@ class _NestedSharding(_FsdpUnits):
         )
         if scalar is not None:
             return Reason(f"{scalar} has no dimension to divide", "give it the shape (1,)")
+        if p == 1 and (self.param_dtype or self.reduce_dtype):
+            return Reason("whole parameters are not gathered, so they compute in their own type", "zero3")
+        if g == 1 and (self.param_dtype or self.reduce_dtype):
+            return Reason("sums of whole gradients have the parameters' own type", f"gradients: {p}")
         return super().fits(program, target) if p > 1 else None
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
@@ -69,6 +73,8 @@ class _NestedSharding(_FsdpUnits):
             reshard_after_forward=self.reshard_after_forward,
             blocks_per_unit=self.blocks_per_unit,
             stages_messages=target.device == "cpu",
+            param_itemsize=itemsize(self.param_dtype),
+            reduce_itemsize=itemsize(self.reduce_dtype),
         )
         return program.with_step(divide_states(program.step, how))
 
@@ -81,13 +87,19 @@ class _NestedSharding(_FsdpUnits):
             bucket_cap_mb=self.bucket_cap_mb,
             reshard_after_forward=self.reshard_after_forward,
             blocks_per_unit=self.blocks_per_unit,
+            precision=self._policy(),
         )
 
     def _divided_settings(self, factors: dict[str, Any], divides_parameters: bool) -> dict[str, Any]:
         gather = {"again_in_backward": self.reshard_after_forward, "blocks_per_unit": self.blocks_per_unit}
         # The key is not `states.gather`: custom collectives require units whose gradients only FSDP2 reduces.
         gathers = {"states.units": gather} if divides_parameters else {}
-        return {"states.shard": factors, "states.buckets": {"bytes": self.bucket_cap_mb << 20}, **gathers}
+        return {
+            "states.shard": factors,
+            "states.buckets": {"bytes": self.bucket_cap_mb << 20},
+            **gathers,
+            **self._types(),
+        }
 
 
 def _named(factors: Factors, ranks: int, several: bool) -> str:

@@ -7,16 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from memtune.parallel.sharding import Sharding
 from memtune.program import Program
 from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits, does_not_divide
-from memtune.technique import Exactness, Reason, Target
-
-_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from memtune.technique import Reason, Target
 
 
 class Fsdp(_FsdpUnits):
@@ -58,10 +55,6 @@ class Fsdp(_FsdpUnits):
     """Units gathered before the one that runs. Default: FSDP2's, none explicitly in forward, where streams
     overlap, and one in backward. More hide slow links and hold more bytes; 0 holds the fewest.
     """
-    reduce_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type in which gradients are sent and summed. Default: their own; bfloat16 halves the bytes of float32
-    ones.
-    """
     keep_root: bool = True
     """Parameters in no block are unsharded between forward and backward; off, they are gathered again."""
 
@@ -70,26 +63,19 @@ class Fsdp(_FsdpUnits):
         kept = ", keeps gathered weights until backward" if self.reshard_after_forward is False else ""
         return f"divides weights, gradients and optimizer state over {ranks(self.degree)}{kept}"
 
-    def exactly(self) -> Exactness:
-        """Return lossy if gradients may be sent in fewer bits than they have."""
-        return Exactness.LOSSY if self.reduce_dtype == "bfloat16" else Exactness.REORDERED
-
     def _degree(self, ranks: int, plan: Any) -> int:
         return self.degree or ranks
 
     def _sharding(self, program: Program, plan: Any, target: Target) -> Sharding:
-        itemsize = _TYPES[self.reduce_dtype].itemsize if self.reduce_dtype else None
         how = super()._sharding(program, plan, target)
         return replace(
             how,
             prefetch=self.prefetch,
-            reduce_itemsize=itemsize,
             keeps_root=self.keep_root and how.keeps_root,
         )
 
     def _more(self) -> dict[str, Any]:
-        dtype = _TYPES[self.reduce_dtype] if self.reduce_dtype else None
-        return {"prefetch": self.prefetch, "reduce_dtype": dtype, "keep_root": self.keep_root}
+        return {"prefetch": self.prefetch, "keep_root": self.keep_root}
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require two ranks, a degree that divides them, and units that FSDP2 can flatten and gather
@@ -98,12 +84,7 @@ class Fsdp(_FsdpUnits):
         if target.ranks < 2:
             return super().fits(program, target)
         wrong = does_not_divide("degree", self.degree, target.ranks) if self.degree else None
-        return (
-            wrong
-            or self._no_such_group(target)
-            or self._no_such_type(program)
-            or super().fits(program, target)
-        )
+        return wrong or self._no_such_group(target) or super().fits(program, target)
 
     def _no_such_group(self, target: Target) -> Reason | None:
         """Return why units cannot be sharded over groups of `reshard_after_forward` ranks, or why no gather
@@ -125,27 +106,12 @@ class Fsdp(_FsdpUnits):
             )
         return None
 
-    def _no_such_type(self, program: Program) -> Reason | None:
-        """Return why `reduce_dtype` does not apply: gradients already have it, or would lose bits that
-        float32 lacks.
-        """
-        if self.reduce_dtype is None:
-            return None
-        sizes = {p.itemsize for p in program.step.parameters if p.trainable}
-        wanted = _TYPES[self.reduce_dtype].itemsize
-        if wanted in sizes and len(sizes) == 1:
-            return Reason(f"gradients already have elements of {wanted} bytes", "leave reduce_dtype out")
-        if max(sizes, default=0) > _TYPES["float32"].itemsize:
-            return Reason("gradients of more than float32 are reduced as they are", "leave reduce_dtype out")
-        return None
-
     def record(self, target: Target) -> dict[str, Any]:
         """Return the number of ranks that shard each state, the gathers, and the type of reductions."""
         settings = self._settings(self.degree or target.ranks, target.ranks)
         more = {"prefetch": self.prefetch} if self.prefetch is not None else {}
         gather = settings["states.gather"] | more | ({} if self.keep_root else {"keep_root": False})
-        reduce = {"states.reduce": self.reduce_dtype} if self.reduce_dtype else {}
-        return settings | {"states.gather": gather} | reduce
+        return settings | {"states.gather": gather}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
         """Return all ranks and sizes of a node, a part of it or several; over several nodes also settings

@@ -43,7 +43,7 @@ def ranking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlanReport]:
 
 
 def test_plan_ranks_fastest_fitting_first_without_gpu(ranking: PlanReport):
-    fitting = [each for each in ranking.rows if each.status == "ok"]
+    fitting = [each for each in ranking.rows if each.status in ("ok", "tight")]
     assert fitting
     assert list(ranking.rows[: len(fitting)]) == fitting
     times = [each.step_s or 0 for each in fitting]

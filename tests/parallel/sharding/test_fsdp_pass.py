@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.zoo_paths import ZOO
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from memtune.activations.offload.activation_offload_pass import move_activations
 from memtune.activations.offload.selection_plan import OffloadClaim
 from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.activations.recompute.recompute_pass import recompute_blocks
+from memtune.autotune.record.compiled import CompiledRecordings
+from memtune.autotune.record.mixed_precision import PrecisionRecordings
 from memtune.autotune.record.recorder import record, start_session
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.offload.optimizer.host_optimizer import HostOptimizer
@@ -26,6 +29,7 @@ from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
 from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Kind, Recording, Step, Tier
 from memtune.runtime.context import Context
+from memtune.technique import ComputePrecision
 from memtune.workload.workload import Workload
 
 RANKS = 4
@@ -46,6 +50,7 @@ class Case:
     two_hop: bool = False
     prefetch: int | None = None
     reduce: torch.dtype | None = None
+    param: torch.dtype | None = None
     keeps_root: bool = True
 
     def __str__(self) -> str:
@@ -65,6 +70,7 @@ class Case:
             "two hops": self.two_hop,
             "root again": not self.keeps_root,
             str(self.reduce): self.reduce is not None,
+            f"in {self.param}": self.param is not None,
         }
         flags |= {f"to {self.reshard}": self.reshard > 1, f"{self.prefetch} ahead": self.prefetch is not None}
         return " ".join(parts + [name for name, on in flags.items() if on])
@@ -105,6 +111,10 @@ CASES = (
     Case("gpt", reduce=torch.bfloat16, degree=2, micro_batches=2),
     Case("tobf16", reduce=torch.float32, micro_batches=2, host=True),
     Case("lora", reduce=torch.bfloat16, reshard=False, prefetch=2),
+    Case("gpt", param=torch.bfloat16),
+    Case("gpt", param=torch.bfloat16, reduce=torch.float32, micro_batches=2, recompute="full"),
+    Case("gpt", param=torch.bfloat16, degree=2, two_hop=True, micro_batches=2, blocks_per_unit=2),
+    Case("hf_llama", param=torch.bfloat16, reduce=torch.float32, reshard=2, recompute="selective"),
 )
 
 
@@ -115,13 +125,21 @@ def ranks() -> Iterator[None]:
 
 
 @cache
+def narrow(model: str) -> Recording:
+    recordings = PrecisionRecordings(CompiledRecordings(recorded(model)[0]))
+    found = recordings(ComputePrecision("bfloat16"), None)
+    assert isinstance(found, Recording), found
+    return found
+
+
+@cache
 def recorded(model: str) -> tuple[Workload, Recording]:
     workload = Workload.load(ZOO[model])
     return workload, record(workload)
 
 
 def predicted(case: Case) -> Step:
-    step = recorded(case.model)[1].at(2)
+    step = (narrow(case.model) if case.param else recorded(case.model)[1]).at(2)
     blocks = list(range(len(step.blocks)))
     if case.micro_batches > 1:
         step = accumulate_gradients(step)
@@ -142,6 +160,7 @@ def predicted(case: Case) -> Step:
             two_hop=case.two_hop,
             prefetch=case.prefetch,
             keeps_root=case.keeps_root,
+            param_itemsize=case.param.itemsize if case.param else None,
             reduce_itemsize=case.reduce.itemsize if case.reduce else None,
         ),
     )
@@ -177,7 +196,7 @@ def real(case: Case) -> Step:
             two_hop=case.two_hop,
             keep_root=case.keeps_root,
             prefetch=case.prefetch,
-            reduce_dtype=case.reduce,
+            precision=MixedPrecisionPolicy(param_dtype=case.param, reduce_dtype=case.reduce),
         )
         if case.host:
             HostOptimizer(context)

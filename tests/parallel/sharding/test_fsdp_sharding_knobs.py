@@ -5,13 +5,16 @@ class of link.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.gloo import run_ranks
 from support.ranks.data_parallel_steps import SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from memtune.api import apply
 from memtune.runtime.transfer import COUNTERS
@@ -95,12 +98,49 @@ def evaluated(knobs: dict[str, Any] | None) -> list[float]:
     return found
 
 
+PRECISE: dict[str, dict[str, Any]] = {
+    "bfloat16": {"param_dtype": "bfloat16"},
+    "sums in float32": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"},
+    "inputs as they are": {"param_dtype": "bfloat16", "cast_forward_inputs": False},
+}
+"""Settings of FSDP2's MixedPrecisionPolicy."""
+
+
+def in_precision(knobs: dict[str, Any], plain: bool) -> list[Tensor]:
+    """Losses and weights of three steps, with memtune's `apply` or FSDP2 itself."""
+    model, optimizer = even()
+    dtype = torch.float32 if knobs.get("cast_forward_inputs", True) else torch.bfloat16
+    x = torch.linspace(-1, 1, 2 * EVEN, dtype=dtype).view(2, EVEN) * (1 + dist.get_rank())
+    if plain:
+        names = ("param_dtype", "reduce_dtype", "output_dtype")
+        types = [getattr(torch, knobs[name]) if name in knobs else None for name in names]
+        policy = MixedPrecisionPolicy(*types, knobs.get("cast_forward_inputs", True))
+        for block in model[0]:
+            fully_shard(block, mp_policy=replace(policy, output_dtype=None))
+        fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        tuned = apply(model, optimizer, settings(knobs), loss=mean_square, strict=False)
+        model, optimizer = tuned.model, tuned.optimizer
+    losses = []
+    for _ in range(3):
+        value = mean_square(model, x)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+    return [*losses, *(each.to_local().detach().clone() for each in model.parameters())]
+
+
 def everything() -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)
     return {
         "trained": {name: trained(knobs) for name, knobs in EXACT.items()},
         "sent": {name: sent(knobs) for name, knobs in SENT.items()},
         "evaluated": evaluated({"reshard_after_forward": 2}),
+        "precise": {
+            name: [in_precision(knobs, plain) for plain in (True, False)] for name, knobs in PRECISE.items()
+        },
     }
 
 
@@ -148,3 +188,11 @@ def test_fsdp_update_after_evaluation_reaches_next_forward(ranks: list[Any]) -> 
     wanted = evaluated(None)
     assert wanted[2] < wanted[1] < wanted[0]
     assert all(rank["evaluated"] == pytest.approx(wanted, rel=1e-6) for rank in ranks)
+
+
+@pytest.mark.parametrize("name", PRECISE)
+def test_fsdp_mixed_precision_equals_fsdp2_bitwise(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        theirs, ours = rank["precise"][name]
+        assert len(theirs) == len(ours) > 3
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))

@@ -86,3 +86,29 @@ class TestCoreAttention(TechniqueSuite):
     @pytest.mark.parametrize(("model", "why"), [("gpt", "fused already"), ("moe", "not in the blocks")])
     def test_refused_where_no_scores_are_saved(self, model: str, why: str) -> None:
         assert why in str(self.variants[0].fits(plain_program(ZOO[model]), target_of()))
+
+
+class TestSelectedOps(TechniqueSuite):
+    """torchtitan's default, and a list of the user's."""
+
+    technique = Selective
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama")}
+    quick = ("gpt",)
+    variants = (
+        Selective(kind="selective", matmuls="every_second"),
+        Selective(kind="selective", save_ops=("aten.addmm",)),
+    )
+
+    def test_every_second_product_runs_twice(self) -> None:
+        step = rewritten(ZOO["hf_llama"], self.variants[0])
+        first = step.ops.block == 0
+        runs = (step.ops.copy_of >= 0) & (step.ops.resource != Resource.NOTHING) & first
+        again = [step.names[i] for i in step.ops.name[runs]].count("aten.mm.default")
+        plain = [step.names[i] for i in step.ops.name[first & (step.ops.phase == Phase.FORWARD)]]
+        assert again == plain.count("aten.mm.default") // 2 == 3
+
+    def test_unknown_op_is_refused_with_the_nearest_name(self) -> None:
+        refused = Selective(kind="selective", save_ops=("aten.admm",)).fits(
+            plain_program(ZOO["gpt"]), target_of()
+        )
+        assert "aten.addmm" in str(refused)

@@ -37,6 +37,7 @@ _BY_DEFAULT = (
     ("reshard_after_forward", True),
     ("blocks_per_unit", 1),
     ("prefetch", None),
+    ("param_dtype", None),
     ("reduce_dtype", None),
 )
 

@@ -1,0 +1,110 @@
+"""Recordings of a model under FSDP2's mixed precision: units compute in a narrower type than their shards
+have.
+
+FSDP2 gathers parameters in `param_dtype`, casts floating-point inputs of every unit, and frees the gathered
+copies: no op casts a weight, as under autocast. The model is recorded with its parameters in that type and
+with the casts of inputs and outputs; the state that a rank keeps (weights, optimizer state, the optimizer's
+temporaries) is then widened to its own type again. Gradients stay narrow until they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from memtune.autotune.record.compiled import CompiledRecordings
+from memtune.autotune.record.recorder import Session
+from memtune.compile import Compiling
+from memtune.program import Kind, Phase, Recording, Step, columns_of
+from memtune.technique import ComputePrecision, Reason
+
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class PrecisionRecordings:
+    """Recordings of a workload by precision and compile setting, each made when first needed.
+
+    Args:
+        of_model: Makes recordings of the eager or compiled model, translated to the target.
+    """
+
+    def __init__(self, of_model: CompiledRecordings) -> None:
+        self._of_model = of_model
+        self._known: dict[tuple[ComputePrecision, Compiling | None], Recording | Reason] = {}
+
+    def __call__(self, precision: ComputePrecision, compiling: Compiling | None) -> Recording | Reason:
+        """Return the recording under `precision`, or why the model cannot run so."""
+        key = precision, compiling
+        if key not in self._known:
+            found = self._of_model.attempt(compiling, _narrowed_by(precision))
+            self._known[key] = found if isinstance(found, Reason) else _widened(found)
+        return self._known[key]
+
+
+def _narrowed_by(precision: ComputePrecision) -> Callable[[Session], None]:
+    narrow = _TYPES[precision.param_dtype]
+    output = _TYPES[precision.output_dtype] if precision.output_dtype else None
+
+    def change(session: Session) -> None:
+        model = session.model
+        with session.mode:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(narrow)
+        if precision.cast_forward_inputs:
+            for unit in (model, *(model.get_submodule(name) for name in session.blocks)):
+                unit.register_forward_pre_hook(
+                    lambda _, args, kwargs: _cast((args, kwargs), narrow), with_kwargs=True
+                )
+        if output is not None:
+            model.register_forward_hook(lambda _, args, found: _cast(found, output))
+
+    return change
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map(
+        lambda each: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each, values
+    )
+
+
+def _widened(recording: Recording) -> Recording:
+    small = _wide(recording.step)
+    ratio = small.storages.bytes // np.maximum(recording.step.storages.bytes, 1)
+    traffic = small.ops.traffic_bytes // np.maximum(recording.step.ops.traffic_bytes, 1)
+    return replace(
+        recording,
+        step=small,
+        bytes_slope=recording.bytes_slope * np.maximum(ratio, 1),
+        traffic_slope=recording.traffic_slope * np.maximum(traffic, 1),
+        exact={size: _wide(step) for size, step in recording.exact.items()},
+    )
+
+
+def _wide(step: Step, itemsize: int = 4) -> Step:
+    """Return `step` with weights and what the optimizer makes of them in elements of `itemsize` bytes."""
+    columns, storages = columns_of(step.parameters), step.storages
+    factor = np.where(columns.itemsize < itemsize, itemsize // columns.itemsize, 1)
+    mine = np.flatnonzero(storages.owner >= 0)
+    owner = storages.owner[mine]
+    made_by = np.where(storages.producer[mine] >= 0, step.ops.phase[storages.producer[mine]], Phase.OPTIMIZER)
+    wide = (made_by >= Phase.BOUNDARY) & (
+        storages.bytes[mine] == columns.numel[owner] * columns.itemsize[owner]
+    )
+    wide &= storages.kind[mine] != Kind.GRADIENT
+    n_bytes = storages.bytes.copy()
+    n_bytes[mine[wide]] *= factor[owner[wide]]
+    weights, first = np.unique(columns.storage, return_index=True)
+    n_bytes[weights] = storages.bytes[weights] * factor[first]
+    updates = step.ops.phase >= Phase.BOUNDARY
+    traffic = np.where(updates, step.ops.traffic_bytes * int(factor.max(initial=1)), step.ops.traffic_bytes)
+    return replace(
+        step.with_storages(bytes=n_bytes).with_ops(traffic_bytes=traffic),
+        parameters=replace(columns, itemsize=(columns.itemsize * factor).astype(columns.itemsize.dtype)),
+    )

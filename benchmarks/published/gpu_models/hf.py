@@ -1,0 +1,95 @@
+"""Hugging Face models from their configs with random weights, float32; batches as xMem and the guide on
+training memory make them. NAME picks the model, OPT the optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from case_sizes import whole, word
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPTNeoConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+NAME, LENGTH = word("NAME", "gpt2"), whole("T", 128)
+global_batch = whole("B", 8)
+zero_grad_to_none = not whole("KEEPS_GRADS", 0)
+_VOCABULARY = {"bert-large": 30522, "t5-small": 32128}.get(NAME, 50257)
+
+
+def model() -> nn.Module:
+    """Return the model."""
+    attention = word("ATTN", "sdpa")
+    config: Any
+    if NAME == "bert-large":
+        config = BertConfig(
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            attn_implementation=attention,
+        )
+        return BertForSequenceClassification(config)  # type: ignore[no-any-return]
+    if NAME == "t5-small":
+        return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0))  # type: ignore[no-any-return]
+    if NAME.startswith("gpt-neo"):
+        config = GPTNeoConfig(
+            hidden_size=768,
+            num_layers=12,
+            num_heads=12,
+            attention_types=[[["global", "local"], 6]],
+            attn_implementation="eager",
+        )
+    elif NAME == "cerebras-111m":
+        config = GPT2Config(
+            n_layer=10,
+            n_embd=768,
+            n_head=12,
+            n_inner=3072,
+            n_positions=2048,
+            activation_function="gelu",
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            attn_implementation=attention,
+        )
+    else:
+        config = GPT2Config(n_layer=6 if NAME == "distilgpt2" else 12, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+def batch(size: int) -> dict[str, Tensor]:
+    """Return token ids, padded to one length, and labels."""
+    ids = torch.randint(100, _VOCABULARY - 200, (size, LENGTH))
+    if NAME == "bert-large":
+        return {"input_ids": ids, "labels": torch.randint(2, (size,))}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the model's own loss; with `SHIFTS` that of transformers before 4.46, which copies shifted
+    logits.
+    """
+    if not whole("SHIFTS", 0):
+        return model(**batch).loss  # type: ignore[no-any-return]
+    given = {name: each for name, each in batch.items() if name != "labels"}
+    logits = model(**given).logits.float()
+    shifted, labels = logits[:, :-1].contiguous(), batch["labels"][:, 1:].contiguous()
+    return nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels.view(-1))
+
+
+def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer of the case."""
+    name = word("OPT", "AdamW")
+    if name == "AdamW-loop":
+        return torch.optim.AdamW(params, lr=1e-3, foreach=False)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=1e-3)
+    return made

@@ -1,0 +1,295 @@
+"""Predictions for GPUs against what others measured on them, without a GPU.
+
+    python benchmarks/published_gpu.py [--only ID …] [--json FILE] [--markdown FILE] [--plot FILE]
+
+Cases: `published/gpu_rows.json`, and `cases.json` of the folder that MEMTUNE_GPU_PUBLISHED names (default:
+../shared/data/gpu-published next to the checkout), which is skipped with a reason if it is absent. Each case
+is predicted as `memtune plan --config` does, from a model file in `published/gpu_models`. Measured: allocated
+and reserved bytes as torch counts them, the device's total as nvidia-smi or NVML shows it, seconds of a
+step. No case is removed because its error is large; a case whose measurement is of something else than a
+training step has the reason in its row (`excluded`) and is listed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from published_gpu_report import markdown, plot
+
+ROOT = Path(__file__).parents[1]
+MODELS, OWN_ROWS = ROOT / "benchmarks/published/gpu_models", ROOT / "benchmarks/published/gpu_rows.json"
+FOLDER = "MEMTUNE_GPU_PUBLISHED"
+COLUMNS = ("allocated", "reserved", "device", "step")
+NAMES = {"alloc": "allocated", "reserved": "reserved", "nvml": "device", "step": "step"}
+"""Columns of the folder's cases."""
+EXCLUDED = {
+    "litgpt-lora-fsdp2": (
+        "the measured peak is that of the whole model on each GPU before FSDP shards it: more than the"
+        " weights and"
+        " far more than a training step holds"
+    ),
+    "nanogpt-124m-eager": "the same measurement as nanogpt-124m-manual, whose attention is the one that ran",
+}
+"""Beginning of a case's name → why its measurement is not of the step that the case describes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement, and how it is expressed."""
+
+    id: str
+    source: str
+    model: str
+    sizes: dict[str, Any]
+    config: dict[str, Any]
+    gpu_type: str
+    gpus: int
+    measured: dict[str, float]
+    """Column → GiB or seconds."""
+    where: str = ""
+    """Repository, path and revision of the measurement."""
+    excluded: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a result needs: the measurement, without the way in which it is expressed."""
+        return {name: value for name, value in asdict(self).items() if name not in ("sizes", "config")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case with its prediction; every figure in GiB or seconds."""
+
+    case: Case
+    status: str
+    predicted: dict[str, float]
+    low: dict[str, float]
+    high: dict[str, float]
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain data."""
+        return {**asdict(self), "case": self.case.to_dict()}
+
+    def ratio(self, column: str) -> float | None:
+        """Return predicted over measured, None if either is missing."""
+        measured, predicted = self.case.measured.get(column), self.predicted.get(column)
+        return predicted / measured if measured and predicted else None
+
+
+def cases() -> tuple[list[Case], str]:
+    """Return all cases, and why those of the folder are missing ('' if they are there)."""
+    own = [Case(**each) for each in json.loads(OWN_ROWS.read_text())]
+    folder = Path(os.environ.get(FOLDER, ROOT / "../shared/data/gpu-published")).resolve()
+    path = folder / "cases.json"
+    if not path.exists():
+        return own, f"there is no {path.name} in {FOLDER}"
+    return own + [_from_folder(each) for each in json.loads(path.read_text())], ""
+
+
+def _from_folder(case: dict[str, Any]) -> Case:
+    """Return a case of the folder; its environment has the sizes, behind a letter."""
+    name = case["id"]
+    excluded = next((why for start, why in EXCLUDED.items() if name.startswith(start)), "")
+    return Case(
+        id=name,
+        source=name.partition("-")[0],
+        model=case["model"],
+        sizes={key.partition("_")[2]: value for key, value in case["env"].items()},
+        config=case["cfg"],
+        gpu_type=case["gpu_type"],
+        gpus=case["gpus"],
+        measured={ours: case[theirs] for theirs, ours in NAMES.items() if case.get(theirs)},
+        excluded=excluded,
+    )
+
+
+def predict(case: Case) -> Row:
+    """Return the case with its prediction, made in a process of its own: model files read their sizes
+    once.
+    """
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(_predict, (case,))
+
+
+def _predict(case: Case) -> Row:
+    os.environ |= {"MEMTUNE_CASE": json.dumps(case.sizes), "MEMTUNE_LEARN": "0"}
+    sys.path.insert(0, str(MODELS))
+    from memtune.autotune.search.plan_report import plan
+    from memtune.autotune.space.search_options import PlanOptions
+    from memtune.errors import MemtuneError
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(case.config, file)
+        file.flush()
+        options = PlanOptions(
+            workload=str(MODELS / case.model),
+            ranks=case.gpus,
+            gpu_type=case.gpu_type,
+            config=Path(file.name),
+        )
+        try:
+            found = plan(options).config
+        except MemtuneError as error:
+            return Row(case, "error", {}, {}, {}, str(error.what))
+    if found is None or found.peak_allocated_bytes is None or found.step_s is None:
+        return Row(case, "unfit", {}, {}, {}, found.reason if found else "")
+    gib = 2.0**30
+    low, high = (found.peak_low_bytes or 0) / gib, (found.peak_high_bytes or 0) / gib
+    allocated, reserved = found.peak_allocated_bytes / gib, (found.peak_reserved_bytes or 0) / gib
+    return Row(
+        case,
+        found.status,
+        {
+            "allocated": allocated,
+            "reserved": reserved,
+            "device": (found.device_bytes or 0) / gib,
+            "step": found.step_s,
+        },
+        {
+            "allocated": low,
+            "reserved": low,
+            "device": (found.device_low_bytes or 0) / gib,
+            "step": found.step_low_s or 0,
+        },
+        {
+            "allocated": high,
+            "reserved": high,
+            "device": (found.device_high_bytes or 0) / gib,
+            "step": found.step_high_s or 0,
+        },
+        found.reason,
+    )
+
+
+def summary(rows: Iterable[Row]) -> dict[str, Any]:
+    """Return by column: number of cases, errors, share within an interval; of steps also ranks and bias by
+    source.
+    """
+    counted = [row for row in rows if not row.case.excluded]
+    found: dict[str, Any] = {}
+    for column in COLUMNS:
+        mine = [row for row in counted if row.ratio(column) is not None]
+        if not mine:
+            continue
+        errors = [abs(_ratio(row, column) - 1) for row in mine]
+        inside = [row.low[column] <= row.case.measured[column] <= row.high[column] for row in mine]
+        found[column] = {
+            "cases": len(mine),
+            "median_error": statistics.median(errors),
+            "worst_error": max(errors),
+            "median_ratio": statistics.median(_ratio(row, column) for row in mine),
+            "within_25_percent": sum(each <= 0.25 for each in errors) / len(mine),
+            "inside_interval": sum(inside) / len(mine),
+        }
+    steps = [row for row in counted if row.ratio("step") is not None]
+    found["sources"] = by_source(steps)
+    return found
+
+
+def by_source(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return by source the ranks' correlation, and the ratios before and after one factor fitted to all other
+    sources.
+    """
+    found = {}
+    for source in sorted({row.case.source for row in rows}):
+        mine = [row for row in rows if row.case.source == source]
+        others = [_ratio(row, "step") for row in rows if row.case.source != source]
+        ratio = statistics.median(_ratio(row, "step") for row in mine)
+        factor = statistics.median(others) if others else 1.0
+        measured, predicted = (
+            [get(row) for row in mine] for get in (_measured_step, lambda row: row.predicted["step"])
+        )
+        found[source] = {
+            "cases": len(mine),
+            "median_ratio": ratio,
+            "median_ratio_with_factor_of_others": ratio / factor,
+            "rank_correlation": spearman(measured, predicted) if len(mine) > 2 else None,
+        }
+    return found
+
+
+def _measured_step(row: Row) -> float:
+    return row.case.measured["step"]
+
+
+def _ratio(row: Row, column: str) -> float:
+    return row.predicted[column] / row.case.measured[column]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Spearman's rank correlation; equal values share the mean of their ranks."""
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(each) + (ordered.count(each) - 1) / 2 for each in values]
+
+
+def main(arguments: Sequence[str] | None = None, *, say: Callable[[str], None] = print) -> int:
+    """Predict, compare, write; return 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", help="cases to predict; the others keep their results in --json")
+    for name in ("--json", "--markdown", "--plot"):
+        parser.add_argument(name, type=Path)
+    args = parser.parse_args(arguments)
+    every, missing = cases()
+    if missing:
+        say(f"skipped: {missing}")
+    kept = {} if args.only is None or not args.json else {row.case.id: row for row in _read(args.json)}
+    rows = []
+    for case in every:
+        if args.only is None or case.id in args.only:
+            rows.append(predict(case))
+            say(line(rows[-1]))
+        elif case.id in kept:
+            rows.append(kept[case.id])
+    found = summary(rows)
+    for column in COLUMNS:
+        if column in found:
+            each = found[column]
+            say(
+                f"{column}: {each['cases']} cases, median {each['median_error']:.1%} off, worst"
+                f" {each['worst_error']:.1%}, {each['inside_interval']:.0%} inside the interval"
+            )
+    if args.json:
+        document = {"rows": [row.to_dict() for row in rows], "summary": found, "skipped": missing}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    if args.plot:
+        args.plot.write_text(plot(rows))
+    if args.markdown:
+        args.markdown.write_text(markdown(rows, found, args.plot.name if args.plot else ""))
+    return 0
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text())
+    return [Row(**{**each, "case": Case(**each["case"], sizes={}, config={})}) for each in document["rows"]]
+
+
+def line(row: Row) -> str:
+    """Return one case as a line: measured, predicted, error by column."""
+    parts = [f"{row.case.id} {row.status}"]
+    for column in COLUMNS:
+        ratio = row.ratio(column)
+        if ratio is not None and math.isfinite(ratio):
+            measured, predicted = row.case.measured[column], row.predicted[column]
+            parts.append(f"{column} {measured:.3g} predicted {predicted:.3g} ({ratio - 1:+.1%})")
+    return "; ".join(parts) + (f"; {row.reason}" if row.status in ("unfit", "error") else "")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
