@@ -18,10 +18,13 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Way = Callable[[], object]
 """Runs one training step."""
+Times = Mapping[str, NDArray[np.float64]]
+"""(rounds,) seconds by way."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def measure(
     steps: int = 3,
     warmup: int = 4,
     clock: Callable[[], float] = time.process_time,
-) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+) -> dict[str, NDArray[np.float64]]:
     """Return (rounds,) CPU seconds of a step of each way; each round runs all ways in a new random order."""
     order, draw = list(ways), random.Random(0)
     for way in ways.values():
@@ -126,7 +129,7 @@ def measure(
     return {name: np.asarray(times) for name, times in found.items()}
 
 
-def paired(times: Mapping[str, np.ndarray[Any, np.dtype[np.float64]]], name: str, reference: str) -> Paired:
+def paired(times: Times, name: str, reference: str) -> Paired:
     """Return `name` over `reference`, round by round."""
     ratios = times[name] / times[reference]
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))

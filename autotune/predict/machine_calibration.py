@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from memtune.autotune.predict import link_benchmark, op_rates
+from memtune.autotune.predict.mechanism_costs import measured_costs
 from memtune.errors import EnvironmentFault
 from memtune.hardware import (
     Calibration,
@@ -85,6 +86,9 @@ def calibrate(
             detect(device), Calibration(calibration_cache.machine(device), "", found.constants)
         )
         curves = _op_curves(found, base, on, started, tiny)
+        say("memtune's own hooks, modes and schedules")
+        for name, seconds in measured_costs(on, rounds=2 if tiny else 25).items():
+            found.set(name, seconds, "small blocks with and without, in rotation, median")
     say("what kernels allocate beyond their outputs")
     _workspaces(found, on, tiny)
     say("optimizer on the host, drive, links between ranks")

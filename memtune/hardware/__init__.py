@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from memtune.hardware import calibration_cache as calibration_cache
     from memtune.hardware import cpu_probe as cpu_probe
     from memtune.hardware import flops as flops
+    from memtune.hardware import mechanism_costs as mechanism_costs
     from memtune.hardware.calibration_cache import Calibration, Curve
     from memtune.hardware.cpu_cores import core_sets, cpu_threads, numa_nodes, threads_per_rank, usable_cores
     from memtune.hardware.known_devices import known_name, names
@@ -46,6 +47,7 @@ __all__ = [
     "known_name",
     "matmul_dtype",
     "measure_rates",
+    "mechanism_costs",
     "names",
     "numa_nodes",
     "op_class",

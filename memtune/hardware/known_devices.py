@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memtune.errors import UsageError
-from memtune.hardware import outside_allocator
-from memtune.units import GIB
+from memtune.hardware import mechanism_costs, outside_allocator
+from memtune.units import GIB, MIB
 
 if TYPE_CHECKING:  # importing it loads torch, and a typo in a name should cost nothing
     from memtune.hardware.cpu_probe import CpuRates
@@ -498,6 +498,7 @@ def _constants(card: _GpuModel) -> Constants:
         "hook_s": (50e-6, python),
         "dispatch_mode_s": (40e-6, python),
         "dtensor_s": (40e-6, python),
+        **mechanism_costs.defaults(5e-6),
         "intra_link_latency_s": (3e-6, "rule of thumb: one step of an NCCL ring"),
         "inter_link_latency_s": (10e-6, "rule of thumb: one step of an NCCL ring"),
         "ssd_read_bytes_per_s": (6e9, "rule of thumb: one PCIe 4 NVMe drive"),
@@ -561,6 +562,7 @@ def cpu(rates: CpuRates) -> Constants:
         "hook_s": (15 * rates.op_s, f"15 times {python}"),
         "dispatch_mode_s": (15 * rates.op_s, f"15 times {python}"),
         "dtensor_s": (8 * rates.op_s, f"8 times {python}"),
+        **mechanism_costs.defaults(rates.op_s),
         "host_to_device_bytes_per_s": (copies, "half of the measured memory rate"),
         "device_to_host_bytes_per_s": (copies, "half of the measured memory rate"),
         "intra_link_bytes_per_s": (0.6e9, gloo),

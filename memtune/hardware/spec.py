@@ -49,6 +49,18 @@ class Hardware:
     """Python time that a dispatch mode adds to an op."""
     dtensor_s: float
     """Python time that an op on a DTensor takes longer than on its local tensor."""
+    recomputed_block_s: float
+    """Python time of a block that the activation table claims, for both runs; see `mechanism_costs.py`."""
+    saved_tensor_s: float
+    """Python time of the hooks on a tensor that autograd saves in such a block."""
+    observed_op_s: float
+    """Python time of an op, views included, that the table's dispatch modes see."""
+    moved_tensor_s: float
+    """Python time of a saved tensor that is offloaded and reloaded, beyond its hooks."""
+    scheduled_call_s: float
+    """Python time of a call that a schedule runs, for forward and backward."""
+    scheduled_gradient_s: float
+    """Python time of a parameter's gradient under a schedule."""
     host_to_device_bytes_per_s: float
     device_to_host_bytes_per_s: float
     intra_link_bytes_per_s: float

@@ -38,7 +38,8 @@ class RandomState:
     @classmethod
     def capture(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
         """Return the current state, with the states of `generators` in addition to torch's own."""
-        first = next(module.parameters(), None)
+        # Without a context no parameter is on a GPU, and the walk to the first one takes longer than an op.
+        first = next(module.parameters(), None) if torch.cuda.is_initialized() else None
         device = first.device if first is not None and first.is_cuda else None
         with tier(HOST):
             cuda = None if device is None else torch.cuda.get_rng_state(device)

@@ -66,6 +66,8 @@ _pending: dict[int, Pending | torch.cuda.Event] = {}
 _prefetched: dict[int, Future[None] | torch.cuda.Event] = {}
 """Copies started inside `prefetching_separately`, by address of the storage on the device."""
 _is_separate = False
+_INLINE_BYTES = 64 << 10
+"""On CPU a copy of at most so many bytes takes less time than it takes to wake the thread that copies."""
 _pending_limit = _PENDING_LIMIT = 256
 """Number of entries in `_pending` at which passed events are searched for and dropped."""
 
@@ -116,6 +118,8 @@ def _start(host: Tensor, x: Tensor) -> None:
             event.record(stream)
         _forget_passed()
         _pending[key] = event
+    elif x.nbytes <= _INLINE_BYTES and key not in _pending:  # a copy in flight must not end after this one
+        _copy([host, x])
     else:
         _pending[key] = _threads().submit(_copy, [host, x])
 
@@ -201,12 +205,12 @@ def _fill(out: Tensor, x: Tensor) -> None:
     """Copy the host tensor `x` into `out`; inside `prefetching_separately` only start the copy."""
     COUNTERS.add("host_to_device", x.nbytes)
     key = out.untyped_storage()._cdata
-    if _is_separate and out.device.type != "cuda":
+    if _is_separate and out.device.type != "cuda" and x.nbytes > _INLINE_BYTES:
         _prefetched[key] = _upload_threads().submit(_copy, [out, x])
         return
     with torch.no_grad():
         out.copy_(x, non_blocking=True)
-    if _is_separate:
+    if _is_separate and out.device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
         _prefetched[key] = event

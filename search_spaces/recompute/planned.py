@@ -48,6 +48,7 @@ from memtune.search_spaces.recompute._schedule_planner import (
     placement_of,
     rewrite_by_block_schedules,
     rewrite_by_schedule,
+    schedules_nothing,
     sufficient_bytes,
     to_block_plan,
     to_schedule_plan,
@@ -98,9 +99,10 @@ class Planned(Technique):
     with a technique of `offload.activations`, which then offloads what is kept.
     """
 
-    by_schedule: bool = False
+    by_schedule: bool | None = None
     """Schedules of single ops replace the plan where they are faster within the same budget: one for the
-    model, or one per block where ranks shard parameters. Every step must run the same ops.
+    model, or one per block where ranks shard parameters. Every step must run the same ops. Default: one for
+    the model, where nothing speaks against it and the plan's hooks take a noticeable part of the step.
     """
 
     def sentence(self) -> str:
@@ -191,7 +193,10 @@ class Planned(Technique):
                 code="MT316",
             )
         solution = self._solution(program, target)
-        scheduled = self._scheduled(program, target, solution) if self.by_schedule else None
+        if self.by_schedule:
+            scheduled = self._scheduled(program, target, solution)
+        else:
+            scheduled = self._instead_of_hooks(program, target, solution)
         if isinstance(scheduled, BlockSchedules) and scheduled.is_within:
             return to_block_plan(scheduled)
         if isinstance(scheduled, FastestSchedule):
@@ -232,7 +237,7 @@ class Planned(Technique):
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Return plans by blocks, and by a schedule where that is faster."""
-        return {"by_schedule": (False, True)}
+        return {"by_schedule": (None, True)}
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the budget, which determines all else."""
@@ -310,6 +315,20 @@ class Planned(Technique):
         ):
             return NOT_FASTER
         return found
+
+    def _instead_of_hooks(
+        self, program: Program, target: Target, solution: Solution
+    ) -> FastestSchedule | None:
+        """Return a schedule of the model that is faster than the plan, if the default allows one and the
+        plan's hooks cost enough for it.
+        """
+        if self.by_schedule is False or not solution.is_within or not solution.has_costly_claims:
+            return None
+        others = tuple(slot for slot in target.chosen if slot != self.slot)
+        if needs_block_schedules(program, target) or schedules_nothing(target, *others) is not None:
+            return None
+        found = fastest_schedule(program, target, solution.budget_bytes)
+        return found if isinstance(found, FastestSchedule) and found.seconds < solution.seconds else None
 
     def _solution(self, program: Program, target: Target) -> Solution:
         budget = self._budget(target)

@@ -225,7 +225,7 @@ def _norm(some: Tensor) -> float | None:
         return math.sqrt(float(np.dot(values, values)))
     if not some.dtype.is_floating_point or some.dtype.itemsize == 1:
         return None
-    values = some.numpy().astype(np.float32)
+    values = np.asarray(some.numpy(), np.float32)
     return math.sqrt(float(np.dot(values, values)))
 
 

@@ -75,6 +75,9 @@ class _Guarded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, kind = _called(func)
+        if kind == "harmless":  # most calls, such as `parameter.grad`: no walk through the arguments
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         gone = [
             each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded) and _is_freed(each)
         ]

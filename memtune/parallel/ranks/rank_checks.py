@@ -128,7 +128,7 @@ def require_whole_parameters(context: Context, what: str, *, hides_graph: bool =
                 "It runs ops of all blocks at once, and FSDP2 unshards a block's parameters only for the"
                 " block's own calls."
             ),
-            fix="recompute: {kind: planned}, or sharding: {states: {kind: zero1}}",
+            fix="recompute: {kind: planned, by_schedule: false}, or sharding: {states: {kind: zero1}}",
             code="MT315",
         )
     if context.placement.offload.follows_calls:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         no_blocks,
     )
     from memtune.search_spaces.recompute._block_planner.frontier import Frontier, Problem, solve
+    from memtune.search_spaces.recompute._block_planner.host_costs import claims_s, schedule_s
     from memtune.search_spaces.recompute._block_planner.measured_options import (
         FULL,
         MIN_MOVED_BYTES,
@@ -117,6 +118,7 @@ __all__ = [
     "cannot_recompute",
     "claim_planned",
     "claims",
+    "claims_s",
     "combinations",
     "core_attention",
     "explain_planned",
@@ -140,6 +142,7 @@ __all__ = [
     "plain_bytes",
     "plan_calls",
     "rewrite_planned",
+    "schedule_s",
     "solve",
     "solve_budget",
     "spilled_blocks",

@@ -28,6 +28,7 @@ from memtune.search_spaces.recompute._block_planner.measured_options import (
     levels,
     live_bytes,
     moments,
+    op_seconds,
 )
 from memtune.search_spaces.recompute._block_planner.pack_frontier import AnyFrontier, PackFrontier
 from memtune.technique import PassStage, Plan, Target, Technique
@@ -36,6 +37,8 @@ _TRIES = 8
 """Plans rewritten in search of the best one."""
 _REFINE_TRIES = 4 * _TRIES
 """Plans rewritten in `_Search.refined`, where prices are inaccurate."""
+_COSTLY = 0.02
+"""Part of the plain step's time from which the host seconds of a plan's claims are noticeable."""
 _PRICE_TOLERANCE = 0.02
 """Largest excess of the true peak over its price, as a fraction of the price."""
 
@@ -69,10 +72,20 @@ class Solution:
     plain_bytes: int
     """Peak without recompute and offload."""
 
+    claims_s: float = 0.0
+    """Part of `seconds` that the host spends on hooks and modes."""
+    plain_s: float = math.inf
+    """Seconds of the plain step's ops."""
+
     @property
     def is_within(self) -> bool:
         """True if the budget is met."""
         return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def has_costly_claims(self) -> bool:
+        """True if hooks and modes take a part of the step that is worth a search for a schedule."""
+        return self.claims_s > _COSTLY * self.plain_s
 
 
 def solve_budget(program: Program, budget: Budget, target: Target) -> Solution:
@@ -301,7 +314,18 @@ def _solve_budget(
         other = search.refined(other, budget_bytes)
     if other is not None:
         peak, seconds, choice = other
-    return Solution(search.levels, choice, peak, seconds, budget_bytes, smallest, plain)
+    claims, places = search.levels.claims_s, np.arange(len(choice))
+    return Solution(
+        search.levels,
+        choice,
+        peak,
+        seconds,
+        budget_bytes,
+        smallest,
+        plain,
+        0.0 if claims is None else float(claims[places, choice].sum()),
+        float(op_seconds(step, hardware, ranks).sum()),
+    )
 
 
 class _Search:

@@ -44,6 +44,7 @@ from memtune.search_spaces.recompute._block_planner.call_selection import (
 )
 from memtune.search_spaces.recompute._block_planner.fits import is_attention, is_matmul_or_attention
 from memtune.search_spaces.recompute._block_planner.frontier import Problem
+from memtune.search_spaces.recompute._block_planner.host_costs import claims_s
 from memtune.search_spaces.recompute._block_planner.tensor_options import (
     Action,
     BlockOp,
@@ -120,6 +121,8 @@ class Levels:
     uniform: tuple[tuple[int, float], ...] = ()
     """Peak and seconds of each level, if blocks overlap in time and must all take the same level; else empty.
     """
+    claims_s: F64 | None = None
+    """(blocks, options) part of the seconds that the host spends on hooks and modes."""
     others: tuple[I32, ...] = ()
     """Plans of other techniques: each of their decisions for all blocks, and full recompute of one block in
     n.
@@ -352,7 +355,23 @@ def _measured(
         forward[:, level], backward[:, level] = now.forward - before, now.backward - before
         after.append(now.after - int(held[:, level].sum()))
     seconds[:, 0] = 0.0  # the user's own checkpoints run in any case
-    return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform))
+    costs = _claims_s(found, hardware)
+    seconds += costs
+    uniform = [(peak, s + float(costs[:, i].sum())) for i, (peak, s) in enumerate(uniform)]
+    return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform), claims_s=costs)
+
+
+def _claims_s(found: Levels, hardware: Hardware) -> F64:
+    """Return the (blocks, levels) host seconds of each option's claims; equal blocks have equal ones."""
+    _, first = np.unique(found.class_of, return_index=True)
+    levels = found.seconds.shape[1]
+    by_class = np.asarray(
+        [
+            [claims_s(found.step, block, options[min(i, len(options) - 1)], hardware) for i in range(levels)]
+            for block, options in zip(found.order[first].tolist(), found.options, strict=True)
+        ]
+    ).reshape(len(found.options), levels)
+    return by_class[found.class_of]
 
 
 def _with_offload(step: Step, offload: Technique | None, hardware: Hardware) -> Step:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         needs_block_schedules,
         needs_own_budget,
         placement_of,
+        schedules_nothing,
     )
     from memtune.search_spaces.recompute._schedule_planner.schedule_search import (
         NOT_FASTER,
@@ -92,6 +93,7 @@ __all__ = [
     "rewrite_by_block_schedules",
     "rewrite_by_schedule",
     "schedule_for",
+    "schedules_nothing",
     "solve_block_schedules",
     "sufficient_bytes",
     "to_block_plan",

@@ -21,7 +21,7 @@ from memtune.hardware import Hardware, op_costs
 from memtune.program import Program, Schedule, Step, find_schedule_error
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
-from memtune.search_spaces.recompute._block_planner import Solution
+from memtune.search_spaces.recompute._block_planner import Solution, schedule_s
 from memtune.search_spaces.recompute._schedule_planner.block_options import FREE_AFTER_FORWARD
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
     BlockSchedules,
@@ -265,6 +265,7 @@ def _free_after_forward(place: Placement, budget_bytes: int) -> FastestSchedule 
 def _evaluate(place: Placement, schedule: Schedule) -> FastestSchedule:
     run = place.run(schedule)
     seconds = _seconds(run, place.hardware) - _seconds(place.step, place.hardware)
+    seconds += schedule_s(run, 1, place.hardware)
     return FastestSchedule(schedule, place.after(run).peak_bytes(), seconds)
 
 

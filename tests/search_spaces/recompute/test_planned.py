@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from fixed_cpu import CPU
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
@@ -16,6 +15,7 @@ from memtune.autotune.record.recorder import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
 from memtune.config.tuned_config import Settings, TunedConfig
 from memtune.errors import ApplyError
+from memtune.hardware.mechanism_costs import defaults
 from memtune.hardware.roofline import op_costs
 from memtune.program.op_addresses import OpAddresses
 from memtune.program.step import Program, Resource, Step
@@ -37,7 +37,8 @@ from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import NO_PLAN, Reason, Target, Technique
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift_check import compare, plain_program, recording_of, target_of
+from memtune.testing.drift_check import compare, plain_program, recording_of
+from memtune.testing.drift_check import target_of as costly_target_of
 from memtune.testing.training import build, config_of, settings_of
 from memtune.units import format_bytes
 from memtune.workload.workload import Workload
@@ -56,12 +57,17 @@ OTHERS = (
 class TestPlanned(TechniqueSuite):
     technique = Planned
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama", "cnn_bn", "lora")}
-    variants = (Planned(share=0.3), Planned(share=0.0, offload=False), Planned(share=0.2, by_schedule=True))
+    variants = (
+        Planned(share=0.3, by_schedule=False),
+        Planned(share=0.0, offload=False, by_schedule=False),
+        Planned(share=0.2, by_schedule=True),
+        Planned(share=0.3),
+    )
     quick = ("gpt",)
 
     @classmethod
     def default(cls) -> Planned:
-        return Planned(share=0.5)
+        return Planned(share=0.5, by_schedule=False)
 
     @pytest.mark.parametrize("model", ["gpt", "hf_llama", "lora", "cnn_bn"])
     def test_the_budget_is_met_and_used_up(self, model: str) -> None:
@@ -137,6 +143,38 @@ class TestPlanned(TechniqueSuite):
         assert met.is_within
         assert not missed.is_within
         assert missed.peak_bytes == missed.smallest_bytes <= n_bytes
+
+    def test_hooks_and_modes_are_part_of_the_price(self) -> None:
+        """So blocks run again as a whole, and no plan of another technique costs less."""
+        program, target = plain_program(ZOO["gpt"]), costly_target_of()
+        free = self.solved(program, Planned(share=0.6, offload=False))
+        priced = self.solved(
+            program, Planned(budget_bytes=free.budget_bytes, headroom=0.0, offload=False), target
+        )
+        assert priced.has_costly_claims
+        assert not free.has_costly_claims
+
+        def observed(found: Solution) -> int:
+            chosen = found.levels.chosen(found.choice)
+            return sum(each.calls not in (None, OpAddresses()) for each in chosen)
+
+        assert observed(priced) < observed(free)
+        of_others = (priced.levels.seconds[range(4), each].sum() for each in priced.levels.others)
+        assert priced.seconds <= min(each for each in of_others if each)
+
+    @pytest.mark.parametrize(
+        ("chosen", "knobs", "by_schedule"),
+        [((), {}, True), ((), {"by_schedule": False}, False), ((CopyOut(),), {"offload": False}, False)],
+    )
+    def test_schedule_replaces_costly_hooks_by_default(
+        self, chosen: tuple[Technique, ...], knobs: dict[str, Any], by_schedule: bool
+    ) -> None:
+        program, target = plain_program(ZOO["gpt"]), costly_target_of(*chosen)
+        mine = Planned(share=0.3, **knobs)
+        assert mine.fits(program, target) is None
+        assert ("schedule" in mine.plan(program, target).document()) == by_schedule
+        gpu = replace(target, hardware=replace(target.hardware, device="cuda", launch_s=1e-9))
+        assert "schedule" not in mine.plan(program, gpu).document()  # the host runs ahead of the device
 
     def test_equal_blocks_share_an_option(self) -> None:
         plan = Planned(share=0.0).plan(plain_program(ZOO["gpt"]), target_of()).document()
@@ -226,7 +264,10 @@ class TestPlanned(TechniqueSuite):
 
     def test_explained_block_by_block(self) -> None:
         machine = replace(
-            CPU, fp32_flops_per_s=1e11, memory_bytes_per_s=2e10, device_to_host_bytes_per_s=1e10
+            target_of().hardware,
+            fp32_flops_per_s=1e11,
+            memory_bytes_per_s=2e10,
+            device_to_host_bytes_per_s=1e10,
         )
         plan = Planned(share=0.3).plan(plain_program(ZOO["gpt"]), replace(target_of(), hardware=machine))
         lines = Planned(share=0.3).explain(plan)
@@ -278,6 +319,12 @@ class TestPlanned(TechniqueSuite):
         budget = planned._budget(target)
         assert budget is not None
         return solve_budget(program, budget, target)
+
+
+def target_of(*chosen: Technique) -> Target:
+    """Return the target on which claims cost the host nothing, so that tensors alone decide."""
+    target = costly_target_of(*chosen)
+    return replace(target, hardware=replace(target.hardware, **dict.fromkeys(defaults(0.0), 0.0)))
 
 
 def rewritten_by(program: Program, planned: Planned, target: Target | None = None) -> Step:

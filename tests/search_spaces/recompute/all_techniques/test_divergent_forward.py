@@ -84,8 +84,8 @@ RUN_AGAIN: tuple[Technique, ...] = (
     Selective(),
     AttentionOutput(),
     Balanced(),
-    Planned(share=0.0, offload=False),
-    Planned(share=0.3),
+    Planned(share=0.0, offload=False, by_schedule=False),
+    Planned(share=0.3, by_schedule=False),
 )
 SCHEDULED: tuple[Technique, ...] = (
     AttentionBoundary(),

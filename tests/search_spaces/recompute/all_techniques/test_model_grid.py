@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "checkmate": {"share": 0.5},
     **{kind: {"ratio": 0.6} for kind in ("dtr", "megtaichi", "coop")},
     "online": {"ratio": 0.7, "online": True},
-    "planned": {"share": 0.4},
+    "planned": {"share": 0.4, "by_schedule": False},
 }
 """Settings by kind; `online` is dtr."""
 

@@ -56,7 +56,11 @@ def batch(size):
 def loss(model, batch):
     return model(batch).square().mean()
 """
-BY_BLOCKS: dict[str, Technique] = {"full": Full(), "selective": Selective(), "planned": Planned(share=0.4)}
+BY_BLOCKS: dict[str, Technique] = {
+    "full": Full(),
+    "selective": Selective(),
+    "planned": Planned(share=0.4, by_schedule=False),
+}
 BY_OPS: dict[str, Technique] = {"schedule": Dtr(ratio=0.6), "online": Dtr(ratio=0.9, online=True)}
 
 
@@ -164,7 +168,7 @@ def loss(model, batch):
 def test_a_mask_is_drawn_again_without_what_it_took_its_shape_of(tmp_path: Path) -> None:
     path = tmp_path / "drops.py"
     path.write_text(DROPS)
-    technique = Planned(share=0.3, offload=False)
+    technique = Planned(share=0.3, offload=False, by_schedule=False)
     step = rewritten(path, technique)
     assert drift(path, technique) == ""
     again = [step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]]
