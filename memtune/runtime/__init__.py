@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         is_autocast_on,
         no_autocast_contexts,
         observe_kept,
+        seed_generators,
     )
     from memtune.runtime.seam import (
         SEAM,
@@ -183,6 +184,7 @@ __all__ = [
     "register",
     "replace_step",
     "rng_state",
+    "seed_generators",
     "storages_of",
     "tensors_in",
     "tier",

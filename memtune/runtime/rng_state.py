@@ -106,6 +106,18 @@ class RandomState:
             generator.set_state(state)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators, as `torch.manual_seed` does.
+
+    Without an accelerator that function queues a seed with a formatted stack for each kind of device at each
+    call.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 @contextmanager
 def observe_kept(note: Callable[[Tensor], None]) -> Iterator[None]:
     """Call `note` in this context with the CPU part of every state that a pass counts, when it is

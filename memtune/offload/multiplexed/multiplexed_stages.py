@@ -40,7 +40,7 @@ from memtune.offload.multiplexed.host_p2p import HostMessages
 from memtune.offload.optimizer import HostOptimizer
 from memtune.parallel.pipeline import Run, become_pieces, keep_own, one_form
 from memtune.parallel.ranks import MicroBatchRotation, require_ranks
-from memtune.runtime import Context, LossFunction
+from memtune.runtime import Context, LossFunction, seed_generators
 
 
 class MultiplexedStages:
@@ -188,7 +188,7 @@ class MultiplexedStages:
     def _stage(self, step: _Step, stage: int, index: int, given: Tensor | None) -> Tensor:
         """Run the stage for a micro-batch; return its output, or its loss."""
         # The second forward of a stage must draw the numbers of the first (Rule 5).
-        torch.manual_seed(step.seeds[index] + stage)
+        seed_generators(step.seeds[index] + stage)
         blocks = self._layout.blocks(stage)
         batch = step.batches[index]
         return self._run.of(blocks[0], blocks[-1], given, lambda: step.loss_function(step.model, batch))

@@ -23,7 +23,7 @@ from memtune.activations.offload import Slots
 from memtune.activations.recompute import ActivationTable
 from memtune.errors import ApplyError
 from memtune.program import StageAction
-from memtune.runtime import Context, LossFunction, count_collective
+from memtune.runtime import Context, LossFunction, count_collective, seed_generators
 from memtune.workload import LONE, map_tensors, structure_of, tensors_of, the_tensor, wrap_tensor
 
 _PIECE = "_memtune_piece"
@@ -296,7 +296,7 @@ class StageModule(nn.Module):
         """Return the stage's output of a micro-batch, or its share of the mean loss."""
         assert self._now is not None
         model, loss_function, batches, seeds = self._now
-        torch.manual_seed(seeds[micro_batch] + self._index)
+        seed_generators(seeds[micro_batch] + self._index)
         output = self._run.of(
             self._first, self._last, given, lambda: loss_function(model, batches[micro_batch])
         )

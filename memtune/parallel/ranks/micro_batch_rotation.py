@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memtune.errors import ApplyError
-from memtune.runtime import HOST, tier, upload
+from memtune.runtime import HOST, seed_generators, tier, upload
 from memtune.workload import map_leaves, map_tensors, to_device
 
 
@@ -84,7 +84,7 @@ class MicroBatchRotation:
         """Return the micro-batch on `device`, broadcast by its owner, and seed the generators with its seed;
         collective.
         """
-        torch.manual_seed(rotated.seed)
+        seed_generators(rotated.seed)
         if rotated.owner == self._group.rank():
             here = upload(rotated.batch, device)
         else:

@@ -69,6 +69,8 @@ class Part:
     """The part of this one, or of later divisions of it, whose shard the optimizer holds."""
     sum: DTensor | None = None
     """Sum of earlier micro-batches, while backward makes the next gradient."""
+    _specs: dict[tuple[DeviceMesh, torch.dtype], Any] = field(default_factory=dict)
+    """How rows are sharded, which `from_local` would work out again for each gradient."""
 
     def __post_init__(self) -> None:
         """Until a later division, the optimizer holds this part's shard."""
@@ -83,10 +85,15 @@ class Part:
         """Return this rank's `rows` as a DTensor of the parameter's shape."""
         if (mesh.mesh_dim_names or ())[:1] == (PARTS,):
             return FullParameter.of(self.parameter).rows(rows, mesh)
+        spec = self._specs.get((mesh, rows.dtype))
+        if spec is not None and not rows.requires_grad:
+            return DTensor(rows, spec, requires_grad=False)
         shape, stride = self.parameter.shape, self.parameter.stride()
-        return DTensor.from_local(
+        found = DTensor.from_local(
             rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
         )
+        self._specs[mesh, rows.dtype] = found._spec
+        return found
 
     def own_rows(self, message: Tensor) -> Tensor:
         """Return this rank's rows in a message (or in its part of one) that holds one rank's rows of all
