@@ -26,7 +26,7 @@ FUZZ_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: docs docs-curves help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs docs-curves help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-overhead bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -130,6 +130,14 @@ bench-recompute: setup  ## recompute techniques (dynamic ones if MEMTUNE_DTR_LOG
 bench-plan: setup  ## `memtune plan` in full, with cold caches: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384 (about 3 minutes on 2 cores)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/plan_speed.py --repeats 3 --json benchmarks/results/plan-speed.json
+
+OVERHEAD := benchmarks/results/overhead
+PLANNED := benchmarks/results/planned-clock
+
+bench-overhead: setup  ## host time of each mechanism beside stock PyTorch's, on steps of small ops; `planned` on the clock over a sweep of budgets (about 10 minutes on 2 cores)
+	mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/overhead.py --json $(OVERHEAD).json --markdown $(OVERHEAD).md
+	$(BIN)/python benchmarks/planned_clock.py --json $(PLANNED).json --markdown $(PLANNED).md
 
 bench-search: setup  ## regret of the setting that a search ships after 3, 6 and 12 trials, on simulated clusters (about 20 minutes on 2 cores)
 	mkdir -p benchmarks/results

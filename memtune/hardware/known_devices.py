@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memtune.errors import UsageError
 from memtune.hardware import mechanism_costs, outside_allocator
-from memtune.units import GIB, MIB
+from memtune.units import GIB
 
 if TYPE_CHECKING:  # importing it loads torch, and a typo in a name should cost nothing
     from memtune.hardware.cpu_probe import CpuRates
