@@ -19,6 +19,7 @@ from memtune.activations.recompute.rng_state_pass import STATE_BYTES
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST
+from memtune.runtime.rng_state import seed_generators
 
 GLOBAL_GENERATOR = Generator()
 
@@ -150,3 +151,13 @@ def test_online_eviction_repeats_draws_of_single_ops(is_mine: bool) -> None:
     got, region = gradients(online(free.runs.peak_bytes * 95 // 100), is_mine)
     assert region.runs.replays > 0
     assert same(got, plain)
+
+
+def test_seeding_equals_torch_and_queues_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    queued: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", lambda *each, **_: queued.append(each))
+    seed_generators(7)
+    assert torch.equal(torch.rand(3), wanted)
+    assert bool(queued) == torch.accelerator.is_available()

@@ -60,3 +60,22 @@ def test_passed_events_are_dropped(delayed: None) -> None:
     under_way = on_its_way(3.0)
     transfer._forget_passed()
     assert list(transfer._pending) == [under_way.untyped_storage()._cdata]
+
+
+def test_small_copy_on_cpu_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a copy into the same tensor is in flight, which would end after it."""
+    submitted: list[torch.Tensor] = []
+
+    class Threads:
+        def submit(self, copy: object, pair: list[torch.Tensor]) -> None:
+            submitted.append(pair[0])
+
+    monkeypatch.setattr(transfer, "_pending", {})
+    monkeypatch.setattr(transfer, "_threads", Threads)
+    small, large = torch.ones(4), torch.ones(1 << 16)
+    host = transfer.to_host(small)
+    assert host.tolist() == [1.0] * 4
+    assert not submitted
+    there = transfer.to_host(large)
+    transfer.copy_to_host(there, torch.ones(4))
+    assert [each is there for each in submitted] == [True, True]
