@@ -13,7 +13,7 @@ Peers: `torch.utils.checkpoint`, selective checkpointing, `save_on_cpu`, a cross
 host AdamW by hand (torchao's `CPUOffloadOptimizer`, which runs on GPUs only, in its order of copies), weights
 fetched per block by module hooks by hand, and accelerate's `cpu_offload` in forward where it is installed;
 DDP, `ZeroRedundancyOptimizer`, FSDP2, `parallelize_module` and `torch.distributed.pipelining` on ranks.
-torchtune's `OffloadActivations` needs a GPU as well.
+torchtune's `OffloadActivations` was not compared.
 """
 
 from __future__ import annotations

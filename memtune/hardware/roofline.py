@@ -53,8 +53,8 @@ class _Roofline(NamedTuple):
 # a server (AVX-512) at sizes of small training runs, overheads with `memtune doctor --calibrate` on two of
 # its cores. CUDA, of large ops: products reach 0.92 of the best shape's rate (`Hardware.matmul_efficiency`),
 # and their reads and writes are not hidden; chains of ops bound by memory reach 60 to 70 % of the data sheet.
-# These figures are fitted to the step times of llm-foundry's tables on A100
-# (benchmarks/published/gpu_rows.json) and judged on the other sources (`make bench-published`). Measured
+# These figures were chosen with the published step times known, mainly llm-foundry's on A100
+# (benchmarks/published/gpu_rows.json); `make bench-published` shows the errors by source. Measured
 # curves (`Hardware.curves`) take the place of both; what trials show to be left, by class and size, is a
 # factor on either (`Hardware.residuals`), and of whole steps in Calibration.
 _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
