@@ -261,6 +261,8 @@ def contenders(
         expected: By choice, mean and standard deviation of the logarithm of the value by all trials together.
             A trial that other load made slow says little, so its choice may be the best nevertheless.
     """
+    if not measured:
+        return []  # no baseline fitted
     if not expected:
         ranked = sorted(measured, key=lambda each: (each.value(goal), each.choice.complexity))
         return [each for each in ranked if gain(ranked[0], each, goal).low <= _CONTENDS][:count]
