@@ -134,7 +134,7 @@ bench-plan: setup  ## `memtune plan` in full, with cold caches: a 7B GPT on 64 G
 OVERHEAD := benchmarks/results/overhead
 PLANNED := benchmarks/results/planned-clock
 
-bench-overhead: setup  ## host time of each mechanism beside stock PyTorch's, on steps of small ops; `planned` on the clock over a sweep of budgets (about 10 minutes on 2 cores)
+bench-overhead: setup  ## host time of each mechanism against stock PyTorch's, on steps of small ops; `planned` on the clock over a sweep of budgets (about 10 minutes on 2 cores)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/overhead.py --json $(OVERHEAD).json --markdown $(OVERHEAD).md
 	$(BIN)/python benchmarks/planned_clock.py --json $(PLANNED).json --markdown $(PLANNED).md

@@ -1,4 +1,4 @@
-"""Host time that each mechanism adds to a step of small ops, beside what one would write by hand.
+"""Host time that each mechanism adds to a step of small ops, against what one would write by hand.
 
     python benchmarks/overhead.py [--groups recompute,states] [--rounds 30] [--json FILE] [--markdown FILE]
 
@@ -178,7 +178,7 @@ MADE: dict[str, Callable[[Case], Group]] = {
 def markdown(found: dict[str, Any], rows: list[Row]) -> str:
     """Return the page of results."""
     lines = [
-        "# Host time of each mechanism, beside its stock peer",
+        "# Host time of each mechanism against its stock peer",
         "",
         f"`{found['command']}` on {found['machine']['cpu']}, one thread, {found['rounds']} rounds, CPU time.",
         "A step of six blocks of small ops. `added`: milliseconds beyond the plain step, recomputed ops too.",

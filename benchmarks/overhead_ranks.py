@@ -1,4 +1,4 @@
-"""The group `ranks` of `overhead.py`: sharding and parallelism beside PyTorch's own, on two gloo ranks.
+"""The group `ranks` of `overhead.py`: sharding and parallelism against PyTorch's own, on two gloo ranks.
 
 Both kinds train in each process, in rotation; times are CPU seconds of rank 0's process, with gloo's threads.
 """

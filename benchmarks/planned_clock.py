@@ -1,4 +1,4 @@
-"""`planned` on the clock: real steps of small ops over a sweep of budgets, beside full and selective
+"""`planned` on the clock: real steps of small ops over a sweep of budgets, against full and selective
 checkpointing at their own peaks.
 
     python benchmarks/planned_clock.py [--models gpt,llama,convnet] [--rounds 30] [--json FILE]

@@ -8,9 +8,11 @@ which MEMTUNE_TEST_SPEED does not change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from memtune.hardware import mechanism_costs
 from memtune.hardware.cpu_probe import CpuRates
 from memtune.hardware.spec import of_cpu
 
@@ -26,6 +28,8 @@ RATES: Final = CpuRates(
     is_given=True,
 )
 CPU: Final = of_cpu(RATES)
+NO_HOST_COSTS: Final[Mapping[str, float]] = dict.fromkeys(mechanism_costs.defaults(0.0), 0.0)
+"""Fields of `Hardware`: on tiny models a planner that prices its hooks takes other plans than the finest."""
 
 
 def rates(speed: str) -> CpuRates:

@@ -332,7 +332,7 @@ def test_batch_size_of_is_most_frequent_first_dimension():
 
 def test_load_allows_relative_and_sibling_imports_in_a_package(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    inner = tmp_path / "project" / "nets"
+    inner = tmp_path / "package_with_sizes" / "nets"
     inner.mkdir(parents=True)
     for folder in (inner, inner.parent):
         (folder / "__init__.py").touch()

@@ -70,7 +70,7 @@ class Part:
     sum: DTensor | None = None
     """Sum of earlier micro-batches, while backward makes the next gradient."""
     _specs: dict[tuple[DeviceMesh, torch.dtype], Any] = field(default_factory=dict)
-    """How rows are sharded, which `from_local` would work out again for each gradient."""
+    """DTensor specs of the rows, which `from_local` would work out again for each gradient."""
 
     def __post_init__(self) -> None:
         """Until a later division, the optimizer holds this part's shard."""

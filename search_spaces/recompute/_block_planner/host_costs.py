@@ -24,7 +24,7 @@ _WITH_VIEWS = 3
 
 
 class Claims(Protocol):
-    """What the activation table does with a block."""
+    """Claims of the activation table on a block."""
 
     @property
     def calls(self) -> OpAddresses | None:

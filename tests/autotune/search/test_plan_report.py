@@ -80,6 +80,7 @@ def test_plan_document_is_plain_and_versioned(ranking: PlanReport):
 
 
 def shown(report: PlanReport, **options: Any) -> str:
+    report = replace(report, facts={**report.facts, "other_load": 0.0})  # a busy machine adds a line
     console = Console(width=130, record=True, file=open("/dev/null", "w"))
     console.print(render(report, **options))
     return console.export_text()

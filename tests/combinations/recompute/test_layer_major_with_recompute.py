@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fixed_cpu import NO_HOST_COSTS
 from support.gloo import run_ranks
 from support.ranks.model_parallel_runs import MODELS
 from support.suites.block_offload_suite import total
@@ -210,6 +211,7 @@ class TestOneRank:
         it, meet none.
         """
         target = replace(target_of(packs), chosen={"offload.states": packs, "recompute": PLANNED})
+        target = replace(target, hardware=replace(target.hardware, **NO_HOST_COSTS))
         step = accumulate_gradients(recording_of(CHAIN).at(2))
         program = Program((RankClass(1, step),), 2, MICRO_BATCHES)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fixed_cpu import NO_HOST_COSTS
 from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
 from support.gloo import run_ranks
 from support.suites.sharded_suite import SPARE_BYTES
@@ -313,6 +314,7 @@ def test_plans_price_offloaded_blocks() -> None:
         for share in (0.2, 0.5, 0.8):
             mine = made("recompute", "planned", share=share, offload=False)
             target = target_of(mine, mover)
+            target = replace(target, hardware=replace(target.hardware, **NO_HOST_COSTS))
             assert mine.fits(plain, target) is None
             plan = mine.plan(plain, target)
             after = mine.rewrite(plain, plan, target)

@@ -149,7 +149,7 @@ class TestMobius(PacksSuite):
         """In the simulator as well, if the planner defers updates that backward would wait for."""
         # The host's updates take one and a half times as long as all that is computed on the device.
         slow = replace(
-            CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 5, device="cuda", launch_s=0.0, hook_s=0.0
+            CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0, hook_s=0.0
         )
         program, target = plain_program(CHAIN), replace(target_of(DEFAULT), hardware=slow)
         plans = [Mobius(kind="mobius", stages=6, deferred=late).plan(program, target) for late in (None, ())]
