@@ -34,6 +34,7 @@ class BackwardEnd:
 
     def expect(self) -> bool:
         """Queue the callback for the running backward; return True for the first call in this backward."""
+        # A dead reference to an earlier backward would look like a callback that is already queued.
         self.settle()
         if self._queued is not None:
             return False
@@ -87,6 +88,7 @@ class EarlyUpdates:
 
     def raised(self) -> None:
         """Record that the step's backward has raised."""
+        # Without updates the step may simply be repeated, as in the plain loop.
         self._raised = bool(self._updated)
 
     def step_goes_on(self) -> None:

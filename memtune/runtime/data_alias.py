@@ -27,8 +27,11 @@ class _AliasedData(Tensor):
     def data(self) -> Tensor:
         """Return an alias of the stored tensor."""
         here: Tensor = _DATA.__get__(self)
+        # `resize_` of a storage or a swap of the tensor makes a new memory, which the stored alias would not
+        # show.
         if self._kept is None or _place(self._kept) != _place(here):
             self._kept = here
+        # A new alias each time: torch, too, returns another object from every `p.data`.
         return self._kept.detach()
 
     @data.setter
@@ -96,6 +99,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _as_plain(weight: _AliasedData, call: Callable[[Tensor], Any]) -> Any:
     kind, kept = type(weight), weight._kept
+    # torch's copy and pickle look at the class, and `_kept` would be copied as a second tensor.
     untrack_data(weight)
     try:
         return call(weight)

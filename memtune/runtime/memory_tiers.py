@@ -51,6 +51,7 @@ def current_tier() -> Tier:
 
 def _switch(to: Tier) -> None:
     _local.tier = to
+    # The allocator runs below Python, so it needs its own copy of the thread's tier.
     if _tell_native is not None:
         _tell_native(TIERS.index(to))
 
@@ -74,6 +75,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that hold `tensor`'s bytes on this rank: one for a plain or fake tensor, the inner
     ones of a DTensor.
     """
+    # A tensor subclass has no storage of its own; its bytes are those of its inner tensors.
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
@@ -112,6 +114,7 @@ def tier_of(tensor: torch.Tensor) -> Tier:
 
 def tier_of_storage(storage: torch.UntypedStorage) -> Tier:
     """Return the tier of `storage`: as marked, else as the native ledger made it, else `device`."""
+    # A mark outranks the allocator: it is set where a tensor's purpose is known.
     entry = _marked.get(storage._cdata)
     if entry is not None:
         return entry[1]

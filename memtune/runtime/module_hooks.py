@@ -44,6 +44,7 @@ def before_step(
     It runs before the hooks registered here so far, or after them with `last`.
     """
     hooks: Any = optimizer._optimizer_step_pre_hooks
+    # An optimizer with such a hook has a replaced `step`, which restores the order at each call.
     hooks.move_to_end(optimizer.register_step_pre_hook(_OwnHook(hook)).id, last=last)
     if _OWN not in vars(getattr(optimizer.step, "__func__", optimizer.step)):
         replace_step(optimizer, optimizer.step)
@@ -61,6 +62,8 @@ def after_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]
 
 def _order_hooks(optimizer: Optimizer) -> None:
     hooks: Any = optimizer._optimizer_step_pre_hooks
+    # Users register hooks at any time, so the order is checked at each step; it costs a comparison of two
+    # short lists.
     mine = [key for key, hook in hooks.items() if isinstance(hook, _OwnHook)]
     if mine != list(hooks)[len(hooks) - len(mine) :]:
         for key in mine:
@@ -89,6 +92,8 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
         closure = args[0] if args else kwargs.pop("closure", None)
         if closure is None:
             return step(*args[1:], **kwargs)
+        # `Optimizer.step` of torch runs its closure under `enable_grad` for the same reason: step itself is
+        # under `no_grad`.
         with torch.enable_grad():
             loss = closure()
         step(*args[1:], **kwargs)
@@ -104,6 +109,8 @@ def with_hooks(optimizer: Optimizer, update: Callable[..., Any]) -> Callable[...
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return update(*args, **kwargs)
 
+    # `profile_hook_step` is what torch wraps every `step` with: it runs the hooks and names the profiler's
+    # range.
     return MethodType(Optimizer.profile_hook_step(step), optimizer)
 
 
@@ -132,6 +139,7 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
 
     Another object, such as a hook of the optimizer, must keep the owner alive.
     """
+    # Tensors hold their hooks in C++, where Python's cycle collector cannot follow them.
     found = weakref.WeakMethod(method)
 
     def hook(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -225,6 +233,7 @@ class ReplacedForward:
     def is_installed(self) -> bool:
         """Return True if the module's forward is this one, or a wrapper of this one."""
         forward = vars(self.module).get("forward")
+        # Other wrappers may lie around this one; each has its original, or torch's `__wrapped__`.
         while forward is not None and forward != self.forward:
             around = getattr(forward, "__self__", None)
             forward = (

@@ -96,6 +96,7 @@ def register(
         fake: Its output on fake tensors; the default is for operators that write their arguments and return
             nothing.
     """
+    # One table for both: a schema that is registered without its resource cannot be simulated.
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     for key in ("CPU", "CUDA"):
@@ -127,12 +128,14 @@ def _reduce_op(name: str) -> dist.ReduceOp.RedOpType:
 
 
 def _group(name: str) -> dist.ProcessGroup:
+    # Groups pass through the dispatcher by name, since an operator's arguments are plain values.
     resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
     return resolve(name)
 
 
 def _all_gather_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     if x.device.type == "cpu":
+        # NCCL gathers into the output directly; only gloo stages.
         _all_gather_on_gloo(out, x, _group(group))
     else:
         all_gather_single(out, x, group=_group(group))
@@ -154,6 +157,7 @@ def _all_gather_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Non
     """
     parts = list(out.view(group.size(), -1))
     parts[group.rank()].copy_(x.view(-1))
+    # All at once: gloo overlaps them, and every rank starts them in the same order.
     sent = [
         dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)
     ]
@@ -168,6 +172,7 @@ def _reduce_scatter_on_gloo(
     out: Tensor, x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
 ) -> None:
     """Reduce-scatter by an all-reduce of a copy of the message, as gloo does it internally."""
+    # gloo has no reduce-scatter that works in place, and the caller's message must not change.
     staged = x.clone()
     dist.all_reduce(staged, op=op, group=group)
     out.copy_(staged.view(group.size(), -1)[group.rank()].view_as(out))
@@ -199,6 +204,8 @@ def _use_count(tensor: Tensor) -> int:
 
 
 def _all_reduce(x: Tensor, group: str, ranks: int, op: str) -> None:
+    # An alias, so that its use count shows when gloo's thread has released it; the caller's own has other
+    # users.
     ours = x.detach()
     dist.all_reduce(ours, op=_reduce_op(op), group=_group(group))
     if x.device.type == "cpu":
@@ -220,6 +227,7 @@ def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     """
     members, mine, theirs = _group(group), out.detach(), x.detach()
     here = members.rank()
+    # One batch: with separate calls, all ranks of a ring would send first and wait for a receiver.
     both = [
         dist.P2POp(dist.isend, theirs, group=members, group_peer=(here + 1) % ranks),
         dist.P2POp(dist.irecv, mine, group=members, group_peer=(here - 1) % ranks),
@@ -249,6 +257,7 @@ def _shift_into(out: Tensor | None, x: Tensor | None, group: str, distance: int,
         work.wait()
     del both, work
     held = [each for each in ours if each is not None]
+    # `_wait_released` waits until `held` has the only references.
     del mine, theirs, ours
     if held[0].device.type == "cpu":
         _wait_released(held)

@@ -56,6 +56,7 @@ class ByteCounters:
 
 
 COUNTERS = ByteCounters()
+# One thread per direction, as a GPU has one copy engine per direction: copies of one kind run in order.
 _pool: ThreadPoolExecutor | None = None
 _upload_pool: ThreadPoolExecutor | None = None
 _side_streams: dict[int, torch.cuda.Stream] = {}
@@ -108,6 +109,7 @@ def _like(x: Tensor, locked: bool) -> Tensor:
 def _start(host: Tensor, x: Tensor) -> None:
     """Start copying `x` into `host`; the caller keeps `x` alive until `wait(host)`."""
     COUNTERS.add("device_to_host", x.nbytes)
+    # By storage: views of a host tensor are waited for together.
     key = host.untyped_storage()._cdata
     if x.is_cuda:
         stream = _side_stream(x.device)
@@ -145,6 +147,7 @@ def wait(host: Tensor) -> None:
     """Return once the copy into `host` is complete (CPU), or make the current stream wait for it (CUDA)."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
     if pending is not None and not isinstance(pending, torch.cuda.Event):
+        # On CPU the future is complete for the host and for every stream there is.
         pending.result()
     elif pending is not None:
         pending.wait()
@@ -181,6 +184,7 @@ def host_like(x: Tensor, *, locked: bool | None = None) -> Tensor:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a new tensor on `device` with the values of `x`."""
+    # The host copy may still be filled by a D2H copy or an SSD read.
     wait(x)
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
     _fill(out, x)
@@ -304,6 +308,7 @@ def in_huge_pages(memory: Tensor) -> Tensor:
     requested, so resident memory does not grow.
     """
     if memory.nbytes >= PAGE_BYTES and not (isinstance(memory, FakeTensor) or memory.is_meta):
+        # The kernel chooses the page size when a page is first touched.
         _native.wish_huge_pages(memory.data_ptr(), memory.nbytes)
     return memory
 

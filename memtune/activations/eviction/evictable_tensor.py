@@ -159,6 +159,7 @@ def run_again(ran: RepeatableOp, over: bool) -> tuple[Any, Tensor | None]:
     if ran.over is not None:
         old = ran.over[0]
         assert old.alias is not None
+        # A copy, if another op still reads the old version.
         whole = whole_of(old.alias) if over else whole_of(old.alias).clone()
     args, kwargs = tree_map(
         lambda each: _argument(each, ran, whole), (ran.args, ran.kwargs), is_leaf=_is_read
@@ -166,6 +167,7 @@ def run_again(ran: RepeatableOp, over: bool) -> tuple[Any, Tensor | None]:
     about = ran.facts.about
     if about.norm and args[5]:  # training: the first run has already updated the running statistics
         args = (*args[:3], None, None, *args[5:])
+    # Its kernel saves the workspace for backward only with the grad mode on, as in the first run.
     if about.name in READS_GRAD_MODE:
         with grad_mode_on():
             return about.func(*args, **kwargs), whole
@@ -225,6 +227,7 @@ def _argument(each: Any, ran: RepeatableOp, whole: Tensor | None) -> Any:
         return each
     what = ran.facts.about.name
     if isinstance(each.of, OutsideTensor):
+        # User code may write into parameters and inputs between forward and backward.
         if each.of.tensor._version != each.of.version:
             raise written_since(f"a tensor that {what} has read and must read again")
         return each.view.on(each.of.tensor)

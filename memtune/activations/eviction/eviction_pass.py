@@ -148,6 +148,7 @@ class _Player:
         *,
         first_batch: bool,
     ) -> None:
+        # A donated buffer would end earlier than the table, which holds it, lets it end.
         self._step, self._region, self._costs = step.without_donations(region.rows), region, costs
         self._remat = _native.Rematerializer(settings)
         self._elements = elements_of(step, region)
@@ -187,6 +188,8 @@ class _Player:
             by.get(how, self._reads)[op].append(storage)
         ended = self._rows[self._region.graph.n_forward - 1] + 1
         self._released_after = np.maximum(step.storages.held_until, step.storages.producer)
+        # In forward an op's caller holds arguments until the op returns; in backward the engine has freed
+        # them.
         read = step.uses.op < ended  # an op's caller holds its arguments, or views of them
         np.maximum.at(self._released_after, step.uses.storage[read], step.uses.op[read])
         for save in range(step.saves.n):
@@ -198,6 +201,7 @@ class _Player:
                 self._released_after[storage] = max(
                     self._released_after[storage], step.saves.held_until[save]
                 )
+        # Backward unpacks in this order, and each unpack may evict what the one before has restored.
         for save in np.argsort(step.saves.unpack_order, kind="stable").tolist():
             self._asks[int(step.saves.unpacked_before[save])].append(save)
 
@@ -209,9 +213,12 @@ class _Player:
         """
         n_forward = self._region.graph.n_forward
         for op, row in enumerate(self._rows[:n_forward]):
+            # Before the row's op, as in the run: a value that autograd retains is still evictable, but not
+            # forgotten.
             self._pack(row)
             self._settle(row)
             self._forward(op, row)
+        # Outputs that autograd saves after the last op of forward.
         self._pack(row + 1)
         self._leave_room(row)
         self._flow_in(row + 1, self._rows[n_forward])
@@ -303,6 +310,7 @@ class _Player:
             if self._released_after[storage] == last and self._is_cast_of_parameter(storage):
                 self._held[storage] = last + 1
         self._settle(last + 1)
+        # The loss runs outside of the table and needs these bytes without asking.
         self._remat.make_room(self._costs.reserve_bytes)
 
     def _is_cast_of_parameter(self, storage: int) -> bool:

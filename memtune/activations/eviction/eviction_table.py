@@ -95,6 +95,7 @@ class OnlineTable:
     def run(self, about: OpProperties, args: Any, kwargs: Any) -> Any:
         """Run an op of the model's forward or backward, after evicting until its outputs fit."""
         self._settle()
+        # First: references that were dropped since the last op make values evictable.
         facts = self._facts.of(about, args, kwargs)
         self.ran.append(facts)
         inputs = tensors_in(args)
@@ -111,6 +112,8 @@ class OnlineTable:
                 addresses.append(storage._cdata)
                 fresh.append((at, each, storage._cdata, storage.nbytes()))
         made_bytes = sum([each[3] for each in fresh])
+        # The largest seen so far: the same op may make more with other arguments, and room is made before it
+        # runs.
         if made_bytes > facts.makes_bytes:
             facts.makes_bytes = made_bytes
         if repeatable is None or (repeatable.over is not None and fresh):
@@ -134,6 +137,7 @@ class OnlineTable:
         about = facts.about
         needs_bytes = facts.makes_bytes + facts.scratch_bytes
         for attempt in range(TRIES):
+            # Twice as much at each attempt: free memory may lie in blocks that are too small for the request.
             self._make_room(needs_bytes << attempt, about.name)
             if self.log is not None:
                 self._note(attempt)
@@ -161,6 +165,8 @@ class OnlineTable:
         Collectives, ops that write into outside tensors, and ops of backward never run again.
         """
         about, over = facts.about, None
+        # The table rebuilds a tensor from storage, sizes and strides, which these layouts and lazy flags do
+        # not fit.
         odd = any(each.layout is not torch.strided or each.is_conj() or each.is_neg() for each in inputs)
         if written or odd or about.once:
             owners = {
@@ -170,6 +176,8 @@ class OnlineTable:
             for each in outside:
                 self._copy_given(each)
             over = None if outside or not written else self._values[written[0].untyped_storage()._cdata]
+            # BatchNorm's statistics are the exception: a second run gets None for them and computes the same
+            # output.
             spoils = odd or about.once or (outside and not about.norm) or len(owners) > 1
             if spoils or (over is not None and not over.again):
                 self._spoil(about.func, args, written)
@@ -191,6 +199,7 @@ class OnlineTable:
                 return Read(mine, view_of(value), mine.writes)
             given = self._given.get(address)
             if given is None:
+                # Parameters and inputs are referenced, not copied; their version shows a later write.
                 given = self._given[address] = OutsideTensor(value, value._version)
             return Read(given, view_of(value), 0)
         if isinstance(value, list | tuple):
@@ -204,6 +213,7 @@ class OnlineTable:
         given = self._given.pop(tensor.untyped_storage()._cdata, None)
         if given is not None and not isinstance(tensor, nn.Parameter) and not self.backward:
             self._cannot_follow("an op writes into an outside tensor that was read before")
+            # Ops that have read the old values may have to run again after this write.
             self._make_room(given.tensor.untyped_storage().nbytes(), "a copy of a buffer")
             whole = whole_of(given.tensor).clone()
             given.tensor, given.version = whole, whole._version
@@ -219,6 +229,7 @@ class OnlineTable:
                 self._cannot_follow("an op that must not run again writes into a value")
                 value.writes += 1
                 value.undeclared_writes += is_uncounted(func, args, each)
+                # Evicted, it could not be restored: the op that wrote into it must not run again.
                 if value.again:
                     value.again = False
                     self._remat.hold(value.number)
@@ -231,6 +242,7 @@ class OnlineTable:
 
     def _elements(self, repeatable: RepeatableOp, args: Any, kwargs: Any, out: Any) -> int:
         """Return the number of elements of an elementwise op's output; 0 for other ops."""
+        # Only elementwise ops give the same bits when they run part by part.
         if self._parts < 2 or not repeatable.facts.about.by_element or repeatable.over is not None:
             return 0
         return (
@@ -262,6 +274,7 @@ class OnlineTable:
         for number, (at, each, address, size) in zip(made, fresh, strict=True):
             if self.log is not None:
                 self.log.made(each, number, size)
+            # A detached alias: the table must not hold the graph, and autograd must not count it as a view.
             value = Value(number, size, True, each.detach(), address)
             repeatable.made.append((at, value))
             values[address] = self._by_number[number] = self._held[number] = value
@@ -328,6 +341,7 @@ class OnlineTable:
         old = repeatable.over[0]
         alias, old.alias, old.writes = old.alias, None, old.writes + 1
         assert alias is not None
+        # The op's own reference is the new version's; otherwise the old one could never be evicted.
         self._remat.let_go(old.number)
         (number,) = self._called(repeatable.facts, cost_s, numbers, [old.bytes], old.number)
         if self.log is not None:
@@ -365,6 +379,8 @@ class OnlineTable:
             number = self._dead.popleft().number
             del self._watches[number]
             remat.release(number)
+        # No callback reports the end of a reference while the table has an alias, so counts are read at each
+        # op.
         gone = [value for value in self._held.values() if _count(value.address) <= _ALONE]
         for value in gone:
             value.outside = False
@@ -380,6 +396,8 @@ class OnlineTable:
         """Return the object that autograd saves instead of `tensor`."""
         value = self._values.get(tensor.untyped_storage()._cdata)
         if (
+            # Autograd keeps these itself; the version shows a later write, which its own check would not see
+            # below the mode.
             value is None
             or self.paused
             or tensor.layout is not torch.strided
@@ -402,6 +420,7 @@ class OnlineTable:
                 raise written_since("a tensor that backward needs")
             return tensor  # type: ignore[no-any-return]
         value = kept.value
+        # As autograd's version check, for writes that the mode has seen.
         if value.writes - value.undeclared_writes != kept.writes:
             raise written_since("a tensor that backward needs")
         if value.is_written:
@@ -414,6 +433,7 @@ class OnlineTable:
             self._remat.take(value.number)
         self.paused = True
         try:
+            # Views made here are not ops of the model.
             return kept.view.on(value.alias)
         finally:
             self.paused = False
@@ -509,6 +529,7 @@ class OnlineTable:
             self.paused = False
         if ran.over is not None:
             assert whole is not None
+            # The old version's storage is now the new version's.
             if over:
                 self._remove(ran.over[0])
             self._place(ran.over[1], whole.detach())  # a view would hold its base and always look referenced
@@ -523,6 +544,7 @@ _count: Callable[[int], int] = torch._C._storage_Use_Count
 
 def _alone() -> int:
     tensor = torch.zeros(1)
+    # Measured, not assumed: the storage's Python object may count as well.
     return _count(tensor.untyped_storage()._cdata)
 
 

@@ -46,6 +46,7 @@ class PreemptibleRun(ScheduledRun):
     def called_with(self, args: Any, kwargs: Any, online: Online) -> None:
         """Set the arguments before the run starts; `online` runs it again."""
         leaves, spec = tree_flatten((args, kwargs))
+        # By identity: an argument that is passed twice must remain one tensor in the second run.
         twins = {
             id(leaf): leaf.detach().requires_grad_(leaf.requires_grad)
             for leaf in leaves
@@ -56,6 +57,7 @@ class PreemptibleRun(ScheduledRun):
         self._autocast = autocast_state()
         self._training = [(each, each.training) for each in self.region.module.modules()]
         self._drawn = RandomState.capture(self.region.module) if self._captured.tape.graph.random else None
+        # Version counters only grow, so an equal sum means that none has changed.
         self._before = self._sum_of_all(self._called[0])
 
     def preempt(self) -> bool:
@@ -99,6 +101,7 @@ class PreemptibleRun(ScheduledRun):
         """
         self._require_first_order()
         with self._lock:
+            # From here on the run cannot be preempted: `preempt` finds no arguments.
             called, self._called = self._called, None
             gave_way, self._preempted = self._preempted, False
         if not gave_way:
@@ -106,6 +109,7 @@ class PreemptibleRun(ScheduledRun):
             return super().all_gradients(node)
         assert called is not None
         leaves, spec = called
+        # A second forward would compute other values from what was written.
         if self._sum_of_all(leaves) != self._before:
             raise written_since("a tensor that forward has read and must read again")
         parameters = [self._state[number] for number in self._numbers]
@@ -115,11 +119,14 @@ class PreemptibleRun(ScheduledRun):
             if not any(map(is_hooked, parameters)) and self.region.is_as_captured(
                 self._captured, self._state
             ):
+                # `backward` accumulates into leaves; anything else on the way to a parameter must get the
+                # gradient returned.
                 edges = [edge for edge, _ in node.next_functions][: len(parameters)]
                 accumulates = all(map(is_accumulated, edges)) and all(each.is_leaf for each in parameters)
                 del called
                 return self._again(leaves, spec, parameters, accumulates=accumulates)
         self.inputs = leaves
+        # Arguments that nothing else holds are freed while the forward runs.
         del called, leaves
         with ExitStack() as stack:
             self._draw_again(stack)

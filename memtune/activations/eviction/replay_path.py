@@ -65,6 +65,7 @@ def path_of(tape: Tape, logged: LoggedRun) -> Path | str:
     if isinstance(places, str):
         return places
     off_tape = sorted(set(range(logged.n_forward)) - set(places))
+    # Such an op would need room at a place where the path has no request.
     allocates = next((at for at in off_tape if log.ops[at].made), None)
     if allocates is not None:
         return f"{ran[allocates].about.name} runs, but not on fake tensors"
@@ -91,6 +92,8 @@ class _Walk:
         calls = 0
         for op, place in enumerate(self._places):
             if op == tape.graph.n_forward:
+                # The calls between forward and backward belong to the loss and to incoming gradients, not to
+                # an op.
                 calls, outputs = begin, self._outputs()
             note = log.ops[place]
             before = calls
@@ -115,6 +118,8 @@ class _Walk:
             return f"{call.func} makes other storages than on fake tensors"
         for value, made in zip(graph.makes[op], note.made, strict=True):
             base = self._bases[value]
+            # Generated code views a value with the tape's strides; a kernel may choose others on real
+            # tensors.
             if value in self._viewed and (base.size, base.stride, base.offset) != (
                 made.size,
                 made.stride,
@@ -127,6 +132,7 @@ class _Walk:
             written = [each for each in graph.writes[op] if self._of.get(each) == old]
             if not written:
                 return f"{call.func} writes into other storages than on fake tensors"
+            # A write makes a new version with a number of its own, in the storage of the old one.
             self._of[written[0]] = new
         return ""
 
@@ -162,6 +168,7 @@ def _is_held(tape: Tape, log: DecisionLog, path: Path) -> Iterator[bool]:
     flowed_in = {at: number for number, at in path.flowed_in}
     for op, each in enumerate(path.ops):
         if op == tape.graph.n_forward:
+            # The outputs must outlive forward: no later call would restore them for the caller.
             held.run_to(path.forward_end)
             yield all(map(held.has, path.outputs.values()))
         held.run_to(each.end)
@@ -191,6 +198,7 @@ class _Held:
 
     def run_to(self, end: int) -> None:
         for name, args in self._calls[self._at : end]:
+            # Numbers are given out in the order of these two calls, so they can be counted from the log.
             if name in ("constant", "call"):
                 made = range(self._next, self._next + (1 if name == "constant" else len(args[2])))
                 self._next = made.stop

@@ -72,6 +72,7 @@ class Route:
         self.due: dict[int, list[tuple[int, Slot]]] = {}
         """By op: parameters and their gradients that are ready before it."""
         for parameter, after, gradient in tape.ready_gradients:
+            # Yielded before the next op: hooks may read the gradient, and the memory may be needed at once.
             self.due.setdefault(after + 1, []).append((parameter, gradient))
         self.fresh: Callable[[int], list[tuple[int, int]]] = cache(
             lambda op: fresh_outputs(tape, path.ops[op], op)
@@ -231,6 +232,7 @@ class ReplayRun:
         self._flowed_in_bytes: list[int] = []
         self._route, self._budget_bytes = route, budget_bytes
         self._state, self._inputs = state, inputs
+        # The only references to the values, so that setting an entry to None frees the memory.
         self._there: list[Tensor | None] = [None] * route.path.n_numbers
         self._random: dict[int, RandomState] = {}
         self._versions: dict[Outside, int] = {}
@@ -247,6 +249,7 @@ class ReplayRun:
         for at, run in enumerate(route.forward):
             if not self._decided:
                 self._decide(at, len(route.forward))
+            # Reversed by `_decide`, so that `pop` takes the next op's from the end.
             for done in self._decided.pop():
                 self._apply_journal(done, at)
             try:
@@ -269,6 +272,7 @@ class ReplayRun:
         self._route, first = route, len(route.forward)
         self._check_outputs()
         self._flow_in(gradients)
+        # `route` may be another than forward's: its gradients have other strides, the path is the same.
         path, last, due = route.path, len(route.path.ops), route.due
         there, state, inputs, random = self._there, self._state, self._inputs, self._random
         for at, run in enumerate(route.backward, first):
@@ -294,6 +298,7 @@ class ReplayRun:
         found = self._take_ready(last) if last in due else []
         self._tell(path.ops[-1].end, len(route.script), "the model", last)
         results = route.input_gradients(there, state, inputs)
+        # Before the last gradients are yielded: the engine may run a long hook while values are held.
         there.clear()
         for parameter, _ in due.get(last, ()):
             ready.append(found.pop())
@@ -309,6 +314,7 @@ class ReplayRun:
             except RuntimeError as error:
                 raise self._nothing_left("the model", len(self._route.forward)) from error
             self._apply_journal(self.remat.drain(), len(self._route.forward))
+        # The engine's list would hold the incoming gradients until backward returns.
         gradients.clear()
 
     def _take_ready(self, at: int) -> list[Tensor]:
@@ -343,6 +349,7 @@ class ReplayRun:
         a request fails, only those up to the op that makes it.
         """
         remat, play = self.remat, self._route.script.play
+        # A request may now differ from the logged run's, and must be made at its own op.
         if self._one_by_one or self._longer:
             end = at + 1
         try:
@@ -352,6 +359,7 @@ class ReplayRun:
         except RuntimeError as error:
             if end == at + 1:
                 raise self._nothing_left(self._route.facts[at].about.name, at) from error
+            # Calls behind the failing one have been played already; a rematerializer cannot be rolled back.
             self._back_to(self._route.path.ops[at].first, at)
             self._decide(at, at + 1)
             return
@@ -385,8 +393,10 @@ class ReplayRun:
         facts = self._route.facts[at]
         if self._decided:
             self._back_to(self._route.path.ops[at].end, at)
+        # Doubled at each attempt: the allocator's fragmentation is unknown to the rematerializer.
         needs_bytes = facts.makes_bytes + facts.scratch_bytes
         for attempt in range(1, TRIES):
+            # An op that writes in place may have written a part already, so it is not tried again.
             if facts.about.writes or needs_bytes << attempt > self._budget_bytes:
                 raise
             try:
@@ -431,12 +441,16 @@ class ReplayRun:
                 if over
                 else whole.as_strided(before.size(), before.stride(), before.storage_offset()).detach()
             )
+            # The old version is gone if its storage was overwritten, and resident if the op wrote into a
+            # clone.
             there[old] = None if over else before
         random = self._random.get(op)
         asks = route.facts[op].about.name in READS_GRAD_MODE
         with grad_mode_on() if asks else nullcontext() if random is None else random.restored():
             made = tensors_in((route.code.again(op)(there, self._state, self._inputs),))
         for position, number in route.fresh(op):
+            # Another output of the op may still be resident; readers of it must go on seeing the same
+            # storage.
             if there[number] is None:
                 there[number] = made[position]
                 self._output_versions.pop(number, None)
@@ -479,6 +493,7 @@ class ReplayRun:
         ops = self._route.path.ops
         before = ops[at].ran if at < len(ops) else ops[-1].ran + 1
         self.replays.append(ReplayRecord(before, ops[op].ran, tuple(ops[each].ran for each in along), parts))
+        # Within forward nothing outside can have changed: versions are compared from its end on.
         if self._versions:
             for each in (*along, op):
                 self._check(each)
@@ -563,6 +578,7 @@ class ReplayCode(CallText):
 
     def runs(self, first: int, end: int) -> list[Run]:
         """Return the ops of the tape from `first` to before `end` as functions."""
+        # One function per op, not one for all: evictions and replays happen between them.
         text = "\n".join(line for op in range(first, end) for line in self._lines(op))
         exec(
             compile(text, "<replayed run>", "exec"), self.namespace

@@ -91,6 +91,7 @@ class Replayer(WaitingForwards):
         regions = self._regions.get(key)
         if not regions:
             return self._online(key, args, kwargs)
+        # A path was logged with the whole budget, and does not hold together with another forward's values.
         if self.waiting_bytes():
             # The mode preempts the waiting forward, or evicts it down to half of the budget.
             self.never(key, _NOT_ALONE)
@@ -129,6 +130,7 @@ class Replayer(WaitingForwards):
         """Use the mode for this kind from now on."""
         if key is not None and len(self.why_not) < _MOST_KINDS:
             self.why_not[key] = why
+        # Kept weakly: a forward of theirs may still wait, and counts as memory until its backward has run.
         self._retired.update(self._regions.pop(key, ()))
 
 
@@ -138,6 +140,7 @@ class _ReplayedRegion(ScheduledRegion):
     _most_alike = 1  # a call that differs takes another path instead of another capture
 
     def __init__(self, replayer: Replayer, key: Any, logged: LoggedRun, instead: Callable[..., Any]) -> None:
+        # No schedule: the rematerializer decides, and the region only captures and guards.
         super().__init__(replayer.module, Schedule("", (), ()), replayer.device, instead, replayer.lock)
         self._original, self._replayer, self._key, self._logged = replayer.original, replayer, key, logged
 
@@ -189,6 +192,8 @@ class _ReplayedRegion(ScheduledRegion):
     def begin(self, route: Route, state: Sequence[Tensor], inputs: Sequence[Any]) -> ReplayRun:
         """Return a run with its own rematerializer, whose background includes other waiting forwards."""
         with self._replayer.forward_lock:
+            # Under the lock: the background counts other waiting forwards, which another thread may begin or
+            # preempt.
             opened = self._replayer.opened(inputs)
         return ReplayRun(route, *opened, state, inputs)
 
@@ -197,6 +202,7 @@ class _ReplayedRegion(ScheduledRegion):
         more.
         """
         with self._replayer.forward_lock:
+            # A run whose backward has begun must no longer be found by `preempt`.
             run: ReplayRun = saved.pop()[0]
         return run
 

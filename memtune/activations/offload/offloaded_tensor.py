@@ -98,6 +98,7 @@ class SavedStorage:
     def complete_offload(self) -> None:
         """Wait for the copy to the host and free the source."""
         assert self._host is not None
+        # In stream order on a GPU: the source's memory is reused after the copy, and the host does not wait.
         transfer.wait(self._host)
         self._source = None
 
@@ -117,6 +118,7 @@ class SavedStorage:
         """Return the tensor on the device; the first read reloads the storage, which all views share."""
         if not self._asked:
             self._asked = True
+            # First, because copies in flight hold device memory that the reload may need.
             self._moves.complete_offloads()
             self._moves.bring(self)
         assert self._back is not None
@@ -150,6 +152,7 @@ class SavedStorage:
         self._source = None
 
     def __del__(self) -> None:
+        # A copy in flight would write into memory that the allocator hands out again.
         if self._back is not None and not self._asked:
             transfer.wait_tensor(self._back)  # prefetched but never read
         if self._ssd is not None and self._host is not None:
@@ -220,6 +223,7 @@ def is_written_part(tensor: Tensor) -> bool:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return all of `tensor`'s storage as one flat tensor, with the values in memory."""
+    # Lazy conjugation is a flag of the view: applied again, it cancels, and the bytes are read as they are.
     flat = _conj_neg_view(tensor.detach(), conj=tensor.is_conj(), neg=tensor.is_neg())
     return torch.as_strided(flat, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 

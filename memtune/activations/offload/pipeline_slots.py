@@ -84,8 +84,10 @@ class Slots:
         following = self._next.get(action)
         if following is None or not following.backward:
             return
+        # Two backwards in a row: without this the device would hold a third micro-batch's activations.
         while self._completing and action.backward:
             self._complete_oldest()
+        # Backward reads in about the reverse order of forward.
         for left in reversed(self._offloaded.pop((following.stage, following.micro_batch), [])):
             if (entry := left()) is not None:
                 self._note("comes", following, entry)
@@ -96,6 +98,7 @@ class Slots:
         """End the slot, and complete the copies that the slot before it started (Rule 1)."""
         while self._completing:
             self._complete_oldest()
+        # Swapped, not joined: the copies of this slot have until the end of the next one.
         self._completing, self._started = self._started, self._completing
 
     def offload(self, entry: SavedStorage, n_bytes: int) -> None:
@@ -144,6 +147,7 @@ class OwnOutputs:
 
     def others(self, given: Any) -> frozenset[int]:
         """Return the storages among a block's inputs that no block of the stage has returned."""
+        # By storage, because a block may return an input or a view of it.
         own = {id(storage) for made in self._made if (storage := made()) is not None}
         tensors = (each for each in tree_leaves(given) if isinstance(each, torch.Tensor))
         return frozenset(id_of(each) for each in tensors if id(each.untyped_storage()) not in own)

@@ -59,6 +59,7 @@ class SSDSpill:
 
     def take(self, entry: SavedStorage) -> None:
         """Ensure that `entry` is read, or being read, into host memory (Rules 2 and 3)."""
+        # Backward begins: its reads would share the drive with the writes, and need their host memory.
         while self._writing:
             self._finish_oldest()
         self._read = [each for each in self._read if each[1]() is not None]
@@ -69,6 +70,7 @@ class SSDSpill:
             assert mine is not None
             self._spilled.remove(mine)
             entry.read()
+        # Another micro-batch's tensors are needed only after its own backward has begun.
         same_forward = [each for each in self._spilled if each[0] == mine[0]]
         while same_forward and len(self._read) < self.read_ahead:
             last = same_forward.pop()

@@ -109,6 +109,7 @@ class ActivationTable:
     """
 
     def __init__(self, model: nn.Module, regions: list[str]) -> None:
+        # Buffers of the whole model: a block may save one that another module owns, such as rotary tables.
         self._lasting = {id_of(buffer) for buffer in model.buffers()}
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
@@ -123,6 +124,7 @@ class ActivationTable:
         """The stage of each region; empty without a pipeline."""
         self.last = {len(regions) - 1}
         """Regions at whose end all copies in flight are completed (Rule 6)."""
+        # Weak values: autograd's handles keep an entry alive, so it ends with the last node that needs it.
         self._entries: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         # Copies to the host in flight, each with the number of the call that started it.
         self._on_the_way: deque[tuple[SavedStorage, int]] = deque()
@@ -178,6 +180,7 @@ class ActivationTable:
             if region.recompute or region.move:
                 self._wrap(region, self._claimed(region))
             elif moves:
+                # Only so that copies in flight complete at its end (Rule 6).
                 self._wrap(region, self._unclaimed(region))
 
     def remove(self) -> None:
@@ -190,6 +193,8 @@ class ActivationTable:
         original = region.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # Under `no_grad`, or in a checkpoint of the user's own, a frame would hold the inputs without a
+            # use.
             if not autograd_saves():
                 return original(*args, **kwargs)
             number = self._call = self._call + 1
@@ -239,10 +244,12 @@ class ActivationTable:
         """
         key = id_of(tensor)
         found = self._entries.get(key)
+        # The address of a storage may be that of an earlier one, so a hit is checked.
         if found is not None and found.is_of(tensor):
             return found
         n_bytes = tensor.untyped_storage().nbytes()
         entry = SavedStorage(self, tensor, f"a saved activation of {region.name}" if region.ssd else "")
+        # The element size must divide the storage, or no flat tensor of the type covers it.
         if may_move and n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0:
             self._entries[key] = entry
             entry.hold(tensor)
@@ -256,6 +263,7 @@ class ActivationTable:
         if self.slots is not None:
             self.slots.offload(entry, n_bytes)
             return
+        # Before the next copy starts, so that at most `out_at_once` sources are held twice (Rule 6).
         while len(self._on_the_way) >= self.out_at_once:
             self._complete_oldest()
         entry.offload(n_bytes)
@@ -292,6 +300,8 @@ class ActivationTable:
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Complete copies at the end of call `number` of `region` (Rule 6)."""
+        # Copies of this call may continue into the next region; after the last one no later call would end
+        # them.
         ends = region.index in self.last
         while self._on_the_way and (self._on_the_way[0][1] != number or ends):
             self._complete_oldest()
@@ -310,6 +320,8 @@ class _Number:
     def get(self) -> Tensor:
         return self._frame.recomputed(self._n)
 
+    # Autograd drops its saved objects when it frees a node, so this shows which tensors can still be asked
+    # for.
     def __del__(self) -> None:
         self._frame.forget(self._n)
 
@@ -321,6 +333,7 @@ class _Frame:
         self.table, self.region, self._forward = table, region, forward
         self._args: Any = (args, kwargs)
         self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
+        # FSDP2 registers unsharded parameters for compute, so storages change between calls.
         region.state.refresh()
         self.fixed = region.state.names()
         self.inputs = {id_of(t): t for t in leaves_of(self._args) if is_plain(t)}
@@ -349,6 +362,7 @@ class _Frame:
         if region.recompute:
             if not region.watched:
                 region.generators = generators_of(region.module)
+            # Read at the start of the first run: the second run draws from here.
             self._random = region.random_state()
             self._autocast = autocast_now() if is_autocast_on() else []
         # Autocast's cached casts may be in the graph of one run only, which the quick form would report.
@@ -366,10 +380,12 @@ class _Frame:
         """Run the forward for the first time; each tensor that autograd saves passes through `pack`."""
         region, recompute = self.region, self.region.recompute
         self.table.traffic.forwards.add(region.name)
+        # An earlier second run whose values have reached the host by now, so that this check does not wait.
         if region.compared is not None and region.compared.is_here():
             compared, region.compared = region.compared, None
             compared.check()
         args, kwargs = self._args
+        # Versions, not values: any change in place makes a second run start from other inputs.
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
         buffers = region.state.buffers() if recompute else {}
         versions = {name: buffer._version for name, buffer in buffers.items()}
@@ -383,6 +399,7 @@ class _Frame:
         if noted is not None and noted.found and self._random is not None:
             self._random = self._random.with_generators(noted.found)
         self._random, region.watched = region.needed(self._random, noted), True
+        # Autograd keeps the hook for as long as the saved tensors, and would keep the frame with it.
         packer.frame = None
         if recompute:
             if any(tensor._version != version for tensor, version in inputs):
@@ -407,9 +424,11 @@ class _Frame:
             self._settle()
         else:
             self._args = None
+        # Exactly the claimed share: the last storage that was kept may have to be cut (Rule 10).
         rest = self._share.rest()
         if rest is not None:
             self.table.offload(rest[0], self.region, rest[1])
+        # Handles hold the entries from now on; these tables would keep storages alive.
         self._decided, self._named, self._share = {}, None, ByteShare(0.0)
         return out
 
@@ -449,6 +468,7 @@ class _Frame:
         if not self.region.move or self.table.lasts(tensor) or id_of(tensor) in self._foreign:
             return tensor
         entry = self._decided.get(id_of(tensor))
+        # An id may belong to another storage by now.
         if entry is None or not entry.is_of(tensor):
             may_move = self._named is None or self._named.made(tensor) or id_of(tensor) in self._entered
             entry = self._decided[id_of(tensor)] = self.table.entry(
@@ -459,11 +479,14 @@ class _Frame:
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
         """Return the object that autograd saves instead of `tensor` (Rules 1 to 3)."""
         key = id_of(tensor)
+        # A copy of a parameter would be stale or double: FSDP2 frees it after forward and refills it in
+        # place.
         if key in self.fixed:
             self._fingerprinter.passes(key)
             return tensor
         if not is_plain(tensor):
             return tensor
+        # The inputs exist in any case, since the second run starts from them.
         if not self.region.recompute or key in self.inputs:
             return _detached(self.claim(tensor))
         kept = self.kept.find(key, tensor)
@@ -475,6 +498,7 @@ class _Frame:
         self.count = n + 1
         self.wanted.add(n)
         self.fingerprints.append(self._fingerprinter.take(tensor))
+        # All values once, then those of the last tensor alone, which depends on all before it.
         if self._checks_values and (not self.region.watched or n == self.region.last_unpacked):
             self.magnitudes[n] = magnitude(tensor)
         return _Number(self, n)
@@ -497,8 +521,11 @@ class _Frame:
         self._back.pop(n, None)
 
     def _run_again(self) -> None:
+        # Leaves of a new graph: backward must not reach the first run's graph through the second's.
         args, kwargs = mapped(once_each(as_input), self._args)
         replay = Replay(self, {id_of(t) for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)})
+        # Fingerprints read `grad_fn`, so the second run records a graph; its hooks refuse any backward
+        # through it.
         with torch.enable_grad(), saved_tensors_hooks(replay.pack, refuse_unpack), ExitStack() as stack:
             self._enter_contexts_again(stack)
             try:
@@ -524,6 +551,7 @@ class _Frame:
             enter(self._put_back_buffers())
         if self._random is not None:
             enter(self._random.restored())
+        # Backward runs outside of autocast, so the first run's setting is entered again.
         for autocast in self._autocast:
             enter(autocast())
         if not self._autocast and is_autocast_on():
@@ -541,6 +569,7 @@ class _Frame:
     def _put_back_buffers(self) -> Iterator[None]:
         buffers = self.region.state.buffers()
         with torch.no_grad():
+            # The values after the first run are those of plain training; they are restored after the second.
             copies = [(buffers[name], buffers[name].clone()) for name in self._changed_buffers]
             for name, before in self._before.items():
                 buffers[name].copy_(before)

@@ -112,6 +112,7 @@ def _overload(namespace: str, op: str) -> Any:
 def _looked_at(op: Any, *args: Any, **kwargs: Any) -> Any:
     if _inside.block:
         raise _twice(op)
+    # Otherwise the call would dispatch to this kernel again.
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args, **kwargs)
 

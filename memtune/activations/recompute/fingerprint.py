@@ -124,6 +124,7 @@ class Fingerprinter:
     """
 
     def __init__(self, fixed: Mapping[int, str]) -> None:
+        # Nodes of this run have numbers from here on; older ones belong to inputs and parameters.
         self._start = _now()
         self._fixed = fixed
         self._seen: set[int] = set()
@@ -151,8 +152,10 @@ class Fingerprinter:
             number, name = node._sequence_nr(), node.name()
             if number < self._start or number in self._seen or name == _LEAF:
                 continue
+            # Each node is visited once per run, so the walk costs no more than the graph has nodes.
             self._seen.add(number)
             following = [each for each, _ in node.next_functions]
+            # Autocast caches a weight's cast, so its node may be in the graph of one run only.
             if name != _CAST and not _is_ours(node):
                 yield GraphNode(name, tuple(self._parameters(following)), _numbers(node))
             waiting += following
@@ -177,6 +180,7 @@ def difference(
     if isinstance(before, QuickFingerprint) and isinstance(now, QuickFingerprint):
         if before.nodes != now.nodes and before.node is now.node:
             return tuple(f"{each.nodes} nodes up to {each.node.__name__}" for each in (before, now))  # type: ignore[return-value]
+    # Latest first in both, so reversed: the first op that ran is the cause, later ones may follow from it.
     pairs = zip_longest(reversed(before.made_by), reversed(now.made_by), fillvalue=_NOTHING)
     one, two = next(((one, two) for one, two in pairs if one != two), (_NOTHING, _NOTHING))
     if one.name != two.name:
@@ -208,6 +212,7 @@ def magnitude(tensor: Tensor) -> Tensor | float | None:
         return None
     if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
+    # A strided view of every `step`-th element: no copy, whatever the size.
     step = -(-tensor.numel() // _SAMPLED)
     # Outside all modes: these ops are not the model's, and must not be counted or replaced.
     with torch._C._DisableTorchDispatch():
@@ -220,6 +225,7 @@ def magnitude(tensor: Tensor) -> Tensor | float | None:
 
 def _norm(some: Tensor) -> float | None:
     if some.dtype == torch.bfloat16:
+        # numpy has no bfloat16; its bits are the upper half of a float32.
         bits = some.view(torch.int16).numpy().astype(np.int32) << 16
         values = bits.view(np.float32)
         return math.sqrt(float(np.dot(values, values)))
@@ -260,6 +266,7 @@ class Compared:
             return self
         with without_modes():
             there = page_locked(lambda locked: torch.empty(2, pin_memory=locked), wanted=True)
+            # One copy and an event: the comparison takes place in a later forward of the region.
             there.copy_(torch.stack([self.before, self.now]), non_blocking=True)
             event = torch.cuda.Event()
             event.record()

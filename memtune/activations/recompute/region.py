@@ -72,6 +72,7 @@ class Region:
         self.value_checks += 1
         if self.value_checks <= _VALUES_FIRST or all(each.device.type == "cpu" for each in inputs):
             return True
+        # By index as well, or all blocks would issue their comparisons in the same step.
         return (self.value_checks + self.index) % _VALUES_EVERY == 0
 
     def random_state(self) -> RandomState:

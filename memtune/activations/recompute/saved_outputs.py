@@ -89,9 +89,11 @@ class KeptOutputs:
 
     def take(self) -> Any:
         """Return the outputs to the second run."""
+        # The op is skipped, so the generator must move past the numbers that it drew.
         if self._random is not None:
             self._random.continue_from()
         out = _of_tensors(_taken, self._out)
+        # A reload has a storage of its own, by which the second run's saved views are recognised.
         self._storages = [weakref.ref(t.untyped_storage()) for t in _tensors_in(out)]
         return out
 
@@ -148,6 +150,7 @@ class KeptByStorage:
         """Keep the unchanged outputs that a second run up to recomputed tensor `last` reads; return whether
         none of them has changed.
         """
+        # Ops behind the last tensor that backward needs do not run again, so their outputs have no reader.
         asked = {call: kept for call, kept in self.calls.items() if kept.before <= last}
         self.calls = {call: kept for call, kept in asked.items() if kept.unchanged()}
         self._by_storage = {}
@@ -189,6 +192,8 @@ class KeepMode(_EagerMode):
         if isinstance(self._keep, OpAddresses):
             call = self._seen.next(func)
             if call in self._keep.skipped:
+                # Both modes count calls of an op in the order of the run, so a plan names an op and its
+                # occurrence.
                 self._skipped.skip(
                     call, func, args, out, before=self._count(), random=self._state_after(func, args, kwargs)
                 )
@@ -328,6 +333,7 @@ class SkippedCalls:
         `func` may draw.
         """
         if func._schema.is_mutable:
+            # A write into a skipped output may be skipped too; into any other tensor it must be repeated.
             if not all(self.made(t) for t in _written(func, args)):
                 self.is_needed(before)
             self._calls[call] = _SkippedCall(None, random)
@@ -349,6 +355,7 @@ class SkippedCalls:
         if not any(self.made(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
             return
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        # A view of a skipped output reads no values and is made again from uninitialized memory.
         if func._schema.is_mutable or not outs or not all(self.made(t) for t in outs):
             self.is_needed(before)
 
@@ -371,6 +378,7 @@ class SkippedCalls:
             all_kept: No kept output has been written into.
         """
         self._made = {}
+        # A kept output that was changed is computed again, and its inputs may be skipped outputs.
         self._all_run = self._needed <= last or not all_kept
 
     @property

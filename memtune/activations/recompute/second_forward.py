@@ -33,6 +33,7 @@ class Replay:
         self._frame, self._inputs, self.count = frame, inputs, 0
         self._fixed, self._keeps = frame.fixed, bool(frame.kept.calls) or not frame.skipped.is_empty
         self._fingerprinter = frame.fingerprinter()
+        # Tensors behind it have no reader, so the run ends there (early stop).
         self.enough = max(frame.wanted) + 1
 
     def pack(self, tensor: Tensor) -> int:
@@ -41,12 +42,14 @@ class Replay:
         if key in self._fixed:
             self._fingerprinter.passes(key)
             return -1
+        # The same tests in the same order as `_Frame.pack`: both runs must give a tensor the same number.
         if key in self._inputs or not is_plain(tensor) or (self._keeps and self._frame.is_kept(tensor)):
             return -1
         self._compare(tensor)
         self._frame.keep_back(self.count, tensor.detach())
         self.count += 1
         if self.count == self.enough:
+            # An exception is the only way out of the user's code; nothing in it may need to finish.
             raise StopReplay
         return self.count - 1
 
@@ -74,6 +77,7 @@ class Replay:
             compared = Compared(
                 region.name, self.count, now, self._frame.magnitudes[self.count], magnitude(tensor)
             )
+            # On CPU the values are there; on a GPU the host would wait for all kernels issued so far.
             if len(self._frame.magnitudes) > 1 or tensor.device.type == "cpu":
                 compared.check()
             else:

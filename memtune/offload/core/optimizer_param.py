@@ -28,6 +28,8 @@ class OptimizerParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """Its own gradient, or that of the parameter it replaces."""
         own: Tensor | None = _GRAD.__get__(self)
+        # Own gradient first: after an offload it is the sum, and the model's parameter may already have a
+        # newer one.
         return own if own is not None or self._replaces is None else self._replaces.grad
 
     @grad.setter
@@ -40,6 +42,7 @@ class OptimizerParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle without the model's parameter, whose memory may be freed now."""
+        # A deep copy or a pickle would read the model's weight through this reference.
         replaces = vars(self).pop("_replaces", None)
         try:
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -75,11 +75,17 @@ class _Guarded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, kind = _called(func)
+        # `DisableTorchFunctionSubclass` in all branches: without it the call would dispatch to this method
+        # again.
         if kind == "harmless":  # most calls, such as `parameter.grad`: no walk through the arguments
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         gone = [
-            each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded) and _is_freed(each)
+            # The state is read at the call, not from the class alone: an alias outlives the moment in which
+            # it was made.
+            each
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, _Guarded) and _is_freed(each)
         ]
         with torch._C.DisableTorchFunctionSubclass():
             if gone and kind == "text":
@@ -146,6 +152,7 @@ def _alias(found: Any, of: Tensor) -> Any:
 def _called(func: Any) -> tuple[str, str]:
     """Return the name of `func` and its kind: harmless, alias, text, or values if it reads them."""
     name, owner = str(getattr(func, "__name__", func)), getattr(func, "__self__", None)
+    # Attributes are descriptors: torch passes `Tensor.grad.__get__`, whose owner names the attribute.
     if name in ("__get__", "__set__", "__delete__"):
         attribute = str(
             getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
@@ -185,6 +192,8 @@ def _refuse(name: str, tensor: Tensor) -> None:
 def mark_freed(parameters: Iterable[nn.Parameter]) -> None:
     """Mark `parameters` as freed: reads and writes raise. Other classes and fake rows are unchanged."""
     for each in parameters:
+        # `__class__` can hold one of the two subclasses: a freed weight refuses writes, so it needs no
+        # counting of them.
         untrack_data(each)
         if type(each) in _FREED_CLASS and not isinstance(getattr(each, "_local_tensor", None), FakeTensor):
             each.__class__ = _FREED_CLASS[type(each)]
@@ -206,6 +215,7 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
     Raises:
         ApplyError: A parameter has other memory.
     """
+    # Storages compare by `_cdata`: `data_ptr()` is 0 for every freed one.
     own = memory.untyped_storage()._cdata
     wrong = [
         each for each in parameters if getattr(each, "_local_tensor", each).untyped_storage()._cdata != own
@@ -232,6 +242,8 @@ def guard_module(module: nn.Module) -> None:
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
     for parameter in _freed_parameters(self):
+        # `module.to` and the like convert leaf by leaf; an empty tensor shows whether `fn` converts without
+        # reading a value.
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if fn(probe) is not probe:
             _refuse_module(
@@ -249,6 +261,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if _freed_parameters(self):
         _refuse_module("copied", "Tuned.state_dict, loaded into a model of its own")
+    # Removed for the copy: it would otherwise carry methods that are bound to this module.
     own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__", "__reduce_ex__")}
     try:
         return copy.deepcopy(self, memo)
@@ -302,6 +315,8 @@ class Piece(NamedTuple):
         """
         if not self.in_frame:
             require_own_memory(self.of, self.memory)
+            # In place: views of the storage, among them autograd's saved ones, remain views of the same
+            # memory.
             self.memory.untyped_storage().resize_(self.padded_bytes or self.host.nbytes)
             mark_resident(self.of)
 
@@ -340,6 +355,7 @@ def in_chunks(
         for parameter, at in members:
             values = parameter.detach() if gathered is None else gathered.rows_of(parameter)
             place = place_in(memory, values, at)
+            # Values first, then the views move: a failure in between leaves the parameter as it was.
             place.copy_(values)
             if gathered is None:
                 parameter.data = place

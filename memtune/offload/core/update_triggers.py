@@ -58,6 +58,8 @@ def resident_count(n_bytes: Sequence[int], ratio: float) -> int:
 
     Those used first are resident, up to 1 - `ratio` of the bytes; at least one is offloaded.
     """
+    # Front to back: the last parameters get their gradients first, and the host has most time to update
+    # those.
     room = (1.0 - ratio) * sum(n_bytes)
     for index, size in enumerate(n_bytes[:-1]):
         room -= size
@@ -96,6 +98,8 @@ class PendingUpdates(Generic[T]):
 
     def make_room(self, n_bytes: int) -> Iterator[T]:
         """Yield, and forget, the rounds that must end before one of `n_bytes` begins; none for 0 bytes."""
+        # A round of 0 bytes needs no room, and a single one may exceed the bound: otherwise it could never
+        # begin.
         while self._rounds and n_bytes and sum(size for _, size in self._rounds) + n_bytes > self._room_bytes:
             yield self._rounds.pop(0)[0]
 

@@ -60,6 +60,8 @@ class Gradients:
             ApplyError: A gradient was used inside backward, still scaled, or is on SSD.
         """
         found: dict[tuple[int, int], Tensor] = {}
+        # By address: the model's parameter and its replacement may show the same gradient, which must be
+        # unscaled once.
         for chain in self._chains.values():
             for each in chain:
                 if each.grad is not None:
@@ -85,11 +87,14 @@ class Gradients:
         """Multiply all gradients by `inverse`, a scalar; return by device 1.0 if one was not finite."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in self.all():
+            # The foreach kernel takes tensors of one device and one type.
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         found: dict[torch.device, Tensor] = {found_inf.device: found_inf}
         for (device, _), gradients in by_kind.items():
             here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse.to(device))
+        # Each rank sees its own rows. If one skipped its step and others did not, weights would differ from
+        # here on.
         if self._ranks > 1:
             together = torch.stack([each.to(self._device) for each in found.values()]).sum()
             world = dist.group.WORLD
@@ -124,6 +129,7 @@ def unscale_everywhere(context: Context) -> None:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         gradients.zero(set_to_none)
 
+    # On the object, not the class: other optimizers of this process keep torch's method.
     optimizer.zero_grad = MethodType(functools.wraps(type(optimizer).zero_grad)(zero_grad), optimizer)
     for module in {*context.model.modules(), *([] if context.loop.runner is None else [context.loop.runner])}:
         vars(module)["zero_grad"] = _ZeroGrad(module, gradients)
@@ -151,6 +157,7 @@ class _ZeroGrad:
 def _patch_scaler(scaler: Any) -> None:
     """Patch `_unscale_grads_` of a scaler class once: a scaler reads the groups itself there."""
     own = scaler._unscale_grads_
+    # Once for the class, because users create scalers after `apply`.
     if hasattr(own, "__wrapped__"):
         return
 

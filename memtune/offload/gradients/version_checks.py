@@ -124,6 +124,7 @@ class WatchedGradients:
         False on several ranks, where clipping would need a norm over all of them, and where gradients were
         used already.
         """
+        # A gradient that an update inside backward has used can no longer be scaled together with the rest.
         used = any(self._context.placement.optimizer_param(each).grad is None for each in self._used)
         there = [each.grad for each in changed if each.grad is not None and tier_of(each.grad) != SSD]
         alone = self._context.placement.world_size == 1
@@ -164,6 +165,7 @@ class SentinelGradient:
     @torch.no_grad()
     def note(self) -> None:
         """Note the version at the end of a backward; later changes of the gradient are detected."""
+        # Zeros are a neutral element: autograd adds to them, and a norm over all gradients is unchanged.
         if self.parameter.grad is None and self._use_placeholder:
             self._zeros = self.parameter.grad = torch.zeros_like(self.parameter)
         gradient = self.parameter.grad
@@ -179,6 +181,7 @@ class SentinelGradient:
         """Return True if the gradient has changed since `note`; drop that version and the placeholder."""
         version, self._version = self._version, None
         gradient = self.parameter.grad
+        # Before the optimizer sees it: a gradient of zeros still moves a weight by momentum and decay.
         self.remove_placeholder()
         return version is not None and (gradient is None or gradient._version != version)
 

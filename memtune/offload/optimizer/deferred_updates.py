@@ -46,6 +46,7 @@ class DeferredUpdates:
 
     def take(self, gradients: Gradients) -> Gradients:
         """Move the gradients of the blocks out of `gradients` and return them; their updates are deferred."""
+        # The last step's updates must be done: the gradients of one step only may wait.
         self.finish_all()
         for block, hosts in self._blocks.items():
             mine = {host: gradients.pop(host) for host in hosts if host in gradients}
@@ -65,6 +66,7 @@ class DeferredUpdates:
                 the second.
         """
         while self._waiting:
+            # In the order of use: one thread runs them, and the first block is needed first.
             block = next(iter(self._waiting))
             gradients, futures = self._waiting.pop(block), list[Future[None]]()
             run(gradients, futures)
@@ -120,6 +122,8 @@ class SyncedState(defaultdict[Any, Any]):
             self._without_sync = before
 
     def __getitem__(self, key: Any) -> Any:
+        # `optimizer.state[p]` is how schedulers and checkpoints read moments, so each access may have to
+        # wait.
         self.sync()
         return super().__getitem__(key)
 
@@ -128,6 +132,7 @@ class SyncedState(defaultdict[Any, Any]):
         return super().__iter__()
 
     def __reduce__(self) -> Any:
+        # As a plain dictionary: a checkpoint must load where memtune is not installed.
         self.sync()
         return defaultdict, (dict,), None, None, iter(list(super().items()))
 

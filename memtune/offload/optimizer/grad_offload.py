@@ -102,6 +102,8 @@ class GradientOffload:
             for p, n_bytes in trained.items()
             if placement.optimizer_params.get(p, p) not in resident
         }
+        # The smallest costs the least memory; it is chosen by bytes alone, so that ranks agree without
+        # communication.
         self._sentinel = SentinelGradient(
             list(offloaded)[sentinel_index(list(offloaded.values()))],
             use_placeholder=placement.world_size == 1,
@@ -135,11 +137,14 @@ class GradientOffload:
         self._version_check = WatchedGradients(context, stay, self._hosts.values(), _OTHER)
         self._sentinel_missing = False
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
+        # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into
+        # it.
         context.undo.callback(
             context.model.register_forward_pre_hook(UncopiedHook(weakly(self._forward_begins))).remove
         )
         self.buckets = self.sent_bytes = 0
         self._register_grad_hooks(context)
+        # A context that was there, such as DDP's `no_sync`, runs inside this one.
         self._outer_sync, context.loop.sync = context.loop.sync, self.sync
         before_step(context.optimizer, self._step_begins)
         context.events.weights_loaded.subscribe(self._backward_end.settle)
@@ -176,8 +181,10 @@ class GradientOffload:
         """
         self._backward_end.settle()
         self._early_updates.step_begins()
+        # Updates that the last step left read no gradient of this one, so they overlap with its forward.
         self._optimizer.start_deferred()
         self._is_last = last
+        # By micro-batch: a block is complete only when all of its gradients have arrived again.
         self._missing = {index: set(block) for index, block in enumerate(self._blocks)}
         try:
             with nullcontext() if self._outer_sync is None else self._outer_sync(last):
@@ -190,6 +197,7 @@ class GradientOffload:
         """Put a ready gradient in the bucket, and send the bucket when it is full; grad-ready hook."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
+        # Queued by the first gradient: autograd accepts a callback only while a backward runs.
         self._backward_end.expect()
         if parameter is self._sentinel.parameter:
             self._sentinel.on_grad_ready()
@@ -232,6 +240,7 @@ class GradientOffload:
             parameter, host = arrived.pop(0)
             add_gradient(self._hosts[parameter], host)
             del host
+        # In earlier micro-batches the sums are not complete, and nothing may use them.
         if self._is_last:
             self._emit_grad_use(parameters)
         ready = self._ready_to_update(parameters) if self._is_last else []
@@ -300,6 +309,8 @@ class GradientOffload:
         self._early_updates.step_goes_on()
         self._version_check.require_unchanged()
         self._sentinel.remove_placeholder()
+        # Without a sentinel no scaling of gradients could be found, so the step is refused rather than
+        # trusted.
         if self._sentinel_missing:
             raise refusals.error_of(
                 refusals.clipping_unnoticed_in_step(_OTHER),
@@ -361,6 +372,7 @@ def _share_bytes(parameter: nn.Parameter, host_param: nn.Parameter | None) -> in
     if divided is None:
         return parameter.nbytes
     rows = parameter.shape[0]
+    # FSDP2 and ZeRO divide by rows and round up, so the first rank has the most.
     for ranks in divided.device_mesh.shape:
         rows = -(-rows // ranks)
     return rows * parameter.shape[1:].numel() * parameter.itemsize

@@ -90,6 +90,7 @@ class HostOptimizer:
         resident: Collection[nn.Parameter] = (),
     ) -> None:
         placement = context.placement
+        # Refused before any state moves, so that a failed `apply` has nothing to restore here.
         if resident:
             _refuse_parts(context.optimizer)
         self._resident = set(resident)
@@ -102,6 +103,7 @@ class HostOptimizer:
         # step.
         self._gradients: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
+            # The group objects remain: schedulers hold references to them.
             group["params"] = [p if p in self._resident else self._host_copy(p) for p in group["params"]]
         # The order of the model, as in the pass; a user's groups may have another one.
         place = model_order(context)
@@ -136,8 +138,11 @@ class HostOptimizer:
         device.
         """
         self._host_tier = ExitStack()  # open while the optimizer computes, closed even if its step raises
+        # A native step runs the step hooks itself (`with_hooks`); the user's own `step` is wrapped by torch
+        # already.
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
         replace_step(self._optimizer, self._with_cleanup(own))
+        # `last`: checks and reductions that were registered before must see the gradients on the device.
         before_step(self._optimizer, self._offload_gradients, last=True)
         # `after_step` puts it before the hooks registered so far, such as ZeRO's all-gather of new weights.
         after_step(self._optimizer, self._copy_weights_to_device)
@@ -204,6 +209,8 @@ class HostOptimizer:
         """Run this step's native updates, except those made early, deferred or delayed."""
         native = self._native
         assert native is not None
+        # One-step delayed update (ZeRO-Offload, section 5.2): off in the first steps, whose gradients change
+        # rapidly.
         if self._delay_after is not None and self._steps >= self._delay_after:
             self.start_deferred()
             self._join()
@@ -213,6 +220,8 @@ class HostOptimizer:
             # State exists from the first step on, as in torch, though its update comes later.
             native.make_state(optimizer, self._delayed.get)
         else:
+            # Overlapped updates of this step end before the others, so that at most one thread writes
+            # weights.
             self._join()
             deferred = {} if self._deferred is None else self._deferred.take(self._gradients)
             native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
@@ -246,6 +255,8 @@ class HostOptimizer:
                 if host.grad is not None:  # offloaded during backward
                     self._gradients[host] = host.grad
                     if self._native is not None:
+                        # The native step reads `_gradients`; `host.grad` would be a second reference that
+                        # outlives the update.
                         host.grad = None
                 continue
             if in_flight is not None:
@@ -263,18 +274,22 @@ class HostOptimizer:
         self._versions_before_step = self._update_versions()
         if self._resident:
             self._update_on_device()
+        # State that the optimizer creates in its first step is created inside, and so counted on the host.
         self._host_tier.enter_context(tier(HOST))
 
     def _update_on_device(self) -> None:
         """Run the optimizer's own step over the resident parameters; the others have no gradient."""
         waiting = [(host, host.grad) for _, host in self._pairs]
         for host, _ in waiting:
+            # Without a gradient torch's optimizers skip a parameter, which leaves the host's for the step
+            # proper.
             host.grad = None
         # The unwrapped step: its hooks run once, around the whole step, and must not run for this part.
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         for host, gradient in waiting:
             host.grad = gradient
         for parameter in self._resident:
+            # As in `zero_grad`: the update has used it, and the memory is needed before the host's part ends.
             parameter.grad = None
 
     def leave_to_offloader(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -302,6 +317,7 @@ class HostOptimizer:
             self._run_updates(gradients, None)
         else:
             self._run_overlapped(gradients)
+        # Only the update thread may still hold the gradients; it drops each after its update.
         for host in gradients:
             host.grad = None
 
@@ -347,6 +363,7 @@ class HostOptimizer:
             context: Its model and optimizer; hooks for checkpoints are registered.
             blocks: Parameters by block, in the order of use.
         """
+        # Fake tensors have no thread to wait for: a recorder runs the updates in line.
         host_of = dict(self._pairs)
         fake = any(isinstance(host.data, FakeTensor) for host in host_of.values())
         hosts = {
@@ -377,12 +394,16 @@ class HostOptimizer:
 
     def _sync(self) -> None:
         """Finish all deferred and delayed updates and copy their weights to the device."""
+        # `start` before `finish_all`: deferred updates that no micro-batch has started yet would otherwise be
+        # lost.
         if self._deferred is not None:
             self._deferred.start(self._run_updates)
             self._deferred.finish_all()
         if self._delayed:
             self.start_deferred()
             self._join()
+            # Set to None first: `_hosts_with_new_weights` and `_is_delayed` must not see an update that is
+            # done.
             delayed, self._delayed, self._delayed_began = self._delayed, None, False
             self._copy_weights(delayed, set(delayed))
 
@@ -440,6 +461,7 @@ class HostOptimizer:
 
     def _on_weights_loaded(self) -> None:
         """Copy loaded weights and state to the host; they replace early updates."""
+        # In this order: an update that still runs would write into the loaded values.
         self._join()
         self._updated.clear()
         self._gradients.clear()
@@ -473,6 +495,7 @@ class HostOptimizer:
         Raises:
             ApplyError: An update of one is delayed or was made early.
         """
+        # Those of the parameter offloader have no memory to be written while they are freed.
         written = set(self._writes.take_external(self._with_offloader))
         if written and (
             self._is_delayed()

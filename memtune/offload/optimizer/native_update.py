@@ -77,10 +77,12 @@ def update_(
         maximize: Maximize the objective.
         seed: Of stochastic rounding, together with `step`.
     """
+    # Read on the calling thread: OpenMP keeps the number per thread.
     threads = torch.get_num_threads()
 
     def update() -> None:
         count = 1.0
+        # Adam counts before it corrects the bias, as torch does.
         if step is not None:
             step.add_(1)
             count = step.item()
@@ -103,6 +105,7 @@ def update_(
     if futures is None:
         update()
     else:
+        # A list, which `_once` empties: the executor drops a call's arguments only after its future is done.
         futures.append(_threads().submit(_once, [update]))
 
 
@@ -145,6 +148,7 @@ def _forget_in_child() -> None:
     _pool = None
 
 
+# A child has the pool object but not its thread; a task that is submitted there would never run.
 os.register_at_fork(before=wait_for_updates, after_in_child=_forget_in_child)
 
 
@@ -166,6 +170,7 @@ class _FlatViews:
 
     def __init__(self, weight: Tensor) -> None:
         # `empty_like` keeps the memory order of the weight and leaves out its gaps.
+        # Elementwise updates need one common order of elements, not any particular one.
         like = weight if weight.is_contiguous() else torch.empty_like(weight, device="meta")
         self._stride, self._contiguous = like.stride(), like.is_contiguous()
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -189,6 +194,7 @@ class _FlatViews:
             tensor.copy_(row)
 
 
+# A hash, not `seed + count`: neighbouring parameters and steps must not round alike.
 def _seed(seed: int, count: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed},{count}".encode(), digest_size=8).digest(), "little")
 

@@ -115,6 +115,8 @@ class HostParameters:
         self._optimizer, self._device = optimizer, context.device
         self._before_grad_use = context.events.before_grad_use
         self._modules = [context.model.get_submodule(name) for name in context.blocks]
+        # Under FSDP2 a block's parameters are this rank's rows; the all-gather, not the module, reads them
+        # first.
         self._gathered = GatheredBlocks(context) if is_gathered(context.model) else None
         _refuse_schedules(context.model)
         self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
@@ -167,6 +169,8 @@ class HostParameters:
     def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Return the memory of the values of `mine` while they are freed on the device."""
         held = context.placement.optimizer_params
+        # A trained parameter's host copy is the optimizer's own parameter, so an update needs no further
+        # copy.
         return {p: held[p].detach() if p in held else host_copy(p) for p in mine}
 
     def _piece_of(self, parameter: nn.Parameter) -> Piece:
@@ -193,6 +197,7 @@ class HostParameters:
             module.register_state_dict_post_hook(lambda *args: self._into_state_dict(*args))
             module.register_load_state_dict_pre_hook(lambda module, *_: self._load_begins(index, module))
             module.register_load_state_dict_post_hook(lambda module, _: self._load_ends(index, module))
+        # Once for the whole model: `copy.deepcopy` and `torch.save` usually get the model, not a block.
         if index == 0:
             guard_module(context.model)
         for parameter in self._blocks[index]:
@@ -237,6 +242,7 @@ class HostParameters:
             self.loaded_bytes += piece.host.nbytes
 
     def _free_units(self, units: Any) -> None:
+        # A copy of `units`: callers pass `_resident` itself, which shrinks inside the loop.
         for index in list(units):
             if index in self._resident:
                 self._resident.discard(index)
@@ -274,6 +280,7 @@ class HostParameters:
     @torch.no_grad()
     def _average(self, parameter: nn.Parameter) -> None:
         """All-reduce the gradient if ranks are replicas."""
+        # Before the D2H copy: the sum on the host then needs no communication.
         if self._group is not None:
             self._averaged.add(parameter)
             assert parameter.grad is not None
@@ -304,6 +311,7 @@ class HostParameters:
 
     def _abandon_gradients(self) -> None:
         """Drop gradients in D2H copies: their backward, or the step, has raised."""
+        # Awaited, not forgotten: the copy engine still writes this pinned memory, which is reused next.
         for _, _, host in self._in_flight.drain():
             transfer.abandon(host)
         self._version_check.forget()
@@ -324,6 +332,8 @@ class HostParameters:
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Free all units before the weights change, and check that gradients are those of backward."""
+        # Before the update: it changes the host copies, and a unit that is still resident would be used as it
+        # was.
         self._free_units(list(self._resident))
         self._version_check.require_unchanged()
         self._version_check.forget()
@@ -333,10 +343,12 @@ class HostParameters:
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state and parameter in self._hosts:
+                # The parameter itself may be freed. The shape and sharding are those that FSDP2 shows for it.
                 state[prefix + name] = sharded_like(parameter, self._hosts[parameter])
 
     def _load_begins(self, index: int, module: nn.Module) -> None:
         """Make the block resident before a state dict is loaded into `module`, so torch can copy into it."""
+        # Pre-hooks run parents before children, so the first module to ask is the outermost one.
         self._loading.setdefault(index, module)
         self._load_whole_block(index)
 
@@ -383,6 +395,7 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], when_ready: bool) -> li
         ApplyError: A block's parameter is used outside of it as well, or shares memory, or gradients are
             offloaded and there are none.
     """
+    # `parameters()` reports a shared parameter once, so owners are counted module by module.
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -497,11 +510,13 @@ class ParameterOffloader(HostParameters):
             context.undo.callback(
                 parameter.register_post_accumulate_grad_hook(weakly(self._on_outside_grad_ready)).remove
             )
+        # DDP's `no_sync`, or another mechanism's context, runs inside this one.
         self._outer_sync = context.loop.sync
         if early:
             context.loop.sync = self.sync
         before_step(context.optimizer, self._step_begins)
         context.events.weights_loaded.subscribe(self._backward_end.settle)
+        # Last: the steps above read and copy values on the device.
         self._free_units(list(self._resident))
 
     def _hook_moments(self, context: Context, index: int) -> None:
@@ -526,6 +541,7 @@ class ParameterOffloader(HostParameters):
         Raises:
             ApplyError: A backward with updates has raised, and no state dict has been loaded since.
         """
+        # A micro-batch after a backward that raised: its gradients are dropped before new ones are added.
         self._backward_end.settle()
         self._early_updates.step_begins()
         self._is_last = last
@@ -549,9 +565,12 @@ class ParameterOffloader(HostParameters):
         given = {id(each) for each in tree_leaves(args)}
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in given:
+                # A gradient of an output reaches a tensor hook before the block's own backward runs, so the
+                # weights are loaded in time.
                 tensor.register_hook(lambda _: self._backward(moment))
 
     def _backward(self, moment: int) -> None:
+        # Again in every moment: `expect` queues one callback per backward and ignores the later calls.
         self._backward_end.expect()
         self._begin_moment(moment)
 
@@ -607,6 +626,7 @@ class ParameterOffloader(HostParameters):
         """Update `block`, whose gradients were all ready in the moment before; None: no block is complete."""
         if block is not None:
             self._emit_grad_use(self._blocks[block])
+            # Recorded before the update: if it raises half way, the step counts as one that cannot be undone.
             self._early_updates.add([block])
             self._optimizer.update(self._blocks[block])
 
