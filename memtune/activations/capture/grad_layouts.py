@@ -40,6 +40,7 @@ def guess_layouts(tape: Tape) -> Iterator[dict[int, GradientLike]]:
 def _all(tape: Tape) -> Iterator[dict[int, GradientLike]]:
     outputs = tape.differentiable
     most_dims = max(len(_slot(tape, i).size) for i in outputs)
+    # Layouts outside, outputs inside: most losses use all outputs and return contiguous gradients.
     for layout in _layouts(most_dims):
         for asked in _sets(outputs):
             yield {i: _like(tape, i, _strides(_slot(tape, i), layout)) for i in asked}
@@ -58,6 +59,7 @@ def _layouts(n_dims: int) -> Iterator[_Layout]:
     yield tuple(range(n_dims))
     yield "own"
     if n_dims > 1:
+        # As after `logits.transpose(1, 2)` before a cross-entropy.
         yield (0, *range(2, n_dims), 1)  # classes are the second dim for torch's losses
         yield (0, n_dims - 1, *range(1, n_dims - 1))
     yield "one value"

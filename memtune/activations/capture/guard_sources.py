@@ -72,6 +72,7 @@ class _Seen:
         """Return a description of the first change, '' if there is none."""
         held = self._held
         try:
+            # One C-level pass for the common case; the loop below names the change.
             fixed = all(map(is_, self._read(held), self._again))
         except KeyError:
             fixed = False
@@ -191,7 +192,9 @@ def _read_names(
         for name in _names(function.__code__):
             if name not in read:
                 read.add(name)
+                # Any class's method of that name: the receiver's type is not known.
                 waiting += methods.get(name, ())
+        # Libraries' own globals are no settings of the model.
         if function.__module__.startswith(_OURS):
             continue
         if sets is not None:
@@ -215,6 +218,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
         value = value.fget
     elif isinstance(value, staticmethod | classmethod | MethodType):
         value = value.__func__
+    # Bounded: a decorator may wrap itself in a circle.
     for _ in range(8):
         if not isinstance(value, FunctionType):
             return
@@ -233,6 +237,7 @@ def _names(code: CodeType) -> Iterator[str]:
     """Yield attributes that `code` may read, including those read by `getattr`."""
     for each in _codes(code):
         yield from each.co_names
+        # `getattr(self, "name")` has the name among the constants.
         yield from (const for const in each.co_consts if isinstance(const, str) and const.isidentifier())
 
 
@@ -258,6 +263,7 @@ def _is_plain(value: Any) -> bool:
 def _copied(value: Any) -> Any:
     """Return `value`, copied if it can change while its identity stays the same."""
     if isinstance(value, Tensor):
+        # Tensors are guarded as parameters and buffers, or refused by the capture.
         return Tensor
     if type(value) not in _ITEMS or len(value) > _MOST_ITEMS or _is_plain(value):
         return value
@@ -360,6 +366,7 @@ def contents_of(roots: Iterable[tuple[str, Any]]) -> list[Content]:
     waiting = [(name, value, 0) for name, value in roots]
     while waiting and len(found) < _MOST_HELD:
         root, value, level = waiting.pop()
+        # A tuple cannot change itself, but what it contains can.
         if level and isinstance(value, tuple):
             waiting += (
                 [(root, each, level + 1) for each in value]
@@ -419,6 +426,7 @@ def no_side_effects(module: nn.Module, error: type[Exception]) -> Iterator[None]
     finally:
         for place, values in zip(places, before, strict=True):
             changed = _restore(place, values) or changed
+        # After the names: a name may have pointed to another container, which is dropped by then.
         for content in filter(Content.is_changed, contents):
             content.put_back()
             changed = content.root or changed

@@ -36,6 +36,7 @@ def call_key(args: Any, kwargs: Any) -> Any | None:
         spec,
         tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
     ]
+    # Deterministic algorithms run other kernels, with other ops.
     key.append(torch.are_deterministic_algorithms_enabled())
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -89,10 +90,13 @@ class Guards:
 
     def _changed_modules(self) -> str:
         for children, names, before in self._children:
+            # Identity and order: a replaced submodule may have another forward, a reordered `Sequential` runs
+            # otherwise.
             if tuple(children) != names or tuple(children.values()) != before:
                 return "a submodule was replaced"
         if any(type(each) is not kind for each, kind in self._types):
             return "a submodule is of another class"
+        # The usual case, without a loop over hooks at each step.
         if not any(self._hooks):
             return ""
         found = (hook for hooks in self._hooks for hook in hooks.values() if not _ours(hook))
@@ -111,6 +115,7 @@ class Guards:
                 return f"{name} is another tensor"
             if tensor.dtype is not dtype or tensor.device != device:
                 return f"{name} has another type or device"
+            # Its gradient would have to flow on, where the tape ends.
             if requires_grad and not tensor.is_leaf:
                 return f"{name} is computed from other tensors"
         return ""

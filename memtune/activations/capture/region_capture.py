@@ -66,6 +66,7 @@ class _InputGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, note: Callable[[Tensor], None]) -> Tensor:
         ctx.note = note
+        # A view: an output that is its input itself would not be a new node.
         return x.view_as(x)
 
     @staticmethod
@@ -95,6 +96,7 @@ def capture(
         CaptureError: It cannot be captured; the message names the op and the reason.
     """
     with (
+        # The order matters: no mode of the caller sees the capture's ops, and side effects are undone last.
         _disable_current_modes(),
         without_hooks(),
         FakeTensorMode() as fake,
@@ -104,6 +106,7 @@ def capture(
         no_side_effects(module, SideEffectError),
         fakes_look_real(),
     ):
+        # Inside the fake mode, so that it sees fake tensors.
         recorder = Recorder()
         ready_gradients: list[tuple[int, int, Slot]] = []
         arrived: dict[int, Slot] = {}
@@ -111,7 +114,9 @@ def capture(
             leaves, spec = tree_flatten(arguments)
             faked: dict[int, Tensor] = {}
             for number, leaf in enumerate(leaves):
+                # `leaves` are fakes already (`shapes_of`): a capture holds no user tensor.
                 if isinstance(leaf, Tensor) and id(leaf) not in faked:
+                    # By identity: the same tensor as two arguments must remain one.
                     faked[id(leaf)] = _faked_input(leaf, number, fake, recorder, arrived)
             given = tree_unflatten(
                 [faked[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
@@ -133,6 +138,7 @@ def _with_backward(
     arrived: dict[int, Slot],
 ) -> Tape:
     leaves, spec = tree_flatten(out)
+    # Another object may hide tensors, which would be returned without a gradient.
     odd = next(
         (leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)), None
     )
@@ -156,6 +162,7 @@ def _with_backward(
         recorder.know(gradient, Outside("gradient", i))
         flowing.append(gradient)
     roots = [leaves[i] for i in asked]
+    # Python's references would keep values alive that the real backward frees.
     del out, leaves
     with no_autocast():
         torch.autograd.backward(roots, flowing)
@@ -228,6 +235,7 @@ def _faked_state(
     set_inside = ""
     try:
         for held, before in undo:
+            # In place: handles and tied modules reference these dictionaries.
             held.update({name: twins[id(tensor)] for name, tensor in before.items() if tensor is not None})
         yield
         set_inside = next((name for held, before in undo for name in _set_in(held, before, twins)), "")
@@ -277,6 +285,7 @@ def _no_random_draws() -> Iterator[None]:
     try:
         yield
     finally:
+        # torch's generators are not touched, because fake tensors draw nothing.
         drawn = random.getstate() != before or str(np.random.get_state()) != str(numpy_before)
         if drawn:
             random.setstate(before)

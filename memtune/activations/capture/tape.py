@@ -130,6 +130,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, tensor: Tensor, of: int | Outside) -> None:
         storage = tensor.untyped_storage()
         self._of[storage._cdata] = of
+        # Without this a later storage at the address would be taken for the earlier value.
         weakref.finalize(storage, self._forget, storage._cdata, of)  # the allocator reuses addresses
 
     def _forget(self, address: int, of: int | Outside) -> None:
@@ -153,12 +154,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in ("prim", "prims"):
             return func(*args, **kwargs)
+        # Masks and positions may steer the code: their values follow from shapes, so reading them is safe.
         constant = self._known.look(func, args)
         if constant is not None:
             return constant
         try:
             plain = self._slots(func, args), {key: self._slots(func, value) for key, value in kwargs.items()}
             out = func(*args, **kwargs)
+            # As the real kernel does; otherwise two gradients would be one value.
             if str(func) in _FAKE_SHARES:
                 out = _apart(out)
             self._follow(func, args, kwargs, out)
@@ -198,6 +201,7 @@ class Recorder(TorchDispatchMode):
             for t in outputs
             if t.untyped_storage()._cdata not in self._of and t.untyped_storage()._cdata not in known
         ]
+        # Views are rebuilt at their readers from size, stride and offset.
         if not fresh and not written:
             return  # a view
         op = len(self.calls)
@@ -207,6 +211,7 @@ class Recorder(TorchDispatchMode):
                 made.append(self._n_values)
                 self._note(tensor, self._n_values)
                 self._n_values += 1
+        # `empty_like` and the like read only the shape.
         touched = [] if str(func) in EMPTY else [self.slot(t).of for t in inputs]
         self.makes.append(made)
         self.reads.append(sorted({of for of in touched if isinstance(of, int)}))
@@ -229,6 +234,7 @@ class Recorder(TorchDispatchMode):
             if each.kind != "buffer":
                 raise CaptureError(f"it writes into an {each.kind} of the region")
             if str(func) not in BATCH_NORMS:
+                # A second run would write the buffer twice (a step counter, an average).
                 self.once.add(op)
             # Ops that read the buffer before would read another value in a second run.
             self.once |= self._readers.get(each, set())
@@ -261,6 +267,7 @@ class ConstantTensors:
 
     def know(self, fake: Tensor, real: Tensor) -> None:
         """Register `real`, a constant of the code, as the value of `fake`."""
+        # Floating-point values may steer no index, and large ones cost memory.
         if _is_kept(real):
             with _disable_current_modes():
                 self._twin[fake] = real.detach().to("cpu", copy=True)

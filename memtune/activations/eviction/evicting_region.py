@@ -132,6 +132,7 @@ class OnlineRegion(ReplacedForward):
             self._replay_ended,
             (self.forward_lock, self._lock),
         )
+        # Autograd needs an input that requires a gradient, or it would never call the region's backward.
         with tier(HOST):  # not accounted as device memory: the prediction has no such tensor
             self.token = torch.zeros((), device=device, requires_grad=True)
 
@@ -143,6 +144,7 @@ class OnlineRegion(ReplacedForward):
         resident as well.
         """
         copied = memo[id(self)] = type(self).__new__(type(self))
+        # `deepcopy` records what it has copied so far in `memo`.
         optimizer = memo.get(id(self._optimizer), self._optimizer)
         own = {
             "module": deepcopy(self.module, memo),
@@ -164,6 +166,7 @@ class OnlineRegion(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward within the budget."""
+        # Nothing is saved for a backward, so nothing could be evicted.
         if not torch.is_grad_enabled():
             with self._lock.running():
                 return self._original(*args, **kwargs)
@@ -172,6 +175,7 @@ class OnlineRegion(ReplacedForward):
 
     def _within(self, args: Any, kwargs: Any) -> Any:
         key = self._key(args, kwargs)
+        # A schedule was made for the whole budget, so no other forward may hold values.
         ready = self.schedule_cache.ready(key, alone=not self._live and not self.replayer.waiting_bytes())
         if ready is not None:
             return ready.forward(*args, **kwargs)
@@ -191,6 +195,8 @@ class OnlineRegion(ReplacedForward):
             self.schedule_cache.preempt()
         settings = self.settings
         follows = (
+            # `freeze_after` 1 makes a schedule at once; without `forget`, decisions depend on values of
+            # earlier steps.
             settings.use_replayer
             and settings.freeze_after != 1
             and settings.policy.forget
@@ -228,6 +234,8 @@ class OnlineRegion(ReplacedForward):
         """Return the key of decisions: how the module is called, and which gradients and optimizer state
         exist.
         """
+        # The first step differs: gradients and optimizer state do not exist yet, and so the budget is another
+        # one.
         called = call_key(args, kwargs)
         self._members = members_of(self.module)
         gradients = sum([each.grad is not None for each in self._members[0]])
@@ -237,6 +245,7 @@ class OnlineRegion(ReplacedForward):
 
     def _table_for(self, args: Any, kwargs: Any, log: DecisionLog | None) -> OnlineTable:
         """Return the table that all forwards waiting for their backward share."""
+        # Weakly: the runs own the table, and with the last of them its values are freed.
         table = self._table()
         if table is None or not self._live:
             policy, budget_bytes = self.settings.policy, self.settings.budget_bytes
@@ -262,6 +271,7 @@ class OnlineRegion(ReplacedForward):
         held = [*parameters, *buffers, *(p.grad for p in parameters), *inputs]
         held += tree_leaves(list(self._optimizer.state.values()))
         storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))
+        # Each storage once: tied weights and views share theirs.
         there = sum({each._cdata: each.nbytes() for each in storages}.values())
         return (
             there
@@ -277,6 +287,7 @@ class OnlineRegion(ReplacedForward):
         if not run.is_whole:  # a partial backward (`autograd.grad`) must not become a log or schedule
             self._count(table.counted(), table.background_bytes)
             return
+        # Reported even if other forwards were waiting: the replayer must know that this kind is not alone.
         if table.log is not None:
             self.replayer.note(
                 run.key,
@@ -340,6 +351,7 @@ class _Run:
         """Run forward; the returned tensors have `_RegionOutputs` as their grad_fn."""
         leaves, spec = tree_flatten((args, kwargs))
         flow = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        # The inner graph ends at these, so its backward does not run on into the caller's graph.
         twins = {id(leaf): leaf.detach().requires_grad_() for leaf in flow}
         given, named = tree_unflatten([twins.get(id(leaf), leaf) for leaf in leaves], spec)
         self._inputs = [twins[id(leaf)] for leaf in flow]
@@ -354,11 +366,13 @@ class _Run:
         roots = [leaves[at] for at in self._roots]
         self._inner = _apply(_Gather, self, *roots) if roots else None
         self.n_forward = len(table.ran)
+        # The table frees a value only if it holds the last reference.
         del out, given, named
         table.leave_room(self.region.settings.reserve_bytes)
         table.note_outputs([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         if not roots:
             return tree_unflatten(leaves, spec)
+        # Handed to the outer graph, `autograd.grad` with respect to a parameter works too.
         self._hands_out = not is_watched(self._parameters)
         if not self._hands_out:  # parameters' nodes call hooks and must run once only, in the inner graph
             self._parameters = []
@@ -394,6 +408,7 @@ class _Run:
                 fix="add the losses up before one backward(), or choose recompute: {kind: none}",
                 code="MT326",
             )
+        # Dropped before it runs: its nodes would otherwise keep their saved values until the end.
         inner, self._inner = self._inner, None
         self.table.backward = True
         for at, each in zip(self._roots, self.gradients, strict=False):
@@ -419,6 +434,7 @@ class _Run:
 @contextmanager
 def _unhooked(parameters: list[Tensor]) -> Iterator[None]:
     """Disable the hooks of `parameters` in this context; the outer graph calls them afterwards."""
+    # `_backward_hooks` is the dictionary that autograd reads, so emptying it in place is enough.
     held = [(hooks, dict(hooks)) for each in parameters if (hooks := each._backward_hooks)]
     try:
         for hooks, _ in held:
@@ -474,6 +490,7 @@ class _Region(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         edges = [edge for edge, _ in ctx.next_functions]
         hooked = ctx.run.hooked_since()
+        # If the engine would accumulate anyway, the inner backward does so, gradient by gradient.
         accumulates = not hooked and all(map(is_accumulated, edges[:1] + edges[1 + ctx.n_inputs :]))
         with ctx.run.region.forward_lock, _unhooked(hooked):
             found = ctx.run.backward(accumulates=accumulates)
@@ -487,6 +504,7 @@ class _RegionOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Run, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
+        # Outputs without a gradient must arrive as None: zeros would make their ops run in backward.
         ctx.set_materialize_grads(False)
         # Detached, so they are no views of a custom Function's inputs: the caller may write into them in
         # place (`OnlineTable.note_outputs`).

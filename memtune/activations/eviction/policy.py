@@ -107,6 +107,8 @@ class Policy:
         limits = {"cost_limit": cost_limit, "work_limit": work_limit}
         if budget_bytes is None:
             return {**asdict(self), **limits}
+        # The caching allocator, too, serves small requests from blocks of their own, so they do not split
+        # large ones.
         small = min(10 << 20, int(self.small_share * budget_bytes)) if self.small_bytes else 0
         return {**asdict(self), "budget_bytes": budget_bytes, "small_capacity_bytes": small, **limits}
 
@@ -383,6 +385,7 @@ def replay_cheapest(
     best: tuple[Policy, Replay] | None = None
     work = WORK_LIMIT
     for policy in options:
+        # Halved each time: a policy that thrashes must not take the time of those behind it.
         limit = max(work // 2, LEAST_WORK)
         done = replay(
             trace,
@@ -399,7 +402,9 @@ def replay_cheapest(
         elif done.outcome == "done" and done.replay_cost < best[1].replay_cost:
             best = policy, done
         if best[1].outcome == "done":
+            # The next option ends as soon as it costs more.
             cost_limit = best[1].first_cost + best[1].replay_cost
+            # Without a replay nothing can be cheaper.
             if not best[1].replays:
                 break
     assert best is not None, "no options"

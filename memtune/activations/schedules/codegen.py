@@ -80,6 +80,7 @@ def generate(
         checked: Compare the layouts of real outputs that views are made of with the tape; for the first run.
         claimed: Pass values kept for backward through the claims of an activation table.
     """
+    # Python text, not an interpreter loop: a line costs no more than the op's own call.
     writer = _Writer(tape, schedule, checked, claimed)
     text = writer.text()
     namespace = {**writer.namespace, "random_state": random_state, "device": device, "check": _check_layout}
@@ -136,6 +137,7 @@ class _Writer(CallText):
         steps = self._schedule.forward
         last = {step.of: at for at, step in enumerate(steps) if step.action == Action.FREE}
         for at, step in enumerate(steps):
+            # Before the last free, or the name would be gone; a value that is made again is handed out then.
             if step.action == Action.FREE and last[step.of] == at:
                 self._hand_out(step.of)
             self._step(step)
@@ -147,6 +149,7 @@ class _Writer(CallText):
         ]
         lines, self._lines = self._lines, []
         read = self._read_outside(steps) | {self._slot(n).of for n in numbers}
+        # By the first letter of a name: values, random states, host copies.
         saved = [*(name for name in self._there if name[0] in "vsh"), *self._inputs_of_backward()]
         self._saved = saved
         return [*_fetched(read), *lines, f"return {tuple_text(views)}, {tuple_text(saved)}"]
@@ -200,6 +203,7 @@ class _Writer(CallText):
         saved = f"{tuple_text(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
         no_gradient = [] if self._tape.ready_gradients else ["yield from ()"]
         end = f"return [{', '.join(gradients)}]"
+        # The lists are emptied, so that the local names are the only references and `del` frees.
         return [saved, *_fetched(read), *given, "g.clear()", *self._lines, *no_gradient, end]
 
     def _inputs_of_backward(self) -> list[str]:
@@ -226,6 +230,7 @@ class _Writer(CallText):
         if step.action == Action.COMPUTE:
             self._compute(step)
         elif step.action == Action.FREE:
+            # The copy to the host reads the value until it is complete.
             if f"h{step.of}" in self._there:
                 self._lines.append(f"wait(h{step.of})")
             if self._owed[step.of]:
@@ -242,6 +247,8 @@ class _Writer(CallText):
 
     def _compute(self, step: ScheduleStep) -> None:
         self._yield_ready()
+        # After the frees of the last op, before the next op's allocation: the peak that the schedule
+        # predicts.
         again, made = step.of in self._ran, self._tape.graph.makes[step.of]
         if step.along:
             self._run_in_parts(step)
@@ -257,6 +264,7 @@ class _Writer(CallText):
         call, made = self._tape.calls[op], self._tape.graph.makes[op]
         line = f"{self._target(call, made)}{self._call(call, again)}"
         around = ["as_recorded()"] if str(call.func) in READS_GRAD_MODE else []
+        # Only an op that runs again needs its state, which costs host memory.
         if op in self._tape.graph.random and self._times[op] > 1:
             if again:
                 around.append(f"s{op}.restored()")
@@ -279,6 +287,7 @@ class _Writer(CallText):
         (value,) = makes[step.of]
         base, ops, copy = self._base[value], (*step.along, step.of), torch.ops.aten.copy_.default
         self._lines.append(f"v{value} = {self._allocate(base)}")
+        # A part lives until its last reader within the chain of ops, as the pass counts it.
         last = {read: at for at, op in enumerate(ops) for read in self._tape.graph.reads[op]}
         for start, end in parts_of(math.prod(base.size), step.parts):
             self._part = (start, end, frozenset(made for op in step.along for made in makes[op]))
@@ -293,6 +302,7 @@ class _Writer(CallText):
         """Write the yield of gradients that the last op completed, after the frees that follow that op."""
         due, self._due = self._due, []
         for parameter, gradient in due:
+            # The caller takes the gradient from the list, which is then empty: no second reference.
             self.ready_order.append(parameter)
             self._lines.append(f"ready.append({self._view(gradient)}.detach())")
             if isinstance(gradient.of, int):
@@ -338,6 +348,7 @@ class Claimed:
                 ]
                 for each in found:
                     first.setdefault(each, at)
+                # A value that backward makes itself is not kept from forward.
                 made.difference_update(tape.graph.makes[step.of])
         ends = _ends_of_computes(schedule.forward)
         after, before = dict[int, list[int | Outside]](), dict[int, list[int | Outside]]()
@@ -362,6 +373,7 @@ def _ends_of_computes(steps: Sequence[ScheduleStep]) -> list[int]:
     for at in range(len(steps) - 1, -1, -1):
         found[at] = end
         if steps[at].action == Action.COMPUTE:
+            # Frees right behind an op belong to it: a claim may only take the value after them.
             end = at - 1
     return found
 
@@ -443,6 +455,7 @@ class CheckedCode:
 
     def __init__(self, tape: Tape, generated: Callable[..., Code]) -> None:
         self.tape, self._generated = tape, generated
+        # Checks cost a line per value, and layouts of a kernel do not change from step to step.
         self._checked: Code | None = generated(tape, checked=True)
         self._code = generated(tape)
         self._ran = [False, False]

@@ -162,16 +162,21 @@ class ScheduledRegion(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward by the schedule, or the plain one."""
+        # The schedule trades memory between forward and backward; alone, a forward frees as it goes.
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
+        # Permanent: code with and without claims differs, and a region under a table is under it in each
+        # step.
         self.is_claimed = self.is_claimed or hooks_of_table() is not None
         with self._lock:
+            # Looked up under the lock, run outside: only captures exclude each other.
             captured = self._find(args, kwargs)
             run = captured if isinstance(captured, str) else self._begun(captured, args, kwargs)
         if isinstance(run, str):
             return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
         del args, kwargs
+        # The run frees its inputs after their last reader, so this frame must not hold them.
         return run.start(inputs)
 
     def _begun(self, captured: _Captured, args: Any, kwargs: Any) -> ScheduledRun:
@@ -217,6 +222,7 @@ class ScheduledRegion(ReplacedForward):
         changed, self.tries_again = "", False
         refused: _Refused | None = None
         for at, each in enumerate(known):
+            # Looked at last: a capture whose guards hold is better than a second attempt.
             if isinstance(each, _Refused) and each.once_more:
                 refused = each
                 continue
@@ -240,6 +246,7 @@ class ScheduledRegion(ReplacedForward):
         if why:
             return self._plainly(why)
         self.runs.captures += 1
+        # Set by `_capture` if only a side effect prevented it, which a second forward may not have.
         self._leaves = False
         found = self._capture(args, kwargs, guards)
         if isinstance(found, str):
@@ -273,6 +280,7 @@ class ScheduledRegion(ReplacedForward):
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
         first: Tape | None = None
         why = ""
+        # Backward has not run yet, so it is unknown which outputs get gradients.
         for wanted in self._wanted():
             try:
                 first = call(wanted)
@@ -283,6 +291,7 @@ class ScheduledRegion(ReplacedForward):
             return why
         for tape in chain([first], self._others(call, first)):
             if not self._differs(tape):
+                # By gradient layout: another layout makes another first op of backward (a copy).
                 codes = {_like(tape): self._coded(tape)}
                 return _Captured(tape, guards, call, self._token(), codes, state_read(tape, self.schedule))
         return self._differs(first)
@@ -356,6 +365,7 @@ class ScheduledRegion(ReplacedForward):
 
     def _capture_with(self, captured: _Captured, key: Any, gradients: dict[int, Tensor]) -> None:
         # With changed guards a capture would record another program.
+        # A key that failed is in `codes` as well, so each layout is captured once.
         if key in captured.codes or not self._lock.wait_alone() or captured.guards.changed():
             return
         try:
@@ -367,6 +377,7 @@ class ScheduledRegion(ReplacedForward):
         same = _same_forward(tape, captured.tape) and tape.graph == captured.tape.graph
         same = same and not not_by_element(tape, self.schedule, self._device)
         coded = self._coded(tape) if same else captured.first
+        # The chain of nodes was built in the order of the first code, before backward.
         captured.codes[key] = coded if coded.ready_order == captured.first.ready_order else captured.first
         if _same_forward(tape, captured.tape):
             captured.reached[key] = frozenset(number for number, _, _ in tape.ready_gradients)
@@ -437,9 +448,11 @@ class ScheduledRun:
         self.inputs = inputs
         with torch.no_grad():
             self.forward()
+        # DDP and FSDP2 expect each gradient as soon as it is ready, by autograd's own nodes.
         self.in_pieces = is_watched(self._state[number] for number in self._numbers)
         if self.in_pieces:
             token = chain_end(self, *flow) if flow else self.token
+            # Autograd runs the chain from its end, so the node built last is the first to run.
             for number in reversed(self._numbers):
                 token = grad_node(self, number, token, self._state[number])
         else:
@@ -452,6 +465,7 @@ class ScheduledRun:
     def forward(self) -> None:
         """Run the schedule's forward."""
         alone = saves_are_dropped()
+        # A checkpoint around the region drops what it saves and runs it again with gradients.
         code = self.region.alone_code(self._captured) if alone else self._captured.first
         keep: tuple[Callable[[Tensor], Any], ...] = ()
         if self.region.is_claimed and not alone:
@@ -463,6 +477,7 @@ class ScheduledRun:
         if alone:
             return
         self.saved = [saved]
+        # Counters only grow, so a sum suffices.
         self._versions = self._sum_of_versions()
 
     def waiting(self) -> list[Any]:
@@ -486,6 +501,7 @@ class ScheduledRun:
         reached = self._run_on()
         assert reached == number, (reached, number)
         if number == self._numbers[-1] and not self._captured.tape.input_gradients:
+            # See `chain_end`: it exists only if inputs need gradients.
             self._run_on()  # no later node would run the rest of backward
         return self._handed_out(number, self._ready.pop())
 
@@ -536,6 +552,7 @@ class ScheduledRun:
         self._check()
         coded, self._reached = self.region.code_for(self._captured, self.gradients)
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
+        # The generated code empties its list, so this must not be a second reference.
         self.gradients = {}
         return coded.backward(self._state, self.saved, flowing, self._ready, *self._back)
 
@@ -641,6 +658,7 @@ class _RegionOutputs(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         outputs: tuple[Tensor, ...] = run.outputs
+        # Autograd and the caller hold them from here on.
         run.outputs = ()
         numbers = [n for n, leaf in enumerate(run.tape_outputs) if isinstance(leaf, Slot)]
         ctx.numbers = numbers

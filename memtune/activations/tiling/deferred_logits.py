@@ -65,6 +65,7 @@ class _Call:
             ):
                 self.plain = F.linear(self.x, self.weight, self.bias)
             for hook in self.hooks:
+                # Hooks that were registered on the logits before anyone read them.
                 self.plain.register_hook(hook)
         return self.plain
 
@@ -75,6 +76,7 @@ def _call_hooks(hooks: list[Hook], shape: tuple[int, ...]) -> None:
     They may wait for the gradient, as FSDP2's do, but not read it: it never exists in full.
     """
     for hook in hooks:
+        # FSDP2 hooks gradients only to know when backward has reached them.
         unreadable: Tensor = Tensor._make_wrapper_subclass(_Unreadable, shape)
         found = hook(unreadable)
         if found is not None and found is not unreadable:
@@ -136,11 +138,13 @@ class Logits(Tensor):
         """Answer metadata, record known ops, tile the loss; all other functions read the plain logits."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # Attributes are descriptors: the property object names the attribute.
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        # Once the plain logits exist, everything reads them, or in-place writes would be lost.
         unread = bool(args) and isinstance(args[0], Logits) and args[0].call.plain is None
         if unread and func is Tensor.register_hook:
             return _Handle(args[0].call.hooks, *args[1:], *kwargs.values())
@@ -309,6 +313,7 @@ def _viewed(logits: Logits, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args
         if not all(isinstance(each, int) for each in shape) or not shape or shape[-1] not in (classes, -1):
             return None
+        # -1 means the classes only if the sizes before it multiply to the number of rows.
         if shape[-1] == -1 and (-1 in shape[:-1] or rows.numel() // rows.shape[-1] != _product(shape[:-1])):
             return None
         return rows.reshape(*shape[:-1], rows.shape[-1])
@@ -342,11 +347,13 @@ def _swaps_classes(logits: Logits, name: str, args: tuple[Any, ...]) -> bool:
 
 def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return `F.cross_entropy(*args, **kwargs)` over parts of the rows; None if the result might differ."""
+    # Callers pass arguments by position or by name.
     given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
     logits, target, class_weight = asked["input"], asked["target"], asked["weight"]
     others = [each for each in (target, class_weight) if each is not None]
+    # A target that requires a gradient needs the whole logits' backward.
     if any(not isinstance(each, Tensor) or isinstance(each, Logits) or each.requires_grad for each in others):
         return None
     if (
@@ -419,6 +426,7 @@ def _weight(context: Context, name: str, head: nn.Module, weight: str | None) ->
         context.model.get_parameter(weight)
     except AttributeError as error:
         raise _no_head(f"the model has no parameter {weight}") from error
+    # FSDP2 registers another tensor for compute than between uses.
     return partial(context.model.get_parameter, weight)
 
 
@@ -533,6 +541,7 @@ class _Products(TorchFunctionMode):
             return (input, self._weight, bias) if plain and other is self._weight else None
         transposed = (
             isinstance(other, Tensor)
+            # `weight.t()` and `weight.T` are views of the parameter itself.
             and other._base is self._weight
             and other.shape == self._weight.shape[::-1]
         )

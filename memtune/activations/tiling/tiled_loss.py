@@ -79,6 +79,7 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: TiledLoss
     ) -> Tensor:
+        # The original types: gradients are returned in these, whatever autocast computes in.
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
         x, weight, bias = how.cast(x), how.cast(weight), None if bias is None else how.cast(bias)
         size = -(-len(x) // how.chunks)
@@ -86,9 +87,11 @@ class _Loss(torch.autograd.Function):
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
             with _no_autocast(how, x):
+                # A leaf: the graph of one part reaches from its loss to its logits and is freed at once.
                 logits = F.linear(x[rows], weight, bias).requires_grad_()
             with torch.enable_grad():
                 loss = how.sum_over(logits, target[rows])
+            # Sums of many parts in half precision would lose the small ones.
             part = loss.detach().float()
             total = part if total is None else total.add_(part)
             (gradient,) = torch.autograd.grad(loss, logits)
@@ -133,6 +136,7 @@ class _Gradients:
         if self._x is not None:
             out = self._x[rows]
             if out.dtype == gradient.dtype:
+                # Straight into its rows: no second tensor of the size of the part.
                 torch.mm(gradient, weight, out=out)
             else:
                 out.copy_(gradient @ weight)

@@ -55,6 +55,7 @@ class _TilingSettings:
             return
         # Outside all modes: these ops are not the model's, and must not be counted or replaced.
         with torch.no_grad(), _disable_current_modes():
+            # Two tokens suffice: a module that mixes tokens differs for two of them already.
             two = x.detach().reshape(-1, x.shape[-1])[:2]
             together, apart = (
                 self.part(two, x.dim()),
@@ -140,6 +141,7 @@ class _Parts(torch.autograd.Function):
         for start in range(0, len(rows), size):
             part = how.part(rows[start : start + size], x.dim())
             if out is None:
+                # After the first part: only then the output's width and type are known.
                 out = part.new_empty(len(rows), part.shape[-1])
             out[start : start + size].copy_(part)
             del part
@@ -158,10 +160,12 @@ class _Parts(torch.autograd.Function):
         size = -(-len(rows) // how.chunks)
         for start in range(0, len(rows), size):
             mine = slice(start, start + size)
+            # Backward runs outside of autocast; the second forward needs the first one's setting.
             with torch.enable_grad(), ctx.autocast():
                 part = rows[mine].detach().requires_grad_(dx is not None)
                 out = how.part(part, x.dim())
             wanted = [part, *ctx.parameters] if dx is not None else list(ctx.parameters)
+            # Not `backward`: parameters' hooks must see one full gradient, not one per part.
             got = list(torch.autograd.grad(out, wanted, given[mine], allow_unused=True))
             del out
             if dx is not None:
