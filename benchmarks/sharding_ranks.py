@@ -34,7 +34,7 @@ from memtune.autotune.record_parallel.sharded_recording import CutRecordings
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.parallel.model.weight_rotation import rotatable
 from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, by_link, every, traffic
-from memtune.runtime import link_classes
+from memtune.runtime import node_topology
 from memtune.technique import Reason, Target
 from memtune.testing.drift_check import recording_of
 from memtune.workload.workload import Workload
@@ -151,7 +151,7 @@ def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             found = {"weights": _largest(ours["weights"], wanted["weights"]), "losses": float(off)}
             found["momenta"] = _largest(ours["momenta"], wanted["momenta"])
             rows.append({"technique": name, "accumulate": parts, "clipping": clip, **found})
-            link_classes.declare(None)
+            node_topology.declare(None)
     return rows
 
 

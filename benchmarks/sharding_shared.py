@@ -27,7 +27,7 @@ from support.ranks import pipeline_runs as stages
 from memtune import hardware
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Choice
-from memtune.runtime import link_classes
+from memtune.runtime import node_topology
 from memtune.technique import Reason
 
 NODE, DEADLINE_S = 2, 3500
@@ -143,7 +143,7 @@ def _counted(asked: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, 
             found.append((float(stages.measured(stages.CHAIN, document)[1]), 0.0))
         else:
             found.append(contexts.measured({"one": document}, NODE)["one"][1:])
-        link_classes.declare(None)
+        node_topology.declare(None)
     return found
 
 

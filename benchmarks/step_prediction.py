@@ -31,7 +31,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from memtune.autotune.search.predicted_config import trial_config
+from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.space import Choice, Observed, Scored, StepTimeModel, TargetOptions
 from memtune.executors import LocalExecutor, Trial, TrialResult

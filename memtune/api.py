@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from memtune import refusals
 from memtune.activations.recompute import ActivationTable
 from memtune.audit import audit
 from memtune.checkpointer import distributed, export, full_state_dict, load_full_state_dict
@@ -111,12 +112,7 @@ class Tuned:
                 code="MT311",
             )
         if loop.order is not None:
-            raise ApplyError(
-                "this config is layer-major: it runs each block over all micro-batches before the next one.",
-                evidence="Only Tuned.step has all micro-batches.",
-                fix="tuned.step(batches)",
-                code="MT311",
-            )
+            raise refusals.outside_of_step()
         with loop.micro_batch(last):
             yield
 

@@ -66,6 +66,21 @@ class ApplyError(UsageError):
     """Error when `memtune.apply` cannot do what the config says; the model is unchanged (exit code 2)."""
 
 
+def missing_file(path: object, fix: str, code: str = "MT110") -> UsageError:
+    """Return the error for a file that the user names and that does not exist."""
+    return UsageError(f"There is no file {path}.", fix=fix, code=code)
+
+
+def existing_file(path: object, fix: str, evidence: str = "") -> UsageError:
+    """Return the error for a file that exists and would be overwritten."""
+    return UsageError(f"{path} exists.", evidence=evidence, fix=fix, code="MT408")
+
+
+def no_cuda(fix: str) -> EnvironmentFault:
+    """Return the error for a machine without a CUDA device."""
+    return EnvironmentFault("torch sees no CUDA device.", fix=fix, code="MT104")
+
+
 def raised_at(error: BaseException) -> str:
     """Return module and line of memtune that raised `error`, or an empty text if memtune did not raise it.
 

@@ -1,4 +1,4 @@
-"""Refusals that a recording shows to the search and the live model to the runtime, one sentence each.
+"""Refusals that more than one place gives, one sentence each: several techniques, or search and runtime.
 
 A technique's `fits` returns them as they are; the runtime raises `error_of` them.
 """
@@ -101,3 +101,165 @@ def copies_follow_schedule(states: str) -> Reason:
 def no_factors(problem: str) -> Reason:
     """Return why nested sharding cannot divide the ranks."""
     return Reason(problem, "factors that divide one another and the ranks", "MT345")
+
+
+def fits_already(fix: str) -> Reason:
+    """Return why a plan that stays within a budget changes nothing; `fix` is the setting without it."""
+    return Reason("everything fits into the budget as it is", fix)
+
+
+def two_budgets(other: str = "share") -> Reason:
+    """Return why `budget_bytes` and the knob `other` exclude each other."""
+    return Reason(f"budget_bytes and {other} both set the budget", "give one of them")
+
+
+def no_budget(fix: str) -> Reason:
+    """Return why a plan needs a budget of its own or the search's."""
+    return Reason("there is no budget to plan for", fix)
+
+
+def nothing_worth_recompute() -> Reason:
+    """Return why recompute within the budget would run no op again."""
+    return Reason("no tensor is worth freeing and recomputing", "recompute: {kind: none}")
+
+
+def no_blocks_to_offload() -> Reason:
+    """Return why activations cannot be offloaded block by block."""
+    return Reason(
+        "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
+    )
+
+
+def no_large_activation(min_bytes: int) -> Reason:
+    """Return why no saved activation of a block is offloaded."""
+    return Reason(f"no saved activation has {min_bytes} bytes", "a smaller min_bytes")
+
+
+def block_runs_again(fix: str) -> Reason:
+    """Return why a plan that names saved tensors does not work for blocks that are called repeatedly."""
+    return Reason("a block runs several times, and its tensors have no addresses", fix)
+
+
+def no_optimizer_state() -> Reason:
+    """Return why offload of states would move nothing."""
+    return Reason("the optimizer has no state to offload")
+
+
+def float32_weights(fix: str) -> Reason:
+    """Return why the native update does not work on narrower weights."""
+    return Reason("the native update keeps float32 weights", fix)
+
+
+def few_blocks(blocks: int, fix: str) -> Reason:
+    """Return why a window, a stride or a number of stages exceeds the model's blocks."""
+    return Reason(f"the model has {blocks} blocks only", fix)
+
+
+def few_blocks_for_stages(blocks: int, stages: int, fix: str) -> Reason:
+    """Return why `blocks` cannot be divided into `stages`."""
+    return Reason(f"{blocks} blocks are fewer than {stages} stages", fix)
+
+
+def no_chain(why: object, fix: str) -> Reason:
+    """Return why the blocks cannot be cut into stages."""
+    return Reason(f"the blocks are no chain: {why}", fix)
+
+
+def few_tokens(tokens: int, parts: int, fix: str) -> Reason:
+    """Return why the tokens cannot be divided into `parts`."""
+    return Reason(f"there are {tokens} tokens, fewer than {parts} parts", fix)
+
+
+def one_rank(purpose: str = "") -> Reason:
+    """Return why a technique over ranks has nothing to do; `purpose` continues the sentence."""
+    return Reason(f"there is only one rank{purpose}", "--gpus or --workers 2 and more")
+
+
+def uneven_degree(degree: int, ranks: int) -> Reason:
+    """Return why groups of `degree` do not fill the ranks."""
+    return Reason(f"degree={degree} does not divide the {ranks} ranks", "a divisor of the ranks")
+
+
+def no_dimension(parameter: str) -> Reason:
+    """Return why a scalar parameter cannot be sharded."""
+    return Reason(f"{parameter} has no dimension to divide", "give it the shape (1,)")
+
+
+def trains_with_others() -> Reason:
+    """Return why fake ranks cannot be set up in this process."""
+    return Reason("this process trains with others already", "plan in a process of its own")
+
+
+def gradients_changed(fix: str) -> Reason:
+    """Return why a step cannot use gradients that were changed after some had been used or offloaded."""
+    return Reason(
+        "gradients were changed between backward and the optimizer's step, as clipping by norm does",
+        fix,
+        "MT364",
+    )
+
+
+def missing_gradients(count: int, where: str, fix: str) -> Reason:
+    """Return why ranks cannot average: `count` parameters have no gradient; `where`: step or backward."""
+    return Reason(f"{count} parameters got no gradient in this {where}", fix, "MT346")
+
+
+def other_parameters() -> Reason:
+    """Return why the averaging of gradients has no effect any more."""
+    return Reason("the model's parameters are no longer those whose gradients are averaged", "", "MT324")
+
+
+def unsummed_gradient(parameter: str) -> Reason:
+    """Return why model parallelism is not in effect for `parameter`."""
+    return Reason(f"the gradient of {parameter} is not summed over the ranks", "", "MT392")
+
+
+def no_second_copy(weights: int) -> Reason:
+    """Return why asynchronous updates of `weights` are not in effect."""
+    return Reason(f"{weights} weights have no second copy on the host", "", "MT309")
+
+
+def resident_between_steps(n_bytes: int) -> Reason:
+    """Return why block offload is not in effect."""
+    return Reason(
+        f"{n_bytes} bytes of the blocks' parameters are on the device between two steps", "", "MT309"
+    )
+
+
+def not_averaged(count: int) -> ApplyError:
+    """Return the error of a rank that skipped `count` parameters, while other ranks averaged theirs."""
+    return error_of(
+        missing_gradients(
+            count,
+            "backward",
+            "sharding: {states: {kind: fsdp}}, or a model whose ranks use the same parameters",
+        ),
+        "Ranks average gradients one by one as soon as they are ready, so every rank needs each of them in"
+        " every backward.",
+    )
+
+
+def outside_of_step() -> ApplyError:
+    """Return the error of a forward outside of `Tuned.step` under a layer-major order."""
+    return ApplyError(
+        "This config is layer-major: it runs each block over all micro-batches before the next one.",
+        evidence="Only Tuned.step has all micro-batches.",
+        fix="tuned.step(batches)",
+        code="MT311",
+    )
+
+
+def second_backward() -> Reason:
+    """Return why backward cannot run twice through a region that frees values as backward reads them."""
+    return Reason(
+        "backward runs a second time, but the tensors that it needs have been freed",
+        "add the losses up before one backward(), or choose recompute: {kind: none}",
+        "MT326",
+    )
+
+
+def second_order(where: str) -> Reason:
+    """Return why a backward of a backward does not work; `where` names the region."""
+    return Reason(
+        f"gradients of gradients do not work under {where}", "choose recompute: {kind: none}", "MT326"
+    )

@@ -125,9 +125,7 @@ class _Reader:
                 return self.stack[0]
             else:
                 self.refuse(opcode)
-        raise UsageError(
-            f"{self.name} is cut off.", evidence=f"it ends after {end} bytes", fix=self.fix, code="MT141"
-        )
+        raise self.cut_off(f"it ends after {end} bytes")
 
     def named(self, opcode: int, module: Any, name: Any) -> None:
         if (module, name) not in self.allowed:
@@ -167,12 +165,15 @@ class _Reader:
             f"{self.name} is damaged at byte {self.at}.", evidence=why[:200], fix=self.fix, code="MT141"
         )
 
+    def cut_off(self, evidence: str) -> UsageError:
+        """Return the error of a file that ends too early."""
+        return UsageError(f"{self.name} is cut off.", evidence=evidence, fix=self.fix, code="MT141")
+
     def skip(self, count: int) -> int:
         """Skip `count` bytes; return where they begin."""
         start, end = self.at, self.at + count
         if end > len(self.data):
-            evidence = f"byte {len(self.data)} of at least {end}"
-            raise UsageError(f"{self.name} is cut off.", evidence=evidence, fix=self.fix, code="MT141")
+            raise self.cut_off(f"byte {len(self.data)} of at least {end}")
         self.at = end
         return start
 

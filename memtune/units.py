@@ -1,5 +1,5 @@
-"""Bytes and seconds, parsed from what users type and printed for people; inside memtune only bytes and
-seconds exist.
+"""Bytes, seconds, ranks and budgets, parsed from what users type and printed for people; inside memtune only
+bytes and seconds exist.
 """
 
 from __future__ import annotations
@@ -90,3 +90,19 @@ def format_seconds(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def format_ranks(degree: int | None) -> str:
+    """Return `4 ranks`, or `all ranks` for None."""
+    return "all ranks" if degree is None else f"{degree} ranks"
+
+
+def format_budget(budget_bytes: int | None, share: float | None) -> str:
+    """Return the purpose of a plan: to stay within bytes, a share of the range from the smallest peak
+    to the plain one, or the limit of the search.
+    """
+    if budget_bytes is not None:
+        return f"to stay within {format_bytes(budget_bytes)}"
+    if share is not None:
+        return f"to stay within {share:.0%} of the way from the least to the plain peak"
+    return "to stay within the memory limit"

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from memtune.autotune.predict import link_benchmark, op_rates
-from memtune.autotune.predict.mechanism_costs import measured_costs
-from memtune.errors import EnvironmentFault
+from memtune.autotune.predict.mechanism_benchmark import measured_costs
+from memtune.errors import EnvironmentFault, no_cuda
 from memtune.hardware import (
     Calibration,
     Device,
@@ -71,7 +71,7 @@ def calibrate(
         EnvironmentFault: `cuda` is requested and torch sees no CUDA device.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFault("torch sees no CUDA device.", fix="calibrate with --device cpu", code="MT104")
+        raise no_cuda("calibrate with --device cpu")
     calibration_cache.forget(device)
     started, found = time.monotonic(), _Measurements()
     on = torch.device(device)

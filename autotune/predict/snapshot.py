@@ -25,7 +25,7 @@ from memtune.autotune.predict.caching_allocator import (
     AllocatorSettings,
     HeldMemory,
 )
-from memtune.errors import UsageError
+from memtune.errors import UsageError, missing_file
 from memtune.program import I64
 
 _GROWS = ("segment_alloc", "segment_map")
@@ -86,7 +86,7 @@ def read_trace(path: Path, *, device: int | None = None, capacity_bytes: int | N
             no snapshot of a known form (MT143), or has no trace of the device (MT144).
     """
     if not path.is_file():
-        raise UsageError(f"There is no file {path}.", fix="give the path of a snapshot", code="MT110")
+        raise missing_file(path, "give the path of a snapshot")
     snapshot = _Snapshot.of(safe_pickle.load(path.read_bytes(), path.name, fix=_FIX), path.name)
     return _TraceReader(snapshot, snapshot.device(device), capacity_bytes).trace()
 

@@ -46,15 +46,19 @@ def batch_is_lossless(
     needed, free = _COPIES * parameter_bytes, available_bytes()
     if free is not None and needed > free:
         room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
-        return Reason(f"gradients of micro-batches could not be compared: {room}")
+        return _not_compared(room)
     with torch.random.fork_rng(devices=[]), cpu_threads(threads):
         torch.manual_seed(0)
         model = workload.build_model().train()
         batch = workload.make_batch(SAMPLES)
         halves = split_batch(batch, 2, SAMPLES)
         if isinstance(halves, str):
-            return Reason(f"gradients of micro-batches could not be compared: {halves}")
+            return _not_compared(halves)
         return _compare(model, workload.loss, batch, halves)
+
+
+def _not_compared(why: str) -> Reason:
+    return Reason(f"gradients of micro-batches could not be compared: {why}")
 
 
 def _compare(

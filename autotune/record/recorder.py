@@ -32,6 +32,7 @@ from memtune.autotune.record.kernel_calls import CallRecorder
 from memtune.autotune.record.optimizer_dedup import OptimizerDedup
 from memtune.autotune.record.tracer import Tracer
 from memtune.compile import CompiledModel, Compiling
+from memtune.deferred_init import OneFakeMode
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.memory import RealOutputs, WorkspaceTable
@@ -40,7 +41,6 @@ from memtune.offload.optimizer import no_native_update_for
 from memtune.program import I64, Edit, Hints, Kind, OptimizerFacts, Recording, Step, at_micro_batch
 from memtune.runtime import (
     HOST,
-    OneFakeMode,
     Order,
     SyncContext,
     accumulate,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from memtune.parallel.ranks import replica_groups
 from memtune.parallel.sharding import fsdp_sharding, nested_sharding
-from memtune.runtime import link_classes, node_topology
+from memtune.runtime import node_topology
 
 
 @contextmanager
@@ -29,4 +29,4 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         replica_groups.forget_meshes()
         nested_sharding.forget_meshes()
         node_topology.forget()
-        link_classes.declare(None)
+        node_topology.declare(None)

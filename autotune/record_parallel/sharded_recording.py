@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from memtune import refusals
 from memtune.autotune.record import Session, error_line, record
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.autotune.record_parallel.op_check import (
@@ -61,7 +62,7 @@ from memtune.parallel.model import (
 from memtune.parallel.ranks import Ring
 from memtune.parallel.sharding import meshes
 from memtune.program import Phase, Recording, Step
-from memtune.runtime import link_classes
+from memtune.runtime import node_topology
 from memtune.technique import CutRecording, Reason
 from memtune.workload import Pair, Workload, find_pairs, sharding_error
 
@@ -109,7 +110,7 @@ class CutRecordings:
 
     def _attempt(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
         if dist.is_initialized():
-            return Reason("this process trains with others already", "plan in a process of its own")
+            return refusals.trains_with_others()
         if what in ROTATED:
             return self._rotated(degree, ROTATED[what], ranks)
         if what.startswith(HEAD_CONTEXT):
@@ -188,7 +189,7 @@ class CutRecordings:
         """Return a rank's step after `change`, or why it does not run."""
         try:
             with fake_ranks(ranks):
-                link_classes.declare(self._node)
+                node_topology.declare(self._node)
                 recording = self._record(change=change)
         except MemtuneError as error:
             return Reason(_first_line(error), error.fix or _FIX)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from memtune.autotune.search.control import Control
     from memtune.autotune.search.dry_runs import traced_under
     from memtune.autotune.search.outcome import SearchOutcome
-    from memtune.autotune.search.plan_report import PlanReport, PlanRow, plan
+    from memtune.autotune.search.plan_report import Absence, PlanReport, PlanRow, plan
     from memtune.autotune.search.preparation import prepare
     from memtune.autotune.search.search_events import (
         BestChanged,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from memtune.autotune.search.study import search, study_folder
     from memtune.autotune.search.study_store import TIMELINES, StudyFolder, check_writable, named_study
     from memtune.autotune.search.trials import run_trial
-    from memtune.autotune.search.why_not import Absence
 else:
     __getattr__ = open_door(__name__)
 

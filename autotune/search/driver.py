@@ -24,7 +24,7 @@ import numpy as np
 from memtune.autotune.predict import Calibration
 from memtune.autotune.search import search_events
 from memtune.autotune.search.control import Control
-from memtune.autotune.search.predicted_config import trial_config
+from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import (
     Measured,

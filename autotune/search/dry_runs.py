@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch.distributed as dist
 
+from memtune import refusals
 from memtune.api import apply
 from memtune.autotune.predict import simulate
 from memtune.autotune.record import Session, Trace, error_line, record, start_session, step_of
@@ -66,7 +67,7 @@ def dry_run(
     execution = candidate.choice.execution
     assert execution.micro_batch is not None
     if target.ranks > 1 and dist.is_initialized() and not _ranks_are_fake(target.ranks):
-        return Reason("this process trains with others already", "plan in a process of its own")
+        return refusals.trains_with_others()
     config = TunedConfig(settings=candidate.choice, plan=dict(candidate.plans))
     try:
         with fake_ranks(target.ranks):

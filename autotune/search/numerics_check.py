@@ -23,7 +23,7 @@ from typing import Any
 
 from memtune.autotune.search.baselines import first_that_fits
 from memtune.autotune.search.driver import Driver
-from memtune.autotune.search.predicted_config import trial_config
+from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.space import Choice, Scored, executions
 from memtune.executors import Trial, TrialResult, largest_difference

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from memtune.autotune.search.driver import Driver, FinishedTrial
 from memtune.autotune.search.lifecycle_peaks import Moment, largest_batch, moments
-from memtune.autotune.search.predicted_config import ablation, predicted, trial_config
+from memtune.autotune.search.predictions import ablation, predicted, trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import Measured, Verdict
 from memtune.autotune.space import Choice, Scored, Scores, describe, more_memory, remedies

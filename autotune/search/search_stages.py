@@ -23,9 +23,8 @@ from memtune.autotune.search.outcome import (
     trial_rows,
     tuned_config,
 )
-from memtune.autotune.search.predicted_config import predicted
+from memtune.autotune.search.predictions import predicted, timelines
 from memtune.autotune.search.study_store import RESULT, TIMELINES, StudyFolder
-from memtune.autotune.search.timelines import timelines
 from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, undecided
 from memtune.autotune.space import (
     Choice,

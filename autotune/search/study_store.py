@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from memtune.config import TunedConfig, file_texts, save, save_text
-from memtune.errors import EnvironmentFault, UsageError
+from memtune.errors import EnvironmentFault, UsageError, existing_file
 
 SCHEMA = 1
 HOME = Path(".memtune")
@@ -263,8 +263,7 @@ def check_writable(path: Path, *, force: bool, evidence: str = "") -> None:
     if path.is_dir():
         raise EnvironmentFault(f"{path} is a folder.", fix="name a file with --out", code="MT407")
     if path.exists() and not force:
-        fix = "add --force to replace it, or --out another.yaml"
-        raise UsageError(f"{path} exists.", evidence=evidence, fix=fix, code="MT408")
+        raise existing_file(path, "add --force to replace it, or --out another.yaml", evidence)
     folder = path.parent
     probe = folder / f".{path.name}.{os.getpid()}.probe"
     try:

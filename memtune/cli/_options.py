@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from memtune.errors import EnvironmentFault, UsageError
+from memtune.errors import EnvironmentFault, UsageError, missing_file
 from memtune.units import format_bytes, parse_bytes, parse_seconds
 
 _MOST_FIXES = 5
@@ -21,7 +21,7 @@ def workload(target: str) -> str:
     """Return `target` if its file exists; its content is checked later."""
     path = Path(target)
     if not path.is_file() and not Path(target.rpartition(":")[0] or target).is_file():
-        raise UsageError(f"There is no file {target}.", fix="give the path of your model.py", code="MT110")
+        raise missing_file(target, "give the path of your model.py")
     return target
 
 

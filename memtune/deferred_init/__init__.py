@@ -8,6 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.deferred_init.deferred_init import (
+        OneFakeMode,
         Piece,
         agreed_state,
         construction_of,
@@ -21,6 +22,7 @@ else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "OneFakeMode",
     "Piece",
     "agreed_state",
     "construction_of",

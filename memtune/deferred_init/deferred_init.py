@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -34,7 +36,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memtune.errors import ApplyError, MemtuneError
-from memtune.runtime import DEVICE, HOST, OneFakeMode, local, mutated, tensors_in, tier
+from memtune.runtime import DEVICE, HOST, local, mutated, tensors_in, tier
 
 _MARK, _PIECES = "_memtune_construction", "_memtune_pieces"
 
@@ -476,6 +478,33 @@ class _Memory:
                 self.tensor(ref).copy_(each)
             else:
                 self.storages[ref.storage] = each.untyped_storage()
+
+
+class _Converter(FakeTensorConverter):
+    """Converter that does not memoize outputs of ops, because `Module.to` cannot swap a parameter that has a
+    weak reference.
+    """
+
+    def set_tensor_memo(self, t: torch.Tensor, v: FakeTensor) -> None:
+        """Memoize real tensors only, which may be converted again."""
+        if t.device.type != "meta":
+            super().set_tensor_memo(t, v)
+
+
+class OneFakeMode(FakeTensorMode):
+    """One fake mode for a whole model that is recorded, or initialized later.
+
+    A model may be built from deep copies of a layer (`nn.TransformerEncoder`), and the copy of a fake tensor
+    copies the mode it belongs to as well: under another mode its views have storages of their own, so that
+    each would count as new memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = _Converter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OneFakeMode:
+        return self
 
 
 class Recorder(TorchDispatchMode):

@@ -1,5 +1,5 @@
 """Host seconds of memtune's own mechanisms: constants of `Hardware` that `memtune doctor --calibrate`
-measures (`autotune/predict/mechanism_costs.py`), and their defaults.
+measures (`autotune/predict/mechanism_benchmark.py`), and their defaults.
 
 A planner adds them to the seconds of recomputed and moved tensors, so that a finer plan is chosen only where
 it pays for its hooks. Defaults are multiples of the time in which the host issues an op, as measured on a

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from memtune.errors import EnvironmentFault
+from memtune.errors import no_cuda
 from memtune.hardware import calibration_cache, cpu_probe, known_devices
 from memtune.hardware.calibration_cache import Curve
 from memtune.hardware.cpu_cores import usable_cores
@@ -193,9 +193,7 @@ def gpu_name() -> str:
 
 def _detect_cuda() -> Hardware:
     if not torch.cuda.is_available():
-        raise EnvironmentFault(
-            "torch sees no CUDA device.", fix="use --device cpu, or name a GPU: --gpu-type", code="MT104"
-        )
+        raise no_cuda("use --device cpu, or name a GPU: --gpu-type")
     found = torch.cuda.get_device_properties(0)
     known = known_devices.match(found.name, found.total_memory)
     seen = "torch.cuda, this machine"

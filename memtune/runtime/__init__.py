@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.runtime import link_classes as link_classes
     from memtune.runtime import memory_tiers as memory_tiers
     from memtune.runtime import node_topology as node_topology
     from memtune.runtime import rng_state as rng_state
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
     )
     from memtune.runtime.context import Context, Snapshot
     from memtune.runtime.data_alias import plain_type, track_data, untrack_data, version_of_data
-    from memtune.runtime.dispatch_modes import OneFakeMode, WatchingMode, without_modes
     from memtune.runtime.dropout import no_dropout
     from memtune.runtime.events import GradReady
-    from memtune.runtime.link_classes import count_collective, ranks_per_node
     from memtune.runtime.memory_tiers import (
         DEVICE,
         HOST,
@@ -54,12 +51,13 @@ if TYPE_CHECKING:
         weakly,
         with_hooks,
     )
-    from memtune.runtime.node_topology import Nodes
+    from memtune.runtime.node_topology import Nodes, count_collective, ranks_per_node
     from memtune.runtime.op_schema import (
         BY_ELEMENT,
         BY_ELEMENT_ON_GPU,
         READ_OUTS,
         READS_GRAD_MODE,
+        WatchingMode,
         draws,
         draws_nothing,
         element_bytes,
@@ -73,6 +71,7 @@ if TYPE_CHECKING:
         one_pass_bytes,
         part_of,
         tensors_in,
+        without_modes,
     )
     from memtune.runtime.placement import RemoteParameters
     from memtune.runtime.rng_state import (
@@ -127,7 +126,6 @@ __all__ = [
     "LossFunction",
     "Nodes",
     "NoteGenerators",
-    "OneFakeMode",
     "Order",
     "PartialStep",
     "RandomState",
@@ -160,7 +158,6 @@ __all__ = [
     "is_dense",
     "is_uncounted",
     "keep_groups",
-    "link_classes",
     "link_of",
     "local",
     "mark",

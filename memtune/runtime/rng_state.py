@@ -18,9 +18,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtune.runtime.dispatch_modes import WatchingMode, without_modes
 from memtune.runtime.memory_tiers import HOST, tier
-from memtune.runtime.op_schema import draws
+from memtune.runtime.op_schema import WatchingMode, draws, without_modes
 
 
 @dataclass(frozen=True)

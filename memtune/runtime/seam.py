@@ -54,7 +54,7 @@ from torch import Tensor
 from memtune.program import Resource
 from memtune.program import Tier as TierId
 from memtune.runtime import transfer
-from memtune.runtime.link_classes import count_collective, is_between_nodes
+from memtune.runtime.node_topology import count_collective, is_between_nodes
 
 _SPIN_S: Final = 2e-4
 _NAP_S: Final = 2e-4

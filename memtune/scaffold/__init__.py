@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.scaffold.model_file import WrittenFile, write_model_file
+    from memtune.scaffold.model_writer import WrittenFile, write_model_file
 else:
     __getattr__ = open_door(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from memtune.errors import UsageError
+from memtune.errors import UsageError, missing_file
 from memtune.scaffold.draft import MARK, Draft
 from memtune.workload import summary
 
@@ -114,7 +114,7 @@ def _find(target: str, out: Path) -> _Target:
     if file.endswith(".py") or "/" in file:
         path = Path(file).absolute()
         if not path.is_file():
-            raise UsageError(f"There is no file {file}.", fix="give the path of a Python file", code="MT150")
+            raise missing_file(file, "give the path of a Python file", "MT150")
         root, module = _package(path)
         folders = dict.fromkeys([str(root), str(path.parent)])
         paths = tuple(each for each in folders if each != str(out.absolute().parent))

@@ -9,10 +9,20 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.ssd import offload_dir as offload_dir
     from memtune.ssd import ssd_tensors as ssd_tensors
-    from memtune.ssd.last_step import DeadRun, Durable, LastStep, Manifest, Slots, coded
+    from memtune.ssd.last_step import (
+        DeadRun,
+        Durable,
+        LastStep,
+        Manifest,
+        Piece,
+        RecordSlots,
+        Slots,
+        coded,
+        copy_to_slot,
+        tensors_of,
+    )
     from memtune.ssd.numa import cores_of_drive
     from memtune.ssd.offload_dir import RunFolder, all_allowed, flush
-    from memtune.ssd.record_slots import Piece, RecordSlots, copy_to_slot, tensors_of
     from memtune.ssd.ssd_tensors import TENSORS, WRITE_PRIORITY, Extent, SsdFile, Ticket
 else:
     __getattr__ = open_door(__name__)

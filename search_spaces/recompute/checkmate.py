@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import within
 from memtune.search_spaces._plan_fields import Bytes
 from memtune.search_spaces.recompute._schedule_planner import (
     SCHEDULED,
@@ -35,7 +35,7 @@ from memtune.search_spaces.recompute._schedule_planner import (
     to_block_plan,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
-from memtune.units import format_bytes
+from memtune.units import format_budget, format_bytes
 
 
 class CheckmatePlan(SchedulePlan):
@@ -86,7 +86,7 @@ class Checkmate(Technique):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        return f"recomputes single ops by a solved schedule, {within(self.budget_bytes, self.share)}"
+        return f"recomputes single ops by a solved schedule, {format_budget(self.budget_bytes, self.share)}"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse a budget that plain training meets or no schedule meets, and models with
@@ -99,13 +99,10 @@ class Checkmate(Technique):
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.share is not None:
-            return Reason("budget_bytes and share both set the budget", "give one of them")
+            return refusals.two_budgets()
         budget = self.budget_bytes or target.budget_bytes
         if budget is None and self.share is None:
-            return Reason(
-                "there is no budget to plan for",
-                "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}",
-            )
+            return refusals.no_budget("--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
         if (
             self.budget_bytes is None
             and self.share is None
@@ -115,7 +112,7 @@ class Checkmate(Technique):
         if self.share is None and budget is not None:
             place = placement_of(program, target)
             if (place.plain_live_bytes if by_blocks else place.plain_bytes) <= budget:
-                return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+                return refusals.fits_already("recompute: {kind: none}")
             if program.ranks > 1 and not by_blocks and (reason := place.below(budget)) is not None:
                 return reason
         found = self._found(program, target)
@@ -128,7 +125,7 @@ class Checkmate(Technique):
                 "a smaller micro-batch, or sharding or offload of states",
             )
         if found.recompute_s == 0:
-            return Reason("no tensor is worth freeing and recomputing", "recompute: {kind: none}")
+            return refusals.nothing_worth_recompute()
         return None
 
     def plan(self, program: Program, target: Target) -> CheckmatePlan | BudgetBlocksPlan:

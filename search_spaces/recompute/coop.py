@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from memtune.activations.eviction import COOP, Policy, coop_options
-from memtune.search_spaces._phrases import within
 from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
+from memtune.units import format_budget
 
 
 class Coop(DynamicPolicy):
@@ -41,7 +41,8 @@ class Coop(DynamicPolicy):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        return f"recomputes tensors that are neighbours in memory, {within(self.budget_bytes, self.ratio)}"
+        budget = format_budget(self.budget_bytes, self.ratio)
+        return f"recomputes tensors that are neighbours in memory, {budget}"
 
     def policy(self) -> Policy:
         """Return Coop with the chosen parts."""

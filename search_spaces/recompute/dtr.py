@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.activations.eviction import DTR, DTR_HEURISTICS, Policy, dtr_options
-from memtune.search_spaces._phrases import within
 from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
 from memtune.technique import Exactness
+from memtune.units import format_budget
 
 
 class Dtr(DynamicPolicy):
@@ -45,7 +45,7 @@ class Dtr(DynamicPolicy):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        return f"recomputes cheap, large and old tensors, {within(self.budget_bytes, self.ratio)}"
+        return f"recomputes cheap, large and old tensors, {format_budget(self.budget_bytes, self.ratio)}"
 
     def policy(self) -> Policy:
         """Return DTR with the chosen score; with the first to be played if several are."""

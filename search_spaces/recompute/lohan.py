@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import DISPATCH_MODE, Effects
 from memtune.hardware import Hardware
 from memtune.program import INPUTS, Phase, Program, RankClass, Step, calls_of, split_calls
@@ -137,9 +138,7 @@ class Lohan(Technique):
         if (reason := cannot_recompute(program.step, target.compiled)) is not None:
             return reason
         if split_calls(program.step) is not program.step:
-            return Reason(
-                "a block runs several times, and its tensors have no addresses", "recompute: {kind: full}"
-            )
+            return refusals.block_runs_again("recompute: {kind: full}")
         if (reason := conflict(self, target, "offload.activations")) is not None:
             return reason
         if self.spill == "ssd" and (reason := self._cannot_spill(program, target)) is not None:

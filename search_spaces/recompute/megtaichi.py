@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.activations.eviction import MEGTAICHI, Policy, megtaichi_options
-from memtune.search_spaces._phrases import within
 from memtune.search_spaces.recompute._schedule_planner import BUDGET_KNOBS, DynamicPolicy
 from memtune.technique import Exactness
+from memtune.units import format_budget
 
 
 class Megtaichi(DynamicPolicy):
@@ -53,7 +53,7 @@ class Megtaichi(DynamicPolicy):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        return f"recomputes cheap tensors next to free memory, {within(self.budget_bytes, self.ratio)}"
+        return f"recomputes cheap tensors next to free memory, {format_budget(self.budget_bytes, self.ratio)}"
 
     def policy(self) -> Policy:
         """Return MegEngine's score with the chosen exponents."""

@@ -6,12 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import DISPATCH_MODE, Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
-from memtune.search_spaces._phrases import within
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.recompute._block_planner import (
     Budget,
@@ -54,7 +54,7 @@ from memtune.search_spaces.recompute._schedule_planner import (
     to_schedule_plan,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
-from memtune.units import format_bytes
+from memtune.units import format_budget, format_bytes
 
 _Plans = PlannedPlan | BudgetSchedulePlan | BudgetBlocksPlan
 
@@ -108,7 +108,9 @@ class Planned(Technique):
     def sentence(self) -> str:
         """Return the setting as one clause."""
         how = "op by op" if self.by_schedule else "cheapest first"
-        return f"recomputes as few activations as needed {within(self.budget_bytes, self.share)}, {how}"
+        return (
+            f"recomputes as few activations as needed {format_budget(self.budget_bytes, self.share)}, {how}"
+        )
 
     @property
     def effects(self) -> Effects:
@@ -123,12 +125,9 @@ class Planned(Technique):
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.share is not None:
-            return Reason("budget_bytes and share both set the budget", "give one of them")
+            return refusals.two_budgets()
         if self._budget(target) is None:
-            return Reason(
-                "there is no budget to plan for",
-                "--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}",
-            )
+            return refusals.no_budget("--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}")
         if (reason := self._moved_by_another(program, target)) is not None:
             return reason
         asked = self.budget_bytes is not None or self.share is not None
@@ -141,7 +140,7 @@ class Planned(Technique):
         if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
             return reason
         if self._fits_as_it_is(program, target):
-            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+            return refusals.fits_already("recompute: {kind: none}")
         solution = self._solution(program, target)
         if self.by_schedule:
             scheduled = self._scheduled(program, target, solution)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.activations.tiling import (
     LossPattern,
     PositionWise,
@@ -165,7 +166,7 @@ class Tiled(Technique):
                 "the logits are made outside of the model", "the head's product in the model's forward"
             )
         if pattern.rows < self.chunks:
-            return Reason(f"there are {pattern.rows} tokens, fewer than {self.chunks} parts", "fewer chunks")
+            return refusals.few_tokens(pattern.rows, self.chunks, "fewer chunks")
         share = _logits_bytes(step, pattern) / max(step.peak_bytes(), 1)
         if share < _WORTH:
             return Reason(f"the logits are {share:.1%} of the peak")
@@ -235,7 +236,7 @@ def _too_little(
     """Return why `regions` save too little to be cut into `parts` parts, or have too few tokens."""
     rows = min(region.rows for region in regions)
     if rows < parts:
-        return Reason(f"there are {rows} tokens, fewer than {parts} parts", "fewer parts")
+        return refusals.few_tokens(rows, parts, "fewer parts")
     share = sum(region.inner_bytes for region in regions) / max(step.peak_bytes(), 1)
     return Reason(f"what the {what} save is {share:.1%} of the peak", fix) if share < _WORTH else None
 

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from memtune import _native
+from memtune import _native, refusals
 from memtune.activations.capture import (
     CaptureLock,
     GradientLike,
@@ -50,7 +50,6 @@ from memtune.activations.eviction.policy import Policy
 from memtune.activations.eviction.replay_run import ReplayRun
 from memtune.activations.eviction.replayer import Opened, Replayer
 from memtune.activations.eviction.schedule_cache import Decided, ScheduleCache
-from memtune.errors import ApplyError
 from memtune.runtime import HOST, ReplacedForward, members_of, storages_of, tier
 
 
@@ -397,17 +396,9 @@ class _Run:
             ApplyError: Backward creates a graph, or runs a second time.
         """
         if torch.is_grad_enabled():
-            raise ApplyError(
-                "gradients of gradients do not work under an online budget.",
-                fix="choose recompute: {kind: none}",
-                code="MT326",
-            )
+            raise refusals.error_of(refusals.second_order("an online budget"))
         if self._inner is None:
-            raise ApplyError(
-                "backward runs a second time, but the tensors that it needs have been freed.",
-                fix="add the losses up before one backward(), or choose recompute: {kind: none}",
-                code="MT326",
-            )
+            raise refusals.error_of(refusals.second_backward())
         # Dropped before it runs: its nodes would otherwise keep their saved values until the end.
         inner, self._inner = self._inner, None
         self.table.backward = True

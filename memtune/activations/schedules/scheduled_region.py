@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from memtune import refusals
 from memtune.activations.capture import (
     CaptureError,
     CaptureLock,
@@ -559,11 +560,7 @@ class ScheduledRun:
     def _check(self) -> None:
         self._require_first_order()
         if not self.saved:
-            raise ApplyError(
-                "backward runs a second time, but the schedule has freed the tensors that it needs.",
-                fix="add the losses up before one backward(), or choose recompute: {kind: none}",
-                code="MT326",
-            )
+            raise refusals.error_of(refusals.second_backward())
         if self.is_written():
             raise ApplyError(
                 "a tensor that backward needs was written into after the model's forward.",
@@ -574,11 +571,7 @@ class ScheduledRun:
 
     def _require_first_order(self) -> None:
         if torch.is_grad_enabled():
-            raise ApplyError(
-                "gradients of gradients do not work under a schedule.",
-                fix="choose recompute: {kind: none}",
-                code="MT326",
-            )
+            raise refusals.error_of(refusals.second_order("a schedule"))
 
 
 # Autograd nodes of a region under a schedule. Only a token flows between them, so that the engine holds none

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from memtune.errors import ApplyError
+from memtune import refusals
 from memtune.offload.chunks.paged_offloader import PagedOffloader
 from memtune.offload.optimizer import Gradients, HostOptimizer, Sweeps
 from memtune.runtime import HOST, Context, mark, page_locked, tier
@@ -108,9 +108,6 @@ class LockFreeOptimizer(HostOptimizer):
             ApplyError: State is on the device, or a weight has no second host copy.
         """
         if len(self._spare) != len(self._pairs):
-            raise ApplyError(
-                f"{len(self._pairs) - len(self._spare)} weights have no second copy on the host.",
-                code="MT309",
-            )
+            raise refusals.error_of(refusals.no_second_copy(len(self._pairs) - len(self._spare)))
         sweeps = self._sweeps
         return super().check() | {"version": sweeps.version, "largest_staleness": sweeps.largest_staleness}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import OptimizerParameter, count_changes
 from memtune.runtime import (
@@ -108,14 +109,10 @@ class WatchedGradients:
             p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version
         ]
         if changed and not self._are_all(changed):
-            raise ApplyError(
-                "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
-                evidence=(
-                    f"{len(changed)} were; {n_offloaded} are offloaded by then and {len(resident)} are on the"
-                    " device, so neither are all."
-                ),
-                fix=self._fix,
-                code="MT364",
+            raise refusals.error_of(
+                refusals.gradients_changed(self._fix),
+                f"{len(changed)} were; {n_offloaded} are offloaded by then and {len(resident)} are on the"
+                " device, so neither are all.",
             )
 
     def _are_all(self, changed: list[nn.Parameter]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtune.errors import ApplyError
+from memtune import refusals
 from memtune.offload.layer_major.packs import Span, in_parts
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters import DeferredBlocks
@@ -78,12 +78,7 @@ class PackOffloader(DeferredBlocks):
         def called(module: nn.Module, args: Any) -> None:
             if not self.is_stepping:
                 if torch.is_grad_enabled():
-                    raise ApplyError(
-                        "This config runs each block over all micro-batches before the next block.",
-                        evidence="Only Tuned.step has all micro-batches.",
-                        fix="tuned.step(batches)",
-                        code="MT311",
-                    )
+                    raise refusals.outside_of_step()
                 self._load_block(index)
 
         def returned(module: nn.Module, args: Any, output: Any) -> None:
@@ -237,9 +232,7 @@ class PackOffloader(DeferredBlocks):
             ApplyError: Some are on the device between two steps.
         """
         if left := self._resident_bytes():
-            raise ApplyError(
-                f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309"
-            )
+            raise refusals.error_of(refusals.resident_between_steps(left))
         facts = self._optimizer.check() | {
             "blocks_on_host": len(self._blocks),
             "loaded_bytes": self.loaded_bytes,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import not_one_by_one, sentinel_index
 from memtune.offload.gradients import SentinelGradient
@@ -158,13 +159,9 @@ class FusedBackward:
                 stacklevel=3,
             )
         if self._sentinel.changed() or self._changed:
-            raise ApplyError(
-                "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
-                evidence=(
-                    "All but the smallest had been used by then: parameters were updated inside backward."
-                ),
-                fix=_PLAIN,
-                code="MT364",
+            raise refusals.error_of(
+                refusals.gradients_changed(_PLAIN),
+                "All but the smallest had been used by then: parameters were updated inside backward.",
             )
 
     def check(self) -> dict[str, Any]:

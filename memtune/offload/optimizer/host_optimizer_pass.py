@@ -1,13 +1,25 @@
-"""Pass of `offload.optimizer.host_optimizer`: state on the host, D2H of gradients, H2D of weights."""
+"""Pass of `offload.optimizer.host_optimizer`: state on the host, D2H of gradients, H2D of weights; and the
+conditions of its native update.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from memtune import refusals
 from memtune.program import FOREVER, I32, I64, WRITES, Edit, Kind, Phase, Resource, Step, Tier, columns_of
+from memtune.technique import Reason, Target
+
+UPDATES = {
+    "user": ", by your optimizer",
+    "native": "",
+    "master": ", from float32 masters of bfloat16 weights",
+}
+"""End of a sentence about an update on the host, by the knob `update`."""
 
 
 @dataclass(frozen=True)
@@ -196,3 +208,46 @@ def on_host(
     state = (step.storages.kind == Kind.OPTIMIZER) & ~(np.False_ if resident is None else resident)
     edit.storages.tier[state | ((step.storages.producer >= 0) & computes[step.storages.producer])] = Tier.HOST
     edit.set_ops(resource=np.where(computes, np.uint8(Resource.HOST_THREADS), step.ops.resource))
+
+
+# Conditions of the native update on optimizers and parameters.
+_OWN = "offload: {states: {kind: optimizer_cpu, update: user}}"
+
+
+def unknown_optimizer(target: Target) -> Reason | None:
+    """Return why the native update cannot replace the user's optimizer."""
+    why = "" if target.optimizer is None else target.optimizer.native_refusal
+    return Reason(why, _OWN) if why else None
+
+
+def no_native_update(step: Step, update: Literal["native", "master"], target: Target) -> Reason | None:
+    """Return why the host's native update does not apply: an unknown optimizer, or a parameter type.
+
+    `native` is for float32 parameters, `master` for narrower ones.
+    """
+    if (reason := unknown_optimizer(target)) is not None:
+        return reason
+    columns = columns_of(step.parameters)
+    sizes = set(columns.itemsize[columns.gradient >= 0].tolist())
+    if update == "native" and sizes != {4}:
+        return refusals.float32_weights("update: master")
+    if update == "master" and 2 not in sizes:
+        return Reason("the parameters are float32 themselves", "update: native")
+    return None
+
+
+def not_contiguous(step: Step) -> Reason | None:
+    """Return why a parameter cannot be divided as a flat row of elements: it has gaps in memory, or shares
+    it.
+    """
+    columns = columns_of(step.parameters)
+    wrong = (columns.gradient >= 0) & (
+        step.storages.bytes[columns.storage] != columns.numel * columns.itemsize
+    )
+    if not wrong.any():
+        return None
+    name = columns.names[int(np.argmax(wrong))]
+    return Reason(
+        f"{name} has gaps in memory, or shares memory with another tensor",
+        "offload: {states: {kind: zero_infinity}}",
+    )

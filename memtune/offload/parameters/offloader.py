@@ -48,7 +48,6 @@ from memtune.offload.core import (
 )
 from memtune.offload.gradients import WatchedGradients
 from memtune.offload.optimizer import add_gradient
-from memtune.parallel.ranks import require_all_averaged
 from memtune.program import Residency, Units, order_of_use
 from memtune.runtime import (
     HOST,
@@ -326,9 +325,9 @@ class HostParameters:
         """Refuse a backward in which this rank skipped parameters, whose all-reduce other ranks are in."""
         averaged, self._averaged = self._averaged, set()
         if self._group is not None and self._when_ready:
-            require_all_averaged(
-                [each for each in (*self._trained, *self._averaged_on_device) if each not in averaged]
-            )
+            missing = [each for each in (*self._trained, *self._averaged_on_device) if each not in averaged]
+            if missing:
+                raise refusals.not_averaged(len(missing))
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Free all units before the weights change, and check that gradients are those of backward."""
@@ -653,8 +652,6 @@ class ParameterOffloader(HostParameters):
         """
         left = self._resident_bytes()
         if left and self._moment == self._end:
-            raise ApplyError(
-                f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309"
-            )
+            raise refusals.error_of(refusals.resident_between_steps(left))
         facts = self._optimizer.check()
         return facts | {"blocks_on_host": self.blocks_on_host, "loaded_bytes": self.loaded_bytes}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.errors import ApplyError
+from memtune import refusals
 from memtune.offload.chunks import PagedOffloader
 from memtune.offload.optimizer import Gradients, Sweeps, write_during_update_error
 from memtune.offload.parameters import host_copy
@@ -162,9 +162,6 @@ class LockFreeOnSsd(SsdOptimizer):
             ApplyError: Some state is not on SSD, or a weight has no second copy.
         """
         if len(self._spares) != len(self._pieces):
-            raise ApplyError(
-                f"{len(self._pieces) - len(self._spares)} weights have no second copy on the host.",
-                code="MT309",
-            )
+            raise refusals.error_of(refusals.no_second_copy(len(self._pieces) - len(self._spares)))
         sweeps = self._sweeps
         return super().check() | {"version": sweeps.version, "largest_staleness": sweeps.largest_staleness}

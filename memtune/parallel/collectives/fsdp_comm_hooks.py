@@ -29,7 +29,7 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.collectives.message_layout import Communication, Form, Row
 from memtune.parallel.ranks import SeamAllGather, SeamReduceScatter
-from memtune.runtime import Context, Nodes, link_classes
+from memtune.runtime import Context, Nodes, node_topology
 from memtune.runtime import node_topology as nodes
 
 
@@ -56,8 +56,8 @@ def install_collectives(context: Context, how: Communication) -> None:
             fix="another sharding.parallel degree, or ranks_per_node",
             code="MT342",
         )
-    link_classes.declare(how.ranks_per_node)
-    context.undo.callback(link_classes.declare, None)
+    node_topology.declare(how.ranks_per_node)
+    context.undo.callback(node_topology.declare, None)
     how = replace(
         how, ranks_per_node=max(how.ranks_per_node // size, 1)
     )  # that hold the same part of the model

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.model import balanced_attention
 from memtune.parallel.model.block_attention import Attended, attend, attend_backward, merge, wide
@@ -357,7 +358,7 @@ def _check(context: Context, split: Split, summed: Sequence[str]) -> dict[str, A
             raise ApplyError(f"{name} does not work on a share of the positions.", code="MT392")
     for name in summed:
         if not is_summed(context.model, context.blocks, name):
-            raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
+            raise refusals.error_of(refusals.unsummed_gradient(name))
     return {
         "heads": split.heads,
         "contexts": split.contexts,

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.model.sequence_sharding import (
     SequenceLayout,
@@ -274,5 +275,5 @@ def _check(context: Context, pairs: Sequence[Pair], summed: Sequence[str]) -> di
             raise ApplyError(f"{name} does not gather its positions.", code="MT392")
     for name in summed:
         if not is_summed(context.model, context.blocks, name):
-            raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
+            raise refusals.error_of(refusals.unsummed_gradient(name))
     return {"summed_parameters": len(summed)}

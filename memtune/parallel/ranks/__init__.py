@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         inconsistent_indices,
         missing_here,
         missing_indices,
-        require_all_averaged,
     )
 else:
     __getattr__ = open_door(__name__)
@@ -70,7 +69,6 @@ __all__ = [
     "missing_indices",
     "one_part",
     "replica_groups",
-    "require_all_averaged",
     "require_groups",
     "require_plain",
     "require_ranks",

@@ -7,7 +7,7 @@ gradients would average different parameters with each other, silently if shapes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.errors import ApplyError
 from memtune.runtime import local
 
 
@@ -78,24 +77,3 @@ def fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -
     """
     for parameter in missing_here(parameters, group):
         parameter.grad = torch.zeros_like(parameter)
-
-
-def require_all_averaged(missing: Collection[nn.Parameter]) -> None:
-    """Raise if a gradient was not averaged: its rank would have averaged different parameters (rule 2).
-
-    Args:
-        missing: Parameters whose gradients were not averaged in this backward.
-
-    Raises:
-        ApplyError: There are some.
-    """
-    if missing:
-        raise ApplyError(
-            f"{len(missing)} parameters got no gradient in this backward.",
-            evidence=(
-                "Ranks average gradients one by one as soon as they are ready, so every rank needs each of"
-                " them in every backward."
-            ),
-            fix="sharding: {states: {kind: fsdp}}, or a model whose ranks use the same parameters",
-            code="MT346",
-        )

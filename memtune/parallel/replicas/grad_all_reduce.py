@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.errors import ApplyError
-from memtune.parallel.ranks import require_all_averaged, require_ranks
+from memtune import refusals
+from memtune.parallel.ranks import require_ranks
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.runtime import BackwardEnd, Context, weakly
 
@@ -76,13 +76,12 @@ class AllReduceGrads:
     def _ends(self) -> None:
         """Check rule 2 at the end of backward."""
         missing, self._missing = self._missing, set()
-        require_all_averaged(missing)
+        if missing:
+            raise refusals.not_averaged(len(missing))
 
     def _check(self) -> dict[str, Any]:
         if _trained(self._model) != self._parameters:
-            raise ApplyError(
-                "the model's parameters are no longer those whose gradients are averaged.", code="MT324"
-            )
+            raise refusals.error_of(refusals.other_parameters())
         return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
 
 

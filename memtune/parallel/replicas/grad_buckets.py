@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from memtune.errors import ApplyError
+from memtune import refusals
 from memtune.parallel.ranks import missing_here, require_ranks, same_part_group
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.runtime import HOST, BackwardEnd, Context, count_collective, local, tier
@@ -170,11 +170,9 @@ class Buckets:
     def _require_gradients(self) -> None:
         missing = [parameter for parameter in self._parameters if parameter.grad is None]
         if missing:
-            raise ApplyError(
-                f"{len(missing)} parameters got no gradient in this step.",
-                evidence=f"One has the shape {tuple(missing[0].shape)}.",
-                fix="find_unused_parameters: true",
-                code="MT346",
+            raise refusals.error_of(
+                refusals.missing_gradients(len(missing), "step", "find_unused_parameters: true"),
+                f"One has the shape {tuple(missing[0].shape)}.",
             )
 
     def _fill(self) -> None:
@@ -208,9 +206,7 @@ class Buckets:
     def _check(self) -> dict[str, Any]:
         mine = set(self._trained())
         if mine != set(self._parameters):
-            raise ApplyError(
-                "the model's parameters are no longer those whose gradients are averaged.", code="MT324"
-            )
+            raise refusals.error_of(refusals.other_parameters())
         return {"ranks": self._group.size(), "averaged_bytes": self._averaged_bytes}
 
 

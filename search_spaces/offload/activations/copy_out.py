@@ -101,14 +101,12 @@ class CopyOut(Technique):
         if self.target == "ssd" and (reason := no_directory(target)) is not None:
             return reason
         if not program.step.blocks:
-            return Reason(
-                "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
-            )
+            return refusals.no_blocks_to_offload()
         if target.compiled == "model":
             return refusals.one_graph()
         saved = program.step.saves.storage[program.step.saves.block >= 0]
         if not (program.step.storages.bytes[saved] >= max(self.min_bytes, 1)).any():
-            return Reason(f"no saved activation has {self.min_bytes} bytes", "a smaller min_bytes")
+            return refusals.no_large_activation(self.min_bytes)
         return None
 
     def plan(self, program: Program, target: Target) -> CopyOutPlan:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from memtune import refusals
 from memtune.activations.offload import Prefetcher, Slots
 from memtune.effects import Effects
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
-from memtune.search_spaces._phrases import within
 from memtune.search_spaces._plan_fields import Bytes
 from memtune.search_spaces.offload.activations._block_shares import (
     Runs,
@@ -35,7 +35,7 @@ from memtune.search_spaces.offload.activations._pipeline_ratio import (
 )
 from memtune.search_spaces.recompute._block_planner import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
-from memtune.units import format_bytes
+from memtune.units import format_budget, format_bytes
 
 _MOST_PREFETCHED = 4096
 
@@ -116,7 +116,7 @@ class Pipelined(Technique):
         """Return the setting as one clause."""
         if self.ratio is None:
             few = "moves as few saved activations to host memory as needed"
-            return f"{few} {within(self.budget_bytes, None)}, between micro-batches"
+            return f"{few} {format_budget(self.budget_bytes, None)}, between micro-batches"
         return f"moves {self.ratio:.0%} of the saved activations to host memory between micro-batches"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -124,9 +124,7 @@ class Pipelined(Technique):
         slots.
         """
         if not program.step.blocks:
-            return Reason(
-                "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
-            )
+            return refusals.no_blocks_to_offload()
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
         stages, budget = program.stages, self._budget(program, target)
@@ -143,7 +141,7 @@ class Pipelined(Technique):
             )
         saved = program.step.saves.storage[program.step.saves.block >= 0]
         if not (program.step.storages.bytes[saved] >= max(self.min_bytes, 1)).any():
-            return Reason(f"no saved activation has {self.min_bytes} bytes", "a smaller min_bytes")
+            return refusals.no_large_activation(self.min_bytes)
         return (
             None
             if self.ratio is not None
@@ -152,7 +150,7 @@ class Pipelined(Technique):
 
     def _misses(self, found: Ratios, budget_bytes: int) -> Reason | None:
         if max(found.plain_bytes) <= budget_bytes:
-            return Reason("everything fits into the budget as it is", "offload.activations: {kind: none}")
+            return refusals.fits_already("offload.activations: {kind: none}")
         if max(found.peak_bytes) > budget_bytes:
             return Reason(
                 f"no ratio stays within {format_bytes(budget_bytes)}: the most gives"

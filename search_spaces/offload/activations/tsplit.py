@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.activations.offload import Prefetcher
 from memtune.activations.tiling import install_tiled_modules, position_wise
 from memtune.effects import DISPATCH_MODE, Effects
@@ -14,7 +15,6 @@ from memtune.errors import ApplyError
 from memtune.program import Program, Step, split_calls
 from memtune.runtime import Context
 from memtune.search_spaces import active
-from memtune.search_spaces._phrases import within
 from memtune.search_spaces.offload.activations._tsplit_plan import (
     Decided,
     TsplitLimits,
@@ -25,7 +25,7 @@ from memtune.search_spaces.offload.activations._tsplit_plan import (
 )
 from memtune.search_spaces.recompute._block_planner import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
-from memtune.units import format_bytes, format_seconds
+from memtune.units import format_budget, format_bytes, format_seconds
 
 _WHOLE_BATCH = ("batch_norm", "instance_norm", "group_norm")
 
@@ -91,7 +91,7 @@ class TSplit(Technique):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        needed = within(self.budget_bytes, self.share)
+        needed = format_budget(self.budget_bytes, self.share)
         return f"moves as few saved activations to host memory as needed {needed}"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -102,7 +102,7 @@ class TSplit(Technique):
             return reason
         solution = self._solution(program, target)
         if solution.plain_bytes <= solution.budget_bytes:
-            return Reason("everything fits into the budget as it is", "offload.activations: {kind: none}")
+            return refusals.fits_already("offload.activations: {kind: none}")
         if not solution.is_within:
             least = "any needs at least" if solution.is_floor else "the smallest that was found needs"
             return Reason(
@@ -115,17 +115,14 @@ class TSplit(Technique):
     def _cannot_plan(self, step: Step, target: Target) -> Reason | None:
         """Return why no plan can be made, from the config and the step's sizes alone."""
         if not step.blocks:
-            return Reason(
-                "the model has no blocks whose activations can be offloaded", "def blocks(model) in model.py"
-            )
+            return refusals.no_blocks_to_offload()
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
         if self.budget_bytes is not None and self.share is not None:
-            return Reason("budget_bytes and share both set the budget", "give one of them")
+            return refusals.two_budgets()
         if self._budget(target) is None and self.share is None:
-            return Reason(
-                "there is no budget to plan for",
-                "--max-memory 20GiB, or offload.activations: {kind: tsplit, share: 0.5}",
+            return refusals.no_budget(
+                "--max-memory 20GiB, or offload.activations: {kind: tsplit, share: 0.5}"
             )
         if (count := int(np.count_nonzero(step.saves.block >= 0))) > _MOST:
             return Reason(
@@ -133,10 +130,7 @@ class TSplit(Technique):
                 "offload.activations: {kind: copy_out}",
             )
         if split_calls(step) is not step:
-            return Reason(
-                "a block runs several times, and its tensors have no addresses",
-                "offload.activations: {kind: copy_out}",
-            )
+            return refusals.block_runs_again("offload.activations: {kind: copy_out}")
         return None
 
     def _no_tiling_text(self, step: Step) -> str:

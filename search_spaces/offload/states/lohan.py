@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import GRADIENTS_AT_END, Effects
-from memtune.offload.optimizer import GradientOffload
+from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update
 from memtune.offload.ssd_states import (
     SsdOverlappedOptimizer,
     not_overlappable,
@@ -15,12 +16,7 @@ from memtune.offload.ssd_states import (
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import UPDATES
-from memtune.search_spaces.offload.states._common import (
-    cannot_offload_on_grad_ready,
-    no_native_update,
-    replicas_of,
-)
+from memtune.search_spaces.offload.states._common import cannot_offload_on_grad_ready, replicas_of
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
@@ -92,7 +88,7 @@ class Lohan(Technique):
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to offload")
+            return refusals.no_optimizer_state()
         if (reason := no_native_update(step, self.update, target)) is not None:
             return reason
         why_not = not_overlappable(step, _reducing_ranks(program, target))

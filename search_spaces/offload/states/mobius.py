@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.hardware import Hardware, op_costs
 from memtune.offload.layer_major import Packs, Span, StageLayout, parts_of, spans
@@ -143,10 +144,7 @@ class Mobius(Technique):
         if (reason := cannot_run_packs(self, program, target)) is not None:
             return reason
         if self.stages is not None and self.stages > len(program.step.blocks):
-            return Reason(
-                f"the model has {len(program.step.blocks)} blocks only",
-                "fewer stages, or none to have them solved",
-            )
+            return refusals.few_blocks(len(program.step.blocks), "fewer stages, or none to have them solved")
         return None
 
     def plan(self, program: Program, target: Target) -> MobiusPlan | MobiusStagesPlan:

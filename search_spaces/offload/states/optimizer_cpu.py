@@ -9,20 +9,20 @@ from pydantic import model_validator
 from memtune.effects import GRADIENTS_AT_END, Effects
 from memtune.offload.core import Trigger
 from memtune.offload.optimizer import (
+    UPDATES,
     HostOptimizer,
     Moments,
     OffloadTiming,
+    no_native_update,
     optimizer_on_host,
     overlap_optimizer,
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces.offload.states._common import (
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
     native_of,
-    no_native_update,
     replicas_of,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique

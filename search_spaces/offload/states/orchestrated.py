@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.optimizer import optimizer_on_host
@@ -112,10 +113,10 @@ class TensorMovement(Technique):
         if (reason := not_in_layers(step, when_ready=False)) != "":
             return Reason(reason, "offload: {states: {kind: optimizer_cpu}}")
         if not (step.storages.kind == Kind.OPTIMIZER).any():
-            return Reason("the optimizer has no state to offload")
+            return refusals.no_optimizer_state()
         blocks, stride = len(step.blocks), self._stride(self._group(target))
         if stride > blocks or self.window > blocks:
-            return Reason(f"the model has {blocks} blocks only", "a smaller stride and window")
+            return refusals.few_blocks(blocks, "a smaller stride and window")
         if self.mode == "disjoint" and stride < self._group(target):
             return Reason(
                 f"a stride of {stride} gives {self._group(target)} ranks the same blocks",

@@ -6,12 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.offload.near_storage import Updaters, UpdatersSpec, optimizer_on_updaters
+from memtune.offload.optimizer import UPDATES, no_native_update, not_contiguous
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import UPDATES
-from memtune.search_spaces.offload.states._common import no_native_update, not_contiguous
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
@@ -88,7 +88,7 @@ class SmartInfinity(Technique):
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to offload")
+            return refusals.no_optimizer_state()
         if program.ranks == 1 and target.ranks == 1 and (reason := not_contiguous(step)) is not None:
             return reason
         return no_native_update(step, self.update, target)

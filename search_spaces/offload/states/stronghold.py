@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
@@ -101,9 +102,8 @@ class Stronghold(Technique):
         if (reason := cannot_run_on_ranks(self, program, target)) is not None:
             return reason
         if self.window is not None and self.window > len(program.step.blocks):
-            return Reason(
-                f"the model has {len(program.step.blocks)} blocks only",
-                "a smaller window, or none to have it solved",
+            return refusals.few_blocks(
+                len(program.step.blocks), "a smaller window, or none to have it solved"
             )
         return no_such_block(self.deferred, program)
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.core import gathers_of, is_gathered
-from memtune.offload.optimizer import HostOptimizer, Native, optimizer_on_host
+from memtune.offload.optimizer import UPDATES, HostOptimizer, Native, no_native_update, optimizer_on_host
 from memtune.offload.parameters import stream_parameters
 from memtune.offload.ssd_states import (
     HostPieces,
@@ -33,15 +34,8 @@ from memtune.offload.tiles import (
 )
 from memtune.program import Kind, Program, is_in_expert, window_residency
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common import (
-    EAGER_ONLY,
-    cannot_run_on_ranks,
-    no_native_update,
-    replicas,
-    window_of,
-)
+from memtune.search_spaces.offload.states._common import EAGER_ONLY, cannot_run_on_ranks, replicas, window_of
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
 
@@ -169,7 +163,7 @@ class ZeroInfinity(Technique):
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to offload")
+            return refusals.no_optimizer_state()
         if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
             return reason
         return cannot_run_on_ranks(self, program, target, natively=False) or self._no_tiles(program, target)

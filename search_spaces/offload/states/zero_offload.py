@@ -8,25 +8,26 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from memtune import refusals
 from memtune.effects import GRADIENTS_AT_END, Effects
 from memtune.errors import ApplyError
 from memtune.offload.optimizer import (
+    UPDATES,
     Moments,
     OffloadTiming,
     cannot_part,
+    no_native_update,
     overlap_optimizer,
     overlap_optimizer_partly,
 )
 from memtune.program import Kind, Program, Step
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import UPDATES
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import (
     RatioSolution,
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
     native_of,
-    no_native_update,
     replicas_of,
     smallest_ratio,
 )
@@ -121,7 +122,7 @@ class ZeroOffload(Technique):
             not any(each.gradient >= 0 for each in step.parameters)
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
-            return Reason("the optimizer has no state to offload")
+            return refusals.no_optimizer_state()
         if self.ratio != 1.0 and (why_not := self._cannot_part(step, target)):
             return Reason(why_not, "ratio: 1.0")
         reason = cannot_offload_on_grad_ready(self, program, target, self.ratio or 1.0) or self.refuses(
@@ -141,7 +142,7 @@ class ZeroOffload(Technique):
         if (reason := conflict(self, target, "recompute", "offload.activations")) is not None:
             return reason
         if program.step.peak_bytes() <= target.budget_bytes:
-            return Reason("everything fits into the budget as it is", "offload: {states: {kind: none}}")
+            return refusals.fits_already("offload: {states: {kind: none}}")
         found = self._solved(program, target.budget_bytes, replicas_of(program, target))
         if found.least_bytes > target.budget_bytes:
             least = format_bytes(found.least_bytes)

@@ -398,7 +398,30 @@ def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> Non
     context.checks["recompute"] = lambda: _check(found)
 
 
-def instead_of_schedule(why: str, kind: str) -> str:
+def require_schedule_ran(region: ScheduledRegion, name: str, kind: str) -> None:
+    """Check that `region` ran by its schedule, at least once.
+
+    Args:
+        region: The region.
+        name: Name of its module, for messages.
+        kind: As in `_instead_of_schedule`.
+
+    Raises:
+        ApplyError: The schedule never ran, or another component replaced the forward.
+    """
+    runs = region.runs
+    if not region.is_installed:
+        raise ApplyError(f"{name} should run by a schedule, but its forward was replaced.", code="MT313")
+    if runs.plain and not runs.frozen:
+        raise ApplyError(
+            f"{name} ran without its schedule.",
+            evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
+            fix=_instead_of_schedule(runs.why_plain, kind),
+            code="MT313",
+        )
+
+
+def _instead_of_schedule(why: str, kind: str) -> str:
     """Return the fix for a schedule that did not run because of `why`.
 
     The technique `kind` needs no schedule, but would run a collective a second time.
@@ -411,15 +434,7 @@ def instead_of_schedule(why: str, kind: str) -> str:
 def _check(regions: Mapping[str, ScheduledRegion]) -> dict[str, Any]:
     """Return facts for the audit: runs by schedule, and runs of the plain block instead."""
     for name, each in regions.items():
-        if not each.is_installed:
-            raise ApplyError(f"{name} should run by a schedule, but its forward was replaced.", code="MT313")
-        if each.runs.plain and not each.runs.frozen:
-            raise ApplyError(
-                f"{name} ran without its schedule.",
-                evidence=f"{each.runs.why_plain[:1].upper()}{each.runs.why_plain[1:]}.",
-                fix=instead_of_schedule(each.runs.why_plain, "planned"),
-                code="MT313",
-            )
+        require_schedule_ran(each, name, "planned")
     runs = [each.runs for each in regions.values()]
     fewest: dict[str, Any] = {
         "frozen_runs": min(each.frozen for each in runs),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.activations.eviction import (
     OnlineRegion,
     Policy,
@@ -141,7 +142,7 @@ class DynamicPolicy(Technique):
             )
         budget_bytes = self._budget_bytes(place, target)
         if self.ratio is None and place.plain_bytes <= budget_bytes:
-            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+            return refusals.fits_already("recompute: {kind: none}")
         frozen = None if budget_bytes < least else self._frozen(program, target)
         if frozen is None:
             return self._too_little(place, budget_bytes)
@@ -153,7 +154,7 @@ class DynamicPolicy(Technique):
 
     def _no_budget(self, target: Target) -> Reason | None:
         if self.budget_bytes is not None and self.ratio is not None:
-            return Reason("budget_bytes and ratio both set the budget", "give one of them")
+            return refusals.two_budgets("ratio")
         if self._has_no_budget(target):
             fix = f"--max-memory 20GiB, or recompute: {{kind: {self.kind}, ratio: 0.5}}"
             return Reason("there is no budget to evict for", fix)
@@ -178,7 +179,7 @@ class DynamicPolicy(Technique):
             return reason
         place, budget = placement_of(program, target), self._budget_of(target)
         if budget is not None and place.plain_live_bytes <= budget:
-            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+            return refusals.fits_already("recompute: {kind: none}")
         found = self._found_by_blocks(program, target)
         if not found.is_within:
             return Reason(
@@ -186,11 +187,7 @@ class DynamicPolicy(Technique):
                 f" that it finds is {format_bytes(found.smallest_bytes)}",
                 "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
             )
-        return (
-            None
-            if found.recompute_s > 0
-            else Reason("no tensor is worth freeing and recomputing", "recompute: {kind: none}")
-        )
+        return None if found.recompute_s > 0 else refusals.nothing_worth_recompute()
 
     def _found_by_blocks(self, program: Program, target: Target) -> BlockSchedules:
         return solve_block_schedules(

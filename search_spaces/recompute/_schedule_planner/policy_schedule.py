@@ -14,15 +14,12 @@ from memtune.activations.eviction import (
     region_trace,
 )
 from memtune.activations.schedules import ScheduledRegion, elements_of, region_of
-from memtune.errors import ApplyError
 from memtune.hardware import Hardware, op_costs
 from memtune.parallel.ranks import require_whole_parameters
 from memtune.program import Schedule, Step
 from memtune.runtime import Context
 from memtune.search_spaces.recompute._schedule_planner.block_options import is_cheap
-from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
-    instead_of_schedule,
-)
+from memtune.search_spaces.recompute._schedule_planner.block_schedules import require_schedule_ran
 from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     Placement,
 )
@@ -79,14 +76,6 @@ def check_schedule(region: ScheduledRegion) -> dict[str, Any]:
     Raises:
         ApplyError: The schedule never ran, or another component replaced the executor.
     """
+    require_schedule_ran(region, "the model", "selective")
     runs = region.runs
-    if not region.is_installed:
-        raise ApplyError("the model should run by a schedule, but its forward was replaced.", code="MT313")
-    if runs.plain and not runs.frozen:
-        raise ApplyError(
-            "the model ran without its schedule.",
-            evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
-            fix=instead_of_schedule(runs.why_plain, "selective"),
-            code="MT313",
-        )
     return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}

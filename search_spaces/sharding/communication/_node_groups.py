@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from memtune import refusals
-from memtune.runtime import link_classes
+from memtune.runtime import node_topology
 from memtune.search_spaces._support import conflict
 from memtune.technique import Plan, Reason, Target, Technique
 
@@ -46,7 +46,7 @@ def live_node_size(plan: NodesPlan, declared: int | None) -> int:
     """Return the consecutive ranks on one node of a running training: as declared, as planned, or from its
     launcher.
     """
-    return declared or plan.ranks_per_node or link_classes.ranks_per_node()
+    return declared or plan.ranks_per_node or node_topology.ranks_per_node()
 
 
 def one_node(target: Target, declared: int | None) -> Reason | None:
@@ -54,7 +54,7 @@ def one_node(target: Target, declared: int | None) -> Reason | None:
     nodes.
     """
     if target.ranks < 2:
-        return Reason("there is only one rank", "--gpus or --workers 2 and more")
+        return refusals.one_rank()
     size, node, parts = node_size(target, declared), _all_of_a_node(target, declared), target.parts
     if node % parts and parts % node:
         text = (
@@ -78,7 +78,7 @@ def _all_of_a_node(target: Target, declared: int | None) -> int:
 def unsharded(technique: Technique, target: Target) -> Reason | None:
     """Return why parameters are not gathered unit by unit."""
     if target.ranks < 2:
-        return Reason("there is only one rank", "--gpus or --workers 2 and more")
+        return refusals.one_rank()
     if (reason := conflict(technique, target, "sharding.states")) is not None:
         return reason
     if not isinstance(_gather(target)["again_in_backward"], bool):

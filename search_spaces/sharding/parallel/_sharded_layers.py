@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.parallel.model import Sharing, share, sum_shards
@@ -63,9 +64,7 @@ class SharedLayers(Technique):
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
         if target.ranks % degree:
-            return Reason(
-                f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks"
-            )
+            return refusals.uneven_degree(degree, target.ranks)
         if target.cut is None:
             return Reason(
                 "each degree must be recorded, which is done when the slot is searched",

@@ -12,9 +12,9 @@ from pydantic import Field, PlainSerializer
 from memtune.parallel.model import HEAD_CONTEXT, Split, divide_sequence
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import MicroBatchRotation, wrong_plan_error
 from memtune.technique import Plan, Reason, Target, Technique
+from memtune.units import format_ranks
 from memtune.workload import unsharded_in_blocks
 
 
@@ -82,7 +82,7 @@ class HeadContext(MicroBatchRotation):
     def sentence(self) -> str:
         """Return the setting as one clause."""
         heads = f", and attention's heads over {self.head_degree} of them" if self.head_degree > 1 else ""
-        return f"divides the positions of a sequence over {ranks(self.degree)}{heads}"
+        return f"divides the positions of a sequence over {format_ranks(self.degree)}{heads}"
 
     def split(self, ranks: int, node: int) -> Split | Reason:
         """Return the division over `ranks`, `node` of them on a node, or why there is none."""

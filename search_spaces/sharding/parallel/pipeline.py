@@ -15,12 +15,11 @@ from memtune.parallel.pipeline import Chain, PipelineSettings, balanced, chain_o
 from memtune.program import Program, RankClass, Stages, Step, accumulate_gradients, columns_of, idle_share
 from memtune.runtime import Context
 from memtune.search_spaces import active
-from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces._stage_steps import steps_of_stages
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.sharding.parallel._sharded_layers import wrong_plan_error
 from memtune.technique import Exactness, PassStage, Plan, Reason, Rewrite, Target, Technique
-from memtune.units import format_bytes
+from memtune.units import format_bytes, format_ranks
 from memtune.workload import require_structures
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class Pipeline(Technique):
         """Return the setting as one clause."""
         names = {"1f1b": "one forward, one backward", "gpipe": "all forwards first"}
         order = names.get(self.schedule, f"{self.stages_per_rank} stages on each rank")
-        return f"runs the blocks as pipeline stages on {ranks(self.degree)}, {order}"
+        return f"runs the blocks as pipeline stages on {format_ranks(self.degree)}, {order}"
 
     def _count(self, ranks: int) -> int:
         return (self.degree or ranks) * (self.stages_per_rank if self.schedule == "interleaved_1f1b" else 1)
@@ -111,11 +110,9 @@ class Pipeline(Technique):
         """
         degree = self.degree or target.ranks
         if target.ranks < 2:
-            return Reason("there is only one rank to put a stage on", "--gpus or --workers 2 and more")
+            return refusals.one_rank(" to put a stage on")
         if target.ranks % degree:
-            return Reason(
-                f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks"
-            )
+            return refusals.uneven_degree(degree, target.ranks)
         if target.cut is None:
             return Reason("stages are planned only when the slot is searched", "--axes sharding.parallel")
         reason = conflict(
@@ -178,9 +175,9 @@ class Pipeline(Technique):
         """Return why the blocks of `step` cannot be divided into `count` stages."""
         chain = chain_of(step)
         if isinstance(chain, str):
-            return Reason(f"the blocks are no chain: {chain}", "parallel: {kind: none}")
+            return refusals.no_chain(chain, "parallel: {kind: none}")
         if len(step.blocks) < count:
-            return Reason(f"{len(step.blocks)} blocks are fewer than {count} stages", "a smaller degree")
+            return refusals.few_blocks_for_stages(len(step.blocks), count, "a smaller degree")
         if len(chain.cuts) < count - 1:
             text = f"the blocks can be cut in {len(chain.cuts)} places for {count} stages"
             return Reason(f"{text}: {chain.obstacle}", "a smaller degree, or parallel: {kind: none}")
@@ -234,7 +231,7 @@ class Pipeline(Technique):
         try:
             steps = steps_of_stages(program, target, list(representatives))
         except ValueError as error:
-            return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
+            return refusals.no_chain(error, "parallel: {kind: none}")
         classes = [
             RankClass(
                 how.copies * len(mine),

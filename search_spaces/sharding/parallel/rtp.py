@@ -13,14 +13,13 @@ from pydantic import Field
 from memtune.parallel.model import Sharing, average, rotate, sum_shards
 from memtune.program import APART, Edit, Program, Resource, accumulate_gradients, columns_of, memoized
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import (
     PartitionedLayers,
     divides_states,
     wrong_plan_error,
 )
 from memtune.technique import CutRecording, PassStage, Plan, Reason, Rewrite, Target
-from memtune.units import format_bytes
+from memtune.units import format_bytes, format_ranks
 
 
 class RtpPlan(Plan):
@@ -65,7 +64,9 @@ class Rtp(PartitionedLayers):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        return f"divides every layer over {ranks(self.degree)}, between which parts of the weights rotate"
+        return (
+            f"divides every layer over {format_ranks(self.degree)}, between which parts of the weights rotate"
+        )
 
     def asked(self, target: Target) -> str:
         """Return the rotation, into a second buffer or in place."""

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from memtune.parallel.model import divide
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import CutLayers, PairsPlan
 from memtune.technique import Target
+from memtune.units import format_ranks
 from memtune.workload import Pair, unsharded_in_blocks
 
 
@@ -40,7 +40,7 @@ class SequenceParallel(CutLayers):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        return f"divides every layer, and the positions between layers, over {ranks(self.degree)}"
+        return f"divides every layer, and the positions between layers, over {format_ranks(self.degree)}"
 
     def asked(self, target: Target) -> str:
         """Return the division of attention, MLPs, and the positions between them."""

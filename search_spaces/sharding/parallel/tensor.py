@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from memtune.parallel.model import cut
 from memtune.runtime import Context
-from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.parallel._sharded_layers import CutLayers
 from memtune.technique import Target
+from memtune.units import format_ranks
 from memtune.workload import Pair
 
 
@@ -44,7 +44,7 @@ class TensorParallel(CutLayers):
     def sentence(self) -> str:
         """Return the setting as one clause."""
         layers = "heads and features of every layer" if self.layers == "all" else "features of every MLP"
-        return f"divides {layers} over {ranks(self.degree)}"
+        return f"divides {layers} over {format_ranks(self.degree)}"
 
     def asked(self, target: Target) -> str:
         """Return the value of `layers`."""

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.parallel.sharding import Sharding, shard, shard_states
 from memtune.program import Phase, Program, Step
@@ -145,7 +146,7 @@ class _FsdpUnits(Technique):
             )
         scalar = next((p.name for p in step.parameters if not p.shape), None)
         if scalar is not None:
-            return Reason(f"{scalar} has no dimension to divide", "give it the shape (1,)")
+            return refusals.no_dimension(scalar)
         mixed = _mixed_unit(step, self.blocks_per_unit)
         if mixed is not None:
             return Reason(

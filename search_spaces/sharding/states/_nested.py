@@ -53,7 +53,7 @@ class _NestedSharding(_FsdpUnits):
             (each.name for each in program.step.parameters if each.trainable and not each.shape), None
         )
         if scalar is not None:
-            return Reason(f"{scalar} has no dimension to divide", "give it the shape (1,)")
+            return refusals.no_dimension(scalar)
         if p == 1 and (self.param_dtype or self.reduce_dtype):
             return Reason("whole parameters are not gathered, so they compute in their own type", "zero3")
         if g == 1 and (self.param_dtype or self.reduce_dtype):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memtune import refusals
 from memtune.parallel.sharding import Partitioning
 from memtune.program import Program
 from memtune.technique import Reason, Target
@@ -14,11 +15,9 @@ def cannot_partition(program: Program, target: Target) -> Reason | None:
     can.
     """
     if target.ranks < 2:
-        return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
+        return refusals.one_rank(" to divide over")
     scalar = next((p.name for p in program.step.parameters if p.trainable and not p.shape), None)
-    return (
-        None if scalar is None else Reason(f"{scalar} has no dimension to divide", "give it the shape (1,)")
-    )
+    return None if scalar is None else refusals.no_dimension(scalar)
 
 
 def partitioning(

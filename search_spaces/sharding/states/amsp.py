@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held_bytes
 from memtune.program import Program, Step
-from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.states._nested import _NestedSharding, schedule_of, whole_bytes
 from memtune.technique import Exactness, Plan, Reason, Target
+from memtune.units import format_ranks
 
 _NONE = Factors(1, 1, 1)
 
@@ -71,7 +72,7 @@ class Amsp(_NestedSharding):
         """Return the setting as one clause."""
 
         def over(n: int | None) -> str:
-            return "as many ranks as planned" if n is None else ranks(n)
+            return "as many ranks as planned" if n is None else format_ranks(n)
 
         factors = (self.parameters, self.gradients, self.optimizer)
         if len(set(factors)) == 1:
@@ -97,7 +98,7 @@ class Amsp(_NestedSharding):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require two ranks, all three factors or none, and a division that no other technique makes."""
         if target.ranks < 2:
-            return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
+            return refusals.one_rank(" to divide over")
         asked = [self.parameters, self.gradients, self.optimizer]
         if None in asked and any(asked):
             return Reason(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import NO_EFFECTS, Effects
 from memtune.parallel.replicas import AllReduceGrads, Buckets, Replicas, Replication, replicate
 from memtune.program import Program
@@ -59,7 +60,7 @@ class Ddp(Technique):
         in experts.
         """
         if target.ranks < 2:
-            return Reason("there is only one rank", "--gpus or --workers 2 and more")
+            return refusals.one_rank()
         unused = [p.name for p in program.step.parameters if p.trainable and p.gradient < 0]
         if unused and not self.find_unused_parameters:
             return Reason(

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from memtune.parallel.sharding import Sharding
 from memtune.program import Program
-from memtune.search_spaces._phrases import ranks
 from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits, does_not_divide
 from memtune.technique import Reason, Target
+from memtune.units import format_ranks
 
 
 class Fsdp(_FsdpUnits):
@@ -61,7 +61,7 @@ class Fsdp(_FsdpUnits):
     def sentence(self) -> str:
         """Return the setting as one clause."""
         kept = ", keeps gathered weights until backward" if self.reshard_after_forward is False else ""
-        return f"divides weights, gradients and optimizer state over {ranks(self.degree)}{kept}"
+        return f"divides weights, gradients and optimizer state over {format_ranks(self.degree)}{kept}"
 
     def _degree(self, ranks: int, plan: Any) -> int:
         return self.degree or ranks

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.sharding import Factors, dominating, every
 from memtune.program import Program
@@ -72,7 +73,7 @@ class Paro(_NestedSharding):
         """
         group, ranks = self._group(target), target.ranks
         if ranks < 2:
-            return Reason("there is only one rank to divide over", "--gpus or --workers 2 and more")
+            return refusals.one_rank(" to divide over")
         if group == ranks or ranks % group:
             wrong = does_not_divide("group", group, ranks)
             return wrong or Reason(

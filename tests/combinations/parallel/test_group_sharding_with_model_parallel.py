@@ -30,7 +30,7 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.memory import cpu_allocator
 from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, traffic
-from memtune.runtime import link_classes
+from memtune.runtime import node_topology
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.sharding.parallel.sequence_parallel import SequenceParallel
 from memtune.search_spaces.sharding.parallel.tensor import TensorParallel
@@ -127,7 +127,7 @@ def on_rank(cases: dict[str, dict[str, Any]], ranks: int) -> dict[str, dict[str,
             tuned.step([workload.make_batch(SIZE) for _ in range(2)])
         run["sent"] = COUNTERS.take()
         found[case] = run
-        link_classes.declare(None)
+        node_topology.declare(None)
     return found
 
 

@@ -33,7 +33,7 @@ from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.training_step import accumulate
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.ssd import ssd_tensors
-from memtune.ssd.record_slots import Piece
+from memtune.ssd.last_step import Piece
 from memtune.technique import Exactness
 from memtune.testing import rewritten
 from memtune.testing.drift_check import drift

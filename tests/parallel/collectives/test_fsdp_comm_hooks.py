@@ -23,7 +23,7 @@ from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.parallel.collectives.fsdp_comm_hooks import Gather
 from memtune.parallel.collectives.message_layout import Form
-from memtune.runtime import link_classes
+from memtune.runtime import node_topology
 from memtune.runtime.transfer import COUNTERS
 
 RANKS, LOCAL, DIM, WIDTH = 4, 2, 16, 24
@@ -78,7 +78,7 @@ def tuned(communication: dict[str, Any], states: dict[str, Any] | None = None) -
         communication = {**communication, "ranks_per_node": LOCAL}
     sharding = {"states": states or {"kind": "fsdp"}, "communication": communication}
     found = apply(model, optimizer, {"settings": {"sharding": sharding}}, loss=loss, strict=False)
-    link_classes.declare(LOCAL)  # so that the plain collectives are counted by the same nodes
+    node_topology.declare(LOCAL)  # so that the plain collectives are counted by the same nodes
     return found
 
 

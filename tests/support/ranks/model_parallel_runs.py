@@ -18,7 +18,7 @@ from memtune.autotune.record_parallel.sharded_recording import CutRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
-from memtune.runtime import link_classes
+from memtune.runtime import node_topology
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.training_step import train_step, upload
 from memtune.runtime.transfer import COUNTERS
@@ -203,5 +203,5 @@ def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
         tuned.step(batches)
         counted = COUNTERS.take()
         found[name] = (highest, counted.get("intra_link", 0), counted.get("inter_link", 0))
-        link_classes.declare(None)
+        node_topology.declare(None)
     return found

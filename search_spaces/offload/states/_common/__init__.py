@@ -46,10 +46,6 @@ if TYPE_CHECKING:
         stages_plan_fields,
         wrong_ranks_error,
     )
-    from memtune.search_spaces.offload.states._common.native_update_rules import (
-        no_native_update,
-        not_contiguous,
-    )
     from memtune.search_spaces.offload.states._common.pack_technique import (
         PacksPlan,
         apply_packs,
@@ -106,10 +102,8 @@ __all__ = [
     "in_packs",
     "in_pages",
     "native_of",
-    "no_native_update",
     "no_such_block",
     "non_chunk_bytes",
-    "not_contiguous",
     "on_ranks",
     "page_bytes_for",
     "page_plan_from",

@@ -9,7 +9,7 @@ import numpy as np
 from memtune import refusals
 from memtune.hardware import Hardware, op_costs
 from memtune.offload.core import gathers_of
-from memtune.offload.optimizer import Native, optimizer_on_host
+from memtune.offload.optimizer import Native, optimizer_on_host, unknown_optimizer
 from memtune.offload.parameters import (
     Overlap,
     moment_of_ops,
@@ -28,7 +28,6 @@ from memtune.program import (
     window_residency,
 )
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common.native_update_rules import unknown_optimizer
 from memtune.technique import Reason, Target, Technique
 
 EAGER_ONLY = "compiled graphs keep offloaded parameters in device memory"
@@ -102,10 +101,7 @@ def _cannot_offload_parameters(step: Step, target: Target, natively: bool) -> Re
     if natively and (unknown := unknown_optimizer(target)) is not None:
         return unknown
     if natively and (columns.itemsize[trained] != 4).any():
-        return Reason(
-            "the native update keeps float32 weights",
-            "offload: {states: {kind: optimizer_cpu, update: master}}",
-        )
+        return refusals.float32_weights("offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware, op_costs
 from memtune.offload.layer_major import BoundaryTier, Span, StageLayout, parts_of
@@ -47,10 +48,10 @@ def cannot_run_stages(
         return Reason(f"{count} stages are no multiple of {target.ranks} ranks", "a multiple of the ranks")
     step, least = program.step, count or target.ranks
     if len(step.blocks) < least:
-        return Reason(f"{len(step.blocks)} blocks are fewer than {least} stages", "fewer ranks")
+        return refusals.few_blocks_for_stages(len(step.blocks), least, "fewer ranks")
     chain = chain_of(step)
     if isinstance(chain, str):
-        return Reason(f"the blocks are no chain: {chain}", "offload: {states: {kind: optimizer_cpu}}")
+        return refusals.no_chain(chain, "offload: {states: {kind: optimizer_cpu}}")
     if len(chain.cuts) < least - 1:
         return Reason(
             f"the blocks can be cut in {len(chain.cuts)} places for {least} stages: {chain.obstacle}",

@@ -17,7 +17,7 @@ from support.zoo_paths import ZOO
 from memtune.autotune.predict.simulation import Prediction, simulate
 from memtune.parallel.collectives.fsdp_comm_hooks import Gather, RingReduction
 from memtune.parallel.collectives.message_layout import Communication
-from memtune.runtime import link_classes, node_topology
+from memtune.runtime import node_topology
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
 from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
@@ -31,7 +31,7 @@ SIMULATED = 16
 
 def gathered() -> tuple[bool, dict[str, int]]:
     """Return whether every rank's shard is in its place, and the counted bytes."""
-    link_classes.declare(LOCAL)
+    node_topology.declare(LOCAL)
     gather = Gather(
         None, Communication(LOCAL, gather="ho_ring"), node_topology.nodes_of("cpu", RANKS, LOCAL), None
     )
@@ -44,7 +44,7 @@ def gathered() -> tuple[bool, dict[str, int]]:
 
 def reduced() -> tuple[bool, dict[str, int]]:
     """Return the same for sums and for means over the ranks, counted once."""
-    link_classes.declare(LOCAL)
+    node_topology.declare(LOCAL)
     reduction, mine = RingReduction(node_topology.nodes_of("cpu", RANKS, LOCAL)), torch.empty(NUMEL)
     given = torch.arange(RANKS * NUMEL) + 100.0 * (dist.get_rank() + 1)
     sums = (RANKS * torch.arange(RANKS * NUMEL) + 100.0 * RANKS * (RANKS + 1) / 2).view(RANKS, -1)[

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memtune.autotune.record import record
 from memtune.config import save_text
-from memtune.errors import UsageError
+from memtune.errors import existing_file
 from memtune.executors import probe
 from memtune.program import columns_of
 from memtune.scaffold.draft import marked
@@ -42,7 +42,7 @@ def write_model_file(target: str, out: Path, *, force: bool = False) -> WrittenF
         WorkloadError: The written file needs a correction before it can be trained; it stays.
     """
     if out.exists() and not force:
-        raise UsageError(f"{out} exists.", fix="--out another.py, or --force to replace it", code="MT408")
+        raise existing_file(out, "--out another.py, or --force to replace it")
     draft = hub_draft(target) if is_hub_target(target) else python_draft(target, out)
     text = draft.text(str(out))
     save_text(out, text)
