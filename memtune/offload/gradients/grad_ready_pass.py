@@ -61,11 +61,14 @@ def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> 
     index = index_of[step.grad_order]
     index = index[(index >= 0) & (index != watched)]
     gradient = columns.gradient[mine][index]
+    # A sum exists before this micro-batch, so no op produces it; the gradient is ready when it has been
+    # added.
     summed = step.storages.producer[gradient] < 0
     after = np.where(summed, adding(step)[gradient], step.storages.grad_ready_after[raw[index]]).astype(
         np.int32
     )
     order = np.argsort(after, kind="stable")
+    # Stable: gradients of one op are ready in the order in which autograd returns them.
     index, after, sums = index[order], after[order], np.where(summed, gradient, -1)[order].astype(np.int32)
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(step.storages.bytes[raw[index]].tolist(), bucket_bytes)] = 1
@@ -92,6 +95,7 @@ def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
     after = np.where(summed, adding(step)[gradient[rows]], step.storages.grad_ready_after[raw[rows]]).astype(
         np.int32
     )
+    # Offloaded gradients are averaged in each micro-batch, before their copy; the others once, as sums.
     what = np.where(np.isin(rows, offloaded), raw[rows], gradient[rows]).astype(np.int32)
     order = np.argsort(after, kind="stable")
     after, what = after[order], what[order]
@@ -120,6 +124,7 @@ def ready_or_reduced(
     columns, reduced = columns_of(step.parameters), reduced_among(step, mine)
     # Gradients of one reduction are ready in FSDP2's order, or in that of
     # `parallel.sharding.sharded_buckets`.
+    # FSDP2 calls hooks in the order of the unit's parameters; ZeRO's buckets fill from the last one back.
     row = mine if "fsdp.chunk_cat.default" in step.names else -mine
     index = np.lexsort((row, reduced.after))
     index = index[index != watched].astype(np.int32)
@@ -170,12 +175,14 @@ def reduced_among(step: Step, mine: Rows) -> Reduced:
     gradient = columns_of(step.parameters).gradient[mine]
     written = np.full(step.storages.n, -1, np.int32)
     writes = np.flatnonzero((step.uses.mode == 1) & (step.use_phase < Phase.OPTIMIZER))
+    # The last write completes a gradient.
     np.maximum.at(written, step.uses.storage[writes], step.uses.op[writes])
     is_sum = np.zeros(step.storages.n, bool)
     is_sum[gradient[step.storages.producer[gradient] < 0]] = True
     adds = np.unique(step.uses.op[writes[is_sum[step.uses.storage[writes]]]]).astype(np.int32)
     added = np.full(step.ops.n, -1, np.int32)
     reads = step.uses.mode == 0
+    # An addition reads one storage, the micro-batch's reduced gradient.
     added[step.uses.op[reads]] = step.uses.storage[reads]
     after = written[gradient]
     return Reduced(np.where(is_sum[gradient], added[after], gradient).astype(np.int32), after, adds)
@@ -184,6 +191,7 @@ def reduced_among(step: Step, mine: Rows) -> Reduced:
 def own_storage(edit: Edit, step: Step, reduced: Reduced, index: int, n_bytes: int, summed: bool) -> int:
     """Return a storage of its own for the resident gradient `index`; insert the op that fills it."""
     raw, after = reduced.raw[index : index + 1], reduced.after[index : index + 1]
+    # It fills its storage already.
     if not summed and int(edit.storages.bytes[raw[0]]) == n_bytes:
         return int(raw[0])
     op = edit.add_ops(

@@ -88,6 +88,7 @@ class Sweeps:
         """
         with tier(HOST), torch.no_grad():
             while gradients:
+                # One at a time, so that a gradient is freed as soon as it is in the sum.
                 held = next(iter(gradients))
                 gradient = gradients.pop(held)
                 self._gradients[held] = (
@@ -101,6 +102,7 @@ class Sweeps:
             self._adopt(wait=True)
         self.largest_staleness = max(self.largest_staleness, self._missing)
         if not self._is_fake:
+            # A recorder's sweep runs inside the next micro-batch, where the real one overlaps.
             self._begin()
 
     @property
@@ -114,6 +116,7 @@ class Sweeps:
 
     def _begin(self) -> None:
         """Start a sweep over all waiting gradients, unless one runs or its version is not adopted yet."""
+        # One sweep at a time: two would write the same spare weights.
         if self._sweep is not None or not self._n_waiting:
             return
         delivered, self._gradients = self._gradients, {}
@@ -143,6 +146,7 @@ class Sweeps:
 
     def finish_all(self) -> None:
         """Wait until no step is missing in the weights."""
+        # Some weights of the sweep are updated and others are not; only a load can mend that.
         if self._partial_step.is_it:
             self.drop()
             return

@@ -99,6 +99,7 @@ def _owners(step: Step) -> I32:
     owner, parameter = step.storages.owner.copy(), step.parameter_of
     owner[parameter >= 0] = parameter[parameter >= 0]
     state = np.flatnonzero((step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0))
+    # State without an owner (step counters) belongs to the parameter whose moments follow it.
     known = np.flatnonzero(owner[state] >= 0)
     if len(known):
         following = np.minimum(np.searchsorted(known, np.arange(len(state))), len(known) - 1)
@@ -126,6 +127,7 @@ def needed_after_ready(step: Step, mine: _Rows, watched: int, ranks: int = 1) ->
     """
     columns, (index, complete) = columns_of(step.parameters), ready_after(step, mine, watched, ranks)
     after = np.full(step.storages.n, FOREVER, np.int32)
+    # An op that reads the weight later would see the updated one.
     after[columns.storage[mine[index]]] = complete
     used_after = (step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)
     if not used_after.any():
@@ -160,6 +162,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
     there = ready_gradients(step, mine, watched, 0)
     optimizer = step.ops.phase == Phase.OPTIMIZER
     first, end = int(optimizer.argmax()), int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    # Foreach ops are cut into one op per parameter, which the hooks run at different times.
     edit.drop_ops(optimizer)
     rows = _ops(edit, step, cut, mine, there)
     _storages(edit, step, cut, rows)
@@ -168,6 +171,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
     last = rows[cut.last_up_to(early, np.full(len(early), step.ops.n - 1, np.int32), step.ops.n)]
     edit.storages.held_until[gradients] = -1
     edit.hold_through(gradients, last)
+    # The recorded step has two micro-batches; one in the middle holds sums through its whole backward.
     if accumulate > 2:
         edit.hold_through(gradients, np.full(len(gradients), end, np.int32))
     if len(last) and there.after[-1] == end:
@@ -189,6 +193,7 @@ def _ops(edit: Edit, step: Step, cut: Cut, mine: _Rows, there: ReadyGradients) -
     place[mine[there.index]] = np.arange(len(there.index), dtype=np.int32)
     # By grad-ready order; stable, so a parameter's ops keep their order.
     order = np.argsort(place[cut.parameter], kind="stable")
+    # The sentinel, and parameters without a gradient, are updated at the end of the step.
     early = place[cut.parameter[order]] < len(mine)
     rows = np.empty(len(order), np.int32)
     for part, at_end in ((order[early], False), (order[~early], True)):
@@ -242,6 +247,7 @@ def _storages(edit: Edit, step: Step, cut: Cut, rows: I32) -> None:
 
 def _pairs(cut: Cut, ops: I32, owner: I32, n_ops: int) -> tuple[_Rows, _Rows]:
     """Return matching rows of the cut and items: of the item's owner, or of every parameter if none."""
+    # Unique by parameter and op, and sorted: the cut lists parameters in order.
     keys = cut.parameter.astype(np.int64) * n_ops + cut.op
     mine, common = np.flatnonzero(owner >= 0), np.flatnonzero(owner < 0)
     rows = np.searchsorted(keys, owner[mine].astype(np.int64) * n_ops + ops[mine])

@@ -96,6 +96,7 @@ class InsertedOps(NamedTuple):
 
 def resident_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
     """(parameters,) True where the optimizer state is resident, when `ratio` of the bytes is offloaded."""
+    # In the order of use, as `resident_count` expects.
     trained = np.flatnonzero(columns_of(step.parameters).trainable)
     found = np.zeros(len(step.parameters), bool)
     found[trained[: resident_count(parameter_bytes(step)[trained].tolist(), ratio)]] = True
@@ -139,12 +140,14 @@ def overlap_optimizer(
     if not len(mine) or not (step.ops.phase == Phase.OPTIMIZER).any():
         return step
     watched = int(np.searchsorted(mine, sentinel_row(step, resident)))
+    # Replicas average whole gradients, so for the order they are like one rank.
     edit, ranks = Edit(step), ranks if timing.replicas == 1 else 1
     grads = ready_or_reduced(edit, step, mine, watched, timing.bucket_bytes, ranks, delayed=timing.delayed)
     average_ready(edit, step, mine[grads.index], timing.replicas)
     if ranks > 1 and resident is not None and ops:
         _alone_on_device(edit, step, np.flatnonzero(updated & resident), ops)
     first = int(without_own_update(edit, step, ops)[0])
+    # First the order alone, as plain tuples: every later array follows it.
     inserted = _inserted_ops(step, mine, grads, watched, timing, first)
     rows = insert_ops(
         edit, step, mine, grads, inserted, watched, first, {UPDATE: update_bytes(step, native, mine)}
@@ -168,6 +171,7 @@ def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
     """Give the reduced gradients of resident parameters `mine` storages of their own."""
     gradient, reduced = columns_of(step.parameters).gradient[mine], reduced_among(step, mine)
     sizes = parameter_bytes(step)[mine].tolist()
+    # With accumulation the recorded sum is on the device; the host has the sums of offloaded parameters.
     summed = gradient != reduced.raw
     edit.storages.bytes[gradient[summed]], edit.storages.held_until[gradient[summed]] = 0, -1
     dropped = np.zeros(step.ops.n, bool)
@@ -200,14 +204,17 @@ def _inserted_ops(
 
     def finish(members: list[int], anchor: int) -> list[InsertedOp]:
         """Return the host ops that follow the D2H copies of a bucket: additions, then triggered updates."""
+        # Sorted, because the native update goes through the groups in the model's order.
         ready = sorted(waits.ready(grads.index[members].tolist()))
         updated.update(ready)
         adds: list[InsertedOp] = [(ADD, row, anchor) for row in members if grads.sums[row] >= 0]
         return adds + [(UPDATE, index, anchor) for index in ready]
 
+    # Delayed: the last step's updates overlap with this step from its first op on.
     inserted: list[InsertedOp] = [(UPDATE, index, _BEGIN) for index in range(len(mine)) if timing.delayed]
     before: list[int] = []
     for members in buckets:
+        # A bucket that never fills is sent when backward ends.
         anchor = int(grads.after[members[-1]]) if grads.full[members[-1]] else end
         # A bucket is finished when the next one is sent, not when it has arrived: no op depends on link
         # speed.
@@ -215,6 +222,7 @@ def _inserted_ops(
         inserted += [(COPY, row, anchor) for row in members]
         before = members
     inserted += finish(before, end)
+    # The sentinel is copied when the optimizer's step begins: until then it reveals changes.
     inserted += [(COPY, SENTINEL, int((step.ops.phase == Phase.OPTIMIZER).argmax()))]
     if not timing.delayed:
         inserted += [(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
@@ -241,6 +249,7 @@ class _Waits:
     def ready(self, arrived: list[int]) -> list[int]:
         """Return the parameters to update after the gradients `arrived`."""
         if self._trigger != "per_layer":
+            # End of step: no update inside backward.
             return arrived if self._trigger == "per_gradient" else []
         found: list[int] = []
         for index in arrived:
@@ -277,6 +286,7 @@ def insert_ops(
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     sizes = parameter_bytes(step)[mine]
     grad_index = np.append(grads.index, watched).astype(np.int32)  # the last: the sentinel
+    # Copies and additions are rows of gradients, updates rows of parameters.
     index = np.where((what == ADD) | (what == COPY), grad_index[row], row)
     traffic = np.where(what == ADD, 3, 1) * sizes[index]
     for kind, n_bytes in traffic_bytes.items():
@@ -284,6 +294,7 @@ def insert_ops(
     rows = np.empty(len(what), np.int32)
     # Full sums, which ranks reduce once, after the last micro-batch's backward.
     once = bool((step.ops.phase[grads.after] == Phase.BOUNDARY).any())
+    # Three calls, because an anchor is followed inside backward and preceded elsewhere.
     at_start, at_end = anchor == _BEGIN, anchor >= int((step.ops.phase == Phase.OPTIMIZER).argmax())
     for part, where in ((at_start, "before"), (~at_start & ~at_end, "after"), (at_end, "before")):
         inside = where == "after"
@@ -337,6 +348,7 @@ def host_gradients(
     )
     edit.add_uses(copies, np.append(grads.raw, grads.watched)[source].astype(np.int32))
     gradients = np.empty(len(mine), np.int32)
+    # With accumulation the update reads the sum, to which this micro-batch's copy was added.
     gradients[index] = np.where(sums[source] >= 0, sums[source], hosts)
     host_of = np.empty(len(sums), np.int32)
     host_of[source] = hosts
@@ -350,6 +362,7 @@ def host_gradients(
     if not delayed:
         return gradients, gradients
     nowhere = np.full(len(mine), -1, np.int32)
+    # The last step's gradients exist before the step begins, so no op produces them.
     old = edit.add_storages(
         parameter_bytes(step)[mine],
         producer=nowhere,
@@ -407,6 +420,7 @@ def _freed_before(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> 
 
     That is a later update, or the first op of the step.
     """
+    # Updates that one trigger starts together are one round of `PendingUpdates`.
     first_of_run = np.flatnonzero(np.append(True, what[1:] != what[:-1]))
     run = np.searchsorted(first_of_run, early, side="right") - 1
     found, waiting = np.full(len(early), -1, np.intp), PendingUpdates[Rows](room)
@@ -433,6 +447,7 @@ def free_buckets(edit: Edit, step: Step, grads: ReadyGradients, inserted: Insert
     of_bucket = np.full(len(rows), -1, np.int32)
     of_bucket[copies] = grads.bucket[inserted.row[copies]]
     gone = np.empty(len(grads.raw), np.int32)
+    # `_finish_copies` frees a bucket before it does anything else.
     gone[inserted.row[copies]] = rows[_ends_of_runs(of_bucket)[copies] + 1]
     edit.storages.held_until[grads.raw] = -1
     edit.storages.kind[grads.raw] = Kind.TEMPORARY

@@ -72,6 +72,7 @@ def optimizer_on_host(
         held_until=np.full(len(weights), FOREVER, np.int32),
         owner=owner,
     )
+    # The optimizer's ops are the recorded ones; only the storages that they touch are on the host.
     moved = np.arange(step.storages.n, dtype=np.int32)
     moved[gradients], moved[weights] = host_gradients, host_weights
     inside = step.use_phase == Phase.OPTIMIZER
@@ -83,6 +84,7 @@ def optimizer_on_host(
     edit.release_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
     if native is not None:
         _one_pass(edit, step, native, np.flatnonzero(mine), host_weights, host_gradients)
+    # An offloader loads a weight at its next use, so the step copies none.
     copied = (
         np.ones(len(weights), bool)
         if with_offloader is None
@@ -103,6 +105,8 @@ def optimizer_on_host(
     )
     edit.add_uses(up, held[copied])
     edit.add_uses(up, weights[copied], mode=WRITES)
+    # A bfloat16 gradient's memory holds the new weight until it is on the device; others are freed at the
+    # same place.
     edit.hold_through(host_gradients[copied], up)
     if not copied.all():
         edit.hold_through(host_gradients[~copied], np.full(int((~copied).sum()), last, np.int32))
@@ -178,8 +182,10 @@ def update_bytes(step: Step, native: Native, mine: npt.NDArray[np.intp]) -> I64:
     """Return the bytes that each native pass moves: gradient, weight, moments read and written."""
     columns, (_, at) = columns_of(step.parameters), _moments(step, mine)
     numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
+    # One float32 scale per block of 8-bit moments.
     scales = -(-numel[at] // native.block) * 4 if native.block else np.zeros(len(at), np.int64)
     each = 2 * (native.moment_bytes * numel[at] + scales)
+    # The float32 weight, read and written, and the gradient; a narrow gradient's memory is also written.
     found: I64 = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel
     return found + np.bincount(at, each, len(mine)).astype(np.int64)
 

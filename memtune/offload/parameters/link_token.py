@@ -74,11 +74,13 @@ class LinkToken:
     def hold(self) -> Iterator[int]:
         """Return a context in which this rank alone uses the link; it yields the drawn number."""
         began = time.monotonic()
+        # The rank's own threads exclude each other here; the file lock is the process's.
         with self._thread_lock:
             number = self._draw()
             pause = _POLL_S[0]
             while not self._is_mine(number):
                 time.sleep(pause)
+                # Polled, not signalled: a futex in shared memory would not survive the death of its holder.
                 pause = min(2 * pause, _POLL_S[1])
             self.times_held += 1
             self.waited_s += time.monotonic() - began
@@ -107,17 +109,20 @@ class LinkToken:
                 drawn, process, started, until = _ROW.unpack_from(self._map, _at(place))
                 if not drawn:
                     continue
+                # A dead process, or a living one whose lease has run out, must not stop the others.
                 if place != self._place and (_started(process) != started or 0 < until < now):
                     _ROW.pack_into(self._map, _at(place), 0, 0, 0, 0.0)
                     continue
                 waiting.append(drawn)
             if min(waiting) != number:
                 return False
+            # The lease begins when the token is taken, not when it was asked for.
             self._write(self._place, number, now + self._lease_s)
             return True
 
     def _release(self, number: int) -> None:
         with self._locked():
+            # Another rank may have removed this one after its lease, and this rank may have drawn again.
             if _ROW.unpack_from(self._map, _at(self._place))[0] == number:
                 _ROW.pack_into(self._map, _at(self._place), 0, 0, 0, 0.0)
 
@@ -150,6 +155,8 @@ def _started(process: int) -> int:
             return -1
         return _alive(process)
     fields = text.rpartition(")")[2].split()
+    # A zombie holds no link. Field 22 of /proc/PID/stat is the start time; the name before it may contain
+    # spaces.
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 

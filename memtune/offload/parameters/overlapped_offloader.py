@@ -83,6 +83,7 @@ class DeferredBlocks(HostParameters):
         for unit in units:
             if unit in self._resident:
                 continue
+            # Resident though without values: no later load may allocate it again.
             self._resident.add(unit)
             self._unfilled[unit] = list(self._units[unit])
             for piece in self._unfilled[unit]:
@@ -100,6 +101,7 @@ class DeferredBlocks(HostParameters):
     @torch.no_grad()
     def _fill(self, unit: int, pieces: int | None = None) -> None:
         """Load the values of the first `pieces` pieces of `unit`; None: of all."""
+        # Values first exist on the host when the update has ended.
         self._deferred.finish(unit)
         unfilled = self._unfilled[unit]
         count = len(unfilled) if pieces is None else pieces
@@ -149,6 +151,7 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
         self._n_ready = 0  # gradients that became ready in this moment
         self._copying_block: int | None = None  # its gradients are ready, the last ones still in D2H copies
         blocks = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
+        # Before `super`: its constructor loads and frees units, which reads these attributes.
         self._defer(context, optimizer, {block: blocks[block] for block in deferred})
         super().__init__(context, residency, optimizer, room_bytes=_largest_bytes(context, blocks))
 
@@ -160,11 +163,13 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
 
     def _finish_copies_before(self, moment: int) -> None:
         """Wait for D2H copies of earlier moments; those that started in the ending moment may still run."""
+        # Copies that started in the moment that ends may still run, within the bound of a block's bytes.
         self._finish_copies(keep=self._n_ready if moment < self._end else 0)
         self._n_ready = 0
 
     def _update_after(self, moment: int, block: int | None) -> None:
         """Update the block whose gradients have arrived, one moment after they were all ready."""
+        # One moment later than without overlap: by then the block's last copies have ended too.
         arrived, self._copying_block = [self._copying_block], block
         if moment == self._end:
             arrived, self._copying_block = [*arrived, block], None

@@ -73,6 +73,7 @@ def not_in_layers(step: Step, when_ready: bool = True) -> str:
     n_blocks, columns = len(step.blocks), columns_of(step.parameters)
     if n_blocks < 2:
         return "no repeated blocks were found, so the order of layers is not known"
+    # A block that runs twice has no single moment of forward, by which residencies are indexed.
     if len(step.calls.block) != n_blocks:
         return "a block runs more than once in a forward"
     moments = first_ops(step)
@@ -82,6 +83,7 @@ def not_in_layers(step: Step, when_ready: bool = True) -> str:
         step.forward_ends[: n_blocks - 1] >= step.forward_starts[1:n_blocks]
     ).any():
         return "the blocks do not run one after the other"
+    # Memory is freed by storage, so a parameter must have one of its own and fill it.
     shared = np.bincount(columns.storage, minlength=step.storages.n) > 1
     whole = step.storages.bytes[columns.storage] == columns.numel * columns.itemsize
     wrong = (columns.block >= 0) & (shared[columns.storage] | ~whole)
@@ -89,12 +91,14 @@ def not_in_layers(step: Step, when_ready: bool = True) -> str:
         return f"{columns.names[int(wrong.argmax())]} shares its memory"
     parameter = step.parameter_of[step.uses.storage]
     block = np.where(parameter >= 0, columns.block[parameter], -1)
+    # The offloader loads a weight at its block's calls only.
     outside = (block >= 0) & (step.use_phase < Phase.BOUNDARY) & (step.ops.block[step.uses.op] != block)
     if outside.any():
         return f"{columns.names[int(parameter[outside.argmax()])]} is used outside of its block"
     if not when_ready:
         return ""
     grads = BlockGradients.of(step)
+    # Each gradient must be ready within its own moment, at whose end its block is updated.
     ends = np.append(moments, np.int32(step.ops.n))[grads.moment + 1]
     if ((grads.after >= ends) | (grads.after < moments[grads.moment])).any():
         return "a block's gradient is put in place while another block's backward runs"
@@ -110,6 +114,7 @@ def first_ops(step: Step) -> I32:
         rows = np.flatnonzero(mine & (step.ops.block >= 0))[::-1].astype(np.int32)
         first[step.ops.block[rows]] = rows  # the first one is written last
     forward = np.where(forward >= 0, np.minimum(forward, step.forward_starts[:n_blocks]), -1).astype(np.int32)
+    # FSDP2's all-gather reads the rows before the block's first op, so the moment begins there.
     found = np.concatenate([forward, backward[::-1]])
     return found if (gathers := gathers_of(step)) is None else np.minimum(found, gathers.begins)
 
@@ -141,6 +146,7 @@ def bytes_without_chunks(step: Step, in_place: bool = False) -> Units:
     chunk = np.zeros(step.storages.n, bool)
     chunk[step.uses.storage[copies[step.uses.op] & (step.uses.mode == WRITES)]] = True
     chunk &= step.storages.kind == Kind.COMMUNICATION
+    # On another tier the chunks do not count; the peak of all else remains.
     live = step.with_storages(tier=np.where(chunk, np.uint8(Tier.SSD), step.storages.tier)).live_bytes()
     if in_place:
         live = live - bytes_in_copies(step)
@@ -178,6 +184,7 @@ def stream_parameters(
             `weights_are_free`, with chunks.
     """
     frames: Frames | None = None
+    # Pages are copied into permanent frames; chunks and blocks are allocated and freed.
     if isinstance(chunks, Pages):
         pieces, residency, frames = copies_of_pages(step, chunks, residency)
     else:
@@ -197,6 +204,7 @@ def stream_parameters(
         else of_a_block_at_once(moment, grads.n_bytes, len(begins) - 1)
     )
     deferred = overlap.deferred if overlap is not None else frozenset[int]()
+    # Gradients before loads, as in the mechanism: within a moment rows keep the order of insertion.
     offloaded = _offload_gradients(edit, step, grads, freed, ranks, deferred, in_place=in_place)
     updated = updated_blocks(len(step.blocks), overlap) if early else ()
     inserted = moment_ops(
@@ -228,6 +236,7 @@ def stream_parameters(
     for row in hung + rows[inserted.moment == len(begins) - 1][-1:].tolist():
         edit.hold_to_the_end_of_backward(row)
     # `optimizer_on_host` runs next: without a gradient it leaves these parameters alone.
+    # A Step's arrays are shared by all candidates, so they are copied before a change.
     gradient = columns.gradient.copy()
     gradient[mine] = -1
     edit.parameters = replace(columns, gradient=gradient)
@@ -270,11 +279,14 @@ def _offload_gradients(
     count = len(grads.after)
     if ranks > 1:
         average(edit, step, grads.after, grads.n_bytes, grads.raw, ranks)
+    # Only with accumulation there is a sum; in the first micro-batch the host gradient is the sum itself.
     added = np.flatnonzero((grads.sums >= 0) & (freed.row >= 0)).astype(np.int32)
     every = np.arange(count)
     placing = every[: count * in_place]
     row, source = np.concatenate([placing, freed.row[added], every]), np.concatenate([placing, added, every])
     what = np.repeat([_PLACE, _ADD, _DOWN], [len(placing), len(added), count])
+    # At one anchor: the copy to the weight's place, additions of gradients that have arrived, then the D2H
+    # copy.
     order = np.lexsort((source, what, row))
     row, source, what = row[order], source[order], what[order]
     is_copy, is_added = what == _DOWN, what == _ADD
@@ -290,6 +302,7 @@ def _offload_gradients(
         call=step.ops.call[grads.after[row]],
         prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
     )
+    # A side-stream copy waits for all compute issued before, and so keeps what that reads alive.
     hold_prefetched_copies(edit, step, grads.after[row], ops)
     copies = ops[is_copy]
     owner, summed = grads.parameter, grads.sums >= 0
@@ -305,6 +318,7 @@ def _offload_gradients(
         edit.add_uses(copies, grads.raw)
     sums = _sums_on_host(edit, step, grads, is_deferred)
     dropped = np.zeros(step.ops.n, bool)
+    # The op that added the gradient on the device; the host adds instead.
     dropped[grads.after[summed]] = True
     edit.drop_ops(dropped)
     edit.add_uses(ops[is_added], hosts[source[is_added]])
@@ -320,6 +334,7 @@ def _sums_on_host(edit: Edit, step: Step, grads: BlockGradients, deferred: npt.N
     FSDP2 has a block's sums in one storage; on the host there is one for each parameter.
     """
     summed, columns = grads.sums >= 0, columns_of(step.parameters)
+    # Several parameters may share one sum under FSDP2.
     own, gathered = np.unique(grads.sums[summed]), gathers_of(step) is not None
     if gathered:
         # The storage stays on the device while it also has the sum of a parameter that is not offloaded.
@@ -356,6 +371,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: 
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
     backward = (moment >= len(step.blocks)) & (what != UPDATE)
+    # Updates are no part of backward: recompute and pipelines must not move them.
     phase = np.where(what == UPDATE, Phase.BOUNDARY, np.where(backward, Phase.BACKWARD, Phase.FORWARD))
     rows = edit.add_ops(
         names[what],
@@ -367,6 +383,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: 
         stream=(what == COPY).astype(np.uint8),  # loads used at once run on the compute stream
         prefetch=(what == PREFETCH).astype(np.uint8),
     )
+    # A load that waits for the copy stream also waits for D2H copies whose sources it must not reuse.
     of, waiting = pending_copy_sources(step, begins)
     last = np.searchsorted(moment, of, side="right") - 1  # ops are in the order of their moments
     there = (last >= 0) & (moment[last] == of)
@@ -380,6 +397,7 @@ def native_update_bytes(step: Step) -> I64:
     moments = np.bincount(step.storages.owner[state], step.storages.bytes[state], len(columns.numel)).astype(
         np.int64
     )
+    # 4 bytes each: gradient read, weight read and written; moments are read and written.
     return 12 * columns.numel + 2 * moments
 
 
@@ -402,6 +420,7 @@ def whole_state(step: Step) -> I32:
         (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner >= 0)
     ).astype(np.int32)
     owner = step.storages.owner[state]
+    # A step counter is smaller than its parameter.
     whole: I32 = state[step.storages.bytes[state] == columns.numel[owner] * columns.itemsize[owner]]
     return whole
 
@@ -436,6 +455,7 @@ def load_storages(
     backward, -1 last for none.
     """
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
+    # In frames the memory exists, so the copy itself makes the value.
     making = inserted.what == ALLOCATE if frames is None else inserted.loads
     row, moment, producer = inserted.row[making], inserted.moment[making], rows[making]
     n_bytes = pieces.n_bytes[row] if frames is None else np.zeros(len(row), np.int64)
@@ -450,12 +470,14 @@ def load_storages(
     else:
         edit.add_uses(rows[inserted.loads], there, mode=WRITES)
     until = dropped_in(residency.drops, len(pieces.of_unit))
+    # A load lives until the next moment whose residency drops its unit.
     edit.release_before(there, drop[until[pieces.unit[row], moment]])
     # A unit is loaded at most once in forward and once in backward; backward uses forward's if it is
     # resident.
     in_forward, in_backward = (np.full(count + 1, -1, np.int32) for _ in range(2))
     backward = moment >= n_blocks
     in_forward[row[~backward]] = there[~backward]
+    # First forward's, then overwritten where backward loads the piece again.
     in_backward[row[~backward]] = there[~backward]
     in_backward[row[backward]] = there[backward]
     parameter = step.parameter_of[step.uses.storage]
@@ -479,6 +501,7 @@ def load_storages(
     if gathers is not None:
         mine = in_blocks(step)
         block = columns_of(step.parameters).block[mine]
+        # The block's ops read what FSDP2 gathered; only the all-gather reads the rank's rows.
         edit.add_uses(gathers.forward[block], in_forward[pieces.of_parameter[mine]])
         edit.add_uses(gathers.backward[block], in_backward[pieces.again[mine]])
     return in_backward
@@ -552,6 +575,7 @@ def _update(
     if overlap is None:
         last = np.full(int(moment.max()) + 1, -1, np.int32)
         last[moment[updates]] = rows[updates]
+        # All gradients of a block are freed together when its update has returned.
         edit.hold_through(offloaded.gradients, last[grads.moment + 1])
         return
     block, order = columns_of(step.parameters).block, [each for blocks in updated for each in blocks]
@@ -559,6 +583,7 @@ def _update(
     first[block[row[updates]][::-1]] = rows[updates][::-1]  # the first one is written last
     of_grad = block[grads.parameter]
     hold_for_updates(edit, step, offloaded.gradients, grads.n_bytes, of_grad, first, order)
+    # Deferred blocks are updated from the last step's gradients, overlapped with this step's forward.
     behind = np.flatnonzero(np.isin(of_grad, list(overlap.deferred)) | overlap.at_end)
     if not len(behind):
         return
