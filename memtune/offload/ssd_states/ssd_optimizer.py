@@ -98,6 +98,7 @@ class SsdOptimizer:
         self._gradient_reads: dict[nn.Parameter, Tensor] = {}  # gradients that are being read from SSD
         for group in self._optimizer.param_groups:
             mine = [each for each in group["params"] if chosen is None or each in chosen]
+            # The group changes only when all of its records exist.
             moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
             group["params"] = [moved[each].held if each in moved else each for each in group["params"]]
             self._pieces += moved.values()
@@ -116,6 +117,7 @@ class SsdOptimizer:
                 self._stale.update,
                 before=self._loads_begin,
             )
+        # A state dict would pass on changed bytes as if they were the state.
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         if chosen is None:
             self._optimizer.register_load_state_dict_post_hook(
@@ -130,6 +132,7 @@ class SsdOptimizer:
 
     def _keep_steps(self, context: Context, kept: Slots) -> None:
         """Keep each complete step from here on, and resume from the newest one; not for fake tensors."""
+        # A recording or a dry run must not take over the records of a real run.
         if not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
             self._last = LastStep(context, kept)
             context.loop.resumed_steps = self._last.resume()
@@ -168,6 +171,7 @@ class SsdOptimizer:
         moments = self._native.moment_names(group)
         with tier(HOST):
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
+            # One contiguous record: one read and one write per parameter, instead of three.
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
         ssd = self._on_ssd(together, name)
         spare = self._on_ssd(together, name) if self._keep else None
@@ -214,6 +218,7 @@ class SsdOptimizer:
         )
 
     def _stream(self, pieces: list[Piece]) -> None:
+        # Reads of the first records overlap with the D2H copy and the update of the first.
         read: deque[Tensor] = deque(map(self._read, pieces[: self._read_ahead]))
         for index, piece in enumerate(pieces):
             if not read:
@@ -261,6 +266,7 @@ class SsdOptimizer:
                 long.
         """
         if len(self._writing) == WRITES_IN_FLIGHT:
+            # Bounds host memory: a written record is freed when its write has finished.
             self._finish_oldest()
         torch.ops.memtune.write_ssd_(piece.target, host)
         ssd, memory = ([], []) if new is None else ([new[0]], [new[1]])
@@ -327,12 +333,14 @@ class SsdOptimizer:
         new weight.
         """
         transfer.finish(host)
+        # The last moment: the gradient's D2H copy has overlapped with this read.
         weight, *moments = piece.parts(host)
         if piece.device in self._stale:
             self._stale.discard(piece.device)
             weight.copy_(self._weight(piece))
         state = self._optimizer.state[piece.held]
         self._adopt_state(piece, state, moments)
+        # The step counter is on the host; the moments are those just read.
         here = {**state, **dict(zip(piece.moments, moments, strict=True))}
         self._native.one(self._settings_of(piece), weight, gradient, here, seed)
 
@@ -382,6 +390,7 @@ class SsdOptimizer:
                 continue
             host = self._load(piece)
             transfer.finish(host)
+            # The whole record is read, because it can only be written as a whole.
             self._adopt_state(piece, state, piece.parts(host)[1:])
             self._write_now(piece, host)
 

@@ -58,6 +58,7 @@ class OffloadedParameters:
         `offload.parameters.parameter_offload_pass` wrote.
         """
         gradients, weights = (np.full(len(step.parameters), -1, np.int32) for _ in range(2))
+        # The offload pass has left these gradients to the optimizer's ops, which still read them.
         used = np.unique(step.uses.storage[step.use_phase == Phase.OPTIMIZER])
         used = used[(step.storages.kind[used] == Kind.GRADIENT) & (step.storages.tier[used] != Tier.DEVICE)]
         gradients[step.storages.owner[used]] = used
@@ -112,6 +113,7 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
     here, narrow = on_device[mine], columns.itemsize[mine] != 4
     weights = np.where(here, columns.storage[mine], offloaded.weights[mine]).astype(np.int32)
     waits = np.where(here, Tier.DEVICE, step.storages.tier[weights])
+    # A float32 host copy that is updated in place needs no second master.
     is_master = (waits == Tier.HOST) & ~narrow if slots == 0 else np.zeros(len(mine), bool)
     masters = np.where(is_master, weights, -1)
     pieces = Pieces.on_ssd(edit, step, mine, slots) if slots else Pieces.on_host(edit, step, mine, masters)
@@ -146,6 +148,7 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
     )
     handed = np.flatnonzero(up != _NOTHING)
     new = rows[up[handed], handed]
+    # Without records on SSD only the new weights are in the queue of writes.
     queue = up[handed] >= 0 if slots else up[handed] == _WRITE_WEIGHT
     keeps = narrow[handed] & (up[handed] == _WRITE_WEIGHT)  # bfloat16: in the gradient's memory
     _hold_while_written(edit, gradients[handed[queue]], new[queue], keeps[queue], last)
@@ -201,6 +204,7 @@ def _hold_while_written(
         keeps: True if the gradient's memory is what is written.
         last: The last op of all, when all writes have finished.
     """
+    # The queue holds `WRITES_IN_FLIGHT` writes; each is finished when that many more have started.
     until = np.append(
         new[WRITES_IN_FLIGHT:], np.full(min(WRITES_IN_FLIGHT, len(new)), last, np.int32)
     ).astype(np.int32)
@@ -294,6 +298,7 @@ class Pieces:
             edit.add_uses(ops[self.at], self.state, mode=mutates)
         edit.add_uses(update, host, mode=WRITES)
         edit.add_uses(write, host)
+        # Workers may write in another order than the records'.
         held, written = (host, write) if order is None else (host[order], write[order])
         edit.release_before(held[:-WRITES_IN_FLIGHT], written[WRITES_IN_FLIGHT:])
         edit.hold_through(
@@ -335,8 +340,10 @@ class _UpdateOps(NamedTuple):
         count = len(self.here)
         read, write = ([_READ], [_WRITE]) if self.streams else ([], [])
         reads = [[*read, *([_READ_GRADIENT] if kept else [])] for kept in self.kept.tolist()]
+        # The reads that `_stream` starts before its loop.
         found = [(kind, i) for i in range(min(read_ahead, count)) for kind in reads[i]]
         for i, (down, new) in enumerate(zip(self.here.tolist(), self.up.tolist(), strict=True)):
+            # Without read-ahead each record is read when its turn comes.
             kinds = [*(reads[i] if read_ahead == 0 else []), *([_OFFLOAD] if down else []), _UPDATE]
             kinds += [*([new] if new != _NOTHING else []), *write]
             found += [(kind, i) for kind in kinds]
@@ -367,6 +374,7 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
         columns.numel[mine] * columns.itemsize[mine].astype(np.int64),
         offloaded.gradients[mine[~here]],
     )
+    # Gradients outlive the step: the sweep in the next one reads them.
     edit.storages.held_until[ready] = FOREVER
     pieces = Pieces.on_ssd(edit, step, mine)
     traffic = {
@@ -390,6 +398,7 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
     old = edit.add_storages(sizes, producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=pieces.owner)
     edit.add_uses(rows[_UPDATE], old, mode=WRITES)
     edit.add_uses(rows[_COPY_ON_HOST], host)
+    # A sweep writes a second copy of the weights, so that training's does not change within a step.
     pages = (
         (step.storages.kind == Kind.PARAMETER)
         & (step.storages.tier == Tier.HOST)
@@ -509,6 +518,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
         if summed
         else step.storages.producer[offloaded.gradients[parameters]]
     )
+    # In the order of the D2H copies, which is that of the writes.
     parameters = parameters[np.argsort(copied, kind="stable")]
     kept = offloaded.gradients[parameters]
     hosts, copies, adds = _host_sums(step, kept) if summed else (kept, step.storages.producer[kept], kept)
@@ -524,6 +534,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
         places = edit.add_storages(
             n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.GRADIENT, held_until=forever, owner=parameters
         )
+        # A gradient is written when its copy has ended, not when it has started.
         after = _copy_ends(step, copies)
     write = edit.add_ops(
         "memtune.write_ssd_.default",
@@ -606,6 +617,7 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
     row_of = np.full(step.ops.n, -1, np.int32)
     row_of[adds] = np.arange(len(adds))
     row = row_of[step.uses.op]
+    # The sum is added into the new gradient's memory, which is then written; the read buffer is freed.
     swapped = np.where(step.uses.mode == WRITES, hosts[row], so_far[row])
     edit.set_uses(storage=np.where(row >= 0, swapped, edit.uses.storage).astype(np.int32))
 

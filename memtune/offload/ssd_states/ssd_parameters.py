@@ -92,6 +92,7 @@ class TieredOffloader(ParameterOffloader):
         self._where, self._read_ahead = where, ssd_reads_by_moment(residency, read_ahead)
         self._reading: dict[Tensor, Tensor] = {}  # by SSD copy: host memory of its running read
         self.read_bytes = 0
+        # `early=False`: records are updated in `step`, in the order of their reads.
         super().__init__(context, residency, StepEndUpdates(optimizer), early=False, copy=self._copy_in)
         optimizer.write_weights_to(self._hosts)
         self._tiled_on_host = {id(self._hosts[each]) for each in tiled}
@@ -152,12 +153,14 @@ class TieredOffloader(ParameterOffloader):
         if moment == self._end and self._gradients is not None:
             self._gradients.flush()
         if self._where == "ssd":  # Rule 2
+            # After the moment's own loads, which must not wait for reads of later ones.
             for unit in self._read_ahead[moment][1]:
                 if unit not in self._resident:
                     self._read(self._units[unit])
 
     def _read(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
+            # Already being read, for an earlier moment that asked for it.
             if piece.host not in self._reading:
                 self._reading[piece.host] = torch.ops.memtune.from_ssd(piece.host)
                 self.read_bytes += piece.host.nbytes
@@ -167,7 +170,10 @@ class TieredOffloader(ParameterOffloader):
         if self._where == "ssd":
             self._read(pieces)
         super()._load_pieces(
-            each for each in pieces if self._loads_tiled or id(each.host) not in self._tiled_on_host
+            # Tiles are loaded by the layer itself, so a tiled weight has no memory on the device.
+            each
+            for each in pieces
+            if self._loads_tiled or id(each.host) not in self._tiled_on_host
         )
 
     def _load_all(self) -> None:
@@ -198,6 +204,7 @@ class TieredOffloader(ParameterOffloader):
         if self._where == "host":
             return kept
         if kept not in self._tile_sources:
+            # The read that the moment has started, if the layer is reached in the expected order.
             read = self._reading.pop(kept, None)
             self._tile_sources[kept] = torch.ops.memtune.from_ssd(kept) if read is None else read
             self.read_bytes += kept.nbytes if read is None else 0
@@ -210,6 +217,7 @@ class TieredOffloader(ParameterOffloader):
         """
         # Tiles are averaged before this call (`offload.tiles.tiled_weights`).
         self._averaged.add(weight)
+        # One tile's copy at a time: the previous gradient is freed before the next one is made.
         before, host = self._tile_in_flight.pop() if self._tile_in_flight else (None, None)
         if host is None:
             host = host_like(local(weight))
@@ -236,6 +244,7 @@ class TieredOffloader(ParameterOffloader):
         """Drop reads of values that the step replaces (Rule 4)."""
         self._tile_sources.clear()
         while self._reading:
+            # Awaited: the drive writes into these buffers until the read has ended.
             transfer.abandon(self._reading.popitem()[1])
         super()._step_begins(optimizer, args, kwargs)
 
@@ -269,6 +278,7 @@ class TieredOffloader(ParameterOffloader):
                     transfer.abandon(reading)
                 piece.allocate()
                 with _unsafe_preserve_version_counter(piece.memory):
+                    # Straight from the mapping, without a checksum: a load has just written it.
                     piece.memory.detach().copy_(piece.host)
 
     def _lacks_memory(self, block: int) -> bool:
@@ -335,6 +345,7 @@ class SsdGradients:
         """Read the sum of earlier micro-batches while the D2H copy of the gradient runs."""
         if (left := self._sums.pop(parameter, None)) is not None:  # of a backward that raised
             transfer.abandon(left)
+        # `grad` on SSD means that an earlier micro-batch of this step has left a sum there.
         if self._held[parameter].grad is not None:
             self._sums[parameter] = torch.ops.memtune.from_ssd(self._places[parameter])
 
@@ -351,6 +362,7 @@ class SsdGradients:
         torch.ops.memtune.write_ssd_(place, host)
         self.written_bytes += host.nbytes
         self._writing.append((place, host))
+        # The mapping of the file: the optimizer, and a check for clipping, find the gradient as usual.
         self._held[parameter].grad = place
 
     def flush(self) -> None:
@@ -364,6 +376,7 @@ class SsdGradients:
 
 def _place(parameter: nn.Parameter, name: str) -> Tensor:
     with tier(HOST):
+        # Reserved now, so that a full drive is reported by `apply` and not in the middle of a backward.
         nothing = torch.zeros(local(parameter).shape, dtype=parameter.dtype)
     ssd: Tensor = torch.ops.memtune.to_ssd(nothing, f"the gradient of {name}")
     ssd_tensors.written(ssd)

@@ -35,6 +35,7 @@ def tileable(step: Step, tiles: int) -> tuple[int, ...]:
     product = products_of(step)
     body = step.use_phase < Phase.BOUNDARY
     bad = np.zeros(step.storages.n, bool)
+    # A cast or a norm of the whole weight would need it on the device.
     bad[step.uses.storage[body & ~product[step.uses.op]]] = True
     found = [
         p
@@ -88,9 +89,11 @@ def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]
         return False
     wide, deep = shape
     made = step.storages.bytes[step.storages.producer == forward[0]]
+    # A product has 2·M·N·K operations; its output tells whether rows of the weight are columns of it.
     tokens = int(step.ops.flops[forward[0]] / max(2 * int(wide) * int(deep), 1))
     if len(made) != 1 or int(made[0]) != tokens * int(wide) * int(columns.itemsize[p]):
         return False
+    # The product for the input and that for the weight are neighbours in backward, so one loop runs both.
     return not len(back) or 0 < step.storages.producer[raw] - back[0] <= 1
 
 
@@ -110,6 +113,7 @@ def weights_before_biases(step: Step, weights: tuple[int, ...]) -> Step:
             continue
         one, other = at.get(int(columns.gradient[bias]), -1), at.get(int(columns.gradient[p]), -1)
         if one >= 0 and other == one + 1:
+            # Autograd returns a bias's gradient first; the tiled node copies the weight's within itself.
             grad_order[[one, other]] = step.grad_order[[other, one]]
             first, second = adds[columns.gradient[bias]], adds[columns.gradient[p]]
             if first >= 0 and second >= 0:
@@ -131,6 +135,7 @@ def tile_weights(step: Step, weights: tuple[int, ...], tiles: int, ranks: int = 
         ranks: Number of replicas, which average each tile's gradient before it is offloaded.
     """
     edit, of = Edit(step), OffloadedWeights(step, weights)
+    # Layers of one shape have equal ops: built once, inserted for all with one call.
     sequences = OpSequences(step, edit)
     layers = [Layer(sequences, of, p, tiles, ranks) for p in weights]
     run_layers_in_tiles(sequences, layers)
@@ -184,6 +189,7 @@ def run_layers_in_tiles(sequences: OpSequences, layers: Sequence[Layer]) -> I32:
     """Run these layers in tiles; return the D2H copies of their last tiles' gradients."""
     for layer in layers:
         layer.run_in_tiles()
+    # All tiles before the last copies: the copies refer to storages that exist from here on.
     sequences.done()
     step, edit = sequences.step, sequences.edit
     down, at = (
@@ -251,6 +257,7 @@ class Layer:
         self.down = int(step.storages.producer[self.sum])
         """The op that copied the whole gradient to the host."""
         self.raw = sequences.used_by(self.down)[0]
+        # Found from the gradient backwards: D2H copy, its source, the product that makes it.
         self.product = int(step.storages.producer[self.raw])
         self.copy_anchor, self.freed_at, self.reads_sum = self.down, -1, -1
         self._made: tuple[Group, int] | None = None
@@ -295,6 +302,7 @@ class Layer:
         self.replaced += [self.product, self.down]
         if self.ranks > 1:
             self.replaced.append(self._of.averaged[self.raw])
+        # The step's own gradient storage becomes the last tile's; earlier tiles get new ones.
         self.edit.storages.bytes[self.raw] = self.bytes_of(self.rows[-1])
         self.freed_at = self._first_arrival()
         if step.names[step.ops.name[self.down + 1]] == "memtune.from_ssd.default":
@@ -322,6 +330,8 @@ class Layer:
     def _first_arrival(self) -> int:
         """Return the first host op on earlier gradients that precedes this one's copy, -1 for none."""
         op, resource = self.down, self.step.ops.resource
+        # Host ops right before the copy belong to earlier gradients, which this one's grad-ready hook
+        # finishes first.
         while resource[op - 1] in _OF_THE_HOST:
             op -= 1
         return op if op < self.down else -1
@@ -354,6 +364,7 @@ class Layer:
         for i, rows in enumerate(self.rows):
             part, is_last = (rows.stop - rows.start) / self._wide, i + 1 == len(self.rows)
             if user >= 0:
+                # The next tile is loaded while this one is multiplied, so at most two are on the device.
                 coming = (
                     -1 if is_last else tile_ops.load(self.bytes_of(self.rows[i + 1]), source, prefetch=True)
                 )
@@ -504,6 +515,7 @@ class Group:
 
     def __init__(self, tile_ops: TileOps, slots: Sequence[int]) -> None:
         self.tile_ops = tile_ops
+        # Reversed: the first slot of a storage that occurs twice wins.
         self._place = {each: i for i, each in reversed(list(enumerate(slots)))}
         self._anchors: list[int] = []
         self._owners: list[int] = []
@@ -636,6 +648,7 @@ class OpSequences:
         Returns:
             Its group and its number in the group.
         """
+        # Names, flops and bytes of the replaced products, and which slots are the same storage.
         key = (
             kind,
             tuple(column[op] for op in ops for column in self._costs),
@@ -656,6 +669,7 @@ class OpSequences:
 def split_rows(count: int, parts: int) -> tuple[slice, ...]:
     """Return `count` rows in at most `parts` consecutive runs, whose lengths differ by one at most."""
     parts = min(parts, count)
+    # The first runs are the longer ones, as `torch.tensor_split` divides.
     least, more = divmod(count, parts)
     starts = [i * least + min(i, more) for i in range(parts + 1)]
     return tuple(slice(start, stop) for start, stop in pairwise(starts))

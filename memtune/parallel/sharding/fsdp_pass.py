@@ -48,11 +48,13 @@ def shard_states(step: Step, how: Sharding) -> Step:
     uses = _Redirect(step)
     if len(units):
         kept = np.full(len(units), not how.reshard_after_forward)
+        # Unit 0 is the root if parameters lie outside of the blocks.
         kept[0] |= units.has_root and how.keeps_root
         secondary = _forward(edit, step, how, units, kept, uses)
         if not kept.all():
             _backward(edit, step, how, units, kept, secondary, uses)
     reduced = reduce_gradients(edit, step, how)
+    # Last: the edits above add uses of full parameters that must not be redirected.
     edit.set_uses(storage=uses.apply(edit.uses.storage))
     return _resized(edit, step, how, reduced)
 
@@ -94,6 +96,7 @@ def _forward(
     """
     whole = _whole(step, how, units.parameters)
     place = np.arange(len(units))
+    # A gather is issued when the unit `prefetch` places before is copied out.
     when = GatherTiming(np.maximum(place - (how.prefetch or 0), 0), place, units.first_forward)
     made = gather_units(
         edit,
@@ -109,6 +112,7 @@ def _forward(
     edit.hold_through(waiting, _last_at(made, when)[unit])
     # Units in `kept` remain gathered between forward and backward, the others until their forward ends.
     edit.hold_through(made.whole, np.where(kept, units.last_backward, units.last_forward)[whole.part])
+    # FSDP2 keeps the last all-gather's result until the next copy-out has been issued on its stream.
     edit.hold_through(made.buffer, np.append(made.copy[1:], step.forward_ends[-1:]))
     secondary = None
     if how.group_after_forward < how.degree and not kept.all():
@@ -116,6 +120,7 @@ def _forward(
         divided[0] &= not units.has_root
         secondary = _keep(edit, how, made, whole, np.where(divided, units.last_forward, -1).astype(np.int32))
     uses.to(units.parameters.values, made.whole, forward=True)
+    # Units that stay gathered are used by backward from forward's storages.
     again = kept[whole.part]
     uses.to(units.parameters.values[again], made.whole[again], forward=False)
     return secondary
@@ -151,6 +156,7 @@ class _Secondary:
 
 def _keep(edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_forward: I32) -> _Secondary:
     """Copy this rank's shard of each parameter when its unit's forward ends, then free the full parameter."""
+    # -1: the unit keeps no smaller shard.
     mine = np.flatnonzero(last_forward[whole.part] >= 0)
     n_bytes = whole.values[mine] // how.group_after_forward
     copy = edit.add_ops(
@@ -192,10 +198,12 @@ def _backward(
         order = np.concatenate([[0], order[order != 0]])
     starts, place = units.first_backward[order], np.arange(len(order))
     order, place = order[~kept[order]], place[~kept[order]]
+    # FSDP2 prefetches one unit in backward by default, none in forward.
     early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)
     when = GatherTiming(early, place, starts)
     parameters = units.parameters.picked(order)
     whole = _whole(step, how, parameters)
+    # The root keeps no shards of smaller groups, so all its ranks gather again.
     groups = np.where((order == 0) & units.has_root, how.degree, how.group_after_forward)
     made = gather_units(
         edit,
@@ -227,6 +235,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
     edit.storages.held_until[raw] = int(end) if how.sums == "whole" and how.micro_batches > 2 else -1
     edit.storages.kind[raw] = Kind.TEMPORARY
+    # State, gradients and the optimizer's temporaries shrink with their parameter.
     rows, owner = sharded_storages(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
     edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
@@ -236,6 +245,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     edit.storages.bytes[raw] = step.storages.bytes[raw]
     gradient = np.full(len(columns.gradient), -1, np.int32)
     if reduced.of.accumulated:
+        # Accumulation happens on shards, after the reduction.
         edit.drop_ops(_whole_sums(step))
     if reduced.of.accumulated and how.sums == "further":
         sums = columns.gradient[columns.gradient >= 0]
@@ -257,6 +267,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
         target = moved[step.uses.storage[later]]
         edit.set_uses(storage=edit.uses.storage.copy())
         edit.uses.storage[later[target >= 0]] = target[target >= 0]
+        # The shards' gradients are the parameters' `.grad` until `zero_grad`.
         edit.hold_through(reduced.taken, np.full(len(reduced.taken), step.ops.n - 1, np.int32))
     edit.grad_order = grad_order
     edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel)
@@ -320,6 +331,7 @@ class GatherTiming:
         A prefetching gather is inserted after the copy-out of the unit at its place.
         """
         units, early = np.arange(len(count)), self.issued < self.used
+        # At one place: a gather used there first, then the copy-out, then gathers that prefetch.
         keys = (np.concatenate([units, units]), np.concatenate([2 * early, np.ones_like(units)]))
         order = np.lexsort((*keys, np.concatenate([self.issued, self.used])))
         size = np.concatenate([np.full(len(count), rows), count + 1])
@@ -353,6 +365,8 @@ def gather_units(
         casts: Each unit's shards are first cast into one flat tensor, which is freed after the gather: two
             ops more.
     """
+    # Per gather: [flat tensor, cast,] buffer, all-gather; per copy-out: one allocation per parameter, the
+    # copy.
     sums, before, copied_before = whole.sums(), when.op[when.issued], when.op[when.used]
     n_casts = 2 * casts
     begin, first = when.starts(whole.count, 2 + n_casts)
@@ -451,8 +465,10 @@ def _reductions(step: Step, blocks_per_unit: int, kept: Sums) -> Reductions:
     after = units.last_backward.copy()
     np.maximum.at(after, units.parameters.part, made)
     order = np.argsort(after, kind="stable")
+    # FSDP2 reduces a unit when its last gradient exists, which may not be the order of the blocks.
     parameters = units.parameters.picked(order)
     parameters = parameters.where(raw[parameters.values] >= 0)
+    # A unit without a gradient sends nothing.
     used = np.flatnonzero(parameters.count)
     parameters = parameters.picked(used)
     sums = parameters.where((step.storages.producer[gradient[parameters.values]] < 0) & (kept == "shards"))
@@ -535,6 +551,7 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
     edit.hold_through(
         np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([rows.last, rows.last])
     )
+    # The input of a reduction is held until the next unit's gradients are ready.
     edit.hold_through(given[:-1], of.after[1:])
     end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
     for op in rows.last[of.after == end].tolist():
@@ -661,6 +678,7 @@ def _reduction_buffers(
     ]
     if how.stages_messages:
         # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
+        # gloo's reduce-scatter copies its message, see `seam._reduce_scatter_on_gloo`.
         uneven = replace(parameters, values=bytes_of * shards.uneven[parameters.values]).sums()
         parts += [
             (place + 2, rows.pack, uneven * how.degree, Kind.WORKSPACE),

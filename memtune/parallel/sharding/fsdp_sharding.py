@@ -141,6 +141,7 @@ def shard(
     placement = context.placement
     require_ranks(context, kind)
     _require_shardable(context, degree, reshard_after_forward, kind, alone=sharers is None)
+    # The optimizer is rebound by name: `fully_shard` replaces every parameter object.
     before = dict(context.model.named_parameters())
     grid = sharers or (shard_meshes(context, degree) if placement.model_parallel_size > 1 else None)
     copies, mesh = meshes(context.device.type, degree) if grid is None else (grid.copies, grid.sharers)
@@ -156,6 +157,7 @@ def shard(
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
     for names in units:
         modules = [context.model.get_submodule(name) for name in names]
+        # Blocks before the root: FSDP2 gives a module's parameters to the innermost unit.
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
     # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a
     # gather. In a stage other micro-batches come in between.
@@ -165,6 +167,7 @@ def shard(
         **{**arguments, "reshard_after_forward": frees_root, "mp_policy": policy},
         ignored_params=_absent(context),
     )
+    # After sharding, so that a deferred model never has a full parameter on a rank.
     fill_shards(context.model)
     if grid is not None and placement.model_parallel_size > 1 and not in_stages:
         allow_nested_collectives(grid.both)
@@ -180,6 +183,7 @@ def shard(
         _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], *depths)
     for module in context.model.modules():
         if isinstance(module, FSDPModule):
+            # Through the seam, or a recorder would not see FSDP2's collectives.
             module.set_custom_all_gather(SeamAllGather())
             module.set_custom_reduce_scatter(SeamReduceScatter())
     reduce_same_parameters(context, (module for module, _ in units_of(context.model)))
@@ -193,6 +197,7 @@ def shard(
     elif sharers is None and grid is None and not (copies is not None and two_hop):
         context.events.grad_ready.emit_from(partial(_emit_grad_ready, context))
     if sharers is None:
+        # With sharers the caller divides further and rebinds the optimizer to those shards.
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
 
@@ -244,6 +249,7 @@ def _reshard_to_groups(context: Context, degree: int, size: int) -> None:
         group: Any = module._get_fsdp_state()._fsdp_param_group
         if not parameters or module is root:
             continue
+        # FSDP2 makes one mesh per unit here, and a process group costs memory and time.
         group.post_forward_mesh_info = smaller
         for each in group.fsdp_params:
             each.post_forward_mesh_info = smaller
@@ -277,6 +283,7 @@ def _prefetch(model: Any, blocks: list[nn.Module], forward: int, depth: int) -> 
     for place, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
         before = (
+            # Backward reaches the units before this one; the root is gathered already.
             units[max(place - depth, root) : place]
             if place or not root
             else units[max(len(units) - depth, 1) :]
@@ -340,6 +347,7 @@ def _sharded_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
         and isinstance(new, DTensor)
         and value.dim() > 0
     ):
+        # The state of a part of a layer is this rank's already; only its rows are divided.
         if (new.device_mesh.mesh_dim_names or ())[:1] == (PARTS,):
             return shard_like(local(value), new)
         return distribute_tensor(value, new.device_mesh, new.placements)
@@ -391,6 +399,7 @@ def _frees(model: Any, last: bool) -> None:
     """Let FSDP2 free the parameters after backward only in the `last` one of a step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Between the micro-batches of a stage the parameters are used again at once.
             module.set_reshard_after_backward(last, recurse=False)
 
 
@@ -405,6 +414,7 @@ def reduce_same_parameters(context: Context, units: Iterable[Any]) -> None:
     experts = {named[i][0] for expert in experts_of(context.model, context.blocks) for i in expert.parameters}
     names = {id(parameter): name for name, parameter in named}
     with tier(HOST):  # a mesh is no memory of the device's
+        # All ranks that average this gradient, not only those that share its rows.
         ranks = same_part_group(context)
     for unit in units:
         group: Any = unit._get_fsdp_state()._fsdp_param_group
@@ -442,8 +452,10 @@ class _Reduction:
         Raises:
             ApplyError: Ranks have gradients of different parameters (rule 2).
         """
+        # PRE_BACKWARD: this unit's backward has just run. FSDP2 calls once more at the end of backward.
         if self._group.reduce_grads and self._group._training_state.name == "PRE_BACKWARD":
             self._count += 1
+            # Powers of two: the check synchronizes with the device, and a wrong model shows early.
             if self._count & (self._count - 1) == 0:
                 self._compare()
             self._fill_up()
@@ -507,6 +519,7 @@ class OncePerStep:
         """Return the hook that FSDP2 calls when `unit` has been reduced; the shard passed to it is not added
         to the sums yet.
         """
+        # Averaged one unit late: FSDP2 adds the shard to the sum after this hook.
         return lambda shard: self._reduced(unit)
 
     @contextmanager
@@ -574,6 +587,7 @@ def go_on_after_errors(context: Context) -> None:
     def forward_begins() -> None:
         state = model._get_fsdp_state()._state_ctx
         raised = state.post_backward_final_callback_queued or state.iter_forward_root is not None
+        # Inside a backward (recompute) the callback is queued rightly.
         if not raised or torch._C._current_graph_task_id() != -1:
             return
         if not hasattr(model, "reset_iter_state"):
@@ -585,6 +599,7 @@ def go_on_after_errors(context: Context) -> None:
             )
         for each in (each for one in state.all_states for each in _parameters(one)):
             if hasattr(each, "_unsharded_param"):
+                # A gradient of the backward that raised would be added to the next one.
                 each._unsharded_param.grad = None
         model.reset_iter_state()
 

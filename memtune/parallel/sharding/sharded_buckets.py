@@ -152,6 +152,7 @@ class ShardedBuckets:
         every_micro_batch: bool,
     ) -> None:
         self._axes, self._mesh = axes, axes.mesh
+        # Shards of shards are gathered dim by dim, on purpose; torch would warn of that.
         allow_nested_collectives(axes.mesh)
         self._ranks, self._rank = axes.group.size(), axes.group.rank()
         self._group = axes.group.group_name
@@ -170,8 +171,10 @@ class ShardedBuckets:
         parts, size = [], 0
         for parameter in parameters:
             length, numel = local(parameter).shape[0], local(parameter).numel()
+            # Rounded up as `Shard(0)` does, so that DTensor's own functions agree about the rows.
             rows = -(-length // self._ranks)
             first = min(self._rank * rows, length)
+            # Padded to equal size: reduce-scatter and all-gather take equal parts.
             n = rows * (numel // max(length, 1))
             part = Part(parameter, rows, (first, min(rows, length - first)), slice(size, size + n))
             part.divide(self._mesh)
@@ -205,12 +208,14 @@ class ShardedBuckets:
         bucket = self._buckets[self._next]
         self._next += 1
         self._wait_reduction()
+        # Before the next message is allocated: one message exists at a time (rule 4).
         message = bucket.size + len(bucket.parts)
         like = local(bucket.parts[0].parameter)
         given = like.new_empty(self._ranks * message)
         used = self._pack(bucket, given)
         taken = like.new_empty(message)
         with self._on_link():
+            # Averages, sums and hooks are queued behind the reduction on the same stream.
             torch.ops.memtune.reduce_scatter_into_(taken, given, self._group, self._ranks, "avg")
             if self._axes.copies is not None and self.is_last:
                 self._average(bucket, taken, self._axes.copies)
@@ -220,6 +225,7 @@ class ShardedBuckets:
 
     def _pack(self, bucket: Bucket, given: Tensor) -> list[bool]:
         """Copy the gradients into the message, rank by rank; return True for each part with a gradient."""
+        # In the message itself: a second collective per bucket would cost another latency.
         flags = given.new_ones(self._ranks, len(bucket.parts))
         gradients: list[Tensor] = []
         used = []
@@ -228,6 +234,7 @@ class ShardedBuckets:
             gradient = part.parameter.grad  # may come from an earlier micro-batch only
             used.append(gradient is not None or part.sum is not None)
             if gradient is None:
+                # The message has a fixed layout, so a missing gradient is sent as zeros with flag 0.
                 gradient = torch.zeros_like(local(part.parameter))
                 flags[:, index].zero_()
             if part.rows:
@@ -269,6 +276,7 @@ class ShardedBuckets:
             )
             part.sum = None
             if not used[index]:
+                # Read when backward ends: `.item()` here would wait for the reduction.
                 self._unsure.append((part, taken[bucket.size + index]))
 
     def _tell(self, bucket: Bucket) -> None:
@@ -282,6 +290,7 @@ class ShardedBuckets:
     def _drop_unused(self) -> None:
         """Drop gradients of parameters that no rank used (rule 3)."""
         for part, flag in self._unsure:
+            # Only parameters that this rank did not use: the others need no synchronization.
             if isinstance(flag, FakeTensor) or not flag.item():
                 part.parameter.grad = None
         self._unsure.clear()
@@ -308,6 +317,7 @@ class ShardedBuckets:
         for part in self.parts:
             part.parameter.grad = None
         in_flight: tuple[Bucket, Tensor, Any] | None = None
+        # In forward order: the weights that the next forward reads first are gathered first.
         for bucket in reversed(self._buckets):
             messages = local(bucket.parts[0].parameter).new_empty(self._ranks, bucket.size)
             mine = messages[self._rank]
@@ -376,6 +386,7 @@ def _filled(parameters: list[nn.Parameter], cap_bytes: int) -> list[list[nn.Para
         bucket.append(parameter)
         if sum(local(each).nbytes for each in bucket) >= cap_bytes:
             closed.append(filling.pop(parameter.dtype))
+    # By the first parameter: on every rank the same order, which collectives require.
     return sorted([*closed, *filling.values()], key=lambda bucket: place[bucket[0]])
 
 

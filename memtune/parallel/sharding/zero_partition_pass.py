@@ -80,6 +80,7 @@ def partition_states(step: Step, how: Partitioning) -> Step:
     """Return `step` as one rank runs it; `step` itself if no parameter is trained."""
     if not len(_buckets(columns_of(step.parameters), how.bucket_bytes).count):
         return step
+    # As the last micro-batch; the recorded step is one of several.
     done = _partitioned(step, how, hold_sums=False)
     if how.accumulate > 2 and how.once and not how.at_end and _middle_peak(step, how) > _backward_peak(done):
         return _partitioned(step, how, hold_sums=True)
@@ -93,6 +94,7 @@ def _partitioned(step: Step, how: Partitioning, *, hold_sums: bool) -> Step:
     if _optimizer_end(step, how) < step.ops.n:  # what earlier divisions gather comes last
         last = step.ops.n - 1
     # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
+    # Weights are gathered in a hook of `optimizer.step()`, before `zero_grad`.
     edit.hold_to_the_end_of_step(last, gradients=True)
     edit.hold_through(taken, np.full(len(taken), last, np.int32))
     return edit.done()
@@ -147,7 +149,10 @@ def _arrivals(step: Step, every_micro_batch: bool, at_end: bool) -> _Arrivals:
     np.maximum.at(added, step.uses.storage[adds], step.uses.op[adds])
     summed = raw != gradient
     at = np.where(
-        gradient < 0, end, np.where(summed, added[gradient], step.storages.grad_ready_after[gradient])
+        # A gradient that does not exist is known to be missing when backward ends.
+        gradient < 0,
+        end,
+        np.where(summed, added[gradient], step.storages.grad_ready_after[gradient]),
     )
     rows = np.zeros(step.ops.n, bool)
     rows[added[gradient[summed & (gradient >= 0)]]] = True
@@ -190,6 +195,7 @@ class _InsertionPoints:
     @staticmethod
     def of(missing: Ragged, *, adds: bool, averages: bool) -> _InsertionPoints:
         """Return the positions for buckets with these parts missing."""
+        # Message, flags, packing, output, reduction; two per missing gradient; addition; average.
         per_bucket = 5 + 2 * missing.count + adds + averages
         make = np.cumsum(per_bucket) - per_bucket
         fill = missing.places(make + 2) + missing._within
@@ -208,6 +214,7 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I3
     there = buckets.where(arrivals.whole[buckets.values] >= 0)
     missing = buckets.where(arrivals.whole[buckets.values] < 0)
     at = _InsertionPoints.of(missing, adds=_has_sums(how, arrivals), averages=how.copies > 1)
+    # Buckets are sent in order, so one waits for all before it.
     after = np.maximum.accumulate(np.maximum.reduceat(arrivals.at[buckets.values], buckets.starts)).astype(
         np.int32
     )
@@ -275,6 +282,7 @@ def _reduction_ops(
     """Insert the ops; return them by position, and the bytes of each bucket's message to one rank."""
     buckets = _buckets(columns, how.bucket_bytes)
     flags = buckets.count * columns.itemsize[buckets.values[buckets.starts]]  # rule 3
+    # A rank's part of the message: its rows of each gradient, then the flags.
     n_bytes = replace(buckets, values=shards_of(columns, how.ranks).n_bytes[buckets.values]).sums() + flags
     names = [
         (at.make, "aten.new_empty.default"),
@@ -419,6 +427,7 @@ def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
     buckets = buckets.picked(np.arange(len(buckets.count))[::-1])
     n_bytes = replace(buckets, values=shards.n_bytes[buckets.values]).sums()
     count = len(n_bytes)
+    # Each bucket's copy-out follows the next bucket's gather, so the ops of neighbours interleave.
     make = np.maximum(4 * np.arange(count) - 1, 0)
     pack, gather, copy = make + 1, make + 2, np.append(make[1:] + 3, 4 * count - 1)
     names = [
