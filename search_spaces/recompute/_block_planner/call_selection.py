@@ -68,6 +68,11 @@ def plan_calls(step: Step, again: Again) -> CallsPlan:
     saved.
 
     Equal blocks share an entry of `calls`.
+
+    Args:
+        step: The recorded step.
+        again: Called with each block; returns rows of `step.ops` from `Block.ops`. `_split` adds the ops that
+            these need.
     """
     split = split_calls(step)  # the same calls run again in each call of a block
     address = {op: call for op, _, call in calls_of(split, _forward_rows(split))}
@@ -192,8 +197,16 @@ def _sources(block: Block, op: int) -> set[int]:
 
 
 def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
-    """Ops to keep and ops to leave out, so that `again` can run: all that autograd saved is there, no product
-    runs twice.
+    """Return the ops to keep and the ops to skip in the second run, if the ops `again` run in it.
+
+    An op is kept if autograd saved its output and it is not in `again`; then its output is held from forward
+    on. An op that saved nothing is skipped, unless an op of the second run reads its output: then it runs
+    too, or is kept if it is a product or attention, so that no product runs twice. So `again` is a lower
+    bound: a policy names what it gives up, and what that needs follows.
+
+    Args:
+        block: Forward of the block.
+        again: Rows of the ops whose outputs are not held.
     """
     kept = {block.producer[s] for s in block.saved} - again - block.spoiled
     run: set[int] = set()

@@ -383,7 +383,17 @@ def _with_offload(step: Step, offload: Technique | None, hardware: Hardware) -> 
 
 
 def op_seconds(step: Step, hardware: Hardware, ranks: int) -> F64:
-    """Return the (n,) seconds of each op; an op shorter than its launch costs the host the launch time."""
+    """Return (n,) seconds of each row of `step.ops`: the predicted time of every op of the program.
+
+    On its resource by `memtune.hardware.roofline`, or as measured by trials; an op shorter than its launch
+    costs the host the launch time. Rows of a `Block`'s ops are rows of this array, so a policy by time is
+    `{op for op in block.ops if op_seconds(...)[op] < limit_s}`.
+
+    Args:
+        step: Recorded or rewritten.
+        hardware: Gives rates and launch times.
+        ranks: Number of ranks, for collectives.
+    """
     costs = op_costs(step, hardware, ranks=ranks)
     found: F64 = np.maximum(costs.op_s, costs.issue_s)
     return found
