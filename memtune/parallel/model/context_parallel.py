@@ -101,6 +101,7 @@ class _Call:
         rows, columns, causal = seen
         more = attend(query[:, :, rows], *pair[:, :, :, columns], causal=causal, scale=self.scale)
         if total is None:
+            # Sums over contexts are kept wide, because merging rescales them once per context.
             alone = self.grid.split.contexts == 1
             return more if alone else Attended(more.out.to(wide(query.dtype)), more.lse)
         merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), more)
@@ -123,6 +124,7 @@ class _Call:
                 block, to_pair = inner.next(), sums.next()
                 if to_pair is None:
                     to_pair = torch.zeros_like(block, dtype=wide(block.dtype))
+                # Shifted by one against forward: the own block is the last, and its sums end on the owner.
                 source = grid.source(round_ % grid.outer.ranks, step % grid.inner.ranks)
                 self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys)
                 del block
@@ -167,6 +169,7 @@ class _Attention(torch.autograd.Function):
         grid = call.grid
         mine, pair = grid.by_heads(query)[0], grid.by_heads(key, value)
         attended = call.forward(mine, pair)
+        # By heads, so that backward exchanges only gradients between positions and heads.
         ctx.save_for_backward(mine, pair, *attended)
         ctx.call = call
         return grid.by_positions(attended.out.unsqueeze(0))[0]
@@ -242,6 +245,7 @@ def require_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tupl
             f"{ranks} ranks do not divide the {heads} heads of attention",
             "a head_degree that divides the heads",
         )
+    # Repeated as little as possible: every repetition is sent round the ring.
     each = ranks // gcd(ranks, shared)
     if each == 1:
         return key, value
@@ -294,6 +298,7 @@ def _own_of(given: Tensor, length: int, name: str, layout: SequenceLayout) -> Te
     Raises:
         ApplyError: It is indexed by pairs of positions; or its gradient would differ between ranks.
     """
+    # By size, because an argument's dims have no names.
     dims = [dim for dim, size in enumerate(given.shape) if size == length]
     if len(dims) > 1:
         raise not_divisible(
@@ -311,6 +316,7 @@ def _own_of(given: Tensor, length: int, name: str, layout: SequenceLayout) -> Te
 @contextmanager
 def _replaced_attention(attention: Attention) -> Iterator[None]:
     before = F.scaled_dot_product_attention
+    # The attribute that models call; replaced only inside a block's forward.
     F.scaled_dot_product_attention = attention
     try:
         yield

@@ -95,8 +95,10 @@ class Sharers:
         copied = self._copied
         if copied is None or self._given is None or self._given() is not x:
             copied = _Copied.apply(x, self.group, self.ranks)  # type: ignore[no-untyped-call]
+            # Weakly: the last input must not outlive the forward if a column layer is not called.
             self._given, self._copied, self._taken = weakref.ref(x), copied, 0
         self._taken += 1
+        # All column layers have it, so no reference is needed any more.
         if self._taken == self.columns:
             self.forget()
         assert copied is not None
@@ -127,9 +129,11 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return all outputs, equal on every rank."""
+        # The row layer ends the pair, also if some column layer was not called.
         self.sharers.forget()
         part, bias = F.linear(input, local(self.weight)), self._parameters["bias"]
         whole: Tensor = _Summed.apply(part, self.sharers.group, self.sharers.ranks)  # type: ignore[no-untyped-call]
+        # After the sum: before it the bias would count once per rank.
         return whole if bias is None else whole + bias
 
 
@@ -188,6 +192,7 @@ def mix_plain_and_sharded() -> None:
     """
     if not _MIXED:
         _MIXED.append(implicit_replication())
+        # Never left: optimizers and clipping run long after `apply`.
         _MIXED[0].__enter__()
         _handlers()[_SCALE] = _scale
 
@@ -244,6 +249,7 @@ def _become(
 
 
 def _part(whole: nn.Parameter, piece: Piece, place: Place) -> nn.Parameter:
+    # A copy, so that the whole weight can be freed.
     mine = piece(whole.detach()).clone(memory_format=torch.contiguous_format)
     if place.mesh is None:
         return nn.Parameter(mine, requires_grad=whole.requires_grad)
@@ -356,6 +362,7 @@ def _same_batch(group: dist.ProcessGroup, handles: list[Any]) -> Any:
         if not tensors:
             return
         with torch.no_grad():
+            # A sum per tensor: cheap, and different micro-batches hardly ever agree in it.
             sums = torch.stack([t.detach().double().sum() for t in tensors])
             low, high = sums.clone(), sums.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN, group=group)

@@ -68,6 +68,7 @@ class _Linear(torch.autograd.Function):
         ctx.ring = ring
         shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
         for turn in range(ring.ranks):
+            # After t hops a rank holds the shard of the rank t before it.
             shard, first = shards.next(), (ring.rank - turn) % ring.ranks * rows
             part = F.linear(x, shard, None if bias is None else bias[first : first + rows])
             del shard
@@ -108,6 +109,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, index: Tensor, weight: Tensor, ring: Ring) -> Tensor:
         ctx.save_for_backward(index)
         ctx.ring, ctx.shape, ctx.dtype = ring, weight.shape, weight.dtype
+        # An index outside of all shards would silently give zeros.
         torch._assert_async(((index >= 0) & (index < weight.shape[0] * ring.ranks)).all())
         shards, whole = RingRound(ring, weight.detach(), prefetch=False), None
         for turn in range(ring.ranks):
@@ -177,6 +179,7 @@ class _SameCalls:
     def _calls(self, name: str) -> None:
         if not self._forwards or self._forwards & (self._forwards - 1):
             return
+        # Python's `hash` of a string differs between processes.
         number = zlib.crc32(name.encode())
         ends = torch.from_numpy(np.array([number, -number])).to(
             self._device
@@ -228,6 +231,7 @@ def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name)
     weights = {name: owners[id(module.weight)] for name, module in layers.items() if name not in refused}
+    # Until nothing changes: a refused layer refuses all that share its weight.
     while strange := {
         name: other
         for name, shared in weights.items()

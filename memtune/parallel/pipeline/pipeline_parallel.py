@@ -88,6 +88,7 @@ class Layout:
         for index, stage in enumerate(self.stages):
             if any(name.startswith(f"{block}.") for block in stage):
                 return [index]
+        # A parameter that no op uses belongs to the first stage, so that it has one owner.
         found = [0] if name in self.first else []
         return [*found, len(self.stages) - 1] if name in self.last else found or [0]
 
@@ -206,9 +207,11 @@ class Pipeline:
         """Return True if a new schedule is needed. A probe gathers parameters that FSDP2 shards over
         pipelines, so all pipelines probe if one does.
         """
+        # torch's schedule depends on the number of micro-batches, its buffers on their shape.
         new: bool = self._made_for != (count, form)
         if self.run.ended is None or self._sharers is None or not has_real_peers(self._context.model):
             return new
+        # One message for both questions: the maximum of -count is minus the smallest count.
         told = torch.tensor([int(new), count, -count], device=self._context.device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._sharers)
         any_new, most, least = told.tolist()
@@ -226,6 +229,7 @@ class Pipeline:
         stages, modules, first = list[Stage](), list[StageModule](), 0
         for index, blocks in enumerate(layout.stages):
             if index % layout.degree == rank:
+                # The rank's last stage: no later forward of this rank reads the micro-batch.
                 frees_batch = index + layout.degree >= n_stages
                 module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, frees_batch)
                 device, group, slots = self._context.device, self._group, self._context.activations.slots
@@ -270,6 +274,7 @@ class Pipeline:
         """Reduce gradients after the last backward (rule 5)."""
         held = self._context.placement.remote_parameters
         assert held is not None
+        # Sums over stages first, so that pipelines average complete gradients; norms of the results last.
         self._sum_between(held)
         if self.reduce is not None:
             self.reduce()
@@ -286,6 +291,7 @@ class Pipeline:
         ]
         for name, parameter in own:
             if self._tied is not None and len(self._owners[name]) > 1:
+                # Both ends take part in the all-reduce, whichever of them has a gradient.
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, 2, "sum")
                 parameter.grad = gradient
@@ -301,6 +307,7 @@ class Pipeline:
     def _share_norms(self, held: RemoteParameters) -> None:
         trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]
         mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.owns(name)]
+        # Row 0: norms. Row 1: 1 from the rank that has the gradient, so that a missing one remains None.
         norms = torch.zeros(2, len(trained), device=self._context.device)
         if mine:
             found = torch._foreach_norm([local(_grad(trained[i][1])) for i in mine])
@@ -359,12 +366,14 @@ def pipe(context: Context, layout: Layout) -> None:
     mesh = meshes(context.device.type, layout.degree)
     copies, group = mesh[0], mesh[1].get_group()
     mine = [index for index in range(len(layout.stages)) if index % layout.degree == group.rank()]
+    # Making groups is collective, so it comes before anything that may raise on one rank.
     tied = _tied_group(context, layout)
     everything = {name: layout.owners(name) for name in context.model.state_dict(keep_vars=True)}
     before = dict(context.model.named_parameters())
     keep_own(context, everything, mine, layout.degree, group)
     pipeline = Pipeline(context, layout, group, None if copies is None else copies.get_group(), tied)
     become_pieces(context, layout.blocks, pipeline.run, layout.first, before)
+    # From here on recompute and offload claim this rank's blocks only.
     context.blocks = [name for index in mine for name in layout.stages[index]]
     context.activations = table = ActivationTable(context.model, context.blocks)
     table.own, table.stages, pipeline.run.activations = (

@@ -181,6 +181,7 @@ class Run:
         """Run, skip or end at block `index`, which the user's code calls."""
         first, last = self.require_step()
         if self._probing:
+            # The shape of the first block's input is all that the probe needs.
             raise _Done(_chain(index, args, kwargs))
         if index < first:
             return wrap_tensor(self._outputs[index], _chain(index, args, kwargs))
@@ -189,6 +190,7 @@ class Run:
         output = call(*args, **kwargs)
         if self.activations is not None and self.activations.own is not None:
             self.activations.own.returned(output)
+        # The model's last block returns instead: norm, head and loss follow.
         if index == last and last + 1 < self._count:
             raise _Done(output)
         return output
@@ -215,6 +217,7 @@ def _chain(index: int, args: Any, kwargs: Any) -> Tensor:
     """Return the one activation tensor among a block's arguments."""
     tensors = tensors_of((args, kwargs))
     fake = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    # Skipped blocks return fake tensors; masks and tables that are computed here are real.
     found = {id(tensor): tensor for tensor in fake or tensors}
     if len(found) != 1:
         raise ApplyError(
@@ -251,6 +254,7 @@ def become_pieces(
     for index, name in enumerate(blocks):
         block = context.model.get_submodule(name)
         vars(block)[_PIECE] = run, index
+        # A subclass per block: `isinstance` and `super()` of the user's class keep working.
         block.__class__ = type(type(block).__name__, (_Piece, type(block)), {})
     handle = context.model.register_forward_pre_hook(run.require_step_before)
     context.undo.callback(handle.remove)
@@ -296,6 +300,7 @@ class StageModule(nn.Module):
         """Return the stage's output of a micro-batch, or its share of the mean loss."""
         assert self._now is not None
         model, loss_function, batches, seeds = self._now
+        # Each stage has a seed of its own per micro-batch, whatever ran before on this rank.
         seed_generators(seeds[micro_batch] + self._index)
         output = self._run.of(
             self._first, self._last, given, lambda: loss_function(model, batches[micro_batch])
@@ -364,6 +369,7 @@ class Stage(PipelineStage):
         given = None if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)[0]
         with self._slot(fwd_chunk_id, backward=False):
             output = self.submod(given, fwd_chunk_id)
+        # The tuple that torch's `backward_one_chunk` reads.
         self.fwd_cache[fwd_chunk_id] = (output,), [] if given is None else [given]
         self._free_buffer(self.args_recv_info, fwd_chunk_id)
         return output
