@@ -58,6 +58,7 @@ def install(settings: ArenaSettings) -> None:
     if _installed != settings:
         _make(settings)
     cpu_allocator.install()
+    # After the shim: it routes each free to the source of its block, so old blocks stay valid.
     cpu_allocator.set_source(*_native.arena_functions())
     _installed = settings
 
@@ -73,6 +74,7 @@ def uninstall() -> None:
 def _make(settings: ArenaSettings) -> None:
     """Replace the process's allocator; one that holds the memory of a model is not replaced."""
     if _installed is not None:
+        # A deleted model may be in a reference cycle and still hold its memory.
         gc.collect()
         if held := _native.arena_statistics(_native.ARENA_CPU).allocated_bytes:
             raise ApplyError(
@@ -137,6 +139,7 @@ class _StepEnd:
 
     def __call__(self, *args: Any) -> None:
         settings = _in_effect(self._number)
+        # Only plans are made of steps; stitched memory needs no notice of their ends.
         if settings is None or not (settings.planned or settings.pools):
             return
         _native.arena_end_step(self._number)

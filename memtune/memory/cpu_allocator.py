@@ -158,6 +158,7 @@ def install() -> None:
     with _lock:
         if not _installed:
             library.memtune_ledger_install()
+            # From here on tiers are kept with the blocks, so that moving one changes the counters at once.
             memory_tiers.connect(library.memtune_ledger_set_tier, library.memtune_ledger_tier_of)
             _installed = True
 

@@ -57,10 +57,12 @@ def install_from_environment() -> None:
     allocator.set_memory_fraction_fn(memory_fraction)
     allocator.set_reset_fn(empty_cache)
     try:
+        # After the functions are set: torch takes them over with the allocator.
         torch._C._cuda_changeCurrentAllocator(allocator)
     except RuntimeError as error:  # CUDA has started: torch cannot change it any more
         _why_not = f"CUDA had started before memtune was imported ({str(error).splitlines()[0]})"
         return
+    # Arenas are made per device at the first request, with these options.
     _native.arena_defaults(settings.options())
     _answer_for_torch()
     _installed, _allocator = settings, allocator

@@ -209,16 +209,20 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         kwargs = kwargs or {}
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         self._drop_freed()
+        # Before inputs are looked up: a new storage may have the address of one that has died.
         for tensor in inputs:
             for storage in storages_of(tensor):
+                # Seen for the first time as an input: made before `__enter__`, or outside of torch (numpy).
                 if storage._cdata not in self._records:
                     self._add(storage, Kind.BATCH, self._tier_of(tensor, storage))
         before = dict(self._live)
         out = func(*args, **kwargs)
+        # No new memory; views would find their base's storage anyway, at a cost per op.
         if func.namespace in ("prim", "profiler") or func.is_view:
             return out
         self._drop_freed()
         self._count(str(func), out)
+        # `resize_` and `out=` variants grow the storage of an argument.
         if func._schema.is_mutable:
             for tensor in inputs:
                 for storage in storages_of(tensor):
@@ -250,6 +254,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
     def _settle(self, op: str, before: dict[Tier, int], workspace: int) -> None:
         for tier in TIERS:
             scratch = workspace if tier == DEVICE else 0
+            # Inputs that die in the op are still there while it runs, so both moments count.
             high = max(before[tier], self._live[tier]) + scratch
             if high > before[tier] and high > self._budget.get(tier, high):
                 raise torch.OutOfMemoryError(self._refusal(op, tier, high - before[tier], before[tier]))
@@ -278,12 +283,14 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
     def _add(self, storage: torch.UntypedStorage, kind: Kind, tier: Tier) -> None:
         address, record = storage._cdata, _Record(0, tier, kind)
         self._records[address] = record
+        # At exit no component reads the counters, and torch may already be finalized.
         weakref.finalize(storage, self._dead.append, (address, record)).atexit = False
         self._change(record, storage.nbytes())
 
     def _drop_freed(self) -> None:
         while self._dead:
             address, record = self._dead.popleft()
+            # The address may belong to a newer storage already, whose record remains.
             if self._records.get(address) is record:
                 del self._records[address]
             self._change(record, 0)

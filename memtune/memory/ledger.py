@@ -134,6 +134,7 @@ def _held(model: nn.Module | None, optimizer: Optimizer | None, counts: Any) -> 
     for kind, values in groups:
         for tensor in values:
             for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
+                # Tied weights and views share a storage, which the first kind in this order gets.
                 if storage._cdata not in seen and counts(tensor, storage):
                     seen.add(storage._cdata)
                     held[kind] = held.get(kind, 0) + storage.nbytes()
@@ -179,6 +180,7 @@ class _ModeBackend(Ledger):
         super().__init__()
         self.mode = ModeLedger(device)
         self.mode.set_budget(budget_bytes)
+        # Entered for the life of the ledger: `open` comes before the model is built, `close` ends it.
         self.mode.__enter__()
         self._open = True
 
@@ -220,6 +222,7 @@ class _CudaLedger(Ledger):
 
     def _limit(self, budget_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self._device).total_memory
+        # torch multiplies it by the total again; the limit holds for reserved bytes, segments included.
         fraction = 1.0 if budget_bytes is None else min(1.0, budget_bytes / total)
         torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 

@@ -147,12 +147,15 @@ def measure(key: Signature, device: torch.device | str = "cpu") -> Measured:
     op = _resolve(name)
     args, kwargs = _decode(args, device), {k: _decode(v, device) for k, v in kwargs.items()}
     here = [device] if device.type == "cuda" else []
+    # Workspace is measured in the middle of a user's process, whose random numbers must not change.
     with torch.random.fork_rng(here), torch.autocast(device.type, enabled=False), torch.enable_grad():
         op(*args, **kwargs)
+        # The first run has filled oneDNN's primitive cache and the library handles' buffers.
         before = _start(device)
         out = op(*args, **kwargs)
         peak, after = _stop(device)
     return Measured(
+        # An op that frees an input inside would otherwise count the input as workspace.
         max(0, peak - max(before, after)),
         tuple(_described(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)),
     )
@@ -223,6 +226,7 @@ class WorkspaceTable:
     def fill(self, keys: Iterable[Signature], device: torch.device | str = "cpu") -> None:
         """Measure the missing `keys` in this process; ops that cannot run alone are added to `unknown`."""
         for key in dict.fromkeys(keys):
+            # A failure is remembered as well: the op would fail again, and slowly.
             if key in self.entries or key in self.unknown:
                 continue
             try:
@@ -304,6 +308,7 @@ class WorkspaceTable:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
             file.write(self.to_json())
+        # Atomic: processes that tune at the same time read a whole table, old or new.
         os.replace(file.name, path)
         return path
 
@@ -392,6 +397,7 @@ class RealOutputs(WatchingMode):
         kwargs = kwargs or {}
         if func is FAKE_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        # A subclass dispatches again on its inner tensors, each of which arrives here again.
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         out = func(*args, **kwargs)
@@ -409,10 +415,12 @@ class RealOutputs(WatchingMode):
             )
         if name not in self.OPS:
             return out
+        # A real op inside a fake run (constants) has real outputs already.
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):
             return out
         one_row = name in self.ONE_ROW
         with _disable_current_modes():
+            # Outside all modes: the measurement must not be recorded, nor see fake tensors.
             key = signature(func, _one_row(args) if one_row else args, kwargs)
             if cpu_allocator.available() is None:
                 self._table.fill([key])

@@ -180,6 +180,7 @@ class Edit:
             "is_output": is_output,
             "call": call,
         }
+        # New saves go into the table at once, so the mask of dropped ones grows with it.
         self._drop_saves = np.concatenate([self._drop_saves, np.zeros(len(storages), bool)])
         self.set_saves(**_stacked(self.saves, [rows], [len(storages)]))
 
@@ -218,6 +219,7 @@ class Edit:
         )
         group_end = np.full(step.ops.n, -1, np.int32)
         group_end[ops] = end_of
+        # Python's references end with the copied group, e.g. when the second forward of a block returns.
         held = np.minimum(step.storages.held_until[made], group_end[step.storages.producer[made]])
         last_copied = ops[np.maximum(np.searchsorted(ops, held, side="right") - 1, 0)]
         makers = step.storages.producer[made]
@@ -338,6 +340,7 @@ class Edit:
 
     def done(self) -> Step:
         """Return the new Step: ops in order, rows renumbered, storages of removed ops removed."""
+        # Lifetimes are positions of ops, so the order comes first and everything else is translated by it.
         order = self._order()
         storages, renumber = self._done_storages(order)
         if renumber is None:
@@ -385,9 +388,12 @@ class Edit:
         columns = _stacked(self.storages, self._new_storages, sizes)
         producer = columns["producer"]
         held = order.moved(columns["held_until"], none=-1)
+        # It is no position; `moved` has mapped it to the last op.
         held[columns["held_until"] == FOREVER] = FOREVER
         if self._releases:
             storages, ops = (np.concatenate(parts) for parts in zip(*self._releases, strict=True))
+            # Maximum: an earlier free than Python's own is not possible, so a release only sets the lower
+            # bound.
             np.maximum.at(held, storages, order.position[ops] - 1)
         if self._holds:  # FOREVER is larger than any position, so maximum keeps it
             storages, ops = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
@@ -494,6 +500,7 @@ def accumulate_gradients(step: Step, *, kept: bool = False) -> Step:
         return step
     edit = Edit(step)
     made_at = step.storages.grad_ready_after[gradients]
+    # One op per gradient, as autograd's AccumulateGrad adds it in place (`aten.add_`).
     adds = edit.add_ops(
         "aten.add_.Tensor",
         after=made_at,
@@ -515,6 +522,7 @@ def accumulate_gradients(step: Step, *, kept: bool = False) -> Step:
     edit.add_uses(adds, gradients)
     edit.add_uses(adds, sums, mode=WRITES)
     edit.hold_to_the_end_of_backward(int(adds[-1]))
+    # A gradient that is added to a sum is a temporary and dies in the addition.
     edit.storages.held_until[gradients] = -1
     edit.storages.grad_ready_after[gradients] = -1
     edit.storages.kind[gradients] = Kind.TEMPORARY

@@ -92,6 +92,7 @@ class UnrolledRows:
         self._part = self._total = _EMPTY
         self._before = np.flatnonzero(self._mine & (step.storages.producer < 0))
         self._single = np.full(step.storages.n, -1, np.int32)
+        # First of all, so that they keep the lowest numbers: `set_initial` relies on part 0.
         self._single[self._before] = self._append(self._before)
 
     @cached_property
@@ -143,6 +144,7 @@ class UnrolledRows:
             made, number = self._made[key[0]], self._single.copy()
             first = self._part if key[1] == 0 else _EMPTY
             made = np.setdiff1d(made, first).astype(np.int32)
+            # The batch of a micro-batch is uploaded once, whichever stages of this rank read it.
             shared = self._copies.get(("upload", key[1]))
             if shared is not None:
                 number[shared.made] = shared.number[shared.made]
@@ -151,6 +153,7 @@ class UnrolledRows:
                 made = np.setdiff1d(made, once).astype(np.int32)
                 number[once] = self._copies[key[0], 0].number[once]
             number[made] = self._append(made)
+            # The first gradient is its own sum: it has the sum's number, and no addition.
             number[first] = number[self._total[: len(first)]]
             for storage, replacement in self._alias.get(key[0], ()):
                 number[storage] = number[replacement]
@@ -315,6 +318,7 @@ class UnrolledRows:
         others, mine = np.zeros(step.ops.n, bool), np.zeros(step.ops.n, bool)
         others[step.uses.op[~here]] = True
         mine[step.uses.op[(owner >= 0) & here]] = True
+        # An op on parameters of other ranks only is not run here; one without parameters is.
         ops = np.flatnonzero(~np.isin(step.ops.phase, _BODY) & (~others | mine)).astype(np.int32)
         self._rest = self.n_ops, ops
         made = np.flatnonzero((step.storages.producer >= 0) & self._mine)
@@ -360,6 +364,7 @@ class UnrolledRows:
     def _in_rest(self, until: I32) -> I32:
         """Return the row of the last op up to each of `until` among the ops that run once."""
         start, ops = self._rest
+        # The op itself may have been omitted; the last one before it remains.
         row = start + np.maximum(np.searchsorted(ops, until, side="right") - 1, 0)
         return np.where(until == FOREVER, FOREVER, np.where(until < 0, -1, row)).astype(np.int32)
 
@@ -383,6 +388,7 @@ class UnrolledRows:
             )
         for key, copy in self._copies.items():
             rows = copy.row_of(step.storages.producer[self._part]) if key[1] == 0 else _EMPTY
+            # The sum is made where the first micro-batch makes its gradient.
             producer[self._single[self._total[: len(rows)][rows >= 0]]] = rows[rows >= 0]
         if self._holds:
             numbers, until = (np.array(column, np.int32) for column in zip(*self._holds, strict=True))

@@ -83,6 +83,7 @@ class OpGraph:
     @cached_property
     def sha256(self) -> str:
         """Hash of the ops and their data dependences, without sizes, so that it is equal for all batches."""
+        # Sizes are left out on purpose: the same schedule serves every micro-batch.
         plain = [self.names, self.n_forward, [len(made) for made in self.makes], self.reads, self.writes]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
@@ -181,6 +182,7 @@ def build_schedule(
     free_after: list[list[int]] = [[] for _ in order]
     for position, compute in enumerate(order):
         for value in graph.makes[compute.of]:
+            # A second run replaces the value: the old version is freed after its own last reader.
             if value in last:
                 free_after[last[value]].append(value)
             last[value] = position
@@ -235,13 +237,16 @@ def find_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
             found = _tiling_error(graph, step, ran) or _read_error(graph, step, version, wanted)
             if found:
                 return f"step {number} runs {graph.names[index]} (op {index}), but {found}"
+            # Writes before outputs: an in-place op reads the version that it then changes.
             version.update({value: version[value] + 1 for value in graph.writes[index]})
+            # A repeated op makes the value again, without the writes that followed its first run.
             version.update(dict.fromkeys(graph.makes[index], 0))
             for op in (*step.along, index):
                 ran[op] += 1
         elif action == Action.FROM_HOST:
             if index not in on_host:
                 return f"step {number} reloads value {index}, which is not on the host"
+            # The host copy has the version that the value had when it was copied.
             version[index] = on_host.pop(index)
         elif index not in version:
             return f"step {number} frees or offloads value {index}, which is not live"
@@ -251,6 +256,7 @@ def find_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
             else:
                 del version[index]
     for op, times in enumerate(ran):
+        # Every op of the plain order must run, since its outputs or effects are part of the result.
         if times == 0 or (times > 1 and op in graph.once):
             return f"{graph.names[op]} (op {op}) runs {times} times"
     return ""

@@ -65,6 +65,7 @@ def ssd_reads_by_moment(residency: Residency, read_ahead: int) -> tuple[tuple[Un
     """
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in residency.loads]
     for moment, units in enumerate(residency.loads):
+        # Not before the step: optimizer updates of the previous one would make the bytes stale.
         at = max(moment - read_ahead, 0)
         found[at][at != moment].extend(units)
     return tuple((tuple(now), tuple(later)) for now, later in found)
@@ -96,6 +97,7 @@ def window_residency(units: int, slots: int, *, gathered: bool = False) -> Resid
     """
     if not 1 <= slots <= units:
         raise ValueError(f"a window over {units} units has 1 to {units} slots, not {slots}")
+    # The window stops at the model's end, so that backward finds the last units resident.
     firsts = [min(unit, units - slots) for unit in range(units)]
     firsts += [max(unit - slots + 1 - gathered, 0) for unit in reversed(range(units))]
     wanted = [frozenset(range(first, first + slots)) for first in firsts]
@@ -132,6 +134,7 @@ def cache_residency(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Reside
             raise ValueError(f"moment {moment} uses {len(units)} units and has {room} slots")
         missing = tuple(unit for unit in units if unit not in now)
         excess = max(len(now) + len(missing) - room, 0)
+        # Never a unit of this moment; the unit number breaks ties, so that every rank evicts alike.
         others = (
             sorted(now.difference(units), key=lambda unit: (*history.value(unit, rule), unit))
             if excess
@@ -162,6 +165,7 @@ def lru_moves(uses: tuple[Units, ...]) -> Units:
     for units in uses:
         for unit in units:
             at_distance[latest.index(unit) if unit in latest else -1] += 1
+        # A moment's units are used together; this order is the tie rule of `cache_residency`.
         latest = sorted(units, reverse=True) + [unit for unit in latest if unit not in units]
     return tuple(itertools.accumulate(reversed(at_distance)))[::-1]
 
@@ -213,6 +217,7 @@ def smallest_window(compute_s: Sequence[float], load_s: Sequence[float], *, gath
     other direction of the link.
     """
     units = len(load_s)
+    # Smallest first: it leaves the most memory, and the inequality is monotone in the slots.
     for slots in range(min(2, units), units):
         arrivals = _prefetches(units, slots, gathered)
         # The tolerance covers rounding: a load exactly as long as its compute is hidden.
@@ -262,6 +267,7 @@ def ssd_spill_reads(
         if each in is_read:
             waiting -= 1
         else:
+            # Not read ahead, so read on demand, before any read-ahead that this fetch starts.
             on_ssd.remove(each)
             found.append((each, each))
         index = len(on_ssd) - 1

@@ -100,6 +100,7 @@ class RowReplay:
     def add_storages(self, n_bytes: Any, tier: Any, kind: Any, producer: Any, owner: Any, held: Any) -> I32:
         """Add storages; each argument is a column or one value for all. Return their numbers."""
         self._flush_storages()
+        # Numbers are positions in the list of parts, so pending single storages go first.
         count = len(n_bytes)
         numbers = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
         self.n_storages += count
@@ -174,9 +175,11 @@ class RowReplay:
         columns["sequence_nr"] = columns["copy_of"] = np.full(len(rows), -1, np.int32)
         if again is not None:
             repeated = (columns["phase"] == Phase.FORWARD) & (again[rows] >= 0)
+            # Rows of a pass that were recomputation before have no meaning in the new step.
             columns["copy_of"] = np.where(repeated, again[rows], -1).astype(np.int32)
             columns["phase"] = np.where(repeated, np.uint8(Phase.RECOMPUTE), columns["phase"])
         self._ops.append(columns)
+        # Of several replays the first defines where blocks start and end.
         fresh = rows[self.first_position[rows] < 0]
         self.first_position[fresh] = positions[self.first_position[rows] < 0]
         index, maker = _expanded(self._made[rows], self._made[rows + 1])
@@ -321,6 +324,7 @@ def set_lifetimes(
     held = step.storages.held_until[storages]
     mine = (held >= 0) & ~ignore[storages]
     storages, numbers, held = storages[mine], numbers[mine], held[mine]
+    # Made in forward and held by the user's code: until that returns, whenever the replay runs.
     to_end = (held >= cap) & (step.ops.phase[step.storages.producer[storages]] == Phase.FORWARD)
     # Otherwise the last replayed row up to the old one: later rows belong to another replay.
     until = np.where(to_end, end, positions[np.maximum(np.searchsorted(rows, held, side="right") - 1, 0)])

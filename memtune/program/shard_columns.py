@@ -31,6 +31,7 @@ class Shards:
 @functools.lru_cache(maxsize=64)
 def shards_of(columns: ParameterColumns, degree: int) -> Shards:
     """Return the shards of every parameter over `degree` ranks."""
+    # FSDP2 shards dimension 0 by `torch.chunk`: rank 0 gets the ceiling, later ranks the rest.
     shapes = tuple((-(-shape[0] // degree), *shape[1:]) if shape else shape for shape in columns.shapes)
     numel = numel_of(shapes)
     uneven = np.asarray([not shape or shape[0] % degree > 0 for shape in columns.shapes], bool)
@@ -72,6 +73,7 @@ def raw_gradients(step: Step) -> I32:
     is_sum[step.uses.storage[adds]] = True
     added = np.full(step.ops.n, -1, np.int32)  # storage that each of these ops adds to a sum
     others = ~is_sum[step.uses.storage]
+    # Reversed, so that an op's first operand wins if it has several.
     added[step.uses.op[others][::-1]] = step.uses.storage[others][::-1]
     raw[index[step.uses.storage[adds]]] = added[step.uses.op[adds]]
     return raw
@@ -89,6 +91,7 @@ def sharded_storages(step: Step) -> tuple[I32, I32]:
     raw = np.zeros(step.storages.n + 1, bool)
     raw[raw_gradients(step)] = True
     whole = (
+        # State of another shape (a step counter, Adafactor's factors) is not sharded with the parameter.
         (step.storages.bytes[mine] % columns.numel[owner] == 0)
         & (step.storages.bytes[mine] >= columns.numel[owner])
         & ~raw[mine]
@@ -234,6 +237,7 @@ def gathering_order(names: tuple[str, ...]) -> list[int]:
         node[own] = index
 
     def visit(node: dict[str, Any]) -> list[int]:
+        # Children first: FSDP2 is applied bottom-up, and a unit takes what its children left.
         children = [row for name, child in node.items() if name[-1:] == "." for row in visit(child)]
         return children + [row for name, row in node.items() if name[-1:] != "."]
 

@@ -146,6 +146,7 @@ class Calls(Table):
 
     def block_of(self, call: I32) -> I32:
         """Return the block of each row in `call`, -1 for -1."""
+        # The common case, asked for in every pass: no lookup, no copy.
         if self._once_each:
             return call
         return np.append(self.block, np.int32(-1))[call]  # index -1 reads the appended entry
@@ -377,6 +378,7 @@ class Step:
     def live_bytes(self, tier: Tier = Tier.DEVICE) -> I64:
         """Return (n,) the bytes of `tier` that are live while each op runs."""
         mine = self.storages.tier == tier
+        # Storages from before the step are live from its first op on.
         start = np.maximum(self.storages.producer[mine], 0)
         stop = np.minimum(self.freed_after[mine], self.ops.n - 1)
         delta = np.zeros(self.ops.n + 1, np.int64)
@@ -395,6 +397,7 @@ class Step:
             block: Count saves of this block only; None: of all.
         """
         rows = slice(None) if block is None else self.saves.block == block
+        # Several nodes may save one storage; it occupies memory once.
         storages = np.unique(self.saves.storage[rows])
         producer = self.storages.producer[storages]
         # Recompute and double backward save storages that do not exist yet when forward ends.
@@ -611,6 +614,7 @@ def forward_and_backward(step: Step) -> Step:
     n_ops = min(int(training.max(initial=-1)) + 2, step.ops.n)
     later = step.storages.producer >= n_ops
     n_storages = step.storages.n - int(later.sum())
+    # Only a tail can be cut off: other rows would need new numbers.
     if n_ops == step.ops.n or later[:n_storages].any():
         return step
     storages = step.storages.rows(slice(n_storages))

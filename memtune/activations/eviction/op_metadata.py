@@ -150,13 +150,16 @@ class OpMetadataCache:
         key = key_of(about.func, args, kwargs)
         # The workspace depends on the argument storages, not only on the views in `key`.
         name = _read_by(about, args, kwargs) if about.scratch_bytes else about.name
+        # Most ops have no workspace, and a name from storages costs more than the key itself.
         known = (key, name) if about.scratch_bytes else key
         found = self._known.get(known)
         if found is None:
+            # New shapes in every step would grow it without end; a cleared entry is computed again.
             if len(self._known) > _MOST_KEYS:
                 self._known.clear()
             random = about.seeded and not draws_nothing(about.func, args, kwargs)
             scratch_bytes = self._scratch.get(name, about.scratch_bytes)
+            # Fake kernels omit what some CUDA kernels save for backward.
             makes_bytes = max(sum(_fake_output_bytes(about.func, args, kwargs)), self._makes.get(name, 0))
             found = self._known[known] = OpMetadata(about, key, makes_bytes, random, scratch_bytes)
         return found
@@ -189,6 +192,7 @@ def _fake_output_bytes(func: Callable[..., Any], args: Any, kwargs: Any) -> tupl
             )
         return twins[id(leaf)]
 
+    # The evicting mode must not see the fake run, or it would count it as an op of the model.
     with _disable_current_modes(), FakeTensorMode():
         try:
             given, named = tree_map(twin, (tuple(args), kwargs))

@@ -74,6 +74,7 @@ def region_trace(
     last_read = _last_reads(graph)
     now: dict[int, int] = {}  # value -> tensor of its latest version
     for op, name in enumerate(graph.names):
+        # As an op that allocates and frees, so that the policy makes room for the loss.
         if op == graph.n_forward and between_bytes:
             (other,) = trace.call(0.0, [], [(between_bytes, -1)], again=False)
             trace.release(other)
@@ -81,6 +82,7 @@ def region_trace(
         made = graph.makes[op]
         held = any(region.outside_until[value] >= 0 for value in (*made, *written))
         once = held or op in graph.once or len(written) > 1 or bool(written and made)
+        # Set online only: a schedule of generated code owns the values of backward as well.
         once |= online and op >= graph.n_forward
         once |= keep_written and bool(written or any(value in graph.writers for value in made))
         outs = [(int(region.bytes[value]), -1) for value in (*written, *made)]
@@ -95,6 +97,7 @@ def region_trace(
         )
         for value in written:
             trace.release(now[value])
+        # Later reads get the new version; the old one is released, its memory taken over.
         now.update(zip((*written, *made), tensors, strict=True))
         for value in sorted({*graph.reads[op], *made}):
             if last_read.get(value, graph.maker[value]) == op:
@@ -158,6 +161,7 @@ def freeze(
             continue
         if accepts(policy):
             accepted = found
+            # Later options stop as soon as they cost more.
             limits.recompute_s = found.recompute_s
             if found.recompute_s <= 0:
                 break
@@ -195,6 +199,7 @@ def _freeze_one(
         peak = peak_of(schedule)
         if peak <= budget_bytes:
             return PolicySchedule(schedule, peak, recompute_s, policy)
+        # At least 4%: the same overshoot may repeat for many steps otherwise.
         allowed -= max(peak - budget_bytes, allowed // 24)
     return None
 
@@ -250,12 +255,14 @@ def _schedule(graph: OpGraph, done: Replay, policy: Policy, *, between: bool) ->
     for act, number in done.journal:
         if between and number == graph.n_forward:
             continue
+        # The op added between forward and backward shifts the numbers after it by one.
         op = number - (between and number > graph.n_forward)
         if act == ALONG:
             along.append(op)
         elif act in (RUN, REPLAY):
             runs.append(ScheduleStep(Action.COMPUTE, op, tuple(along), policy.parts if along else 1))
             along = []
+            # Replays after the last op of forward belong to backward.
             if (act, op) == (RUN, graph.n_forward - 1):
                 middle = len(runs)
     return build_schedule(graph, runs[:middle], runs[middle:], made_by=policy.rule)

@@ -136,6 +136,7 @@ class ScheduleCache(WaitingForwards):
         if case.ended:
             return
         before, case.decided = case.decided, decided
+        # `None` breaks the row: a run with other forwards in between had a smaller budget.
         again = decided is not None and before is not None and before.same_ops(decided)
         case.times = case.times + 1 if again else int(decided is not None)
         if case.frozen is None and case.times >= self._freeze_after and decided is not None:
@@ -147,6 +148,7 @@ class ScheduleCache(WaitingForwards):
         ran = 0
         if case.frozen is not None:
             ran = case.frozen.runs.frozen
+            # Weakly: it goes with the last graph that refers to its run.
             self._retired.add(case.frozen)
         self._ended_steps += ran
         case.ended, case.frozen, case.decided, self.why_online = True, None, None, why
@@ -198,6 +200,7 @@ class _CachedRegion(ScheduledRegion):
                 each.preempt()
 
     def _differs(self, tape: Tape) -> str:
+        # Before the base class' check, which compares the tape with the schedule made here.
         found = why_outputs_differ(tape) or schedule_of(tape, self._decided)
         if isinstance(found, str):
             return found
@@ -222,6 +225,7 @@ def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
     parts: tuple[list[int | ScheduleStep], list[int | ScheduleStep]] = ([], [])
     for at in range(len(decided.ran)):
         part = parts[at >= decided.n_forward]
+        # Replays come right before the op that needed them.
         part += again[at]
         if at in op_at:
             part.append(op_at[at])
@@ -245,6 +249,7 @@ def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int
         wanted = _alike(key_of(call.func, call.args, call.kwargs))
         while at < end and (ran[at].about.func is not call.func or _alike(ran[at].key) != wanted):
             at += 1
+        # An op of forward found in backward (or the reverse) belongs to another computation.
         if at == end or (at < n_forward) != (op < tape.graph.n_forward):
             return f"{call.func} ran in another place in the decided run"
         found.append(at)

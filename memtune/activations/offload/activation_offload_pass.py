@@ -73,6 +73,7 @@ def move_activations(
         (call, claim_of[block]) for call, block in enumerate(step.calls.block.tolist()) if block in claim_of
     ]
     calls = split_calls(step)
+    # Rules are per call: a block that runs twice saves, copies and reloads twice.
     own = [replace(claim, block=call) for call, claim in each]
     new = _move_calls(calls, own, copy_end_ops(step, stages), ssd_prefetch, look, stages)
     return step if new is calls else join_calls(new, step)
@@ -107,6 +108,7 @@ def _move_calls(
         return step
     claimed = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
     claimed[[claim.block for claim in claims if claim.fraction > 0]] = True
+    # The order below is that of the ops in the step: copies out, what they hold, reloads, spills, readers.
     moved = _Offloaded(storage, block, claimed, stage_of(step, stages))
     in_slots = stages is not None and stages.in_slots
     edit = Edit(step)
@@ -118,6 +120,7 @@ def _move_calls(
         else _first_asked(step, moved_save, len(storage))
     )
     last = np.full(min(look.out, len(storage)), step.ops.n, np.int32)
+    # Whichever comes first completes a copy: a later copy, or the end of the next call.
     by_next = np.append(out.before[look.out :], last) <= ends_after[block]
     copy_ends = _CopyEnds(ends_after[block], by_next, int(first.min(initial=step.ops.n)), look.out)
     stay = [claim.block for claim in claims if claim.keep_on_host]
@@ -148,12 +151,14 @@ def _move_calls(
     edit.add_uses(ops, host[asked])
     edit.add_uses(ops[out.is_cut[asked]], kept[asked][out.is_cut[asked]])
     if not in_slots:
+        # On stages all reloads precede backward, so no second run is in progress.
         hold_locals(edit, step, storage[asked[at >= 0]], at[at >= 0])
     back = np.full(len(storage), -1, np.int32)
     back[asked] = edit.add_storages(step.storages.bytes[storage[asked]], producer=ops)
     edit.set_uses(storage=np.where(readers >= 0, back[readers], edit.uses.storage).astype(np.int32))
     # Autograd may drop a save without ever unpacking it.
     edit.drop_saves((moved_save >= 0) & (step.saves.held_until < first[moved_save]))
+    # The save holds the reloaded copy from here on; the original is free after its copy.
     returned = (moved_save >= 0) & (back[moved_save] >= 0)
     edit.set_saves(storage=np.where(returned, back[moved_save], edit.saves.storage).astype(np.int32))
     return edit.done()
@@ -225,6 +230,7 @@ def _hold_sources(
     copy_ends: _CopyEnds,
 ) -> None:
     """Hold the arguments and outputs of an op that saves its own outputs until it has packed the last one."""
+    # Such an op packs inside its own kernel call, so its arguments are still on the C++ stack.
     output = out.is_output
     if output.any():
         at = out.before[output] - 1
@@ -248,6 +254,7 @@ def _free_sources(edit: Edit, storage: I32, d2h: I32, write: I32, copy_ends: _Co
     completed_by = np.where(write[:-n] >= 0, write[:-n], d2h[n:])
     edit.release_before(storage[:-n][by_next[:-n]], completed_by[by_next[:-n]])
     by_call = ~by_next
+    # No copy follows in time: the hook at the end of the next call waits for it.
     edit.hold_through(storage[by_call], copy_ends.after[by_call])
 
 
@@ -288,6 +295,7 @@ def _readers_and_saves(step: Step, moved: _Offloaded) -> tuple[I32, I32]:
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     readers = np.where(later, moved.seen_by(step, step.uses.storage, step.ops.block[step.uses.op]), -1)
     saves, index = moved.seen_by(step, step.saves.storage, step.saves.block), moved.index(step)
+    # Double backward: what backward saves of a reloaded tensor is the reloaded copy, not the original.
     again = saved_in_backward(step, readers >= 0, (saves < 0) & (index[step.saves.storage] >= 0))
     if again.any():
         second_order = (readers < 0) & read_by_second_order(step, again, again | (saves >= 0))
@@ -312,6 +320,7 @@ def _before_backward(step: Step, moved: _Offloaded, moved_save: I32) -> tuple[I3
     saved_until = np.full(len(moved.storage), -1, np.int32)
     rows = moved_save >= 0
     np.maximum.at(saved_until, moved_save[rows], step.saves.held_until[rows])
+    # Reversed, because backward wants the last offloaded first; the sort by stage is stable.
     there = np.flatnonzero(saved_until >= first)[::-1]
     return first, there[np.argsort(first[there], kind="stable")].astype(np.int32)
 
@@ -321,6 +330,7 @@ def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:
     access.
     """
     rows = np.flatnonzero((moved_save >= 0) & (step.saves.unpacked_before >= 0))
+    # One op may unpack several: `unpack_order` is the order in which its node asked for them.
     rows = rows[np.lexsort((rows, step.saves.unpack_order[rows], step.saves.unpacked_before[rows]))]
     moved, at = np.unique(moved_save[rows], return_index=True)
     first = np.full(count, step.ops.n, np.int32)
@@ -487,6 +497,7 @@ def insert_prefetches(
     until they are read and the copies that this starts have begun.
     """
     # Schedules recompute ops, not blocks. A backward that is differentiated has this phase, but no copy_of.
+    # A block that runs again asks for its tensors in forward order, one that does not in reverse.
     runs_again = (step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of >= 0) & (not step.runs_schedules)
     again, block = np.unique(step.ops.block[runs_again]), out.block
     left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
@@ -507,6 +518,7 @@ def insert_prefetches(
     rank[asked] = np.arange(len(asked), dtype=np.int32)
     mine = moving[early]
     before = np.searchsorted(rank[fetched], rank[mine], side="right") - 1  # the last copy started by then
+    # A copy started at the same op is inserted after it, so the host source lives until that copy.
     same_place = (before >= 0) & (first[fetched[before]] == first[mine])
     edit.hold_through(host[mine], np.where(same_place, ops[before], first[mine] - 1).astype(np.int32))
     reloads, at = (np.full(len(block), -1, np.int32) for _ in range(2))
@@ -546,6 +558,7 @@ def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
     """Hold the local variables of a block's first run while its kept outputs are reloaded in the
     second run.
     """
+    # Generated code has no frames whose locals could hold anything.
     if step.runs_schedules or not (step.ops.copy_of >= 0).any():
         return
     twin, held = _twins(step), step.storages.held_until.copy()

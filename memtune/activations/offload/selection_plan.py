@@ -61,9 +61,11 @@ def select_offloads(step: Step, claims: list[OffloadClaim], stages: Stages | Non
     claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
     rows = _deciding_rows(step, claim_of, stages)
     storage, block = step.saves.storage[rows], step.saves.block[rows]
+    # One running sum per block, as in the runtime's hook: which tensors fit depends on their order.
     share = {each: ByteShare[int](claim.fraction) for each, claim in claim_of.items()}
     columns = (range(len(rows)), block.tolist(), step.storages.bytes[storage].tolist())
     whole = [nth for nth, of, n_bytes in zip(*columns, strict=True) if share[of].takes(nth, n_bytes)]
+    # At most one tensor per block is cut, so that the fraction is met exactly.
     cut = [rest for each in share.values() if (rest := each.rest()) is not None]
     chosen = np.asarray([*whole, *(nth for nth, _ in cut)], np.int32)
     n_bytes = np.concatenate(
@@ -108,9 +110,11 @@ def _deciding_rows(step: Step, claim_of: dict[int, OffloadClaim], stages: Stages
     # (blocks,) bytes of the smallest tensor to offload; no tensor is as large as the initial value.
     least = np.full(len(step.blocks), np.iinfo(np.int64).max)
     for block, claim in claim_of.items():
+        # Empty tensors have nothing to copy.
         least[block] = max(claim.min_bytes, 1)
     rows = rows[step.storages.bytes[step.saves.storage[rows]] >= least[step.saves.block[rows]]]
     rows = rows[_named(step, rows, list(claim_of.values()))]
+    # A storage saved by several blocks belongs to the first; the others find it offloaded.
     _, first = np.unique(step.saves.storage[rows], return_index=True)
     found: I32 = rows[np.sort(first)]
     return found
@@ -120,6 +124,7 @@ def claimable_rows(step: Step) -> I32:
     """Return the save rows that may be offloaded, in save order (Rules 1, 2 of the table)."""
     recomputed = (step.storages.producer >= 0) & (step.ops.phase[step.storages.producer] == Phase.RECOMPUTE)
     claimable = ~recomputed & (step.storages.held_until != FOREVER) & (step.storages.tier == Tier.DEVICE)
+    # A copy of bytes that were never all written would be compared or read as if they were.
     claimable[step.partly_written] = False
     rows = np.flatnonzero(
         (step.saves.block >= 0)

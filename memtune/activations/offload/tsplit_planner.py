@@ -105,6 +105,8 @@ class Problem:
             most = max((sum(max(n, 0) for _, _, n in action.frees) for action in tensor.actions), default=0)
             rows = [(first, stop) for action in tensor.actions for first, stop, _ in action.frees]
             if rows:
+                # Over the union of moments, because the best action may differ by moment: still a lower
+                # bound.
                 freed[min(first for first, _ in rows)] += most
                 freed[max(stop for _, stop in rows)] -= most
         return int((self.live_bytes - np.cumsum(freed[:-1])).max(initial=0))
@@ -187,8 +189,12 @@ def _undo_superfluous(problem: Problem, choice: list[int], budget_bytes: int) ->
             for first, stop, n_bytes in frees
             if n_bytes > 0
         ):
+            # Only rising moments can exceed the budget; a negative entry frees bytes when its action is
+            # undone.
             for first, stop, n_bytes in frees:
                 live[first:stop] += n_bytes
+            # Later iterations see the memory that this one takes back, so each undo is checked against all
+            # before.
             choice[i] = 0
     return choice
 
@@ -230,6 +236,7 @@ def _mirrored(copy: Copy) -> Copy:
 def _stalls(copies: list[Copy]) -> float:
     """Return the seconds that compute waits for `copies` on one link."""
     copies = sorted(copies, key=lambda each: (each.start_s, each.until_s))
+    # A link is serial: a copy that is still running when the next starts delays compute, like a late one.
     ends = [min(one.until_s, other.start_s) for one, other in itertools.pairwise(copies)]
     ends += [copies[-1].until_s] if copies else []
     return sum(
@@ -293,6 +300,7 @@ class _Link:
         rows = []
         for i, way in enumerate(ways):
             copies = sorted(way, key=lambda each: each.start_s)
+            # The copies of one action follow each other on the link, before other actions are considered.
             following = (*copies[1:], Copy(np.inf, 0.0, 0.0))
             rows += [
                 (i, a.start_s, min(a.until_s, b.start_s), a.seconds)

@@ -68,6 +68,7 @@ def block_regions_of(step: Step) -> BlockRegions | str:
     forward = np.flatnonzero(inside & (step.ops.phase == Phase.FORWARD)).astype(np.int32)
     backward = np.flatnonzero(inside & (step.ops.phase == Phase.BACKWARD)).astype(np.int32)
     for rows, expected in ((forward, order), (backward, order[::-1])):
+        # Each block must be one contiguous run, so that its parameters are loaded once per direction.
         runs = step.ops.block[rows][np.flatnonzero(np.diff(step.ops.block[rows], prepend=-1))]
         if not np.array_equal(runs, expected):
             return "blocks do not run one after the other, forward and then backward"
@@ -127,6 +128,7 @@ def _crosses(step: Step, together: Region, block_of: I32) -> str:
     readers: dict[tuple[int, int], list[int]] = {}
     for op in range(graph.n_forward, graph.n_ops):
         for value in graph.reads[op]:
+            # A gradient from another block; one such reader is the plain chain, a sum of several is not.
             if maker[value] >= graph.n_forward and block_of[maker[value]] != block_of[op]:
                 readers.setdefault((value, int(block_of[op])), []).append(op)
     for ops in readers.values():
@@ -146,6 +148,7 @@ def _split(step: Step, together: Region, block_of: I32, order: tuple[int, ...]) 
     sort = []
     for mine, made in zip(ops, values, strict=True):
         local = _local(graph, mine, made)
+        # Equal ops are not enough: a last block whose output the loss holds has other lifetimes.
         outside = tuple(crossing[made].tolist())
         key = (
             local,
@@ -157,6 +160,7 @@ def _split(step: Step, together: Region, block_of: I32, order: tuple[int, ...]) 
             graphs[key] = len(found)
             found.append(local)
         sort.append(graphs[key])
+    # Only whether it lives outside counts here: `by_readers` takes its end from the plain step.
     until = np.where(crossing, graph.n_ops, -1).astype(np.int32)
     together = replace(together, outside_until=until)
     return BlockRegions(together, order, ops, values, np.asarray(sort, np.int32), tuple(found))
@@ -304,6 +308,7 @@ def _joined(regions: BlockRegions, schedules: Sequence[Schedule]) -> Schedule:
     """Return the schedules of all blocks as one schedule of their joint region."""
     graph = regions.together.graph
     backward: list[ScheduleStep] = []
+    # Backward runs the blocks in reverse, while the forward rows keep their order.
     for ops, schedule in zip(reversed(regions.ops), reversed(schedules), strict=True):
         number = ops.tolist()
         for each in schedule.backward:

@@ -144,11 +144,13 @@ def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solutio
         run[stage] = True
         if stage + 1 < n:
             run[: stage + 1] |= keep[stage + 1, : stage + 1] & ~keep[stage, : stage + 1]
+        # From readers to inputs: a missing input is itself run, and then needs its own inputs.
         for node in range(stage, -1, -1):
             if not run[node]:
                 continue
             for each in problem.reads[node]:
                 if each in problem.once:
+                    # It cannot run here, so it is kept from its first run up to this stage.
                     keep[each + 1 : stage + 1, each] = True
                 run[each] |= not keep[stage, each]
         computes.append(tuple(np.flatnonzero(run).tolist()))
@@ -206,10 +208,12 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
         completed(problem, keep_all(problem), proven=True),
         completed(problem, np.zeros((problem.n, problem.n), bool)),
     ]
+    # Nothing to solve: every node runs once, the least cost possible.
     if candidates[0].over_bytes <= 0:
         return candidates[0]  # the plain order fits
     candidates += [completed(problem, _every_nth(problem, n)) for n in range(2, min(problem.n, 8))]
     is_impossible = False
+    # Section 5.3: a rounded schedule may exceed the relaxation's memory, so part of the budget is kept back.
     for epsilon in EPSILONS:
         result, model = _solved(problem, epsilon, integer=False, time_limit_s=time_limit_s)
         is_impossible |= epsilon == 0 and result.status == _INFEASIBLE
@@ -221,6 +225,7 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
         found = None if is_impossible else _first_within(problem, time_limit_s)
         if found is None:
             return starts[0]
+        # Any integer schedule is a start; `_improved` makes it cheaper.
         starts = [found]
     return min((_improved(problem, start) for start in starts[:_STARTS] if start.over_bytes <= 0), key=_rank)
 
@@ -252,6 +257,7 @@ def _improved(problem: Problem, best: Solution) -> Solution:
         for _, since, stage, node in moves:
             tried.add((since, stage, node))
             more = kept.copy()
+            # Kept from the run before to this stage, so that it does not run again here.
             more[since + 1 : stage + 1, node] = True
             found = completed(problem, more)
             tries -= 1
@@ -288,6 +294,7 @@ class _Model:
         self._rows: list[tuple[list[int], list[float]]] = []
         self._upper: list[float] = []
         self._lower: list[float] = []
+        # HiGHS' tolerances are absolute: bytes of 1e10 in a row with flags of 1 would lose digits.
         scale = math.gcd(*problem.bytes, *problem.scratch_bytes, *problem.budget_bytes) or 1
         self._unit = max(scale, max(problem.budget_bytes, default=1) // 10**6, 1)
         self._budget = [budget * (1 - epsilon) / self._unit for budget in problem.budget_bytes]
@@ -317,6 +324,8 @@ class _Model:
                 self._row([(("R", t, i), 1), (("R", t, j), -1), (("S", t, j), -1)], -inf, 0)
             if t + 1 < problem.n:  # a kept node was kept before or is computed
                 self._row([(("S", t + 1, i), 1), (("S", t, i), -1), (("R", t, i), -1)], -inf, 0)
+            # Not in the paper: kept and run in one stage is never useful, and forbidding it tightens the
+            # relaxation.
             if i < t:
                 self._row([(("S", t, i), 1), (("R", t, i), 1)], -inf, 1)
         before: list[tuple[tuple[Any, ...], float]] = [
@@ -324,6 +333,7 @@ class _Model:
         ]
         for k in range(t + 1):
             self._variable("U", t, k)
+            # The paper's recurrence of U: memory after the previous node, plus this output.
             made = (("R", t, k), problem.bytes[k] / self._unit)
             self._row([(("U", t, k), 1), *((key, -factor) for key, factor in (*before, made))], 0, 0)
             scratch = problem.scratch(k) / self._unit
@@ -334,6 +344,8 @@ class _Model:
                 self._variable(*free)
                 self._row([(free, 1), (("R", t, k), -1)], -inf, 0)
                 if t + 1 < problem.n:
+                    # Hazards of freeing i after k: the next stage keeps it, or a later node of this stage
+                    # reads it.
                     self._row([(free, 1), (("S", t + 1, i), 1)], -inf, 1)
                 for j in self._users[i]:
                     if k < j <= t:
@@ -355,7 +367,9 @@ class _Model:
         for key, at in self._at.items():
             if key[0] == "R":
                 _, stage, node = key
+                # Relative costs: seconds near 1e-6 would vanish in the solver's optimality tolerance.
                 cost[at] = self._problem.cost_s[node] / (max(self._problem.cost_s) or 1.0)
+                # Stage t runs node t for the first time; a node that must not repeat runs in no other stage.
                 low[at] = stage == node
                 high[at] = stage == node or node not in self._problem.once
             elif key[0] == "U":
@@ -376,6 +390,7 @@ def _solved(
     model = _Model(problem, epsilon)
     cost, matrix, (lower, upper), (low, high) = model.arrays()
     integrality = np.zeros(len(cost))
+    # Only R and S: FREE takes its bound, 0 or 1, once they are integer.
     integrality[: model.n_integer] = integer
     constraint = LinearConstraint(csr_array(matrix, shape=(len(lower), len(cost))), lower, upper)
     options = {"time_limit": time_limit_s, "mip_rel_gap": gap}

@@ -64,6 +64,7 @@ def elements_of(step: Step, region: Region) -> Sequence[int]:
     for op, (row, made) in enumerate(zip(region.rows.tolist(), graph.makes, strict=True)):
         size = int(step.ops.elementwise_bytes[row])
         written = bool(graph.writes[op]) or any(value in graph.writers for value in made)
+        # An op that mutates, or whose output is mutated, cannot be computed part by part.
         plain = 0 < size < ON_GPU_ONLY and len(made) == 1 and not written and not region.scratch_bytes[op]
         found.append(int(region.bytes[made[0]]) // size if plain else 0)
     return found
@@ -110,10 +111,12 @@ class PartStorages:
         part, region = self._rows[new], self._region
         storage = int(region.storages[region.graph.makes[part.op][0]])
         if part.role is Role.EMPTY:
+            # The start of an op: parts of the previous one are no longer valid.
             self._parts.clear()
             return False
         if part.role is Role.COPY:
             whole = now.get(storage, storage)
+            # `copy_` of a slice keeps the rest of the whole, so it reads as well as writes it.
             part.uses[:] = [(whole, int(READS)), (self._result, int(READS)), (whole, int(WRITES))]
             return False
         row = int(region.rows[part.op])

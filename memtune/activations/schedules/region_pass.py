@@ -59,6 +59,7 @@ def region_of(step: Step) -> Region | str:
     forward = np.arange(int(step.forward_starts[-1]), int(step.forward_ends[-1]) + 1, dtype=np.int32)
     if int(step.forward_starts[-1]) < 0 or (step.ops.phase[forward] != Phase.FORWARD).any():
         return "the model's own forward was not recorded"
+    # A second forward would be a region of its own, with values of both alive at once.
     if step.model_calls > 1:
         return (
             f"the model's forward runs {step.model_calls} times in a step, and a schedule is for one forward"
@@ -66,6 +67,7 @@ def region_of(step: Step) -> Region | str:
         )
     if (step.ops.phase == Phase.RECOMPUTE).any():
         return "the model recomputes parts of itself already"
+    # The loss is outside of every module; its backward comes before the region's.
     inside = (step.ops.phase == Phase.BACKWARD) & (step.ops.module > 0)
     backward = np.flatnonzero(inside).astype(np.int32)
     if not len(backward):
@@ -82,6 +84,7 @@ def region_of(step: Step) -> Region | str:
     carried: dict[int, list[int]] = {}
     for row in np.flatnonzero(adds).tolist():
         carried.setdefault(int(np.searchsorted(backward, row)) - 1 + len(forward), []).append(row)
+    # A schedule decides lifetimes itself, so donated memory counts as a storage of its own.
     rows = np.concatenate([forward, backward])
     return region_with(step.without_donations(rows), rows, len(forward), carried)
 
@@ -139,10 +142,12 @@ def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[i
     use_op, use_value = op_at[step.uses.op], value_of[step.uses.storage]
     names = tuple(step.names[name] for name in step.ops.name[rows])
     by_shape = np.asarray([name in EMPTY for name in names] + [False])[use_op]
+    # An op that takes only shapes (`empty_like`) does not keep its argument alive.
     mine = (use_op >= 0) & (use_value >= 0) & (producer[step.uses.storage] != use_op) & ~by_shape
     reads = _grouped(use_op[mine], use_value[mine], n_ops)
     mutates = (step.uses.mode == 1) & (use_op >= 0)
     writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
+    # Writing outside twice is wrong, except for BatchNorm: a replay restores its statistics.
     abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}
     random = frozenset(np.flatnonzero(step.ops.rng[rows]).tolist())
     # In training BatchNorm reads no running statistics, so it may run again after their update.
@@ -172,6 +177,7 @@ def _with_bytes(
     scratch = np.zeros(step.ops.n, np.int64)
     workspace = (step.storages.kind == Kind.WORKSPACE) & (step.storages.producer >= 0)
     np.add.at(scratch, step.storages.producer[workspace], step.storages.bytes[workspace])
+    # The bytes that no schedule of this region changes.
     plain = step.live_bytes() - _live_of(step, storages)
     between = plain[rows[graph.n_forward - 1] + 1 : rows[graph.n_forward]].max(initial=0)
     until = _outside_until(step, graph, rows, carried, storages, value_of)
@@ -213,10 +219,12 @@ def _outside_until(
         & (maker < graph.n_forward)
         & ~_casts_of_parameters(step, graph, rows)[maker]
     )
+    # Held by Python without a reader, e.g. a local of the model's forward: gone when that returns.
     until[by_others] = graph.n_forward - 1
     returned = value_of[step.returned]
     returned = returned[returned >= 0]
     until[returned] = np.maximum(until[returned], graph.n_forward - 1)
+    # After the region: gradients, and whatever the user keeps.
     until[held > rows[-1]] = graph.n_ops
     return until
 
@@ -229,6 +237,7 @@ def _casts_of_parameters(step: Step, graph: OpGraph, rows: I32) -> npt.NDArray[n
     others = (step.storages.kind[step.uses.storage] != Kind.PARAMETER) & (
         step.storages.producer[step.uses.storage] != step.uses.op
     )
+    # A cast of an activation is not cached, only one of a leaf parameter.
     found[np.isin(rows, step.uses.op[others])] = False
     return found
 
