@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from memtune.api import Tuned, apply, begins_with_shards
 from memtune.config import TunedConfig, load_config
 from memtune.deferred_init import deferred
-from memtune.errors import ApplyError, MemtuneError, is_out_of_memory, raised_at
+from memtune.device import is_out_of_memory
+from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
 from memtune.executors.gradient_digest import GradientDigests, GradientRecord, sha256_of_all
 from memtune.hardware import LoadMeter, OpClock, OpTime, measure_rates, op_times, reference_s

@@ -92,24 +92,3 @@ def raised_at(error: BaseException) -> str:
         if module.startswith("memtune."):
             found = f"{module}:{line}"
     return found
-
-
-_MESSAGES_BY_SOURCE = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
-)
-"""Beginnings of out-of-memory messages that arrive as plain RuntimeErrors instead of torch's own class.
-
-They come from memtune's allocator, which cannot raise a torch class; from the driver, for a kernel or context
-that finds no memory outside of the allocator; and from cuBLAS.
-"""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if `error` is an out-of-memory error of the device."""
-    import torch  # here, so that importing the errors loads no torch
-
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and str(error).lstrip().startswith(_MESSAGES_BY_SOURCE)

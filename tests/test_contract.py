@@ -26,6 +26,7 @@ ORDER = """
 errors units progress _native _door _optional
 safe_pickle
 program
+device
 workload
 hardware
 effects

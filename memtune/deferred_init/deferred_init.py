@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from memtune.device import generators
 from memtune.errors import ApplyError, MemtuneError
 from memtune.runtime import DEVICE, HOST, local, mutated, tensors_in, tier
 
@@ -363,7 +364,7 @@ class Construction:
     places: list[torch.device] = field(default_factory=list)
     """Device of each storage in the user's code."""
     states: dict[Any, Tensor] = field(default_factory=dict)
-    """Initial states of the generators; None is torch's CPU generator, an index that of a GPU."""
+    """Initial states of the generators; None is torch's CPU generator, a device that of an accelerator."""
 
     def run(self, place: Place) -> None:
         """Run the construction; pass each parameter and buffer to `place` when its value is final.
@@ -656,14 +657,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _generators() -> list[Any]:
-    return [None, *(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())]
+    return [None, *generators.in_use()]
 
 
 def _state(which: Any) -> Tensor:
     with tier(HOST):
         if isinstance(which, torch.Generator):
             return which.get_state()
-        return torch.get_rng_state() if which is None else torch.cuda.get_rng_state(which)
+        return torch.get_rng_state() if which is None else generators.get_state(which)
 
 
 def _set_state(which: Any, state: Tensor) -> None:
@@ -672,4 +673,4 @@ def _set_state(which: Any, state: Tensor) -> None:
     elif which is None:
         torch.set_rng_state(state)
     else:
-        torch.cuda.set_rng_state(state, which)
+        generators.set_state(which, state)

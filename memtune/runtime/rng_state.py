@@ -11,23 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memtune.device import accelerator, platform_of
+from memtune.device import generators as device_generators
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.op_schema import WatchingMode, draws, without_modes
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU generator, and of the CUDA generator of the module's device if it has one."""
+    """State of the CPU generator, and of that of the module's device if it is another one."""
 
     cpu: Tensor  # uint8, on the host tier
-    cuda: Tensor | None
+    on_device: Tensor | None
     device: torch.device | None
     own: tuple[tuple[Generator, Tensor], ...] = ()
     """States of the user's own generators."""
@@ -37,13 +38,16 @@ class RandomState:
     @classmethod
     def capture(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
         """Return the current state, with the states of `generators` in addition to torch's own."""
-        # Without a context no parameter is on a GPU, and the walk to the first one takes longer than an op.
-        first = next(module.parameters(), None) if torch.cuda.is_initialized() else None
-        device = first.device if first is not None and first.is_cuda else None
+        # Without a context no parameter is on a device, and the walk to the first one takes longer than an
+        # op.
+        first = next(module.parameters(), None) if accelerator.is_started() else None
+        device = None if first is None or platform_of(first.device).is_host else first.device
         with tier(HOST):
-            cuda = None if device is None else torch.cuda.get_rng_state(device)
             return cls(
-                torch.get_rng_state(), cuda, device, tuple((each, each.get_state()) for each in generators)
+                torch.get_rng_state(),
+                _state_on(device),
+                device,
+                tuple((each, each.get_state()) for each in generators),
             )
 
     @classmethod
@@ -62,8 +66,8 @@ class RandomState:
             (self.cpu, now.cpu),
             *((then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)),
         ]
-        if self.cuda is not None and now.cuda is not None:
-            pairs.append((self.cuda, now.cuda))
+        if self.on_device is not None and now.on_device is not None:
+            pairs.append((self.on_device, now.on_device))
         with without_modes():
             return all(torch.equal(then, state) for then, state in pairs)
 
@@ -87,9 +91,9 @@ class RandomState:
 
     def _now(self) -> RandomState:
         with tier(HOST):
-            cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)
             own = tuple((each, each.get_state()) for each, _ in self.own)
-            return RandomState(torch.get_rng_state(), cuda, self.device, own, self.counted)._notify()
+            state = RandomState(torch.get_rng_state(), _state_on(self.device), self.device, own, self.counted)
+            return state._notify()
 
     def _notify(self) -> RandomState:
         """Return the state itself, after notifying recorders if it is counted."""
@@ -99,10 +103,14 @@ class RandomState:
 
     def _set(self) -> None:
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None and self.device is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+        if self.on_device is not None and self.device is not None:
+            device_generators.set_state(self.device, self.on_device)
         for generator, state in self.own:
             generator.set_state(state)
+
+
+def _state_on(device: torch.device | None) -> Tensor | None:
+    return None if device is None else device_generators.get_state(device)
 
 
 def seed_generators(seed: int) -> None:
@@ -178,19 +186,14 @@ def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
         cache = torch.is_autocast_cache_enabled()
         return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
-    return [maker(device) for device in _autocast_devices()]
+    return [maker(device) for device in accelerator.types()]
 
 
 def is_autocast_on() -> bool:
     """Return whether autocast is on for a device that this process uses."""
-    return any(map(torch.is_autocast_enabled, _autocast_devices()))
+    return any(map(torch.is_autocast_enabled, accelerator.types()))
 
 
 def no_autocast_contexts() -> list[AbstractContextManager[Any]]:
     """Return contexts without autocast, for code that ran without it."""
-    return [torch.autocast(device, enabled=False) for device in _autocast_devices()]
-
-
-@cache
-def _autocast_devices() -> tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return [torch.autocast(device, enabled=False) for device in accelerator.types()]

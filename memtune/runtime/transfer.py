@@ -1,5 +1,5 @@
-"""Copies between tiers: a side stream with events on CUDA, a thread on CPU, and a counter of the bytes on
-every link.
+"""Copies between tiers: a side stream with events on accelerators, a thread on CPU, and a counter of the
+bytes on every link.
 
 `to_host` and `copy_to_host` only *start* a copy; the caller must call `wait` before it reads the host tensor
 or frees the source. `to_device` and `copy_to_device` wait for their source and are complete, in stream order,
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune import _native
+from memtune.device import Capability, platform_of, streams
 from memtune.errors import EnvironmentFault
 from memtune.runtime.memory_tiers import HOST, tier
 
@@ -59,12 +60,12 @@ COUNTERS = ByteCounters()
 # One thread per direction, as a GPU has one copy engine per direction: copies of one kind run in order.
 _pool: ThreadPoolExecutor | None = None
 _upload_pool: ThreadPoolExecutor | None = None
-_side_streams: dict[int, torch.cuda.Stream] = {}
-_upload_streams: dict[int, torch.cuda.Stream] = {}
-# Copies in flight, by address of the host storage: the thread's future on CPU, the stream's event on CUDA,
-# another tier's read.
-_pending: dict[int, Pending | torch.cuda.Event] = {}
-_prefetched: dict[int, Future[None] | torch.cuda.Event] = {}
+_side_streams: dict[int, torch.Stream] = {}
+_upload_streams: dict[int, torch.Stream] = {}
+# Copies in flight, by address of the host storage: the stream's event, the thread's future on CPU, another
+# tier's read.
+_pending: dict[int, Pending | torch.Event] = {}
+_prefetched: dict[int, Future[None] | torch.Event] = {}
 """Copies started inside `prefetching_separately`, by address of the storage on the device."""
 _is_separate = False
 _INLINE_BYTES = 64 << 10
@@ -87,17 +88,17 @@ def _upload_threads() -> ThreadPoolExecutor:
     return _upload_pool
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.Stream:
     index = device.index or 0
     if index not in _side_streams:
-        _side_streams[index] = torch.cuda.Stream(device)
+        _side_streams[index] = torch.Stream(device)
     return _side_streams[index]
 
 
-def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+def _upload_stream(device: torch.device) -> torch.Stream:
     index = device.index or 0
     if index not in _upload_streams:
-        _upload_streams[index] = torch.cuda.Stream(device)
+        _upload_streams[index] = torch.Stream(device)
     return _upload_streams[index]
 
 
@@ -111,15 +112,13 @@ def _start(host: Tensor, x: Tensor) -> None:
     COUNTERS.add("device_to_host", x.nbytes)
     # By storage: views of a host tensor are waited for together.
     key = host.untyped_storage()._cdata
-    if x.is_cuda:
+    if streams.has_streams(x.device):
         stream = _side_stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))  # `x` may still be computed there
-        with torch.cuda.stream(stream):
+        streams.wait_current(stream, x.device)  # `x` may still be computed there
+        with streams.on(stream):
             host.copy_(x, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
         _forget_passed()
-        _pending[key] = event
+        _pending[key] = streams.recorded(x.device, stream)
     elif x.nbytes <= _INLINE_BYTES and key not in _pending:  # a copy in flight must not end after this one
         _copy([host, x])
     else:
@@ -131,7 +130,7 @@ def _forget_passed() -> None:
     global _pending_limit
     if len(_pending) >= _pending_limit:
         waiting = list(_pending.items())  # a snapshot, because other threads add SSD reads meanwhile
-        for key in [key for key, each in waiting if isinstance(each, torch.cuda.Event) and each.query()]:
+        for key in [key for key, each in waiting if isinstance(each, torch.Event) and each.query()]:
             _pending.pop(key, None)
         _pending_limit = max(_PENDING_LIMIT, 2 * len(_pending))
 
@@ -144,9 +143,9 @@ def _copy(pair: list[Tensor]) -> None:
 
 
 def wait(host: Tensor) -> None:
-    """Return once the copy into `host` is complete (CPU), or make the current stream wait for it (CUDA)."""
+    """Return once the copy into `host` is complete (CPU), or make the current stream wait for it."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if pending is not None and not isinstance(pending, torch.cuda.Event):
+    if pending is not None and not isinstance(pending, torch.Event):
         # On CPU the future is complete for the host and for every stream there is.
         pending.result()
     elif pending is not None:
@@ -158,7 +157,7 @@ def wait(host: Tensor) -> None:
 def finish(host: Tensor) -> None:
     """Return once the copy into `host` is complete for the host as well, so that host code may read it."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if pending is not None and not isinstance(pending, torch.cuda.Event):
+    if pending is not None and not isinstance(pending, torch.Event):
         pending.result()
     elif pending is not None:
         pending.synchronize()
@@ -177,9 +176,16 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def host_like(x: Tensor, *, locked: bool | None = None) -> Tensor:
-    """Return host memory of `x`'s layout, page-locked if `locked`, by default if `x` is on a GPU."""
+    """Return host memory of `x`'s layout, page-locked if `locked`, by default if copies to and from the
+    device of `x` use pinned memory.
+    """
     with tier(HOST):
-        return page_locked(partial(_like, x), wanted=x.is_cuda if locked is None else locked)
+        return page_locked(partial(_like, x), wanted=pins(x.device) if locked is None else locked)
+
+
+def pins(device: torch.device) -> bool:
+    """Return whether copies between the host and `device` use pinned memory."""
+    return Capability.PINNED in platform_of(device).capabilities
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -199,8 +205,7 @@ def to_device_with_tail(x: Tensor, tail: Tensor, device: torch.device) -> Tensor
     out = torch.empty(x.numel() + tail.numel(), dtype=x.dtype, device=device)
     with torch.no_grad():
         out[x.numel() :].copy_(tail)
-    if tail.is_cuda:
-        tail.record_stream(torch.cuda.current_stream(device))  # the caller may free it right after this call
+    streams.used_on(tail)  # the caller may free it right after this call
     _fill(out[: x.numel()], x)
     return out
 
@@ -209,15 +214,14 @@ def _fill(out: Tensor, x: Tensor) -> None:
     """Copy the host tensor `x` into `out`; inside `prefetching_separately` only start the copy."""
     COUNTERS.add("host_to_device", x.nbytes)
     key = out.untyped_storage()._cdata
-    if _is_separate and out.device.type != "cuda" and x.nbytes > _INLINE_BYTES:
+    on_stream = streams.has_streams(out.device)
+    if _is_separate and not on_stream and x.nbytes > _INLINE_BYTES:
         _prefetched[key] = _upload_threads().submit(_copy, [out, x])
         return
     with torch.no_grad():
         out.copy_(x, non_blocking=True)
-    if _is_separate and out.device.type == "cuda":
-        event = torch.cuda.Event()
-        event.record()
-        _prefetched[key] = event
+    if _is_separate and on_stream:
+        _prefetched[key] = streams.recorded(out.device)
 
 
 @contextlib.contextmanager
@@ -228,28 +232,24 @@ def prefetching(device: torch.device) -> Iterator[None]:
     The wait protects memory that compute has just freed from being overwritten while in use; see
     `wait_prefetched`.
     """
-    if device.type != "cuda":
+    if not streams.has_streams(device):
         yield
         return
     stream = _upload_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    streams.wait_current(stream, device)
+    with streams.on(stream):
         yield
 
 
 def wait_prefetched(device: torch.device) -> None:
     """Make the current stream wait for all copies started inside `prefetching`."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_upload_stream(device))
+    if streams.has_streams(device):
+        streams.current(device).wait_stream(_upload_stream(device))
 
 
-def issued(device: torch.device) -> torch.cuda.Event | None:
+def issued(device: torch.device) -> torch.Event | None:
     """Return an event that passes when the work issued to the current stream is done; None on CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return streams.recorded(device, streams.current(device)) if streams.has_streams(device) else None
 
 
 @contextlib.contextmanager
@@ -268,7 +268,7 @@ def prefetching_separately(device: torch.device) -> Iterator[None]:
 
 def wait_tensor(out: Tensor) -> None:
     """Wait for `out`, a tensor from `prefetching_separately`: the host waits on CPU, the current stream on
-    CUDA.
+    accelerators.
     """
     pending = _prefetched.pop(out.untyped_storage()._cdata, None)
     if isinstance(pending, Future):
@@ -322,7 +322,7 @@ def page_locked(make: Callable[[bool], Tensor], wanted: bool) -> Tensor:
 
     Args:
         make: Makes a new tensor in host memory; its argument is True for pinned memory.
-        wanted: True if copies to or from a GPU use the tensor.
+        wanted: True if copies to or from an accelerator use the tensor.
     """
     if wanted:
         try:

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.device import generators, platform_of
 from memtune.errors import EnvironmentFault
 from memtune.runtime import HOST, Context, local, tier
 from memtune.ssd import offload_dir, ssd_tensors
@@ -240,7 +241,7 @@ class LastStep:
                     local(buffer).copy_(values[name])
         torch.set_rng_state(values[_CPU_RANDOM])
         if _DEVICE_RANDOM in values:
-            torch.cuda.set_rng_state(values[_DEVICE_RANDOM], self._context.device)
+            generators.set_state(self._context.device, values[_DEVICE_RANDOM])
 
     def _key_of(self) -> str:
         context = self._context
@@ -259,8 +260,8 @@ def _level_of_caller() -> int:
 
 def _random(context: Context) -> dict[str, Tensor]:
     found = {_CPU_RANDOM: torch.get_rng_state()}
-    if context.device.type == "cuda":
-        found[_DEVICE_RANDOM] = torch.cuda.get_rng_state(context.device)
+    if not platform_of(context.device).is_host:
+        found[_DEVICE_RANDOM] = generators.get_state(context.device)
     return found
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune import _native
+from memtune.device import accelerator
 from memtune.errors import EnvironmentFault
 from memtune.program import Resource, Tier
 from memtune.runtime import HOST, SSD, SeamOp, fake_to_host, mark, register, tier, transfer
@@ -464,7 +465,7 @@ def from_ssd(ssd: Tensor) -> Tensor:
     """Return a host tensor of `ssd`'s layout after starting a read into it; `transfer.wait` and `finish` wait
     for it.
     """
-    host = transfer.host_like(ssd, locked=torch.cuda.is_available())  # pinned, for the reload to the device
+    host = transfer.host_like(ssd, locked=accelerator.is_present())  # pinned, for the reload to the device
     transfer.COUNTERS.add("ssd_read", ssd.nbytes)
     transfer.started(host, current().load(host, ssd))
     return host

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memtune.errors import MemtuneError, WorkloadError, is_out_of_memory
+from memtune.device import is_out_of_memory
+from memtune.errors import MemtuneError, WorkloadError
 from memtune.workload.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
 from memtune.workload.model_file import UserFile, load_user_file, raised_in_user_code
 from memtune.workload.repeated_blocks import find_blocks

@@ -30,7 +30,7 @@ class DelayedEvent:
 
 @pytest.fixture
 def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", DelayedEvent)
+    monkeypatch.setattr(torch, "Event", DelayedEvent)
     monkeypatch.setattr(transfer, "_pending", {})  # hides copies of other tests
 
 

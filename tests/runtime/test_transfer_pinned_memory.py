@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
+from memtune.device import accelerator
 from memtune.runtime import transfer
 from memtune.runtime import transfer as page_locked
 
@@ -31,7 +32,7 @@ def refuses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return real(*args, **rest)
 
     monkeypatch.setattr(torch, "empty_strided", empty_strided)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "is_present", lambda: True)
     monkeypatch.setattr(page_locked, "_reported", False)
     return asked
 
@@ -62,7 +63,7 @@ def test_pinned_memory_is_not_requested_without_a_gpu(refuses: list[bool]) -> No
 
 
 def test_page_locked_falls_back_to_pageable_memory() -> None:
-    if torch.cuda.is_initialized():
+    if accelerator.is_started():
         pytest.skip("torch may lock memory here")
     with pytest.warns(UserWarning, match="pins no more host memory"):
         made = page_locked.page_locked(lambda locked: torch.zeros(3, pin_memory=locked), wanted=True)

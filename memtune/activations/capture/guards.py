@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from memtune.activations.capture.guard_sources import PLAIN, visible_data
 from memtune.activations.capture.region_capture import is_plain, named_state
+from memtune.device import accelerator
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
@@ -34,7 +35,9 @@ def call_key(args: Any, kwargs: Any) -> Any | None:
     seen: dict[int, int] = {}
     key: list[Any] = [
         spec,
-        tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+        tuple(
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in accelerator.types()
+        ),
     ]
     # Deterministic algorithms run other kernels, with other ops.
     key.append(torch.are_deterministic_algorithms_enabled())

@@ -31,6 +31,7 @@ from memtune.activations.capture.tape import (
     fakes_look_real,
 )
 from memtune.activations.recompute import without_hooks
+from memtune.device import accelerator
 from memtune.program import OpGraph
 from memtune.runtime import plain_type
 
@@ -334,7 +335,7 @@ def autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:
             dtype=torch.get_autocast_dtype(kind),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
-        for kind in ("cpu", "cuda")
+        for kind in accelerator.types()
         if torch.is_autocast_enabled(kind)
     ]
 
@@ -361,7 +362,7 @@ class no_autocast(AbstractContextManager[None]):
     """Context that disables autocast, because the ops of a tape contain their casts."""
 
     def __enter__(self) -> None:
-        self._kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._kinds = [kind for kind in accelerator.types() if torch.is_autocast_enabled(kind)]
         for kind in self._kinds:
             torch.set_autocast_enabled(kind, False)
 

@@ -38,7 +38,8 @@ from memtune.activations.eviction.evictable_tensor import (
 )
 from memtune.activations.eviction.op_metadata import OpMetadata, OpMetadataCache, OpProperties
 from memtune.activations.eviction.policy import ALONG, EVICT, OVERWRITE, REPLAY, Policy
-from memtune.errors import ApplyError, is_out_of_memory
+from memtune.device import is_out_of_memory
+from memtune.errors import ApplyError
 from memtune.program import ON_GPU_ONLY
 from memtune.runtime import RandomState, element_bytes, generator_of, is_uncounted, mutated, tensors_in
 

@@ -33,7 +33,8 @@ from memtune.activations.eviction.op_metadata import OpMetadata
 from memtune.activations.eviction.policy import ALONG, EVICT, OVERWRITE, REPLAY
 from memtune.activations.eviction.replay_path import OpPath, Path
 from memtune.activations.schedules import CallText, bases_of, outside_name, slots_in
-from memtune.errors import ApplyError, is_out_of_memory
+from memtune.device import is_out_of_memory
+from memtune.errors import ApplyError
 from memtune.program import BATCH_NORMS
 from memtune.runtime import READS_GRAD_MODE, RandomState, grad_mode_on, tensors_in
 

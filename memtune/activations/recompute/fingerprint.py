@@ -30,7 +30,7 @@ from torch.autograd.function import BackwardCFunction
 
 from memtune.activations.offload import id_of
 from memtune.errors import ApplyError
-from memtune.runtime import page_locked, without_modes
+from memtune.runtime import page_locked, transfer, without_modes
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """Its sequence number does not show the order, because inputs of the region are leaves in the second run."""
@@ -257,7 +257,7 @@ class Compared:
     fingerprint: Fingerprint | QuickFingerprint
     before: Tensor | float | None
     now: Tensor | float | None
-    event: torch.cuda.Event | None = None
+    event: torch.Event | None = None
     """Recorded after the copy of both values to the host."""
 
     def sent(self) -> Compared:
@@ -265,12 +265,13 @@ class Compared:
         if not isinstance(self.before, Tensor) or not isinstance(self.now, Tensor):
             return self
         with without_modes():
-            there = page_locked(lambda locked: torch.empty(2, pin_memory=locked), wanted=True)
+            device = self.now.device
+            there = page_locked(
+                lambda locked: torch.empty(2, pin_memory=locked), wanted=transfer.pins(device)
+            )
             # One copy and an event: the comparison takes place in a later forward of the region.
             there.copy_(torch.stack([self.before, self.now]), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            return replace(self, before=there[0], now=there[1], event=event)
+            return replace(self, before=there[0], now=there[1], event=transfer.issued(device))
 
     def is_here(self) -> bool:
         """Return whether `check` need not wait."""

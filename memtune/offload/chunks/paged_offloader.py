@@ -26,7 +26,7 @@ from memtune.offload.core import (
 )
 from memtune.offload.parameters import HostCopies, ParameterOffloader, host_copy
 from memtune.program import Residency
-from memtune.runtime import HOST, SSD, Context, local, mark, page_locked, tier, tier_of
+from memtune.runtime import HOST, SSD, Context, local, mark, page_locked, tier, tier_of, transfer
 
 
 class PagedOffloader(ParameterOffloader):
@@ -170,7 +170,8 @@ class InFrames(NamedTuple):
         """Return the same with other host memory, of the same values."""
         with tier(HOST):
             made = page_locked(
-                lambda locked: torch.empty_like(self.memory, pin_memory=locked), wanted=self.frames.is_cuda
+                lambda locked: torch.empty_like(self.memory, pin_memory=locked),
+                wanted=transfer.pins(self.frames.device),
             )
             memory = made.copy_(self.memory)
         mark(memory, HOST)
@@ -203,7 +204,7 @@ def in_frames(
         n_bytes = pages.count * pages.page_bytes
         memory = page_locked(
             lambda locked: torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked),
-            wanted=like.is_cuda,
+            wanted=transfer.pins(like.device),
         )
     mark(memory, HOST)
     if gathered is not None:

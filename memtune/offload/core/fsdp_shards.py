@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.offload.core.parameter_layout import aligned
 from memtune.parallel.ranks import SeamAllGather
@@ -50,7 +51,7 @@ class GatheredBlocks:
         model: Any = context.model
         self._units: list[Any] = [_unit(context, name) for name in context.blocks]
         self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
-        self._reads: torch.cuda.Event | None = None
+        self._reads: torch.Event | None = None
         # Now, while all rows are resident: it reads them.
         model._get_fsdp_state()._lazy_init()
 
@@ -79,28 +80,29 @@ class GatheredBlocks:
         def unshard(async_op: bool = False) -> None:
             if unit._all_gather_result is None and not unit.is_unsharded:
                 load()
-            streams = _streams(unit, async_op)
+            readers = _readers(unit, async_op)
             # Rows are loaded on the compute stream, so the gather's streams wait for it.
-            for stream in streams:
-                stream.wait_stream(torch.cuda.current_stream(unit.device))
+            for stream in readers:
+                streams.wait_current(stream, unit.device)
             gather(async_op)
-            if streams:  # the first one copies the rows into the all-gather's input
-                self._reads = streams[0].record_event()
+            if readers:  # the first one copies the rows into the all-gather's input
+                self._reads = streams.end_of(readers[0])
             # The allocator must not hand out freed rows again before the gather has read them.
-            for stream in streams:
+            for stream in readers:
                 for piece in pieces():
-                    piece.record_stream(stream)
+                    streams.used_on(piece, stream)
 
         unit.unshard = unshard
 
     def wait_for_reads(self) -> None:
         """Make the current stream wait for the last gather's reads, so that it may overwrite the rows."""
         if self._reads is not None:
-            torch.cuda.current_stream().wait_event(self._reads)
+            self._reads.wait()
 
 
-def _streams(unit: Any, async_op: bool) -> tuple[torch.cuda.Stream, ...]:
-    if unit.device.type != "cuda":
+def _readers(unit: Any, async_op: bool) -> tuple[torch.Stream, ...]:
+    """Return FSDP2's streams that read the unit's rows in an all-gather; none on CPU."""
+    if not streams.has_streams(unit.device):
         return ()
     return tuple(dict.fromkeys(unit.comm_ctx.get_all_gather_streams(async_op, unit._training_state)))
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memtune.activations.recompute import changed_buffers
+from memtune.device import accelerator
 from memtune.errors import ApplyError
 from memtune.runtime import HOST, RandomState, tier
 
@@ -50,7 +51,7 @@ class CallArguments:
         leaves, spec = tree_flatten((args, kwargs))
         on = tuple(
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-            for device in ("cpu", "cuda")
+            for device in accelerator.types()
             if torch.is_autocast_enabled(device)
         )
         return cls(tuple(leaves), spec, on)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.device import accelerator
 from memtune.runtime import HOST, count_collective, mark, page_locked, tier, transfer
 
 
@@ -44,7 +45,7 @@ class HostMessages:
             host = page_locked(
                 lambda locked: torch.empty(like.shape, dtype=like.dtype, pin_memory=locked),
                 # Pinned, so that the H2D copy that follows is asynchronous.
-                wanted=torch.cuda.is_available(),
+                wanted=accelerator.is_present(),
             )
         self._posted[tag] = dist.irecv(host, group=self._group, group_src=rank, tag=tag), host
 

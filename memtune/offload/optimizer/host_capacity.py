@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtune.device import platform_of
 from memtune.errors import ApplyError, EnvironmentFault
 from memtune.offload.optimizer.native_update import DTYPES, Moments, NativeUpdate
 from memtune.runtime import Context
@@ -165,7 +166,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
         n_bytes = 0 if native is None else of_each * len(native.moment_names(group))
         for each in (parameter for parameter in group["params"] if parameter.requires_grad):
             total += max(each.numel() * n_bytes - _state_bytes(context.optimizer, each), 0)
-            total += each.nbytes if context.device.type == "cuda" else 0
+            total += 0 if platform_of(context.device).is_host else each.nbytes
     return int(share * total)
 
 

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.device import platform_of
 from memtune.errors import ApplyError
 from memtune.offload.core import (
     PendingUpdates,
@@ -527,7 +528,8 @@ class HostOptimizer:
         strayed = [
             v
             for v in values
-            if v.is_cuda or (self._device.type == "cpu" and tier_of(v) != HOST and v.numel() > 1)
+            if not platform_of(v.device).is_host
+            or (self._device.type == "cpu" and tier_of(v) != HOST and v.numel() > 1)
         ]
         if strayed:
             raise ApplyError(

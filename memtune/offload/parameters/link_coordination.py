@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters.link_token import LinkToken
@@ -80,9 +81,9 @@ class Orchestrated:
         for start in range(0, host.numel(), step):
             with nullcontext() if self._token is None else self._token.hold():
                 torch.ops.memtune.copy_to_device_(there[start : start + step], host[start : start + step])
-                if there.is_cuda and self._token is not None:
+                if streams.has_streams(there.device) and self._token is not None:
                     # Copies are asynchronous; this one must have ended before the token is released.
-                    torch.cuda.current_stream(self._device).synchronize()
+                    streams.current(self._device).synchronize()
 
     def check(self) -> dict[str, Any]:
         """Return the swapped blocks and the time spent waiting for the token.

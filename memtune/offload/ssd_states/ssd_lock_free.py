@@ -47,7 +47,7 @@ class LockFreeOnSsd(SsdOptimizer):
     def __init__(self, context: Context, *, read_ahead: int, max_staleness: int) -> None:
         super().__init__(context, master=False, read_ahead=read_ahead)
         self._device = context.device
-        self._published: torch.cuda.Event | None = None
+        self._published: torch.Event | None = None
         self._spares: dict[nn.Parameter, Tensor] = {}  # by device parameter: where sweeps write its weight
         self._swept: Gradients = {}  # gradients of the running sweep
         self._settings: dict[int, dict[str, Any]] = {}

@@ -15,7 +15,6 @@ Rules:
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import memtune.parallel.collectives.quantization  # noqa: F401  (defines torch.ops.memtune.quantise_ and dequantise_)
 from memtune import refusals
+from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.parallel.collectives.message_layout import Communication, Form, Row
 from memtune.parallel.ranks import SeamAllGather, SeamReduceScatter
@@ -138,7 +138,7 @@ class Gather(SeamAllGather):
     def __init__(self, group: Any, how: Communication, place: Nodes | None, forward: Forward | None) -> None:
         self._group, self._how, self._place, self._forward = group, how, place, forward
         self._secondary: tuple[Tensor, tuple[int, ...]] | None = None
-        self._ring: torch.cuda.Stream | None = None
+        self._ring: torch.Stream | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -199,19 +199,17 @@ class Gather(SeamAllGather):
         assert self._place is not None
         inside, between, nodes = self._place.inside, self._place.between, self._place.nodes
         parts = whole.chunk(nodes)
-        if whole.is_cuda:
-            self._ring = self._ring or torch.cuda.Stream(whole.device)
+        self._ring = self._ring or streams.made(whole.device)
         part = mine
         for turn in range(nodes):
             arriving, arrived = part, None
             if turn < nodes - 1:
                 arriving = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
                 # The received shard may reuse memory that the previous gather still reads.
-                if self._ring is not None:
-                    self._ring.wait_stream(torch.cuda.current_stream(whole.device))
-                with torch.cuda.stream(self._ring) if self._ring is not None else nullcontext():
+                streams.wait_current(self._ring, whole.device)
+                with streams.on(self._ring):
                     torch.ops.memtune.send_next_into_(arriving, part, between.group_name, nodes)
-                    arrived = None if self._ring is None else self._ring.record_event()
+                arrived = streams.end_of(self._ring)
             from_node = parts[(self._place.node - turn) % nodes]
             torch.ops.memtune.all_gather_into_(from_node, part, inside.group_name, inside.size())
             if arrived is not None:
@@ -236,7 +234,7 @@ class RingReduction(SeamReduceScatter):
 
     def __init__(self, place: Nodes) -> None:
         self._place = place
-        self._ring: torch.cuda.Stream | None = None
+        self._ring: torch.Stream | None = None
 
     def __call__(
         self,
@@ -272,17 +270,15 @@ class RingReduction(SeamReduceScatter):
             output_tensor.div_(nodes)
         return None
 
-    def _send(self, sums: Tensor, between: str) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _send(self, sums: Tensor, between: str) -> tuple[Tensor, torch.Event | None]:
         arriving = _like(sums)
-        if sums.is_cuda:
-            self._ring = self._ring or torch.cuda.Stream(sums.device)
-            self._ring.wait_stream(torch.cuda.current_stream(sums.device))
-        with torch.cuda.stream(self._ring) if self._ring is not None else nullcontext():
+        self._ring = self._ring or streams.made(sums.device)
+        streams.wait_current(self._ring, sums.device)
+        with streams.on(self._ring):
             torch.ops.memtune.send_next_into_(arriving, sums, between, self._place.nodes)
-            if self._ring is None:
-                return arriving, None
-            sums.record_stream(self._ring)  # the caller drops it before the send has completed
-            return arriving, self._ring.record_event()
+        if self._ring is not None:
+            streams.used_on(sums, self._ring)  # the caller drops it before the send has completed
+        return arriving, streams.end_of(self._ring)
 
 
 def _like(sums: Tensor) -> Tensor:

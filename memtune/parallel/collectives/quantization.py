@@ -1,20 +1,20 @@
-"""Quantization of values into the rows of a message and back: native on CPU (`csrc/quant`), Triton on GPU,
+"""Quantization of values into the rows of a message and back: native on CPU (`csrc/quant`), Triton on GPUs,
 and the plain torch reference.
 
-All three give the same bits for float32 and bfloat16. float16 on CPU and a GPU without Triton use the plain
-one.
+All three give the same bits for float32 and bfloat16. float16 on CPU and a device without Triton use the
+plain one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from memtune import _native
+from memtune.device import accelerator
 from memtune.parallel.collectives.message_layout import LEVELS, Row
 from memtune.program import Resource
 from memtune.runtime import SeamOp, register
@@ -45,11 +45,11 @@ def quantise_(
         block: Values that share a scale.
         nodes: The rows are (nodes, rows/nodes) in `values` and are written as (rows/nodes, nodes).
     """
-    if values.is_cuda and find_spec("triton"):
+    if accelerator.runs_triton(values.device):
         from memtune.parallel.collectives import quantization_triton
 
         quantization_triton.quantise_(packed, values, error, _row(lengths, bits, block), nodes)
-    elif not values.is_cuda and values.dtype in _NATIVE:
+    elif values.is_cpu and values.dtype in _NATIVE:
         _native.quantise(packed, values, error, lengths, bits, block, nodes, torch.get_num_threads())
     else:
         plain_quantise_(packed, values, error, lengths, bits, block, nodes)
@@ -59,11 +59,11 @@ def dequantise_(
     values: Tensor, packed: Tensor, lengths: list[int], bits: int, block: int, sources: int, factor: float
 ) -> None:
     """Implement `torch.ops.memtune.dequantise_`: `factor` times the sum over `sources`, into `values`."""
-    if values.is_cuda and find_spec("triton"):
+    if accelerator.runs_triton(values.device):
         from memtune.parallel.collectives import quantization_triton
 
         quantization_triton.dequantise_(values, packed, _row(lengths, bits, block), sources, factor)
-    elif not values.is_cuda and values.dtype in _NATIVE:
+    elif values.is_cpu and values.dtype in _NATIVE:
         _native.dequantise(values, packed, lengths, bits, block, sources, factor, torch.get_num_threads())
     else:
         plain_dequantise_(values, packed, lengths, bits, block, sources, factor)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memtune.device import accelerator
+
 _aten = torch.ops.aten
 
 
@@ -130,9 +132,10 @@ def _kernel(query: Tensor) -> str:
     """
     if query.device.type == "cpu":
         return "cpu"
-    capable = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    capability = accelerator.compute_capability(query.device)
     if (
-        capable
+        capability is not None
+        and capability >= (8, 0)
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
@@ -140,7 +143,7 @@ def _kernel(query: Tensor) -> str:
         return "flash"
     return (
         "efficient"
-        if query.is_cuda and query.dtype == torch.float32 and query.shape[-1] % 4 == 0
+        if capability is not None and query.dtype == torch.float32 and query.shape[-1] % 4 == 0
         else "plain"
     )
 

@@ -39,7 +39,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, 
 
 from memtune.activations.offload import OwnOutputs
 from memtune.activations.recompute import ActivationTable
-from memtune.errors import ApplyError, MemtuneError, is_out_of_memory
+from memtune.device import is_out_of_memory
+from memtune.errors import ApplyError, MemtuneError
 from memtune.parallel.model import mix_plain_and_sharded
 from memtune.parallel.pipeline.remote_parameters import NormAlone, keep_own
 from memtune.parallel.pipeline.stage import Run, Stage, StageModule, become_pieces, one_form

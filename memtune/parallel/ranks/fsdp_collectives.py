@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from memtune.device import streams
 from memtune.runtime import all_gather_single, reduce_scatter_single
 
 _OP_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
@@ -80,5 +81,4 @@ class SeamAllReduce:
         torch.ops.memtune.all_reduce_(shard, self._group.group_name, self._group.size(), "avg")
         # The shard belongs to another stream, which would reuse its memory while the all-reduce still reads
         # it.
-        if shard.is_cuda:
-            shard.record_stream(torch.cuda.current_stream())
+        streams.used_on(shard)

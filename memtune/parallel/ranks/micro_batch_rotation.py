@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from memtune.device import generators
 from memtune.errors import ApplyError
 from memtune.runtime import HOST, seed_generators, tier, upload
 from memtune.workload import map_leaves, map_tensors, to_device
@@ -108,7 +109,5 @@ class MicroBatchRotation:
         """
         with ExitStack() as numbers:
             with tier(HOST):  # the generator's state is a host tensor, which the device ledger must not count
-                numbers.enter_context(
-                    torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-                )
+                numbers.enter_context(generators.forked(device))
             yield

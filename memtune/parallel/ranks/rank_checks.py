@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from memtune.device import accelerator, backends_of
 from memtune.errors import ApplyError
 from memtune.parallel.ranks.replica_groups import same_part_group
 from memtune.runtime import Context, local
@@ -84,7 +84,7 @@ def require_backend(device: torch.device) -> None:
             evidence=f"It was made for {config}.",
             fix=(
                 "move the model to its device before memtune.apply, or"
-                " init_process_group('cpu:gloo,cuda:nccl')"
+                f" init_process_group('{backends_of(device.type)}')"
             ),
             code="MT378",
         )
@@ -208,7 +208,7 @@ def gather_descriptions(description: Any, device: torch.device) -> list[Any]:
     model.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with accelerator.selected(device):
         dist.all_gather_object(everyone, description)
     return everyone
 

@@ -1,13 +1,12 @@
 """A ring of ranks in which shards rotate: each is used while the next one is in flight.
 
 A round yields every rank's shard, this rank's own included; sums of gradients rotate with it. `exchange`
-sends to any distance. On CUDA hops run on a stream of their own.
+sends to any distance. On an accelerator hops run on a stream of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from memtune.deferred_init import Piece
+from memtune.device import streams
 
 _OPS = torch.ops.memtune
 
@@ -29,7 +29,7 @@ class Ring:
     in_place: bool
     mesh: DeviceMesh | None = None
     """None if weights stay plain tensors, as while a step is recorded."""
-    _stream: torch.cuda.Stream | None = field(default=None, repr=False)
+    _stream: torch.Stream | None = field(default=None, repr=False)
 
     @property
     def piece(self) -> Piece:
@@ -59,13 +59,11 @@ class Ring:
         here = arriving if sent is None else sent
         if here is None:
             return Hop(None, None, None)
-        if here.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(here.device)
-            self._stream.wait_stream(torch.cuda.current_stream(here.device))
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        self._stream = self._stream or streams.made(here.device)
+        streams.wait_current(self._stream, here.device)
+        with streams.on(self._stream):
             pass_on()
-            done = None if self._stream is None else self._stream.record_event()
-        return Hop(sent, arriving, done)
+        return Hop(sent, arriving, streams.end_of(self._stream))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +72,7 @@ class Hop:
 
     sent: Tensor | None
     arriving: Tensor | None
-    done: torch.cuda.Event | None
+    done: torch.Event | None
 
     def arrived(self) -> Tensor:
         """Wait, and return the received tensor; this hop must receive one."""

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.deferred_init import fill_shards
+from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import (
     PARTS,
@@ -561,8 +562,7 @@ class OncePerStep:
             torch.ops.memtune.all_reduce_(sums, self._group.group_name, self._group.size(), "avg")
             # The sums belong to another stream, which would reuse their memory while the all-reduce reads
             # them.
-            if sums.is_cuda:
-                sums.record_stream(torch.cuda.current_stream())
+            streams.used_on(sums)
 
 
 def _storages(unit: Unit) -> list[Tensor]:

@@ -20,7 +20,7 @@ Subclasses decide when a bucket is reduced. Five rules:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from memtune.device import streams
 from memtune.parallel.ranks import PARTS, FullParameter, allow_nested_collectives
 from memtune.runtime import Context, GradReady, local
 
@@ -156,7 +157,7 @@ class ShardedBuckets:
         allow_nested_collectives(axes.mesh)
         self._ranks, self._rank = axes.group.size(), axes.group.rank()
         self._group = axes.group.group_name
-        self._link = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        self._link = streams.made(context.device)
         self._buckets = [self._bucket(each) for each in _filled(list(inputs), bucket_cap_mb << 20)]
         self.parts = [part for bucket in self._buckets for part in bucket.parts]
         self._every_micro_batch, self.is_last, self._next = every_micro_batch, True, 0
@@ -256,7 +257,7 @@ class ShardedBuckets:
         for part in earlier:
             # The sum's memory belongs to compute's stream, which must not reuse it while the link reads it.
             if self._link is not None and part.sum is not None:
-                local(part.sum).record_stream(self._link)
+                streams.used_on(local(part.sum), self._link)
             part.sum = part.shard.grad = None
         torch.ops.memtune.all_reduce_(taken, copies.group_name, copies.size(), "avg")
 
@@ -342,16 +343,15 @@ class ShardedBuckets:
     # -- the link's own stream -------------------------------------------------------------------------------
 
     def _on_link(self) -> AbstractContextManager[Any]:
-        """Return the link's stream, which first waits for compute. On CUDA collectives overlap with compute;
+        """Return the link's stream, which first waits for compute. On it collectives overlap with compute;
         all their memory belongs to compute's stream, which waits in `_wait_reduction`.
         """
-        if self._link is None:
-            return nullcontext()
-        self._link.wait_stream(torch.cuda.current_stream(self._link.device))
-        return torch.cuda.stream(self._link)
+        if self._link is not None:
+            streams.wait_current(self._link, self._link.device)
+        return streams.on(self._link)
 
     def _event(self) -> Any:
-        return None if self._link is None else self._link.record_event()
+        return streams.end_of(self._link)
 
     def _wait_reduction(self) -> None:
         """Wait for the reduction in flight, and free its input (rule 4)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memtune.errors import is_out_of_memory
+from memtune.device import is_out_of_memory
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""The only room that knows devices: their capabilities, streams, memory, generators, errors and backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memtune._door import open_door
+
+if TYPE_CHECKING:
+    from memtune.device import accelerator as accelerator
+    from memtune.device import generators as generators
+    from memtune.device import memory_statistics as memory_statistics
+    from memtune.device import streams as streams
+    from memtune.device.accelerator import platform_of
+    from memtune.device.faults import is_lost, is_out_of_memory, lost_error
+    from memtune.device.platforms import PLATFORMS, Capability, Platform, of_hardware
+    from memtune.device.process_groups import backend_of, backends_of
+else:
+    __getattr__ = open_door(__name__)
+
+__all__ = [
+    "PLATFORMS",
+    "Capability",
+    "Platform",
+    "accelerator",
+    "backend_of",
+    "backends_of",
+    "generators",
+    "is_lost",
+    "is_out_of_memory",
+    "lost_error",
+    "memory_statistics",
+    "of_hardware",
+    "platform_of",
+    "streams",
+]

@@ -1,0 +1,195 @@
+"""The accelerator that torch has in this process: its platform, its devices and its module.
+
+A process has at most one accelerator type (`torch.accelerator`). One that is not in `PLATFORMS`, from a
+package that registers a PrivateUse1 backend, may describe itself: `torch.<name>.memtune_platform` is a
+mapping with fields of `Platform`, its capabilities by name (`"LIMIT"`).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from memtune.device.platforms import ACCELERATOR, PLATFORMS, Capability, Platform
+from memtune.errors import EnvironmentFault, UsageError
+
+
+def device_type() -> str | None:
+    """Return the type of the accelerator that is present and usable, such as `cuda`; None without one."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and _is_present(found.type) else None
+
+
+@cache
+def _is_present(kind: str) -> bool:
+    return torch.accelerator.is_available()
+
+
+def is_present() -> bool:
+    """Return whether this process has an accelerator that it can use."""
+    return device_type() is not None
+
+
+def is_started() -> bool:
+    """Return whether the accelerator is in use: torch starts it at the first use, and no tensor is on it
+    before.
+    """
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return False
+    asked = getattr(module_of(found), "is_initialized", None)
+    return _is_present(found.type) if asked is None else bool(asked())
+
+
+def module_of(device: torch.device | str) -> Any:
+    """Return torch's module of a device type, such as `torch.cuda`."""
+    return torch.get_device_module(device)
+
+
+def count(kind: str | None = None) -> int:
+    """Return the number of devices of type `kind` that this process sees; of its accelerator by default."""
+    there = device_type()
+    return torch.accelerator.device_count() if there is not None and kind in (None, there) else 0
+
+
+def name(device: torch.device | int = 0) -> str:
+    """Return the driver's name of a device of the accelerator, which must be present."""
+    kind = str(device_type())
+    asked = getattr(module_of(kind), "get_device_name", None)
+    return platform_of(kind).title if asked is None else str(asked(device))
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the version by which CUDA and ROCm kernels are chosen; None for other devices."""
+    if device.type != "cuda":
+        return None
+    major, minor = module_of(device).get_device_capability(device)
+    return int(major), int(minor)
+
+
+def architecture(device: torch.device | int = 0) -> str:
+    """Return the architecture of a device: `sm90`, on ROCm the name without features (`gfx942`), else the
+    device type.
+    """
+    kind = device_type()
+    if kind != "cuda":
+        return str(kind)
+    found = module_of(kind).get_device_properties(device)
+    if torch.version.hip:
+        return str(found.gcnArchName).split(":")[0]
+    return f"sm{found.major}{found.minor}"
+
+
+def exchange_peer_to_peer(first: int, second: int) -> bool | None:
+    """Return whether two devices reach each other's memory without the host; None if the driver cannot be
+    asked.
+    """
+    kind = device_type()
+    asked = None if kind is None else getattr(module_of(kind), "can_device_access_peer", None)
+    return None if asked is None else bool(asked(first, second))
+
+
+def select(device: torch.device) -> None:
+    """Make `device` the current one of this thread; no effect on CPU."""
+    if not platform_of(device).is_host:
+        torch.accelerator.set_device_index(device)
+
+
+def selected(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which `device` is the current one; no effect on CPU."""
+    return torch.accelerator.device_index(None if platform_of(device).is_host else device.index)
+
+
+def types() -> tuple[str, ...]:
+    """Return the device types that this process can train on, `cpu` first."""
+    there = device_type()
+    return ("cpu",) if there is None else ("cpu", there)
+
+
+def platform_of(device: torch.device | str) -> Platform:
+    """Return the platform of a device or device type.
+
+    Raises:
+        UsageError: Torch has no such device type.
+    """
+    return _platform(device if isinstance(device, str) else device.type)
+
+
+@cache
+def _platform(kind: str) -> Platform:
+    if kind == "cuda" and torch.version.hip:
+        return PLATFORMS["rocm"]
+    if kind in PLATFORMS:
+        return PLATFORMS[kind]
+    if kind == "meta":
+        return Platform("meta", "meta", "meta device")
+    module = getattr(torch, require_type(kind), None)
+    described = dict(getattr(module, "memtune_platform", {}))
+    has = described.pop("capabilities", None)
+    return Platform(
+        kind,
+        kind,
+        **{
+            "title": kind,
+            "tested": "not tested",
+            **described,
+            "capabilities": _of(module) if has is None else frozenset(Capability[each] for each in has),
+        },
+    )
+
+
+def _of(module: Any) -> frozenset[Capability]:
+    """Return the capabilities that an unknown accelerator's module shows."""
+    shown = {Capability.LIMIT: "set_per_process_memory_fraction"}
+    return ACCELERATOR | {each for each, function in shown.items() if hasattr(module, function)}
+
+
+def require_type(kind: str) -> str:
+    """Return `kind` if torch has this device type.
+
+    Raises:
+        UsageError: It has not.
+    """
+    try:
+        return torch.device(kind).type
+    except RuntimeError as error:
+        raise UsageError(
+            f"torch {torch.__version__} has no device type {kind}.",
+            evidence=f"This process can train on {' and '.join(types())}.",
+            fix="choose one of these, or import the package that adds the type to torch",
+            code="MT131",
+        ) from error
+
+
+def require_present(kind: str, fix: str = "use --device cpu") -> None:
+    """Check that this process has devices of type `kind`.
+
+    Raises:
+        UsageError: Torch has no such device type.
+        EnvironmentFault: It has, and sees no device of it.
+    """
+    platform = platform_of(kind)
+    if not platform.is_host and device_type() != kind:
+        raise EnvironmentFault(f"torch sees no {_named(platform)} device.", fix=fix, code="MT104")
+
+
+def _named(platform: Platform) -> str:
+    return {"cuda": "CUDA"}.get(platform.device, platform.device)
+
+
+def named_platform(name: str) -> Platform:
+    """Return the platform called `name`, whether it is present or not, or that of a device type of torch.
+
+    Raises:
+        UsageError: There is neither.
+    """
+    return PLATFORMS.get(name) or platform_of(name)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton is installed and compiles for `device`."""
+    return Capability.TRITON in platform_of(device).capabilities and find_spec("triton") is not None
