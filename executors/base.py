@@ -31,7 +31,8 @@ class Trial(BaseModel):
     """`path/to/model.py` or `path/to/model.py:name`."""
     config: dict[str, Any]
     """A full TunedConfig document: `settings`, and `plan` where a technique needs one."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "cpu"
+    """Torch's device type."""
     ranks: int = 1
     budget_bytes: int | None = None
     """Device bytes per rank; exceeding them ends the trial as `oom`."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from memtune.device import platform_of
 from memtune.executors.base import Progress, Trial, TrialResult
 from memtune.executors.fork_server import ForkServer
 from memtune.executors.monitor import SILENCE_S
@@ -62,7 +63,7 @@ class LocalExecutor(PoolExecutor):
         share = len(self._gpus) // self.slots
         mine = self._gpus if trial.alone else self._gpus[slot * share : (slot + 1) * share]
         bound = self._cores[slot] if self._cores and not trial.alone else ()
-        if self._gpus and trial.device == "cuda" and len(mine) < trial.ranks:
+        if self._gpus and trial.device != "cpu" and len(mine) < trial.ranks:
             reason = f"needs {trial.ranks} GPUs; each of the {self.slots} slots has {share}"
             return TrialResult(number=trial.number, status="unfit", reason=reason)
         return run_group(
@@ -71,7 +72,7 @@ class LocalExecutor(PoolExecutor):
             log_dir=self.log_dir,
             cores=usable_cores() if trial.alone else len(bound) or max(1, usable_cores() // self.slots),
             bound=bound,
-            env={"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else None,
+            env={platform_of(trial.device).visible_devices: ",".join(mine)} if mine else None,
             on_progress=on_progress,
             cancelled=cancelled,
             silence_s=self._silence_s,

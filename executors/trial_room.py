@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from memtune.device import accelerator, platform_of
 from memtune.errors import UsageError
 from memtune.hardware import numa_nodes, usable_cores
 
@@ -11,14 +12,15 @@ _CORES_PER_GPU = 2
 """Cores that a rank on a GPU needs for itself: one issues kernels, one loads batches and copies."""
 
 
-def visible_gpu_ids() -> tuple[str, ...]:
-    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+def visible_gpu_ids(device: str) -> tuple[str, ...]:
+    """Return the devices of type `device` that trials can be given, as in CUDA_VISIBLE_DEVICES."""
+    variable = platform_of(device).visible_devices
+    if not variable:
+        return ()  # trials cannot be given devices of their own
+    named = os.environ.get(variable)
     if named is not None:
         return tuple(each.strip() for each in named.split(",") if each.strip())
-    import torch
-
-    return tuple(map(str, range(torch.cuda.device_count())))
+    return tuple(map(str, range(accelerator.count(device))))
 
 
 def local_slots(device: str, ranks: int, *, timed: bool) -> int:
@@ -28,13 +30,13 @@ def local_slots(device: str, ranks: int, *, timed: bool) -> int:
     one node share its memory bandwidth; trials of which no step time is used need cores only.
 
     Args:
-        device: `cuda` or `cpu`.
+        device: Device type.
         ranks: Of one trial.
         timed: Whether step times of the trials are compared.
     """
     cores = usable_cores()
-    if device == "cuda":
-        return max(1, min(len(visible_gpu_ids()) // ranks, cores // (_CORES_PER_GPU * ranks)))
+    if device != "cpu":
+        return max(1, min(len(visible_gpu_ids(device)) // ranks, cores // (_CORES_PER_GPU * ranks)))
     if not timed:
         return max(1, cores // ranks)
     nodes = numa_nodes()
@@ -46,7 +48,7 @@ def check_gpus(slots: int, ranks: int, there: int) -> None:
     if slots > 1 and slots * ranks > there:
         raise UsageError(
             f"--parallel {slots} needs {slots * ranks} GPUs: {slots} trials of {ranks}.",
-            evidence=f"{there} are there.",
+            evidence=f"{there} can be given to them.",
             fix=f"--parallel {max(1, there // ranks)}, or auto",
             code="MT125",
         )

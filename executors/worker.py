@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from memtune.api import Tuned, apply, begins_with_shards
 from memtune.config import TunedConfig, load_config
 from memtune.deferred_init import deferred
-from memtune.device import is_out_of_memory
+from memtune.device import accelerator, backend_of, is_out_of_memory, streams
 from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
 from memtune.executors.gradient_digest import GradientDigests, GradientRecord, sha256_of_all
@@ -49,7 +49,8 @@ class _Rank:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.local_rank) if self.trial.device == "cuda" else torch.device("cpu")
+        kind = self.trial.device
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, self.local_rank)
 
     def say(self, **record: Any) -> None:
         os.write(self.report_fd, (json.dumps(record) + "\n").encode())
@@ -89,13 +90,12 @@ def run(rank: _Rank) -> dict[str, Any]:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if rank.world > 1:
         dist.init_process_group(
-            "nccl" if trial.device == "cuda" else "gloo",
+            backend_of(trial.device),
             init_method=os.environ["MEMTUNE_RENDEZVOUS"],
             rank=rank.rank,
             world_size=rank.world,
         )
-    if trial.device == "cuda":
-        torch.cuda.set_device(rank.device)
+    accelerator.select(rank.device)
     with tier(HOST):  # data sets that the file holds are the host's
         workload = Workload.load(trial.workload)
     ledger = Ledger.open(rank.device, budget_bytes=trial.budget_bytes)
@@ -248,8 +248,7 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
         measured.load = LoadMeter(rank.world if rank.trial.device == "cpu" else 1)
     started = time.perf_counter()
     loss = tuned.step(batches)
-    if rank.trial.device == "cuda":
-        torch.cuda.synchronize()
+    streams.synchronize(rank.device)
     elapsed = time.perf_counter() - started
     if step >= rank.trial.warmup_steps:
         measured.step_s.append(elapsed)
@@ -290,8 +289,7 @@ def _micro_batch(rank: _Rank, workload: Workload, tuned: Tuned) -> int:
 def _synchronise(rank: _Rank) -> None:
     if rank.world > 1:
         dist.barrier()
-    if rank.trial.device == "cuda":
-        torch.cuda.synchronize()
+    streams.synchronize(rank.device)
 
 
 def _record(trial: Trial, tuned: Tuned, ledger: Ledger, measured: _Measurements) -> dict[str, Any]:

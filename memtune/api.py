@@ -33,6 +33,7 @@ from memtune.config import (
     load_config,
 )
 from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
+from memtune.device import backend_of, platform_of
 from memtune.errors import ApplyError
 from memtune.offload.gradients import unscale_everywhere
 from memtune.offload.optimizer import host_capacity
@@ -312,7 +313,7 @@ def _states_divide_parameters(config: TunedConfig, ranks: int) -> bool:
 
 def _hardware(config: TunedConfig, device: torch.device) -> str:
     """Return the name of the GPU; for a CPU, or if nothing is compared with it, the name in the config."""
-    if config.made_for is None or device.type != "cuda":
+    if config.made_for is None or platform_of(device).is_host:
         return config.made_for.hardware if config.made_for else ""
     from memtune.hardware import gpu_name
 
@@ -456,6 +457,6 @@ def _device_of(model: nn.Module) -> torch.device:
 def _join_ranks(model: nn.Module) -> None:
     """Start the process group under torchrun unless the training script has done so."""
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if _device_of(model).type == "cuda" else "gloo")
+        dist.init_process_group(backend_of(_device_of(model).type))
     if dist.is_available() and dist.is_initialized():
         shutdown.drain_at_exit()

@@ -76,11 +76,6 @@ def existing_file(path: object, fix: str, evidence: str = "") -> UsageError:
     return UsageError(f"{path} exists.", evidence=evidence, fix=fix, code="MT408")
 
 
-def no_cuda(fix: str) -> EnvironmentFault:
-    """Return the error for a machine without a CUDA device."""
-    return EnvironmentFault("torch sees no CUDA device.", fix=fix, code="MT104")
-
-
 def raised_at(error: BaseException) -> str:
     """Return module and line of memtune that raised `error`, or an empty text if memtune did not raise it.
 

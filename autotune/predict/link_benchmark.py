@@ -1,8 +1,8 @@
 """Measure the link between ranks of this machine.
 
-Two processes all-reduce messages of two sizes, with gloo or NCCL.
+Two processes all-reduce messages of two sizes, with the backend of their device.
 
-Run as `python -m memtune.autotune.predict.link_benchmark RANK RANKS BACKEND FILE BYTES`; rank 0 prints
+Run as `python -m memtune.autotune.predict.link_benchmark RANK RANKS DEVICE FILE BYTES`; rank 0 prints
 seconds per size as JSON.
 """
 
@@ -19,11 +19,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from memtune.device import backend_of, streams
+
 _TIMEOUT_S = 30
 
 
-def measure(backend: str = "gloo", *, ranks: int = 2, large_bytes: int = 2**24) -> tuple[float, float]:
-    """Return bytes per second and seconds per ring step of an all-reduce among `ranks` fresh processes.
+def measure(device_type: str = "cpu", *, ranks: int = 2, large_bytes: int = 2**24) -> tuple[float, float]:
+    """Return bytes per second and seconds per ring step of an all-reduce among `ranks` fresh processes,
+    each with a device of type `device_type`.
 
     Raises:
         RuntimeError: The processes failed or took longer than half a minute; the message is the last line of
@@ -31,7 +34,7 @@ def measure(backend: str = "gloo", *, ranks: int = 2, large_bytes: int = 2**24) 
     """
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-m", "memtune.autotune.predict.link_benchmark"]
-        arguments = [str(ranks), backend, str(Path(place) / "store"), str(large_bytes)]
+        arguments = [str(ranks), device_type, str(Path(place) / "store"), str(large_bytes)]
         children = [
             subprocess.Popen(
                 [*command, str(rank), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -55,13 +58,13 @@ def measure(backend: str = "gloo", *, ranks: int = 2, large_bytes: int = 2**24) 
     return on_link / max(seconds[str(large_bytes)] - seconds[str(small_bytes)], 1e-9), step_s
 
 
-def main(rank: int, ranks: int, backend: str, file: str, large_bytes: int) -> None:
+def main(rank: int, ranks: int, device_type: str, file: str, large_bytes: int) -> None:
     """Run one rank: three all-reduces per size, of which the fastest counts."""
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device(device_type) if device_type == "cpu" else torch.device(device_type, rank)
     timeout = timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group(
-        backend, init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timeout
+        backend_of(device_type), init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timeout
     )
     found: dict[int, float] = {}
     for n_bytes in (1024, large_bytes):
@@ -71,8 +74,7 @@ def main(rank: int, ranks: int, backend: str, file: str, large_bytes: int) -> No
             dist.barrier()
             start = time.perf_counter()
             dist.all_reduce(message)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            streams.synchronize(device)
             times.append(time.perf_counter() - start)
         found[n_bytes] = min(times[1:])
     if rank == 0:

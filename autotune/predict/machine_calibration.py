@@ -22,7 +22,7 @@ import torch
 
 from memtune.autotune.predict import link_benchmark, op_rates
 from memtune.autotune.predict.mechanism_benchmark import measured_costs
-from memtune.errors import EnvironmentFault, no_cuda
+from memtune.device import accelerator, backend_of, streams
 from memtune.hardware import (
     Calibration,
     Device,
@@ -68,10 +68,10 @@ def calibrate(
         say: Called with a line about each measurement as it begins.
 
     Raises:
-        EnvironmentFault: `cuda` is requested and torch sees no CUDA device.
+        UsageError: Torch has no device type `device`.
+        EnvironmentFault: It has, and sees no such device.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise no_cuda("calibrate with --device cpu")
+    accelerator.require_present(device, "calibrate with --device cpu")
     calibration_cache.forget(device)
     started, found = time.monotonic(), _Measurements()
     on = torch.device(device)
@@ -109,20 +109,19 @@ def _seconds(run: Callable[[], object], on: torch.device, budget_s: float) -> fl
 
     def waited() -> None:
         run()
-        if on.type == "cuda":
-            torch.cuda.synchronize(on)
+        streams.synchronize(on)
 
     return cpu_probe.median_s(waited, budget_s, clock_of(on))
 
 
 def _matmuls(found: _Measurements, on: torch.device, tiny: bool) -> None:
     """Measure square products by dtype and size; the constant is the best size's rate."""
-    cuda = on.type == "cuda"
-    sizes = (64, 128) if tiny else (1024, 4096, 8192) if cuda else (128, 384, 1024)
+    on_gpu = on.type != "cpu"
+    sizes = (64, 128) if tiny else (1024, 4096, 8192) if on_gpu else (128, 384, 1024)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16} | (
-        {"fp16": torch.float16, "tf32": torch.float32} if cuda else {}
+        {"fp16": torch.float16, "tf32": torch.float32} if on_gpu else {}
     )
-    cores = 1 if cuda else usable_cores()
+    cores = 1 if on_gpu else usable_cores()
     for name, dtype in types.items():
         rates = {}
         allowed = torch.backends.cuda.matmul.allow_tf32
@@ -134,11 +133,11 @@ def _matmuls(found: _Measurements, on: torch.device, tiny: bool) -> None:
         finally:
             torch.backends.cuda.matmul.allow_tf32 = allowed
         how = f"square products of {', '.join(map(str, sizes))}, the best" + (
-            "" if cuda else f"; one core × {cores}"
+            "" if on_gpu else f"; one core × {cores}"
         )
         found.set(f"{name}_flops_per_s", max(rates.values()), how)
         found.details[f"matmul_{name}_flops_per_s"] = {str(n): rate for n, rate in rates.items()}
-    if cuda:
+    if on_gpu:
         found.set("matmul_efficiency", 1.0, "the rates are those reached")
     else:
         found.set("fp16_flops_per_s", found.constants["fp32_flops_per_s"], "taken as float32")
@@ -147,9 +146,9 @@ def _matmuls(found: _Measurements, on: torch.device, tiny: bool) -> None:
 
 def _memory(found: _Measurements, on: torch.device, tiny: bool) -> None:
     """Measure a copy's bytes read and written per second; the constant is the largest size's rate."""
-    cuda = on.type == "cuda"
-    sizes = (2**16, 2**18) if tiny else (2**20, 2**26, 2**30) if cuda else (2**20, 2**25, 2**27)
-    cores = 1 if cuda else min(usable_cores(), 4)  # cores beyond these seldom add memory bandwidth
+    on_gpu = on.type != "cpu"
+    sizes = (2**16, 2**18) if tiny else (2**20, 2**26, 2**30) if on_gpu else (2**20, 2**25, 2**27)
+    cores = 1 if on_gpu else min(usable_cores(), 4)  # cores beyond these seldom add memory bandwidth
     rates = {}
     for n_bytes in sizes:
         source = torch.zeros(n_bytes // 4, device=on)
@@ -160,13 +159,13 @@ def _memory(found: _Measurements, on: torch.device, tiny: bool) -> None:
     found.set(
         "memory_bytes_per_s",
         rates[largest],
-        f"a copy of {largest} bytes, read and written" + ("" if cuda else f", × {cores}"),
+        f"a copy of {largest} bytes, read and written" + ("" if on_gpu else f", × {cores}"),
     )
     found.details["memory_bytes_per_s"] = {str(n_bytes): rate for n_bytes, rate in rates.items()}
 
 
 def _copies(found: _Measurements, on: torch.device, tiny: bool) -> None:
-    """Measure pinned and pageable copies on CUDA.
+    """Measure pinned and pageable copies.
 
     On CPU the host tier is the same memory, and a copy takes one thread.
     """
@@ -195,18 +194,18 @@ def _op_curves(
     found: _Measurements, hardware: Hardware, on: torch.device, started: float, tiny: bool
 ) -> dict[str, calibration_cache.Curve]:
     """Return curves by op class; the cost of an op without its kernel becomes `launch_s`."""
-    cuda = on.type == "cuda"
-    part = 1 if cuda else usable_cores()
+    on_gpu = on.type != "cpu"
+    part = 1 if on_gpu else usable_cores()
     rates = {
         name: getattr(hardware, name) / part
         for name in ("fp32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s")
     }
-    memory = hardware.memory_bytes_per_s / (1 if cuda else min(part, 4))
+    memory = hardware.memory_bytes_per_s / (1 if on_gpu else min(part, 4))
     one = replace(hardware, memory_bytes_per_s=memory, **rates)
     observed: list[TimedOp] = []
     overheads: list[float] = []
     floor = op_rates.floor_s(on)
-    for probe in op_rates.probes(0 if tiny else 3 if cuda else 2):
+    for probe in op_rates.probes(0 if tiny else 3 if on_gpu else 2):
         if overheads and time.monotonic() - started > BUDGET_S * 0.5:
             found.details["probes"] = "stopped early: time was up"
             break
@@ -215,9 +214,9 @@ def _op_curves(
         if not probe.size:
             overheads.append(overhead_s)
     # On CPU the first model's overhead counts: its kernels are the smallest share of the step.
-    launch = _launch_s(on, tiny) if cuda else overheads[0]
+    launch = _launch_s(on, tiny) if on_gpu else overheads[0]
     if launch > 0:
-        how = "a queue of tiny ops" if cuda else "time of small training steps outside of kernels, per op"
+        how = "a queue of tiny ops" if on_gpu else "time of small training steps outside of kernels, per op"
         found.set("launch_s", launch, how)
     found.details["ops_observed"] = len(observed)
     return op_rates.curves(observed, one)
@@ -324,13 +323,13 @@ def _write_and_read(path: Path, block: mmap.mmap, n_bytes: int, direct: int) -> 
 
 
 def _links(found: _Measurements, device: Device, large_bytes: int) -> None:
-    """Measure an all-reduce of two ranks: NCCL with two GPUs, gloo on CPU."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
+    """Measure an all-reduce of two ranks: on two devices, or on CPU."""
+    if device != "cpu" and accelerator.count() < 2:
         found.details["links"] = "not measured: one GPU"
         return
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = backend_of(device)
     try:
-        rate, step_s = link_benchmark.measure(backend, large_bytes=large_bytes)
+        rate, step_s = link_benchmark.measure(device, large_bytes=large_bytes)
     except RuntimeError as error:
         found.details["links"] = f"not measured: {error}"
         return

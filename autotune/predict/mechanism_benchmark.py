@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from memtune.activations.capture import autocast_state, capture, shapes_of
 from memtune.activations.recompute import ActivationTable
 from memtune.activations.schedules import ScheduledRegion
+from memtune.device import streams
 from memtune.hardware import mechanism_costs
 from memtune.program import plain_schedule
 
@@ -116,8 +117,7 @@ def _medians(ways: list[Callable[[], object]], device: torch.device, rounds: int
             way()
     for round_ in range(rounds):
         for i, way in enumerate(ways):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            streams.synchronize(device)
             began = time.thread_time() if device.type == "cpu" else time.perf_counter()
             way()
             found[round_, i] = (time.thread_time() if device.type == "cpu" else time.perf_counter()) - began

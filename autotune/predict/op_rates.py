@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from memtune.device import streams
 from memtune.hardware import CLASSES, Curve, Hardware, OpClock, TimedOp, clock_of, op_class
 
 _BINS_A_DECADE = 2
@@ -113,8 +114,7 @@ def observe(
             model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        streams.synchronize(device)
 
     step()
     plain = statistics.median(_timed(step, clock_of(device)) for _ in range(repeats))

@@ -28,6 +28,7 @@ from memtune.autotune.predict.time_breakdown import (
     critical_path,
     exposed_by_op,
 )
+from memtune.device import Capability
 from memtune.hardware import Hardware, op_costs
 from memtune.program import (
     I64,
@@ -626,9 +627,9 @@ _MAKES_PINNED: Final = ("memtune.to_host.default", "memtune.from_ssd.default")
 def held_bytes(step: Step, hardware: Hardware) -> I64:
     """Return (m,) `step.storages.bytes`, with pinned storages as large as `hardware` allocates them.
 
-    On CUDA, torch's pinned allocator rounds each request up to a power of two.
+    Torch's pinned allocator rounds each request up to a power of two.
     """
-    if hardware.device != "cuda":
+    if Capability.PINNED not in hardware.platform.capabilities:
         return step.storages.bytes
     on_host = np.flatnonzero((step.storages.tier == Tier.HOST) & (step.storages.bytes > 0))
     if not len(on_host):

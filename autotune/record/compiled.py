@@ -77,7 +77,7 @@ class CompiledRecordings:
                 _fix(compiling),
             )
         translated = self._translate(recording)
-        if self._target == "cuda" and compiling and compiling.backend == "inductor":
+        if self._target != "cpu" and compiling and compiling.backend == "inductor":
             return fused(translated, whole_model=compiling.scope == "model")
         return translated
 

@@ -23,9 +23,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
+from memtune.autotune.record.accelerator_autocast import accelerator_autocast_on_cpu
 from memtune.autotune.record.block_dedup import BlockDedup, optimizer_mark
 from memtune.autotune.record.block_expand import PartialRecording
-from memtune.autotune.record.cuda_autocast import cuda_autocast_on_cpu
 from memtune.autotune.record.fake_divergence import BatchValues, as_in_training
 from memtune.autotune.record.foreach_record import foreach_phase, step_counters
 from memtune.autotune.record.kernel_calls import CallRecorder
@@ -95,8 +95,8 @@ class Session:
     sizes: WorkspaceTable
     """Output sizes of CPU kernels whose fake implementations report others."""
     target: Device = "cpu"
-    """Device on which the step is to run; for CUDA, the recorded code paths are those that `translate` can
-    follow.
+    """Device on which the step is to run; for another one than CPU, the recorded code paths are those that
+    `translate` can follow.
     """
     sync: SyncContext = field(default=lambda last: nullcontext())
     """Context manager around each micro-batch, given whether it is the last; set by techniques that reduce
@@ -138,7 +138,7 @@ class Session:
         """Enter the recording modes: fake tensors unless the rung is real, real output sizes of CPU kernels,
         random draws from `SEED`.
         """
-        casts = cuda_autocast_on_cpu() if self.target == "cuda" else nullcontext()
+        casts = nullcontext() if self.target == "cpu" else accelerator_autocast_on_cpu(self.target)
         with casts, torch.random.fork_rng(devices=[]), self.mode:
             torch.manual_seed(SEED)
             if self.fake is None:
@@ -193,7 +193,7 @@ class Session:
         tracer = Tracer(self.model, self.optimizer, dedup.recorded, on_cpu=self.target == "cpu")
         with self.entered(), dedup.skipping_blocks():
             batches = [self.batch(size)]
-            calls = CallRecorder(tracer, fuse=self.target == "cuda")
+            calls = CallRecorder(tracer, fuse=self.target != "cpu")
             try:
                 with tracer.recording():
                     with calls:
@@ -226,7 +226,7 @@ class Session:
                     self.model, self.workload.loss, batches[:-1], CPU, sync=lambda last: self.sync(False)
                 )
                 batches = batches[-1:]
-            calls = CallRecorder(tracer, fuse=self.target == "cuda")
+            calls = CallRecorder(tracer, fuse=self.target != "cpu")
             with tracer.recording():
                 with calls if self.compiled is None else _no_new_graphs():
                     loss = accumulate(
@@ -234,7 +234,7 @@ class Session:
                     )
                 tracer.note_gradients()
                 foreach = None
-                if self.target == "cuda":
+                if self.target != "cpu":
                     with tracer.paused():
                         foreach = (
                             self.optimizer_dedup.foreach()
@@ -290,7 +290,8 @@ def record(
             capacity, contrastive losses).
         workspace: Table of CPU kernels' scratch, by op; missing entries are measured in a child process and
             saved. Without it the recording holds tensors only, and its notes report that.
-        target: Device on which the step is to run; a recording for CUDA is meant for `translate`.
+        target: Device on which the step is to run; a recording for another one than CPU is meant for
+            `translate`.
         compiling: Scope and settings of torch.compile; None records the eager model.
         change: Called with a fresh session to change model and optimizer before recording.
 

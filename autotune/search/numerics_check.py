@@ -26,6 +26,7 @@ from memtune.autotune.search.driver import Driver
 from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.space import Choice, Scored, executions
+from memtune.device import platform_of
 from memtune.executors import Trial, TrialResult, largest_difference
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Exactness, Reason
@@ -42,7 +43,6 @@ _NOISE_MARGIN = 4.0
 """Factor on the difference of one pair of runs. 21 pairs of seven runs of a GPT with noisy gradients were up
 to 1.5 apart, and with the batch split differently up to 4.
 """
-_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,6 @@ class _ShortTrials:
             gradient_steps=STEPS,
             deterministic=True,
             dropout=dropout,
-            env={**choice.env(), **(_DETERMINISTIC if setup.device == "cuda" else {})},
+            env={**choice.env(), **platform_of(setup.device).deterministic_environment},
         )
         return driver.aside(trial)

@@ -41,6 +41,7 @@ from memtune.autotune.space import (
 )
 from memtune.autotune.translate import translate
 from memtune.config import MadeFor, fingerprint, load_config
+from memtune.device import DEFAULT_ACCELERATOR, accelerator
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Probing, probe
 from memtune.hardware import Device, Hardware, LoadMeter, threads_per_rank, usable_cores
@@ -159,7 +160,7 @@ def prepare(
     meter = LoadMeter()
     recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
     other_load = meter.others()
-    scratch = _device_workspaces(recorded) if device == "cuda" and options.gpu_type is None else None
+    scratch = _device_workspaces(recorded) if device != "cpu" and options.gpu_type is None else None
 
     def to_device(each: Recording) -> Recording:
         return translate(each, machine, workspace=scratch)
@@ -227,7 +228,7 @@ def _budget(options: TargetOptions, machine: Hardware, device: Device) -> int | 
     Raises:
         UsageError: The limit exceeds the GPU's memory.
     """
-    if device == "cuda" and (options.budget_bytes or 0) > machine.memory_bytes:
+    if device != "cpu" and (options.budget_bytes or 0) > machine.memory_bytes:
         most = machine.usable_bytes(options.ranks)
         raise UsageError(
             f"A limit of {format_bytes(options.budget_bytes or 0)} is over the"
@@ -236,7 +237,7 @@ def _budget(options: TargetOptions, machine: Hardware, device: Device) -> int | 
             fix=f"--max-memory {most * 10 // GIB / 10:g}GiB, or leave it out",
             code="MT100",
         )
-    budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
+    budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device != "cpu" else None)
     return machine.memory_bytes // options.ranks if budget is None and options.goal == "batch" else budget
 
 
@@ -285,9 +286,10 @@ def _device_workspaces(recorded: Recording) -> WorkspaceTable | None:
 
     None without a GPU.
     """
-    if not torch.cuda.is_available():
+    device = accelerator.device_type()
+    if device is None:
         return None
-    table = WorkspaceTable.cached("cuda")
+    table = WorkspaceTable.cached(device)
     keys = {
         key
         for hints in recorded.hints.values()
@@ -295,7 +297,7 @@ def _device_workspaces(recorded: Recording) -> WorkspaceTable | None:
         if key and "convolution" in op_of(key)
     }
     try:
-        table.fill_in_child(sorted(keys), "cuda")
+        table.fill_in_child(sorted(keys), device)
     except EnvironmentFault:
         return None  # the notes then say that convolutions are counted without
     table.save()
@@ -310,14 +312,15 @@ def _threads(ranks: int) -> int:
 
 def _device(options: TargetOptions, for_trials: bool) -> Device:
     """Return the requested device, or the one present; a prediction needs none."""
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there, visible = accelerator.device_type(), accelerator.count()
     if options.device == "cpu" or (
         options.device is None and options.gpu_type is None and not visible and not for_trials
     ):
         return "cpu"
     if not for_trials and options.gpu_type is not None:
-        return "cuda"
-    if not visible:
+        return hardware.find(options.gpu_type).device
+    wanted = options.device or there or DEFAULT_ACCELERATOR
+    if not visible or wanted != there:
         fix = (
             "add --device cpu"
             if for_trials
@@ -325,18 +328,18 @@ def _device(options: TargetOptions, for_trials: bool) -> Device:
         )
         raise EnvironmentFault(
             "No GPU is visible.",
-            evidence=f"torch {torch.__version__} sees no CUDA device.",
+            evidence=f"torch {torch.__version__} sees no {wanted} device.",
             fix=fix,
             code="MT104",
         )
     if options.ranks > visible and options.single_node:
         raise EnvironmentFault(
             f"{options.ranks} GPUs asked, {visible} visible.",
-            evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')}",
+            evidence=accelerator.visible_devices(wanted),
             fix=f"--gpus {visible}, or widen the variable",
             code="MT104",
         )
-    return "cuda"
+    return wanted
 
 
 def _on_nodes(machine: Hardware, options: TargetOptions) -> Hardware:
@@ -346,17 +349,17 @@ def _on_nodes(machine: Hardware, options: TargetOptions) -> Hardware:
         return machine
     if machine.device == "cpu" or options.ranks % nodes:
         raise UsageError(
-            f"{options.ranks} {'GPUs' if machine.device == 'cuda' else 'CPU workers'} cannot be spread over"
+            f"{options.ranks} {'CPU workers' if machine.device == 'cpu' else 'GPUs'} cannot be spread over"
             f" {nodes} nodes.",
             evidence=(
                 f"{options.ranks} / {nodes} = {options.ranks / nodes:.4g} per node"
-                if machine.device == "cuda"
+                if machine.device != "cpu"
                 else ""
             ),
             fix=(
                 f"--gpus {nodes * max(1, options.ranks // nodes)}, or a number of nodes that divides"
                 f" {options.ranks}"
-                if machine.device == "cuda"
+                if machine.device != "cpu"
                 else "leave --nodes out on CPU"
             ),
             code="MT124",

@@ -240,12 +240,13 @@ def versions() -> dict[str, str]:
     import torch
 
     import memtune
+    from memtune.device import accelerator
 
     return {
         "memtune": memtune.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
+        "driver": accelerator.runtime() or "none",
     }
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memtune.config import TunedConfig, load_config
+from memtune.device import platform_of
 from memtune.errors import EnvironmentFault
 from memtune.executors import Executor, Trial, TrialResult, check_gpus, local_slots, probe, visible_gpu_ids
+from memtune.hardware import Device
 
 ExecutorName = Literal["auto", "local", "ray", "simulated"]
 
@@ -51,8 +53,8 @@ def make_executor(
     from memtune.executors import LocalExecutor
 
     slots = parallel or local_slots(device, ranks, timed=timed)
-    gpus = visible_gpu_ids() if device == "cuda" and slots > 1 else ()
-    if device == "cuda" and slots > 1:
+    gpus = visible_gpu_ids(device) if device != "cpu" and slots > 1 else ()
+    if device != "cpu" and slots > 1:
         check_gpus(slots, ranks, len(gpus))
     return LocalExecutor(slots, log_dir=log_dir, gpus=gpus)
 
@@ -60,18 +62,20 @@ def make_executor(
 def executor_name(name: ExecutorName, *, device: str, ranks: int, ray_address: str | None) -> ExecutorName:
     """Return `name`.
 
-    For `auto`, Ray for two or more GPUs or an address, else child processes of this machine.
+    For `auto`, Ray for two or more devices that it assigns or an address, else child processes of this
+    machine.
     """
     if name != "auto":
         return name
-    return "ray" if ray_address is not None or (device == "cuda" and ranks > 1) else "local"
+    several = device != "cpu" and ranks > 1 and platform_of(device).ray_resource
+    return "ray" if ray_address is not None or several else "local"
 
 
 def run_trial(
     workload: str,
     config: str | Path | TunedConfig | Mapping[str, Any],
     *,
-    device: Literal["cpu", "cuda"] = "cpu",
+    device: Device = "cpu",
     ranks: int = 1,
     budget_bytes: int | None = None,
     micro_batch: int | None = None,

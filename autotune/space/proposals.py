@@ -36,7 +36,7 @@ _MOST_COMPARED, _LEAST_COMPARED = 128, 8
 """Refined candidates whose coarse prediction is compared with the refined one, the last ones and at least."""
 _BELOW_FAILED = 0.98
 """Fraction of the predicted peak of a trial that ran out of memory which is again as likely to fit as not."""
-_UNCALIBRATED_PEAK_SD = {"cpu": 0.01, "cuda": 0.05}
+_UNCALIBRATED_PEAK_SD, _UNCALIBRATED_PEAK_SD_ON_CPU = 0.05, 0.01
 """Standard deviation of the logarithm of measured over predicted peak before there are trials."""
 
 
@@ -181,7 +181,8 @@ class Proposer:
             return np.ones(len(candidates))
         calibration = pruner.calibration
         low, high = calibration.peak_range() if calibration.is_calibrated else (1.0, 1.0)
-        sd = _UNCALIBRATED_PEAK_SD[self.scorer.rewriter.target.hardware.device]
+        on_cpu = self.scorer.rewriter.target.hardware.device == "cpu"
+        sd = _UNCALIBRATED_PEAK_SD_ON_CPU if on_cpu else _UNCALIBRATED_PEAK_SD
         if calibration.is_calibrated:
             sd = max(math.log(high / low) / (2 * 1.645), 1e-3)
         peak = np.array([max(each.prediction.peak_allocated_bytes, 1) for each in candidates])

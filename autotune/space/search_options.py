@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from memtune.autotune.space.scoring import Goal
+from memtune.hardware import Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +17,8 @@ class TargetOptions:
 
     workload: str
     """`model.py` or `model.py:name`."""
-    device: Literal["cpu", "cuda"] | None = None
-    """None for CUDA if torch sees it."""
+    device: Device | None = None
+    """None for the accelerator if torch sees one."""
     ranks: int = 1
     """Number of processes that train together: GPUs, or workers on CPU."""
     gpu_type: str | None = None

@@ -20,6 +20,7 @@ from memtune.autotune.translate import translation_table as table
 from memtune.autotune.translate.composed_attention import composed_attention
 from memtune.autotune.translate.cuda_norms import use_cudnn, widen_statistics
 from memtune.autotune.translate.foreach_pass import counters_on_host, with_foreach
+from memtune.device import Capability
 from memtune.hardware import Hardware
 from memtune.memory import WorkspaceTable
 from memtune.program import (
@@ -44,7 +45,8 @@ _MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbm
 def translate(
     recording: Recording, hardware: Hardware, *, workspace: WorkspaceTable | None = None
 ) -> Recording:
-    """Return `recording` as if made on `hardware`; unchanged if both are the same kind of device.
+    """Return `recording` as if made on `hardware`; unchanged if both are the same kind of device. Of a device
+    without a table of kernels the steps are as recorded, with a note.
 
     Args:
         recording: Of a CPU run, on fake or real tensors.
@@ -55,8 +57,11 @@ def translate(
     Returns:
         The recording with every step translated and with notes on assumptions and unknown ops.
     """
-    if recording.device == hardware.device or hardware.device != "cuda":
+    if recording.device == hardware.device:
         return recording
+    if Capability.TRANSLATION not in hardware.platform.capabilities:
+        note = f"kernels and what they save are those of a CPU: memtune has no table of {hardware.device}'s"
+        return replace(recording, device=hardware.device, notes=(*recording.notes, note))
     known = _Context(hardware.architecture, workspace)
     hints = recording.hints.get(recording.small, Hints())
     small = translate_step(recording.step, hints, known)
@@ -85,7 +90,7 @@ def translate(
         traffic_slope=traffic_slope,
         exact=exact,
         notes=notes,
-        device="cuda",
+        device=hardware.device,
         hints=hints_left,
     )
 

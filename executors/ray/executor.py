@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from memtune._optional import require
+from memtune.device import platform_of
 from memtune.errors import EnvironmentFault
 from memtune.executors import (
     CLOSE_S,
@@ -111,7 +112,7 @@ class RayRanks:
         self._early: list[Event] = []
         self._closed = False
         self._group: Any = None
-        kind = "GPU" if trial.device == "cuda" else "CPU"
+        kind = platform_of(trial.device).ray_resource
         executor.enter()
         try:
             self._bundles = bundles(trial.ranks, executor.nodes(kind))
@@ -130,12 +131,13 @@ class RayRanks:
     def _begin(self, executor: RayExecutor, trial: Trial) -> None:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actor = self._ray.remote(RankActor)
-        cuda = trial.device == "cuda"
+        kind = platform_of(trial.device).ray_resource
         at = [index for index, size in enumerate(self._bundles) for _ in range(size)]
         for rank in range(trial.ranks):
             self._actors[rank] = actor.options(
-                num_cpus=0 if cuda else 1,
-                num_gpus=1 if cuda else 0,
+                num_cpus=int(kind == "CPU"),
+                num_gpus=int(kind == "GPU"),
+                resources={} if kind in ("CPU", "GPU") else {kind: 1},
                 scheduling_strategy=strategy(self._group, placement_group_bundle_index=at[rank]),
             ).remote()
         places = {rank: self._get(rank, each.where.remote()) for rank, each in self._actors.items()}
@@ -149,7 +151,7 @@ class RayRanks:
         for rank, each in self._actors.items():
             place = {"ranks": [rank], "rendezvous": rendezvous, "env": executor.env}
             # A node's cores are shared by the trials that its devices can hold.
-            trials = 1 if trial.alone else executor.trials_per_node(self._bundles[0], cuda=cuda)
+            trials = 1 if trial.alone else executor.trials_per_node(self._bundles[0], kind)
             share = trials * nodes.count(places[rank][0])
             command, log_dir = list(executor.command), str(executor.log_dir)
             begun[rank] = each.begin.remote(
@@ -351,7 +353,7 @@ class RayExecutor(PoolExecutor):
     def _run(
         self, trial: Trial, slot: int, on_progress: Callable[[Progress], None], cancelled: threading.Event
     ) -> TrialResult | None:
-        kind = "GPU" if trial.device == "cuda" else "CPU"
+        kind = platform_of(trial.device).ray_resource
         there = self._count(kind)
         if there < trial.ranks:
             reason = f"needs {trial.ranks} {kind}s; the Ray cluster has {there}"
@@ -372,17 +374,19 @@ class RayExecutor(PoolExecutor):
             self.leave()
 
     def nodes(self, kind: str) -> list[int]:
-        """Return the devices of each node of the cluster that has any: `GPU`s, or `CPU`s."""
+        """Return the devices of each node of the cluster that has any: `GPU`s, `NPU`s or `CPU`s."""
         if self.cluster is not None and kind == "CPU":
             return [self._cpus]
         found = [int(each["Resources"].get(kind, 0)) for each in self.ray.nodes() if each["Alive"]]
         return [each for each in found if each]
 
-    def trials_per_node(self, ranks: int, *, cuda: bool) -> int:
-        """Return the number of trials that run on a node at the same time, `ranks` of each."""
-        if not cuda:
+    def trials_per_node(self, ranks: int, kind: str) -> int:
+        """Return the number of trials that run on a node at the same time, `ranks` of each on devices of
+        `kind`.
+        """
+        if kind == "CPU":
             return self.slots
-        return min(self.slots, max(1, max(self.nodes("GPU"), default=1) // ranks))
+        return min(self.slots, max(1, max(self.nodes(kind), default=1) // ranks))
 
     def close(self) -> None:
         """End all running trials, and the private cluster; no process survives. May be called twice."""

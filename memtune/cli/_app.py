@@ -54,7 +54,11 @@ Model = Annotated[
 ConfigPath = Annotated[Path, typer.Argument(metavar="TUNED.YAML", help="A config that a search wrote.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Device = Annotated[
-    str | None, typer.Option(metavar="cpu|cuda", help="Device to compute on; default: cuda if present.")
+    str | None,
+    typer.Option(
+        metavar="TYPE[:N]",
+        help="Device to compute on: cpu, cuda, xpu, …; default: the accelerator if present.",
+    ),
 ]
 Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs that train together.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Number of ranks on CPU (with --device cpu).")]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,13 +186,12 @@ def doctor(as_json: bool) -> int:
     import torch
 
     import memtune
+    from memtune.device import accelerator
     from memtune.hardware import calibration_cache, usable_cores
     from memtune.memory import cpu_allocator
 
     known = {
-        device: found.source
-        for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
-        if (found := calibration_cache.load(device))
+        device: found.source for device in accelerator.types() if (found := calibration_cache.load(device))
     }
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts: dict[str, Any] = {
@@ -201,7 +201,8 @@ def doctor(as_json: bool) -> int:
         "torch": str(torch.__version__),
         "cores": usable_cores(),
         "memory_bytes": memory_bytes,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": [accelerator.name(index) for index in range(accelerator.count())],
+        "accelerator": _accelerator(),
         "ray": importlib.util.find_spec("ray") is not None,
         "native_ledger": cpu_allocator.available() is None,
         "rates": known,
@@ -210,10 +211,8 @@ def doctor(as_json: bool) -> int:
         emit(facts)
         return 0
     print(f"memtune {facts['memtune']} · Python {facts['python']} · torch {facts['torch']}")
-    print(
-        f"{facts['cores']} cores · {format_bytes(memory_bytes)} memory · GPUs:"
-        f" {', '.join(facts['gpus']) or 'none'}"
-    )
+    print(f"{facts['cores']} cores · {format_bytes(memory_bytes)} memory")
+    print("\n".join(_accelerator_lines(facts["accelerator"], facts["gpus"])))
     reason = cpu_allocator.available()
     print(
         "native CPU ledger: "
@@ -228,6 +227,35 @@ def doctor(as_json: bool) -> int:
         + ("installed" if facts["ray"] else "not installed; for several GPUs  pip install 'memtune[ray]'")
     )
     return 0
+
+
+def _accelerator() -> dict[str, Any] | None:
+    """Return the accelerator of this process: device type, title, runtime, capabilities that it lacks, and
+    known gaps.
+    """
+    from memtune.device import accelerator
+
+    there = accelerator.device_type()
+    if there is None:
+        return None
+    platform = accelerator.platform_of(there)
+    return {
+        "type": there,
+        "title": platform.title,
+        "runtime": accelerator.runtime(),
+        "lacks": list(platform.lacks),
+        "gaps": list(platform.gaps),
+    }
+
+
+def _accelerator_lines(found: dict[str, Any] | None, names: list[str]) -> list[str]:
+    if found is None:
+        return ["accelerator: none that torch sees"]
+    devices = ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
+    runtime = f", {found['runtime']}" if found["runtime"] else ""
+    lines = [f"accelerator: {devices} (--device {found['type']}: {found['title']}{runtime})"]
+    lines += [f"  lacks {each}" for each in (*found["lacks"], *found["gaps"])]
+    return lines
 
 
 def clean(directory: Path | None, as_json: bool) -> int:
@@ -261,14 +289,11 @@ def calibrate(device: str | None, as_json: bool) -> int:
     """Run `memtune doctor --calibrate`: measure this machine, save the result, print each figure with its
     method.
     """
-    import torch
-
     from memtune.autotune.predict import calibrate as measure_machine
     from memtune.cli import _options
+    from memtune.device import accelerator
 
-    where: Any = _options.one_of(
-        "--device", device or ("cuda" if torch.cuda.is_available() else "cpu"), ("cpu", "cuda")
-    )
+    where = accelerator.types()[-1] if device is None else _options.device_type(device)
     with results() as stream:
         found = measure_machine(where, say=lambda text: print(text, file=sys.stderr))
         if as_json:

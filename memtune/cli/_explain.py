@@ -112,7 +112,7 @@ def _target(tuned: TunedConfig, given: dict[str, Any]) -> PlanOptions:
     if any(given[name] is not None for name in ("device", "gpus", "workers", "gpu_type")):
         device, ranks = _options.place(given, for_trials=False)
     elif made is not None:
-        device, ranks = ("cuda" if made.device == "cuda" else "cpu"), made.ranks
+        device, ranks = made.device, made.ranks
         gpu_type = made.hardware if made.hardware in hardware.names() else None
     return PlanOptions(
         workload=given["model"],

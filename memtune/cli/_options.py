@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from memtune.device import DEFAULT_ACCELERATOR, PLATFORMS
 from memtune.errors import EnvironmentFault, UsageError, missing_file
 from memtune.units import format_bytes, parse_bytes, parse_seconds
 
@@ -52,11 +54,31 @@ def memory(text: str | None, option: str = "--max-memory") -> int | None:
     return n_bytes
 
 
-def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "cuda"], int]:
-    """Return device and number of ranks; looks for GPUs only if trials will run on them."""
+def device_type(text: str) -> str:
+    """Return `text` if it is a device type of torch.
+
+    Raises:
+        UsageError: It is none.
+    """
+    common = tuple(dict.fromkeys(each.device for each in PLATFORMS.values()))
+    if text in common:  # without importing torch, which takes seconds
+        return text
+    from memtune.device import accelerator
+
+    return text if accelerator.has_type(text) else one_of("--device", text, accelerator.known_types())
+
+
+def place(given: dict[str, Any], *, for_trials: bool) -> tuple[str, int]:
+    """Return device type and number of ranks; looks for GPUs only if trials will run on them.
+
+    `--device TYPE:N` is N devices of a type.
+    """
     device, gpus, workers = given.get("device"), given.get("gpus"), given.get("workers")
     if device is not None:
-        one_of("--device", device, ("cpu", "cuda"))
+        device, sign, number = device.partition(":")
+        device_type(device)
+        if sign:
+            gpus, workers = _counted(device, number, gpus, workers)
     if device == "cpu":
         if gpus is not None:
             raise UsageError(
@@ -72,12 +94,15 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
             code="MT100",
         )
     if not for_trials:
-        return "cuda", gpus or 1
-    visible = visible_gpus()
+        return device or DEFAULT_ACCELERATOR, gpus or 1
+    found, visible = visible_gpus(device)
+    wanted = found or device or DEFAULT_ACCELERATOR
+    variable = PLATFORMS[wanted].visible_devices if wanted in PLATFORMS else ""
+    evidence = f"{variable}={os.environ.get(variable, '')!r}" if variable else ""
     if visible == 0:
         raise EnvironmentFault(
             "No GPU is visible here.",
-            evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}",
+            evidence=evidence,
             fix=(
                 "--device cpu --workers 2  runs the search on this CPU;  memtune plan --gpus 8 --gpu-type"
                 " h100-80g  needs none"
@@ -87,23 +112,46 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
     if gpus is not None and gpus > visible and not given.get("ray_address"):
         raise EnvironmentFault(
             f"{gpus} GPUs requested, {visible} visible.",
-            evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}",
+            evidence=evidence,
             fix=f"--gpus {visible}, or widen the variable",
             code="MT104",
         )
-    return "cuda", gpus or visible
+    return wanted, gpus or visible
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs that torch sees.
+def _counted(
+    device: str, number: str, gpus: int | None, workers: int | None
+) -> tuple[int | None, int | None]:
+    """Return `--gpus` and `--workers` with the N of `--device TYPE:N`.
 
-    Without a driver's device file it is 0, without importing torch, which takes seconds.
+    Raises:
+        UsageError: It is no number, or another one than that of the option.
     """
-    if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
-        return 0
-    import torch
+    option, other = ("--workers", workers) if device == "cpu" else ("--gpus", gpus)
+    if not number.isdecimal() or not int(number) or other not in (None, int(number)):
+        raise UsageError(
+            f"--device {device}:{number} does not give a number of devices"
+            + (f" that agrees with {option} {other}." if other else "."),
+            fix=f"--device {device}:2",
+            code="MT100",
+        )
+    return (gpus, int(number)) if device == "cpu" else (int(number), workers)
 
-    return torch.cuda.device_count()
+
+def visible_gpus(device: str | None = None) -> tuple[str | None, int]:
+    """Return type and number of the devices that torch sees, of the accelerator or of type `device`.
+
+    Without a driver's device file and without a package that adds a device to torch there are none, and torch
+    is not imported, which takes seconds.
+    """
+    known = [each for each in PLATFORMS.values() if device in (None, each.device)]
+    files = any(Path(file).exists() for each in known for file in each.driver_files)
+    if known and not files and not entry_points(group="torch.backends"):
+        return None, 0
+    from memtune.device import accelerator
+
+    there = accelerator.device_type()
+    return (there, accelerator.count()) if device in (None, there) else (None, 0)
 
 
 def searched(text: str | None) -> tuple[str, ...]:

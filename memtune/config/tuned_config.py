@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memtune.config.evidence import evidence_text, name_of, people_text, with_evidence
 from memtune.config.yaml_io import Document, flow, parse, read_text, save_text
+from memtune.device import DEFAULT_ACCELERATOR, platform_of
 from memtune.errors import ApplyError, ConfigError
 from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, null
 from memtune.search_spaces.execution import Execution
@@ -557,13 +558,13 @@ def environment(settings: Settings) -> dict[str, str]:
     return settings.env()
 
 
-def check_environment(settings: Settings, *, device: str = "cuda") -> None:
-    """Check that the variables of `environment` were set when CUDA started; on CPU they have no effect.
+def check_environment(settings: Settings, *, device: str = DEFAULT_ACCELERATOR) -> None:
+    """Check that the variables of `environment` were set when the device started; on CPU they have no effect.
 
     Raises:
         ApplyError: A variable is missing, different, or was set too late. The message has the `export` line.
     """
-    wanted = {} if device == "cpu" else environment(settings)
+    wanted = {} if platform_of(device).is_host else environment(settings)
     found = [
         f"{name}={os.environ.get(name, '(not set)')}"
         for name, value in wanted.items()
@@ -571,8 +572,8 @@ def check_environment(settings: Settings, *, device: str = "cuda") -> None:
     ]
     if found or (wanted and _started_without(wanted)):
         raise ApplyError(
-            "the allocator settings of this config must be in the environment before CUDA starts.",
-            evidence=f"Now: {', '.join(found)}." if found else "CUDA had started before they were set.",
+            "the allocator settings of this config must be in the environment before the device starts.",
+            evidence=f"Now: {', '.join(found)}." if found else "The device had started before they were set.",
             fix="export "
             + " ".join(f"{name}={value}" for name, value in wanted.items())
             + "   or  memtune run tuned.yaml -- python train.py",
@@ -581,14 +582,16 @@ def check_environment(settings: Settings, *, device: str = "cuda") -> None:
 
 
 def _started_without(wanted: Mapping[str, str]) -> bool:
-    """Return True if torch reports that CUDA runs in this process with other allocator settings than
+    """Return True if torch reports that the device runs in this process with other allocator settings than
     `wanted`.
     """
     import torch
 
+    from memtune.device import accelerator
+
     # Private, and absent from older releases of torch; without it the environment alone is checked.
     in_effect: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if in_effect is None or not torch.cuda.is_initialized():
+    if in_effect is None or not accelerator.is_started():
         return False
     options = set(in_effect().split(","))
     return any(

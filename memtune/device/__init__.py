@@ -13,18 +13,27 @@ if TYPE_CHECKING:
     from memtune.device import streams as streams
     from memtune.device.accelerator import platform_of
     from memtune.device.faults import is_lost, is_out_of_memory, lost_error
-    from memtune.device.platforms import PLATFORMS, Capability, Platform, of_hardware
+    from memtune.device.platforms import (
+        DEFAULT_ACCELERATOR,
+        PLATFORMS,
+        Capability,
+        Platform,
+        device_of,
+        of_hardware,
+    )
     from memtune.device.process_groups import backend_of, backends_of
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "DEFAULT_ACCELERATOR",
     "PLATFORMS",
     "Capability",
     "Platform",
     "accelerator",
     "backend_of",
     "backends_of",
+    "device_of",
     "generators",
     "is_lost",
     "is_out_of_memory",

@@ -7,6 +7,7 @@ mapping with fields of `Platform`, its capabilities by name (`"LIMIT"`).
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memtune.device.platforms import ACCELERATOR, PLATFORMS, Capability, Platform
+from memtune.device.platforms import ACCELERATOR, DEFAULT_ACCELERATOR, PLATFORMS, Capability, Platform
 from memtune.errors import EnvironmentFault, UsageError
 
 
@@ -56,11 +57,31 @@ def count(kind: str | None = None) -> int:
     return torch.accelerator.device_count() if there is not None and kind in (None, there) else 0
 
 
+def runtime() -> str:
+    """Return the runtime that torch was built with, and its version, such as `cuda 12.8`; empty without
+    one.
+    """
+    found = {kind: getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")}
+    return ", ".join(f"{kind} {version}" for kind, version in found.items() if version)
+
+
 def name(device: torch.device | int = 0) -> str:
     """Return the driver's name of a device of the accelerator, which must be present."""
     kind = str(device_type())
     asked = getattr(module_of(kind), "get_device_name", None)
     return platform_of(kind).title if asked is None else str(asked(device))
+
+
+def visible_devices(kind: str) -> str:
+    """Return the variable that lists the devices of type `kind` for this process, with its value, as evidence
+    of a message.
+    """
+    variable = platform_of(kind).visible_devices
+    return (
+        f"{variable}={os.environ.get(variable, '(not set)')}"
+        if variable
+        else f"{count(kind)} {kind} devices."
+    )
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -84,13 +105,20 @@ def architecture(device: torch.device | int = 0) -> str:
     return f"sm{found.major}{found.minor}"
 
 
-def exchange_peer_to_peer(first: int, second: int) -> bool | None:
-    """Return whether two devices reach each other's memory without the host; None if the driver cannot be
-    asked.
+def reaches_peer(first: int, second: int) -> bool | None:
+    """Return whether a device reaches the memory of another one without the host; None if the driver cannot
+    be asked.
     """
     kind = device_type()
     asked = None if kind is None else getattr(module_of(kind), "can_device_access_peer", None)
     return None if asked is None else bool(asked(first, second))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with an index: the current one's if it has none."""
+    if device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def select(device: torch.device) -> None:
@@ -102,6 +130,11 @@ def select(device: torch.device) -> None:
 def selected(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which `device` is the current one; no effect on CPU."""
     return torch.accelerator.device_index(None if platform_of(device).is_host else device.index)
+
+
+def known_types() -> tuple[str, ...]:
+    """Return the device types that a user may name: `types`, and the usual accelerator if there is none."""
+    return types() if is_present() else ("cpu", DEFAULT_ACCELERATOR)
 
 
 def types() -> tuple[str, ...]:
@@ -116,10 +149,16 @@ def platform_of(device: torch.device | str) -> Platform:
     Raises:
         UsageError: Torch has no such device type.
     """
-    return _platform(device if isinstance(device, str) else device.type)
+    kind = device if isinstance(device, str) else device.type
+    found = _platforms.get(kind)
+    if found is None:
+        found = _platforms[kind] = _platform(kind)
+    return found
 
 
-@cache
+_platforms: dict[str, Platform] = {}
+
+
 def _platform(kind: str) -> Platform:
     if kind == "cuda" and torch.version.hip:
         return PLATFORMS["rocm"]
@@ -148,21 +187,29 @@ def _of(module: Any) -> frozenset[Capability]:
     return ACCELERATOR | {each for each, function in shown.items() if hasattr(module, function)}
 
 
+def has_type(kind: str) -> bool:
+    """Return whether torch has the device type `kind`, whether or not there is such a device."""
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return False
+    return True
+
+
 def require_type(kind: str) -> str:
     """Return `kind` if torch has this device type.
 
     Raises:
         UsageError: It has not.
     """
-    try:
-        return torch.device(kind).type
-    except RuntimeError as error:
-        raise UsageError(
-            f"torch {torch.__version__} has no device type {kind}.",
-            evidence=f"This process can train on {' and '.join(types())}.",
-            fix="choose one of these, or import the package that adds the type to torch",
-            code="MT131",
-        ) from error
+    if has_type(kind):
+        return kind
+    raise UsageError(
+        f"torch {torch.__version__} has no device type {kind}.",
+        evidence=f"This process can train on {' and '.join(types())}.",
+        fix="choose one of these, or import the package that adds the type to torch",
+        code="MT131",
+    )
 
 
 def require_present(kind: str, fix: str = "use --device cpu") -> None:

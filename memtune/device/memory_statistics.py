@@ -34,9 +34,12 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return int(_function(device, "max_memory_reserved")(device))
 
 
-def statistics(device: torch.device) -> dict[str, Any]:
-    """Return torch's counters of the allocator, such as `requested_bytes.all.peak`."""
-    return dict(_function(device, "memory_stats")(device))
+def requested_bytes(device: torch.device, which: str) -> int:
+    """Return the bytes that tensors asked for, `current` or `peak`, before the allocator rounds them; the
+    rounded ones if it does not count them.
+    """
+    found = _function(device, "memory_stats")(device)
+    return int(found.get(f"requested_bytes.all.{which}", found.get(f"allocated_bytes.all.{which}", 0)))
 
 
 def reset_peaks(device: torch.device) -> None:
@@ -76,6 +79,7 @@ def limit(device: torch.device, n_bytes: int | None) -> None:
         EnvironmentFault: Torch cannot limit this device's memory.
     """
     if Capability.LIMIT in platform_of(device).capabilities:
+        # torch multiplies it by the total again; the limit holds for reserved bytes, segments included.
         fraction = 1.0 if n_bytes is None else min(1.0, n_bytes / total_bytes(device))
         module_of(device).set_per_process_memory_fraction(fraction, device)
     elif n_bytes is not None:

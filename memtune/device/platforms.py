@@ -41,6 +41,8 @@ class Platform:
     capabilities: frozenset[Capability] = frozenset()
     backend: str = ""
     """Process-group backend that sends its tensors; empty if torch has to be asked (`process_groups`)."""
+    ray_resource: str = ""
+    """Ray's name for its devices; empty if Ray does not assign them."""
     visible_devices: str = ""
     """Environment variable that lists the devices a process may use; empty if there is none."""
     driver_files: tuple[str, ...] = ()
@@ -98,6 +100,7 @@ _ALL = (
             }
         ),
         backend="gloo",
+        ray_resource="CPU",
         tested="every test",
     ),
     Platform(
@@ -106,6 +109,7 @@ _ALL = (
         "NVIDIA GPUs (CUDA)",
         frozenset(Capability),
         backend="nccl",
+        ray_resource="GPU",
         visible_devices="CUDA_VISIBLE_DEVICES",
         driver_files=("/dev/nvidiactl", "/dev/dxg"),
         out_of_memory=_CUDA_MESSAGES,
@@ -124,6 +128,7 @@ _ALL = (
             Capability.INDUCTOR,
             Capability.TRANSLATION,
         },
+        ray_resource="GPU",
         backend="nccl",  # RCCL under NCCL's name
         visible_devices="CUDA_VISIBLE_DEVICES",  # HIP reads it as well
         driver_files=("/dev/kfd",),
@@ -137,6 +142,7 @@ _ALL = (
         "Intel GPUs (XPU)",
         ACCELERATOR | {Capability.LIMIT, Capability.TRITON, Capability.INDUCTOR},
         backend="xccl",
+        ray_resource="GPU",
         visible_devices="ZE_AFFINITY_MASK",
         driver_files=("/dev/dri",),
         out_of_memory=("XPU out of memory", "UR error", "level_zero backend failed with error: 39"),
@@ -148,6 +154,7 @@ _ALL = (
         "Ascend NPUs (torch_npu)",
         ACCELERATOR | {Capability.LIMIT},
         backend="hccl",
+        ray_resource="NPU",
         visible_devices="ASCEND_RT_VISIBLE_DEVICES",
         driver_files=("/dev/davinci_manager",),
         out_of_memory=("NPU out of memory",),
@@ -157,6 +164,15 @@ _ALL = (
 )
 PLATFORMS: Mapping[str, Platform] = MappingProxyType({each.name: each for each in _ALL})
 """All platforms that memtune knows by name. Others are described by their own module (`accelerator`)."""
+
+
+DEFAULT_ACCELERATOR = "cuda"
+"""Device type that predictions are for if the user names none."""
+
+
+def device_of(architecture: str) -> str:
+    """Return torch's device type of a GPU by its architecture: `xe` is Intel's, `sm` and `gfx` are CUDA's."""
+    return "xpu" if architecture.startswith("xe") else DEFAULT_ACCELERATOR
 
 
 def of_hardware(device: str, architecture: str) -> str:

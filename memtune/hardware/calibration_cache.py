@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from memtune.device import accelerator
 from memtune.hardware import cpu_probe
 from memtune.hardware.cpu_cores import usable_cores
 
@@ -51,9 +52,9 @@ class Calibration:
 
 
 def machine(device: str) -> str:
-    """Return the properties on which a measurement of `device` (`cpu`, `cuda`) depends."""
+    """Return the properties on which a measurement of `device`, a device type, depends."""
     host = f"{cpu_probe.title()}, {usable_cores()} cores, torch {torch.__version__}"
-    return f"{torch.cuda.get_device_name(0)} in {host}" if device == "cuda" else host
+    return host if device == "cpu" else f"{accelerator.name(0)} in {host}"
 
 
 def load(device: str) -> Calibration | None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from memtune import device
 from memtune.errors import UsageError
 from memtune.hardware import mechanism_costs, outside_allocator
 from memtune.units import GIB
@@ -586,6 +587,11 @@ def cpu(rates: CpuRates) -> Constants:
         "communicator_range": ((0, 0), "gloo's buffers are not in the ledger"),
         "matmul_efficiency": (1.0, "rates of matrix products were measured"),
     }
+
+
+def device_of(name: str) -> str:
+    """Return torch's device type of a GPU of the table: `xpu` for Intel's, `cuda` for the others."""
+    return device.device_of(_GPU_MODELS[name].architecture)
 
 
 def names() -> tuple[str, ...]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from memtune.device import streams
 from memtune.hardware.cpu_cores import usable_cores
 
 BUSY = 0.15
 """Share of the machine's cores in use by others from which measured rates are not kept."""
-_REFERENCE_SIZE = {"cpu": 256, "cuda": 2048}
+_REFERENCE_SIZE, _REFERENCE_SIZE_ON_CPU = 2048, 256
 _REFERENCE_RUNS = 5
 
 
@@ -58,14 +59,13 @@ class LoadMeter:
 
 def reference_s(device: torch.device) -> float:
     """Return the shortest time of a few runs of a fixed matrix product on `device`, in seconds."""
-    size = _REFERENCE_SIZE.get(device.type, 256)
+    size = _REFERENCE_SIZE_ON_CPU if device.type == "cpu" else _REFERENCE_SIZE
     a = torch.ones(size, size, device=device)
     best = float("inf")
     with torch.no_grad():
         for _ in range(_REFERENCE_RUNS):
             start = time.perf_counter()
             a @ a
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            streams.synchronize(device)
             best = min(best, time.perf_counter() - start)
     return best

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from memtune.device import streams
 from memtune.hardware import flops
 
 _LONG = 20
@@ -61,8 +62,7 @@ class OpClock(TorchDispatchMode):
         if self._end_s is not None:
             self.gaps_s.append(start - self._end_s)
         out = func(*args, **kwargs)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        streams.synchronize(self._device)
         seconds = self._clock() - start
         if func.namespace != "aten":
             self.others_s += seconds

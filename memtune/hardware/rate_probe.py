@@ -12,11 +12,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-_COPY_BYTES = {"cpu": 2**25, "cuda": 2**26}
+from memtune.device import Capability, platform_of, streams
+
+_COPY_BYTES, _COPY_BYTES_ON_CPU = 2**26, 2**25
 """Beyond most caches: what is offloaded was not used for a while."""
 _ADAM_PARAMETERS = 2**22
-_MESSAGE_BYTES = {"cpu": (2**12, 2**18, 2**22), "cuda": (2**12, 2**20, 2**26)}
-_RUNS = {"cpu": 5, "cuda": 10}
+_MESSAGE_BYTES, _MESSAGE_BYTES_ON_CPU = (2**12, 2**20, 2**26), (2**12, 2**18, 2**22)
+_RUNS, _RUNS_ON_CPU = 10, 5
 
 
 def measure_rates(device: torch.device, *, local_ranks: int) -> dict[str, float]:
@@ -44,19 +46,23 @@ def _best_s(run: Callable[[], object], device: torch.device, runs: int) -> float
             dist.barrier()
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        streams.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
 
 
+def _runs(device: torch.device) -> int:
+    return _RUNS_ON_CPU if device.type == "cpu" else _RUNS
+
+
 def _copy_rates(device: torch.device, shared: int) -> dict[str, float]:
-    n_bytes = _COPY_BYTES.get(device.type, 2**23)
+    on_cpu = device.type == "cpu"
+    n_bytes = _COPY_BYTES_ON_CPU if on_cpu else _COPY_BYTES
     host = torch.ones(n_bytes // 4)
-    if device.type == "cuda":
+    if Capability.PINNED in platform_of(device).capabilities:
         host = host.pin_memory()
     there = torch.ones_like(host, device=device)
-    runs = _RUNS.get(device.type, 5)
+    runs = _runs(device)
     up_s = _best_s(lambda: there.copy_(host, non_blocking=True), device, runs)
     down_s = _best_s(lambda: host.copy_(there, non_blocking=True), device, runs)
     return {
@@ -81,7 +87,7 @@ def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
     """
     seconds = {
         n_bytes: _usual_s(torch.ones(n_bytes // 4, device=device), device)
-        for n_bytes in _MESSAGE_BYTES.get(device.type, _MESSAGE_BYTES["cpu"])
+        for n_bytes in (_MESSAGE_BYTES_ON_CPU if device.type == "cpu" else _MESSAGE_BYTES)
     }
     rounds = 2 * (ranks - 1)
     rows = torch.tensor(
@@ -101,11 +107,10 @@ def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
 def _usual_s(message: torch.Tensor, device: torch.device) -> float:
     """Return the lower quartile of the time of an all-reduce: other load only makes it longer."""
     times = []
-    for _ in range(2 * _RUNS.get(device.type, 5) + 1):
+    for _ in range(2 * _runs(device) + 1):
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(message)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        streams.synchronize(device)
         times.append(time.perf_counter() - start)
     return sorted(times[1:])[(len(times) - 1) // 4]

@@ -303,7 +303,7 @@ def _seconds(
     of_products = flops * by_flops[names] / (flops_per_s * matrices.share)
     of_memory = traffic_bytes * by_bytes[names]
     op_s: F64 = np.maximum(of_products, of_memory)
-    if hardware.device == "cuda":
+    if hardware.device != "cpu":
         op_s += (1.0 - hidden)[classes][names] * np.minimum(of_products, of_memory)
         if not hardware.curves:
             op_s = np.maximum(op_s, _LEAST_KERNEL_S)
@@ -332,7 +332,7 @@ def op_s(
     share = hardware.local_ranks(ranks) if hardware.device == "cpu" else 1
     work, traffic = np.array([flops]), np.array([traffic_bytes])
     rate = hardware.matmul_flops_per_s(dtype)
-    reached = hardware.matmul_efficiency if hardware.device == "cuda" and kind == "matmul" else 1.0
+    reached = hardware.matmul_efficiency if hardware.device != "cpu" and kind == "matmul" else 1.0
     found = _seconds(
         np.array([CLASSES.index(kind)]),
         np.zeros(1, np.intp),
@@ -452,7 +452,7 @@ def collective_s(
     )
     seconds = rounds * (steps / ranks * n_bytes / bytes_per_s + steps * latency_s)
     if algorithms.any():
-        local = np.minimum(ranks, hardware.gpus_per_node) if hardware.device == "cuda" else ranks
+        local = np.minimum(ranks, hardware.gpus_per_node) if hardware.device != "cpu" else ranks
         local = np.where(resource == Resource.INTER_LINK, 1.0, local)  # no two of its ranks share a node
         other = np.select(
             [algorithms == Algorithm.HIERARCHICAL, algorithms == Algorithm.ALL_TO_ALL],
@@ -473,7 +473,7 @@ def _ring_link(
     inter = resource == Resource.INTER_LINK
     bytes_per_s = np.where(inter, hardware.inter_link_bytes_per_s, hardware.intra_link_bytes_per_s)
     latency_s = np.where(inter, hardware.inter_link_latency_s, hardware.intra_link_latency_s)
-    if hardware.device == "cuda":
+    if hardware.device != "cpu":
         across = ~inter & (ranks > local)
         network = np.minimum(hardware.intra_link_bytes_per_s, hardware.inter_link_bytes_per_s * local)
         bytes_per_s = np.where(across, network, bytes_per_s)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from memtune.errors import no_cuda
+from memtune.device import Platform, accelerator, memory_statistics, of_hardware
 from memtune.hardware import calibration_cache, cpu_probe, known_devices
 from memtune.hardware.calibration_cache import Curve
 from memtune.hardware.cpu_cores import usable_cores
 
-Device = Literal["cuda", "cpu"]
+Device = str
+"""A device type of torch: `cpu`, `cuda` (ROCm too), `xpu` or that of an out-of-tree backend."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ class Hardware:
     rates_from: str = field(default="table", compare=False)
     """Basis of predictions: `table`, or `measured on this machine` with the date."""
 
+    @property
+    def platform(self) -> Platform:
+        """Device type and runtime, with their capabilities."""
+        return accelerator.named_platform(of_hardware(self.device, self.architecture))
+
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Return the peak rate of matrix products of `dtype`: bfloat16, float16, tf32; others as float32."""
         rates = {
@@ -139,18 +145,19 @@ def find(name: str) -> Hardware:
         UsageError: There is no such entry; the message has the most similar ones.
     """
     key = known_devices.known_name(name)
-    return _from_constants(key, "cuda", known_devices.GPUS[key])
+    return _from_constants(key, known_devices.device_of(key), known_devices.GPUS[key])
 
 
 def detect(device: Device = "cpu") -> Hardware:
     """Return this machine's hardware: measurements of `memtune doctor --calibrate`, and defaults.
 
-    Defaults are the table's entry with this device's memory on CUDA, and a half-second measurement on CPU.
+    Defaults are the table's entry with this device's memory, and a half-second measurement on CPU.
 
     Raises:
-        EnvironmentFault: `device` is `cuda` and torch sees no CUDA device.
+        UsageError: Torch has no device type `device`.
+        EnvironmentFault: It has, and sees no such device.
     """
-    found = _detect_cuda() if device == "cuda" else of_cpu(cpu_probe.cpu())
+    found = of_cpu(cpu_probe.cpu()) if device == "cpu" else _detect_accelerator(device)
     known = calibration_cache.load(device)
     if known is None or (device == "cpu" and not cpu_probe.cpu().is_given and _contradicts(known, found)):
         return found
@@ -184,19 +191,24 @@ def with_measured(hardware: Hardware, known: calibration_cache.Calibration) -> H
 
 
 def gpu_name() -> str:
-    """Return the name of the first GPU as in `detect("cuda")`: the table's key, else made from the driver's
-    name.
+    """Return the name of the first device of the accelerator as in `detect`: the table's key, else made from
+    the driver's name.
     """
-    found = torch.cuda.get_device_properties(0)
-    return known_devices.match(found.name, found.total_memory) or re.sub(r"\W+", "-", found.name.lower())
+    title, memory_bytes = _seen()
+    return known_devices.match(title, memory_bytes) or re.sub(r"\W+", "-", title.lower())
 
 
-def _detect_cuda() -> Hardware:
-    if not torch.cuda.is_available():
-        raise no_cuda("use --device cpu, or name a GPU: --gpu-type")
-    found = torch.cuda.get_device_properties(0)
-    known = known_devices.match(found.name, found.total_memory)
-    seen = "torch.cuda, this machine"
+def _seen() -> tuple[str, int]:
+    """Return the driver's name of the first device of the accelerator, and its memory in bytes."""
+    first = torch.device(str(accelerator.device_type()), 0)
+    return accelerator.name(first), memory_statistics.total_bytes(first)
+
+
+def _detect_accelerator(device: Device) -> Hardware:
+    accelerator.require_present(device, "use --device cpu, or name a GPU: --gpu-type")
+    title, memory_bytes = _seen()
+    known = known_devices.match(title, memory_bytes)
+    seen = f"torch.{device}, this machine"
     # A card that is not in the table is predicted as an A10 with this card's memory: slow enough that plans
     # are not too optimistic.
     constants = dict(known_devices.GPUS[known or "a10"])
@@ -206,23 +218,17 @@ def _detect_cuda() -> Hardware:
             for name, (value, why) in constants.items()
         }
     constants |= {
-        "title": (found.name, seen),
-        "architecture": (_architecture(found), seen),
-        "memory_bytes": (found.total_memory, seen),
-        "gpus_per_node": (torch.cuda.device_count(), seen),
+        "title": (title, seen),
+        "architecture": (accelerator.architecture(), seen),
+        "memory_bytes": (memory_bytes, seen),
+        "gpus_per_node": (accelerator.count(), seen),
         "host_memory_bytes": (cpu_probe.host_memory_bytes(), "the operating system, this machine"),
         "cores": (usable_cores(), "the operating system, this machine"),
     }
-    if torch.cuda.device_count() > 1:
-        constants["links_through_host"] = (not torch.cuda.can_device_access_peer(0, 1), seen)
-    return _from_constants(gpu_name(), "cuda", constants)
-
-
-def _architecture(properties: Any) -> str:
-    """Return the architecture: `sm90`, or on ROCm the name without features, `gfx942`."""
-    if torch.version.hip:
-        return str(properties.gcnArchName).split(":")[0]
-    return f"sm{properties.major}{properties.minor}"
+    reaches = accelerator.reaches_peer(0, 1) if accelerator.count() > 1 else None
+    if reaches is not None:
+        constants["links_through_host"] = (not reaches, seen)
+    return _from_constants(gpu_name(), device, constants)
 
 
 def _from_constants(name: str, device: Device, constants: Mapping[str, tuple[Any, str]]) -> Hardware:

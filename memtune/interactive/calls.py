@@ -29,7 +29,7 @@ def search(
     optimizer: Callable[..., Any] | None = None,
     blocks: Callable[..., Any] | None = None,
     gpus: int | None = None,
-    device: Literal["cpu", "cuda"] | None = None,
+    device: str | None = None,
     workers: int | None = None,
     gpu_type: str | None = None,
     max_memory: str | int | None = None,
@@ -69,7 +69,8 @@ def search(
         optimizer: `optimizer(params)`; AdamW by default.
         blocks: `blocks(model)`, the repeated blocks; found automatically by default.
         gpus: Number of GPUs that train together; all visible ones by default.
-        device: Device to compute on; CUDA if present.
+        device: Type of the device to compute on, such as `"cpu"` or `"cuda"`; the accelerator if there is
+            one.
         workers: Number of ranks on CPU (with `device="cpu"`).
         gpu_type: Name of the GPU, such as `h100-80g`, if the machine does not tell.
         max_memory: Device memory per rank, as `"24GiB"` or a number of bytes.
@@ -124,7 +125,7 @@ def plan(
     optimizer: Callable[..., Any] | None = None,
     blocks: Callable[..., Any] | None = None,
     gpus: int | None = None,
-    device: Literal["cpu", "cuda"] | None = None,
+    device: str | None = None,
     workers: int | None = None,
     gpu_type: str | None = None,
     nodes: int | None = None,
@@ -155,7 +156,7 @@ def plan(
         optimizer: See `model`.
         blocks: See `model`.
         gpus: Number of GPUs that train together.
-        device: Device to predict for; CUDA by default.
+        device: Type of the device to predict for, such as `"cpu"`; CUDA by default.
         workers: Number of ranks on CPU (with `device="cpu"`).
         gpu_type: Predict for this GPU, such as `h100-80g`; the machine's own by default.
         nodes: Number of machines; as few as hold the GPUs by default.

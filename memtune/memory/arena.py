@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 from memtune import _native
+from memtune.device import platform_of
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator, cuda_arena
 from memtune.memory.arena_settings import VARIABLE, ArenaSettings
@@ -95,7 +96,7 @@ def use(context: Context, settings: ArenaSettings) -> None:
     Raises:
         ApplyError: As `install` does; on a GPU, it was not installed before CUDA started, or is another one.
     """
-    if context.device.type == "cuda":
+    if not platform_of(context.device).is_host:
         number = context.device.index  # a tensor's device always has one
         _require_on_gpu(settings)
     else:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memtune import _native
+from memtune.device import accelerator
 from memtune.memory.arena_settings import VARIABLE, ArenaSettings
 
 __all__ = ["install_from_environment", "installed", "snapshot", "why_not"]
@@ -119,7 +120,7 @@ def snapshot(_: Any = None) -> dict[str, Any]:
 
     A block of several stitched pieces appears as those pieces, at their own addresses.
     """
-    devices = range(max(torch.cuda.device_count(), 1))
+    devices = range(max(accelerator.count(), 1))
     segments = [_segment(device, *row) for device in devices for row in _native.arena_regions(device)]
     return {
         "segments": segments,

@@ -7,7 +7,7 @@ error.
 near-free | before the allocation |
 | CPU, without | a dispatch mode (`memtune.memory.dispatch_ledger`): exact but for workspace, slower | after
 the op |
-| CUDA | torch's caching allocator | `set_per_process_memory_fraction`, on reserved bytes |
+| others | torch's caching allocator | `set_per_process_memory_fraction`, on reserved bytes |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memtune.device import accelerator, memory_statistics, platform_of
 from memtune.memory import arena, cpu_allocator
 from memtune.memory.dispatch_ledger import ModeLedger
 from memtune.program import Kind
@@ -59,8 +60,8 @@ class Ledger(abc.ABC):
             EnvironmentFault: `counter="shim"` and it cannot be built.
         """
         device = torch.device(device)
-        if device.type == "cuda":
-            return _CudaLedger(device, budget_bytes)
+        if not platform_of(device).is_host:
+            return _AcceleratorLedger(device, budget_bytes)
         if counter == "mode" or (counter == "auto" and cpu_allocator.available() is not None):
             return _ModeBackend(device, budget_bytes)
         return _ShimLedger(budget_bytes)
@@ -211,49 +212,38 @@ class _ModeBackend(Ledger):
             self._model = self._optimizer = None
 
 
-class _CudaLedger(Ledger):
+class _AcceleratorLedger(Ledger):
     def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
         super().__init__()
         # torch sets limits only for a device with an index.
-        number: int | None = device.index
-        self._device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
-        self._limit(budget_bytes)
+        self._device = accelerator.with_index(device)
+        memory_statistics.limit(self._device, budget_bytes)
         self.reset_peak()
 
-    def _limit(self, budget_bytes: int | None) -> None:
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        # torch multiplies it by the total again; the limit holds for reserved bytes, segments included.
-        fraction = 1.0 if budget_bytes is None else min(1.0, budget_bytes / total)
-        torch.cuda.set_per_process_memory_fraction(fraction, self._device)
-
     def live_bytes(self, tier: Tier = DEVICE) -> int:
-        return torch.cuda.memory_allocated(self._device) if tier == DEVICE else _pinned_bytes(tier, "current")
+        if tier == DEVICE:
+            return memory_statistics.allocated_bytes(self._device)
+        return self._pinned_bytes(tier, "current")
 
     def peak_allocated_bytes(self, tier: Tier = DEVICE) -> int:
-        return (
-            torch.cuda.max_memory_allocated(self._device) if tier == DEVICE else _pinned_bytes(tier, "peak")
-        )
+        if tier == DEVICE:
+            return memory_statistics.peak_allocated_bytes(self._device)
+        return self._pinned_bytes(tier, "peak")
+
+    def _pinned_bytes(self, tier: Tier, which: str) -> int:
+        """Return pinned bytes, the only host memory that torch counts; SSD bytes are not torch's."""
+        return memory_statistics.pinned_bytes(self._device, which) if tier == HOST else 0
 
     def peak_reserved_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self._device)
+        return memory_statistics.peak_reserved_bytes(self._device)
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        torch.cuda.reset_peak_host_memory_stats()
+        memory_statistics.reset_peaks(self._device)
+        memory_statistics.reset_pinned_peaks(self._device)
 
     def _counts(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-        return tensor.device.type == "cuda"
+        return tensor.device.type == self._device.type
 
     def close(self) -> None:
-        self._limit(None)
+        memory_statistics.limit(self._device, None)
         self._model = self._optimizer = None
-
-
-def _pinned_bytes(tier: Tier, which: str) -> int:
-    """Return pinned host bytes, the only host memory that torch counts on CUDA; SSD bytes are not torch's."""
-    stats = torch.cuda.host_memory_stats()
-    return (
-        int(stats.get(f"active_bytes.{which}", stats.get(f"allocated_bytes.{which}", 0)))
-        if tier == HOST
-        else 0
-    )

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from memtune.device import accelerator, generators, memory_statistics, platform_of, streams
 from memtune.errors import EnvironmentFault
 from memtune.memory import cpu_allocator
 from memtune.runtime import WatchingMode
@@ -146,9 +147,8 @@ def measure(key: Signature, device: torch.device | str = "cpu") -> Measured:
     name, args, kwargs = json.loads(key)
     op = _resolve(name)
     args, kwargs = _decode(args, device), {k: _decode(v, device) for k, v in kwargs.items()}
-    here = [device] if device.type == "cuda" else []
     # Workspace is measured in the middle of a user's process, whose random numbers must not change.
-    with torch.random.fork_rng(here), torch.autocast(device.type, enabled=False), torch.enable_grad():
+    with generators.forked(device), torch.autocast(device.type, enabled=False), torch.enable_grad():
         op(*args, **kwargs)
         # The first run has filled oneDNN's primitive cache and the library handles' buffers.
         before = _start(device)
@@ -162,19 +162,19 @@ def measure(key: Signature, device: torch.device | str = "cpu") -> Measured:
 
 
 def _start(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+    if not platform_of(device).is_host:
+        streams.synchronize(device)
+        memory_statistics.reset_peaks(device)
+        return memory_statistics.requested_bytes(device, "current")
     cpu_allocator.install()
     cpu_allocator.reset_peak()
     return cpu_allocator.live_bytes()
 
 
 def _stop(device: torch.device) -> tuple[int, int]:
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        return int(stats["requested_bytes.all.peak"]), int(stats["requested_bytes.all.current"])
+    if not platform_of(device).is_host:
+        peak, now = (memory_statistics.requested_bytes(device, which) for which in ("peak", "current"))
+        return peak, now
     return cpu_allocator.peak_bytes(), cpu_allocator.live_bytes()
 
 
@@ -187,8 +187,9 @@ def made_for(device: torch.device | str = "cpu", threads: int | None = None) -> 
         device: Device of the ops.
         threads: Number of CPU threads; None: that of this process.
     """
-    if torch.device(device).type == "cuda":
-        return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
+    device = torch.device(device)
+    if not platform_of(device).is_host:
+        return {"torch": torch.__version__, "device": accelerator.name(device)}
     capability = torch.backends.cpu.get_cpu_capability()
     return {
         "torch": torch.__version__,

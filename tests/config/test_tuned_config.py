@@ -28,6 +28,7 @@ from memtune.config.tuned_config import (
     save,
 )
 from memtune.config.yaml_io import MAX_BYTES, flow, parse
+from memtune.device import accelerator
 from memtune.errors import ApplyError, ConfigError, EnvironmentFault
 from memtune.program.op_addresses import OpAddresses
 from memtune.search_spaces import SLOTS, null
@@ -491,11 +492,11 @@ def test_variable_set_after_cuda_started_raises(monkeypatch: pytest.MonkeyPatch)
     # torch's getter returns the settings that it read at its start; the test only pretends that CUDA runs.
     for name, value in environment(EXPANDABLE).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(accelerator, "is_started", lambda: True)
     before = torch._C._accelerator_getAllocatorSettings()
     try:
         torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
-        with pytest.raises(ApplyError, match="before CUDA starts"):
+        with pytest.raises(ApplyError, match="before the device starts"):
             check_environment(EXPANDABLE)
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         check_environment(EXPANDABLE)

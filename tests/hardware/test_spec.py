@@ -116,7 +116,7 @@ def test_cpu_rates_are_measured_once_and_cached(empty_cache: Path, monkeypatch: 
 
 
 def test_detect_without_cuda_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("memtune.device.accelerator.device_type", lambda: None)
     with pytest.raises(EnvironmentFault, match="no CUDA device"):
         hardware.detect("cuda")
 

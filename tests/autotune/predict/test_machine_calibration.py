@@ -95,7 +95,7 @@ def test_calibration_of_other_machine_or_unreadable_is_ignored(
 
 
 def test_calibrate_without_cuda_raises_with_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("memtune.device.accelerator.device_type", lambda: None)
     with pytest.raises(EnvironmentFault, match="no CUDA device"):
         machine_calibration.calibrate("cuda", tiny=True)
 

@@ -52,7 +52,7 @@ def deferred_in_stages(
         backward_s: The same for backward, without the forward that recomputes it.
     """
     sizes, local = block_bytes(program.step), hardware.local_ranks(program.ranks)
-    sharing = min(local, hardware.gpus_per_pcie_root) if hardware.device == "cuda" else 1
+    sharing = min(local, hardware.gpus_per_pcie_root) if hardware.device != "cpu" else 1
     forward, backward = (_of_stages(each, stages) for each in (forward_s, backward_s))
     up, down = sharing / hardware.host_to_device_bytes_per_s, sharing / hardware.device_to_host_bytes_per_s
     times = BlockTimes(

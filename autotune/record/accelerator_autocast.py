@@ -1,10 +1,10 @@
-"""Apply CUDA's autocast policy to CPU tensors, so that a recording made on CPU for a GPU has that GPU's
-casts.
+"""Apply an accelerator's autocast policy to CPU tensors, so that a recording made on CPU for a GPU has that
+GPU's casts.
 
-CPU and CUDA have different op lists: CUDA runs norms, softmax and sums in float32 and saves the cast tensors,
-CPU runs them in 16 bits, and `torch.autocast("cuda")` does nothing without CUDA. Inside
-`cuda_autocast_on_cpu` both device types follow CUDA's lists, and queries (`torch.is_autocast_enabled`) answer
-for both.
+CPU and accelerators have different op lists: CUDA, whose lists ATen shares with the others, runs norms,
+softmax and sums in float32 and saves the cast tensors, CPU runs them in 16 bits, and `torch.autocast("cuda")`
+does nothing without CUDA. Inside `accelerator_autocast_on_cpu` both device types follow CUDA's lists, and
+queries (`torch.is_autocast_enabled`) answer for both.
 
 Sources: ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE; it is
 installed with torch) and aten/src/ATen/autocast_mode.cpp (TORCH_LIBRARY_IMPL of AutocastCPU: what only CPU
@@ -59,8 +59,8 @@ _Cast = Callable[[Sequence[Tensor]], torch.dtype]
 
 
 @contextmanager
-def cuda_autocast_on_cpu() -> Iterator[None]:
-    """Make autocast for CPU and for CUDA cast CPU tensors as CUDA does."""
+def accelerator_autocast_on_cpu(kind: str) -> Iterator[None]:
+    """Make autocast for CPU and for the device type `kind` cast CPU tensors as CUDA does."""
     init, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
     made_before: dict[int, dict[str, Any]] = {}
     with ExitStack() as kernels:
@@ -73,16 +73,16 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
             enabled: bool = True,
             cache_enabled: bool | None = None,
         ) -> None:
-            if device_type in ("cpu", "cuda"):
-                device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+            if device_type in ("cpu", kind):
+                device_type, dtype = "cpu", torch.get_autocast_dtype(kind) if dtype is None else dtype
             init(self, device_type, dtype, enabled, cache_enabled)
 
         def entered(self: autocast) -> Any:
             nonlocal placed
-            if self.device == "cuda":  # made when the user's file was imported
+            if self.device == kind:  # made when the user's file was imported
                 made_before[id(self)] = dict(vars(self))
                 on_cpu(
-                    self, "cuda", self.fast_dtype, getattr(self, "asked", self._enabled), self._cache_enabled
+                    self, kind, self.fast_dtype, getattr(self, "asked", self._enabled), self._cache_enabled
                 )
             if (
                 not placed and self._enabled
@@ -99,17 +99,17 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
 
         autocast.__init__, autocast.__enter__, autocast.__exit__ = on_cpu, entered, left  # type: ignore[method-assign]
         try:
-            with _autocast_queries():
+            with _autocast_queries(kind):
                 yield
         finally:
             autocast.__init__, autocast.__enter__, autocast.__exit__ = init, enter, leave  # type: ignore[method-assign]
 
 
 @contextmanager
-def _autocast_queries() -> Iterator[None]:
-    """Answer queries about CUDA's autocast, the default device, with the state of CPU's.
+def _autocast_queries(kind: str) -> Iterator[None]:
+    """Answer queries about autocast of `kind`, here the default device, with the state of CPU's.
 
-    CUDA's own state never changes: Dynamo would restore it to the answer, and find that it had changed.
+    Its own state never changes: Dynamo would restore it to the answer, and find that it had changed.
     """
     enabled, dtype, gpu_dtype = (
         torch.is_autocast_enabled,
@@ -119,21 +119,21 @@ def _autocast_queries() -> Iterator[None]:
     set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
     def set_autocast_enabled(*args: Any) -> None:
-        if args[0] != "cuda":
+        if args[0] != kind:
             set_enabled(*args)
 
     def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
-        if device_type != "cuda":
+        if device_type != kind:
             set_dtype(device_type, dtype)
 
-    def is_autocast_enabled(device_type: str = "cuda") -> bool:
-        return enabled("cpu" if device_type == "cuda" else device_type)
+    def is_autocast_enabled(device_type: str = kind) -> bool:
+        return enabled("cpu" if device_type == kind else device_type)
 
     def get_autocast_dtype(device_type: str) -> torch.dtype:
-        return dtype("cpu" if device_type == "cuda" and enabled("cpu") else device_type)
+        return dtype("cpu" if device_type == kind and enabled("cpu") else device_type)
 
     torch.is_autocast_enabled, torch.get_autocast_dtype = is_autocast_enabled, get_autocast_dtype
-    torch.get_autocast_gpu_dtype = lambda: get_autocast_dtype("cuda")
+    torch.get_autocast_gpu_dtype = lambda: get_autocast_dtype(kind)
     torch.set_autocast_enabled = set_autocast_enabled  # type: ignore[assignment]
     torch.set_autocast_dtype = set_autocast_dtype
     try:

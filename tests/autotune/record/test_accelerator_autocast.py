@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _dispatch_dump, _dispatch_get_all_op_names
 
-from memtune.autotune.record import cuda_autocast as ours
-from memtune.autotune.record.cuda_autocast import cuda_autocast_on_cpu
+from memtune.autotune.record import accelerator_autocast as ours
+from memtune.autotune.record.accelerator_autocast import accelerator_autocast_on_cpu
 from memtune.autotune.record.recorder import record
 from memtune.workload.workload import Workload
 
@@ -65,10 +65,10 @@ def test_cuda_lists_equal_torch_headers() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_cuda_autocast_on_cpu_returns_dtypes_of_cuda_policy(device: str) -> None:
+def test_accelerator_autocast_on_cpu_returns_dtypes_of_cuda_policy(device: str) -> None:
     x = torch.randn(4, 4, requires_grad=True)
     target = torch.zeros(4, dtype=torch.long)
-    with cuda_autocast_on_cpu(), torch.autocast(device, BF16):
+    with accelerator_autocast_on_cpu("cuda"), torch.autocast(device, BF16):
         h = x @ x
         kinds = {
             "softmax": h.softmax(-1),
@@ -125,7 +125,7 @@ def test_autocast_queries_report_emulated_state(device: str) -> None:
 
     x = torch.randn(4, 4, requires_grad=True)
     before = autocast_state()
-    with cuda_autocast_on_cpu():
+    with accelerator_autocast_on_cpu("cuda"):
         assert autocast_state() == [False, False, torch.get_autocast_dtype("cuda")]
         with torch.autocast(device, BF16):
             assert autocast_state() == [True, True, BF16]
