@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memtune.config.evidence import evidence_text, name_of, people_text, with_evidence
 from memtune.config.yaml_io import Document, flow, parse, read_text, save_text
-from memtune.device import DEFAULT_ACCELERATOR, platform_of
+from memtune.device import DEFAULT_ACCELERATOR
 from memtune.errors import ApplyError, ConfigError
 from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, null
 from memtune.search_spaces.execution import Execution
@@ -564,7 +564,7 @@ def check_environment(settings: Settings, *, device: str = DEFAULT_ACCELERATOR) 
     Raises:
         ApplyError: A variable is missing, different, or was set too late. The message has the `export` line.
     """
-    wanted = {} if platform_of(device).is_host else environment(settings)
+    wanted = {} if device == "cpu" else environment(settings)
     found = [
         f"{name}={os.environ.get(name, '(not set)')}"
         for name, value in wanted.items()
