@@ -23,6 +23,7 @@ import torch
 from memtune.autotune.predict import link_benchmark, op_rates
 from memtune.autotune.predict.mechanism_benchmark import measured_costs
 from memtune.device import accelerator, backend_of, streams
+from memtune.errors import EnvironmentFault
 from memtune.hardware import (
     Calibration,
     Device,
