@@ -43,6 +43,7 @@ def chunk_sizes(n_bytes: Units, block: Units, *, above: bool = False) -> Units:
         of_block[index] += size
     least, most = max(n_bytes), max(of_block)
     sums: set[int] = set()
+    # Sums of neighbours, see above: O(n^2), but a sum above the largest block ends the inner loop.
     for first in range(len(n_bytes)):
         total = 0
         for size in n_bytes[first:]:
@@ -98,6 +99,7 @@ def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool
     Source: Fang et al. 2021, PatrickStar (arXiv:2108.05818), chunk size search and the memory budget by
     moment.
     """
+    # Chunks are equal in size, so `n_bytes` includes the unused ends: the waste.
     by_waste = sorted(
         all_packings(n_bytes, block, gathered), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes)
     )
@@ -139,6 +141,7 @@ def fewest_bytes_moved(
             continue
         by_slots = _moves(chunks, prefetch)
         moves = by_slots[most]
+        # More slots that save no load are left to activations.
         low = next(slots for slots in range(least, most + 1) if by_slots[slots] == moves)
         found = (moves * chunks.chunk_bytes, low * chunks.chunk_bytes, chunks.chunk_bytes)
         if best is None or found < best[0]:

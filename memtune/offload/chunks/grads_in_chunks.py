@@ -79,6 +79,7 @@ class GradientsInPlace(ParameterOffloader):
         mine = [each for each in self._of_block[block] if self._has_gradients(each, block)]
         if mine:
             self._finish_copies()
+            # Freed before the reload, because a resident chunk would not be loaded again.
             self._free_units(mine)
         super()._load_block(block)
 

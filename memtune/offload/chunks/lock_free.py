@@ -58,6 +58,7 @@ class LockFreeOptimizer(HostOptimizer):
     def _update_all(self, optimizer: Optimizer) -> None:
         assert self._native is not None
         self._native.make_state(optimizer, self._gradients.get)
+        # The sweep owns these now; training collects the next step's in a new dict.
         delivered, self._gradients = self._gradients, {}
         self._sweeps.deliver(delivered)
 
@@ -76,6 +77,8 @@ class LockFreeOptimizer(HostOptimizer):
             for settings, hosts in groups:
                 for host in hosts:
                     weight = self._spare[host]
+                    # All weights are copied, also those without a gradient: the two memories are exchanged as
+                    # a whole.
                     weight.copy_(host.detach())
                     if host in gradients:
                         self._native.one(
@@ -86,6 +89,7 @@ class LockFreeOptimizer(HostOptimizer):
         """Exchange the two host copies of every weight, so that training reads those of the last sweep."""
         for host, published in list(self._spare.items()):
             self._spare[host] = host.data
+            # The same Python object, since state dicts and groups refer to it.
             host.data = published
         self._store.swap()
         self._is_new = True

@@ -89,6 +89,7 @@ class PagedOffloader(ParameterOffloader):
     def swap(self) -> None:
         """Exchange the two host memories: later loads copy from the other one."""
         self._resident.clear()
+        # The frames hold old weights now, so every page is loaded again.
         assert self._spare is not None
         spare, self._spare = self._spare, self._in_frames
         self._take(spare)

@@ -93,6 +93,7 @@ class ExpertOptimizer(SsdOptimizer):
         if self._group is not None:
             context.undo.callback(dist.destroy_process_group, self._group)
         super().__init__(context, master=False, read_ahead=0, keep=keep, chosen=mine)
+        # Experts without trained parameters have no records, so not every parameter is found.
         piece_of = {piece.device: piece for piece in self._pieces}
         self.pieces = [
             [piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of]
@@ -115,6 +116,7 @@ class ExpertOptimizer(SsdOptimizer):
         self.moment = 0
         self.caught_up = 0
         self.hosts: dict[nn.Parameter, Tensor] | None = None
+        # Before the optimizer's own step, which would skip experts: their device gradients are None.
         before_step(self._optimizer, lambda *_: self._update_rest())
         self._resident_slots: ResidentSlots | None = None
         self._is_loaded = False
@@ -178,6 +180,7 @@ class ExpertOptimizer(SsdOptimizer):
                 self._dirty.add(expert)
                 self.caught_up += 1
                 with tier(HOST):
+                    # Zeros are a gradient: weight decay and momentum still change the weight.
                     zeros = torch.zeros(piece.held.shape)
                 self._on_host(replace(piece, group=group), host, zeros, self._seeds[piece.device])
         return hosts
@@ -206,6 +209,7 @@ class ExpertOptimizer(SsdOptimizer):
     def _write_changed(self) -> None:
         for expert, hosts in self._resident.items():
             self._write_back(expert, hosts)
+        # Two SSD writes may be in flight; state dicts and kept steps read what has arrived.
         while self._writing:
             self._finish_oldest()
 
@@ -310,6 +314,7 @@ class ExpertOptimizer(SsdOptimizer):
             for piece, host in zip(self.pieces[expert], self.host(expert), strict=True):
                 gradient, piece.held.grad = piece.held.grad, None
                 if gradient is not None:
+                    # A real gradient in another micro-batch of the step takes the place of the zeros.
                     self._zero.discard(piece.device)
                     self._on_host(piece, host, gradient, self._seeds[piece.device])
 
@@ -330,7 +335,9 @@ class ExpertOptimizer(SsdOptimizer):
                 piece.group for piece in self.pieces[self.expert_of[parameter]] if piece.device is parameter
             )
             now = settings.setdefault(
-                id(group), {name: value for name, value in group.items() if name != "params"}
+                # A copy: schedulers change the group's learning rate before the update is applied.
+                id(group),
+                {name: value for name, value in group.items() if name != "params"},
             )
             self._missed.setdefault(parameter, []).append(now)
         self._zero.clear()
@@ -439,6 +446,7 @@ class ExpertOffloader(ParameterOffloader):
     # -- moments ---------------------------------------------------------------------------------------------
 
     def _begin_moment(self, moment: int) -> None:
+        # A block may be called again within its moment; guesses are made once.
         is_same = moment == self._moment
         self._expert_optimizer.moment = moment
         super()._begin_moment(moment)
@@ -491,6 +499,7 @@ class ExpertOffloader(ParameterOffloader):
                         self._places[piece.device].free()
 
     def _load_all(self) -> None:
+        # Weights are about to be restored by `undo`, so updates must not be applied to them.
         self._expert_optimizer.clear_missed()
         for expert, pieces in enumerate(self._expert_optimizer.pieces):
             if any(self._places[piece.device].memory.untyped_storage().nbytes() == 0 for piece in pieces):

@@ -101,6 +101,7 @@ def _without_memory(step: Step, idle: npt.NDArray[np.intp]) -> Step:
     gradients = np.concatenate([columns.gradient[idle], raw_gradients(step)[idle]])
     n_bytes[columns.storage[idle]] = 0
     n_bytes[gradients[gradients >= 0]] = 0
+    # No rows: `stream_parameters` then moves no bytes for them.
     numel[idle] = 0
     return replace(step, parameters=replace(columns, numel=numel)).with_storages(bytes=n_bytes)
 
@@ -282,6 +283,7 @@ def _eviction_start(step: Step, experts: tuple[Expert, ...], moment: int, comes:
         return write
     updates, parameter = _updates(step)
     before = [index for each in experts[:comes] if each.block == block for index in each.parameters]
+    # The eviction makes room for this expert's update, so it starts when the one before it is updated.
     over = updates[np.isin(parameter, before)][-1:]
     return over if len(over) else write
 
@@ -299,6 +301,7 @@ def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks
     _flags(
         edit,
         before,
+        # Two float32 flags per parameter: it has a gradient, or zeros.
         8 * np.append(of_block[columns.block[parameter[first]]], len(mine)).astype(np.int64),
         ranks,
     )

@@ -37,6 +37,7 @@ class HostCache:
             return False, None
         evicted = None
         if len(self.held) == self.slots:
+            # The number breaks ties, so that runtime and pass evict the same expert.
             evicted = min(self.held, key=lambda each: (*self._value(each, moment), each))
             del self.held[evicted]
         self.held[expert] = None
@@ -44,6 +45,7 @@ class HostCache:
 
     def use(self, expert: int) -> None:
         """Count a use."""
+        # Uses, not moments: several experts of one block are used one after the other.
         self._clock += 1
         since = self._clock - self._last.get(expert, self._clock)
         self._count[expert] = self._count.get(expert, 0.0) * DECAY**since + 1.0
@@ -103,6 +105,7 @@ def experts_to_read(
     for each in used[moment : moment + 1 + read_ahead]:
         wanted.update(dict.fromkeys(each))
     now = set(used[moment])
+    # More would evict experts that are read for an earlier moment.
     return [expert for expert in list(wanted)[:slots] if expert not in now]
 
 
@@ -170,6 +173,7 @@ def expert_traffic(
                     load(expert)
                     cache.use(expert)
                     dirty.add(expert)
+            # After the moment's own loads, as in the runtime: they must not be evicted for a guess.
             for expert in experts_to_read(moment, read_ahead, slots, members, members, gathered):
                 load(expert)
             found.append(

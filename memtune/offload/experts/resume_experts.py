@@ -149,11 +149,13 @@ class ResidentSlots:
         for each in self._resident_parameters:
             for slots, value in zip(each.slots, each.values(self._state(each)), strict=False):
                 if len(in_flight) == WRITES_IN_FLIGHT:
+                    # The oldest one: writes complete in order, and its host copy is freed with it.
                     ssd_tensors.written(in_flight.popleft()[0])
                 host = torch.ops.memtune.to_host(value)
                 mark(host, HOST)
                 torch.ops.memtune.write_ssd_(slots.next, host)
                 in_flight.append((slots.next, host))
+                # The queue alone holds it, so that it is freed when its write has been awaited.
                 del host
         for ssd, _ in in_flight:
             ssd_tensors.written(ssd)

@@ -222,6 +222,7 @@ class ChainRecorder:
             if not isinstance(leaf, _PLAIN):
                 self._reject(f"{name} takes a {type(leaf).__name__}, which may change while blocks run")
             return "plain", leaf
+        # Identity, not storage: a view made between blocks is an op that packs would not run.
         before = next((i for i, each in enumerate(self._before) if each is leaf), -1)
         if before >= 0:
             return "returned", before

@@ -127,6 +127,7 @@ class LayerMajor:
                 self._saved[0, index] = self._boundaries.save(given)
                 del given  # the saved arguments may be on the host; this would hold the device's
         for number, pack in enumerate(packs.uses):
+            # Before the first micro-batch: its copies overlap with the whole previous pack.
             self._store.begin(pack, following[number] if packs.prefetch else None)
             backward = number >= len(packs.forward)
             if number == len(packs.forward):
@@ -138,6 +139,7 @@ class LayerMajor:
                     self._store.next_micro_batch()
             self._store.is_last = False
             self._boundaries.wait()
+            # Only the last group's gradients are complete; earlier ones are added on the host.
             self._store.end(pack, update=backward and update)
         for index in group:
             self._prologue_backward(index)
@@ -339,6 +341,7 @@ class Prologue:
         calls: list[CallArguments] = []
 
         def stop(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
+            # Flattened before the unwind: `_Stop` drops the user's frames and with them the arguments.
             calls.append(CallArguments.of(args, kwargs))
             raise _Stop
 
@@ -350,9 +353,11 @@ class Prologue:
         if not calls:
             raise not_chain_error(f"{self._names[0]} does not run")
         given = calls.pop()
+        # Another structure of arguments may be another data flow, so it is recorded again.
         if given.key not in self._chains:
             self._chains[given.key] = self._record_chain(lambda: loss_function(model, upload(batch, device)))
         chain = self.chain_of[index] = self._chains[given.key]
+        # Without leaves: `BoundaryActivations` alone decides where the tensors live.
         self.called_as[index] = CallArguments((), given.spec, given.autocast)
         later = {where for link in chain[1:] for kind, where in link.sources if kind == "first"}
         self.shared[index] = [leaf if at in later else None for at, leaf in enumerate(given.leaves)]

@@ -96,6 +96,7 @@ class Weights:
     def end(self, pack: Span) -> None:
         """Free a pack."""
         for block in range(*pack):
+            # Through the last op so far: the pack's own ops and copies.
             self._new.hold(self._resident.pop(block), self._new.n_ops - 1)
 
 
@@ -156,6 +157,7 @@ class Gradients:
     def start_sum(self, parameter: int, number: int) -> None:
         """Make the first micro-batch's gradient the sum, as autograd does."""
         self._device_sum[parameter] = number
+        # It was a temporary of its micro-batch; reports list the sum as a gradient.
         self._new.set_kind(number, Kind.GRADIENT)
         gradient = self._columns.gradient[parameter]
         if self._step.storages.producer[gradient] < 0:
@@ -177,6 +179,7 @@ class Gradients:
         )
         if self._average is not None:
             self._new.new_op(self._average, n_bytes, writes=(number,))
+        # One copy in flight, as in the runtime: the previous source is free before this one starts.
         self.wait()
         block = int(self._columns.block[parameter])
         host = self._new.new_op(
@@ -234,6 +237,7 @@ class Gradients:
         self._new.hold([int(self._host_sum[row]) for row in rows if self._deferred[row]], FOREVER)
         rows = [row for row in rows if not self._deferred[row]]
         n_bytes = sum(int(self._step.storages.bytes[self._raw[row]]) for row in rows)
+        # Before the pack's own updates: the host waits for old ones until its gradients fit.
         self._free_updated(self._waiting.make_room(n_bytes), self._new.n_ops - 1)
         for row in rows:
             self._update(row, (int(self._host_sum[row]),), hosts, _UPDATE)

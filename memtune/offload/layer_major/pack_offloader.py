@@ -156,6 +156,7 @@ class PackOffloader(DeferredBlocks):
             resident: The next use is the same pack.
         """
         self._finish_copies()
+        # After the copies: they read the gradients of these blocks' memory.
         if not resident:
             self._free_units(range(*pack))
         # Copies in parts: the gradients of the pack before have arrived only now.

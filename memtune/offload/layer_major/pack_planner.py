@@ -18,6 +18,7 @@ def greedy(n_bytes: Sequence[int], cap_bytes: int) -> tuple[Span, ...]:
     """
     sizes = [0]
     filled = 0
+    # From the end, so that a partial pack is the first one: the last one holds the turnaround and its loss.
     for each in reversed(n_bytes):
         if sizes[-1] and filled + each > cap_bytes:
             sizes.append(0)

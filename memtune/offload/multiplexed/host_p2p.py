@@ -71,6 +71,7 @@ class HostMessages:
         transfer.finish(host)
         self._count(host.nbytes)
         count_collective(self._group, host.nbytes)
+        # Sends keep their host memory in this list; freed earlier, the message would be overwritten.
         self._sent.append((dist.isend(host, group=self._group, group_dst=rank, tag=tag), host))
 
     def end_use(self) -> None:

@@ -53,6 +53,7 @@ def step_s(costs: StageCosts, stages: Sequence[Span]) -> float:
     for stage, following in itertools.pairwise(stages):
         one, other = _Stage.of(costs, stage), _Stage.of(costs, following)
         backward = other.forward + other.backward
+        # In backward the order reverses: the earlier stage is the one that is prefetched.
         found += max(one.forward, other.load) + max(backward, one.load)
     first = _Stage.of(costs, stages[0])
     return found + first.forward + first.backward
@@ -63,6 +64,7 @@ def memory_bytes(costs: StageCosts, stages: Sequence[Span]) -> int:
     each = [_Stage.of(costs, stage) for stage in stages]
     most = each[0].weights + each[0].gradients + each[0].saved
     for one, other in itertools.pairwise(each):
+        # The most is in backward: the later stage runs while the earlier one is prefetched.
         most = max(most, one.weights + other.weights + other.gradients + other.saved)
     return int(most)
 
@@ -102,6 +104,7 @@ def fastest_stages(
     best = np.full((layers, blocks + 1, blocks + 1), np.inf)
     before = np.full((layers, blocks + 1, blocks + 1), -1, np.intp)
     _begin(best[0], costs, budget_bytes)
+    # Ascending: every state that ends here was set by a smaller end.
     for end in range(1, blocks):
         following = np.arange(end + 1, blocks + 1)
         forward, backward, load, weights, gradients, saved = costs.of(end, following)
@@ -135,6 +138,7 @@ def _read(best: F64, before: npt.NDArray[np.intp], count: int | None) -> tuple[S
     end, found = blocks, [(first, blocks)]
     while first > 0:
         first, end = int(before[layer, first, end]), first
+        # Without a given count there is one layer, which all states share.
         layer -= count is not None
         found.append((first, end))
     return tuple(reversed(found))

@@ -104,6 +104,8 @@ class MultiplexedStages:
         self._store.begin_step()
         try:
             with self.rotation.own_numbers(self._context.device):
+                # Of all ranks: the user's code before the blocks reads the batch wherever the first stage
+                # runs.
                 here = [self.rotation.upload(item, self._context.device) for item in items]
                 # Receives are posted with one shape, so all micro-batches must have the same.
                 one_form(here)
@@ -196,6 +198,7 @@ class MultiplexedStages:
     def _forward(self, step: _Step, stage: int, index: int) -> None:
         """Run a stage forward without saved tensors and send its output (Rule 2)."""
         count = len(step.batches)
+        # The wait for the message comes first: copies of the next stage must not delay its H2D copy.
         given = self._start(StageUse(stage, "forward"), index, count)
         self._store.next_micro_batch()
         with discard_saved():

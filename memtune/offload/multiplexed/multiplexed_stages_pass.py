@@ -163,6 +163,7 @@ class _RankWriter:
         upload(parts, rows)
         for stage in self._layout.stages_of(self._rank):
             declare(parts, rows, stage)
+            # A run of its own: the forward without saves has other storages than the one before backward.
             rows.declare(("forward", stage), self._made_forward(stage))
         uses = self._layout.uses(self._rank)
         for number, use in enumerate(uses):
@@ -249,6 +250,7 @@ class _RankWriter:
         for number in self._sent_before:
             rows.hold_number(number, rows.n_ops - 1)
         self._sent_before, self._sent = self._sent, []
+        # The turnaround's neighbour on one rank may be the same stage, which remains resident.
         if following is None or following.stage != use.stage:
             for number in self._resident.pop(use.stage):
                 rows.hold_number(number, rows.n_ops - 1)
@@ -279,6 +281,7 @@ class _RankWriter:
             rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
             if not prefetch:
                 self._load(row, number, phase, prefetch=False)
+            # Stages that begin later read this copy; those before keep the number they were given.
             rows.replace_from_now(int(columns.storage[row]), number)
             numbers.append(number)
         self._resident[stage] = numbers
@@ -352,6 +355,7 @@ class _RankWriter:
     def _ops(self, stage: int, *, backward: bool) -> I32:
         step, parts = self._step, self._parts
         within = (parts.stage == stage) & ((step.ops.phase > Phase.FORWARD) == backward)
+        # Ops that all stages need (masks, positions) are computed again by each.
         within |= parts.shared & (not backward)
         within[[each.adder for each in parts.tied]] = False
         return np.flatnonzero(within).astype(np.int32)
@@ -389,6 +393,7 @@ class _RankWriter:
             held.append(rows.number_of(key, parts.given(use.stage + 1)))
         ops = self._ops(use.stage, backward=True)
         if index == 0:
+            # The first micro-batch's gradient is the sum, so nothing is added.
             ops = ops[~np.isin(ops, parts.sums.adder)]
         self._run_backward(ops, StageAction(use.stage, index, True), on_host)
         if use.stage > 0:
@@ -409,6 +414,7 @@ class _RankWriter:
             {op for op in ops.tolist() if op in tied or (on_host is not None and op in self._adds)}
         )
         for op in stops:
+            # Up to the op that makes the gradient ready, so that its copy starts right after it.
             rows.append_ops(ops[ops <= op], key, backward=True)
             ops = ops[ops > op]
             if op in tied:

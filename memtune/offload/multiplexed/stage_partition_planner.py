@@ -113,6 +113,7 @@ class Partitions:
             seconds = np.where((needed <= room).all(1), seconds, np.inf)
             best = int(seconds.argmin())
             return (float(seconds[best]), bounds[best]) if np.isfinite(seconds[best]) else None
+        # Two starts, because the best partition lies between even seconds and even bytes.
         found = [self._descend(start, room) for start in self._starts(count)]
         within = [(seconds, bounds) for over, seconds, bounds in found if over == 0.0]
         return min(within, key=lambda each: each[0], default=None)
@@ -166,11 +167,13 @@ class Partitions:
         best, at = self._rank(ends[start[None]], room)[0], start
         for _ in range(_ROUNDS):
             near = at + moves
+            # A stage must have at least one piece.
             near = near[(np.diff(near, axis=1) > 0).all(1)]
             if not len(near):
                 break
             ranked = self._rank(ends[near], room)
             first = int(np.lexsort((ranked[:, 1], ranked[:, 0]))[0])
+            # Excess bytes first: the search walks into the budget, then gets faster within it.
             if tuple(ranked[first]) >= tuple(best):
                 break
             best, at = ranked[first], near[first]
@@ -185,6 +188,7 @@ class Partitions:
 def _moves(count: int) -> I64:
     """Return (moves, count + 1) the changes of bounds that lead to neighbours (Rule 2)."""
     inner = range(1, count)
+    # Fewer joint moves for many stages, so that the number of neighbours stays about `_MOVES`.
     longest = max(1, min(count, _MOVES // max(4 * count, 1)))
     runs = [(first, end) for first in inner for end in range(first + 1, min(first + longest, count) + 1)]
     moves = np.zeros((4 * len(runs), count + 1), np.int64)

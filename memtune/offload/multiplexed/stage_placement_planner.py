@@ -75,6 +75,7 @@ def _orders(left: dict[int, int], size: dict[int, int]) -> Iterator[tuple[int, .
         return
     unused: set[int] = set()
     for root, count in left.items():
+        # Unused roots of one size are alike: the first represents all, which removes equal orders.
         if not count or (count == size[root] and count in unused):
             continue
         if count == size[root]:
@@ -133,6 +134,7 @@ def steps_s(
         rank = ranks[stage]
         if resident.get(rank) != stage:
             loaded[rank] = np.maximum(loaded[rank], began[rank] if prefetch else free[rank]) + load[:, stage]
+        # The turnaround leaves its stage resident, so its backward needs no load.
         resident[rank] = stage
         takes = forward[:, stage] + (backward[:, stage] if is_back or stage == last else 0.0)
         may = np.maximum(free[rank], loaded[rank])
@@ -178,6 +180,7 @@ def needed_bytes(sizes: BlockBytes, bounds: I64, ranks: Sequence[int], *, prefet
             if prefetch and following is not None and following.stage != use.stage:
                 need += weights[:, following.stage]
             if use.kind != "forward":
+                # A forward run drops its saved tensors.
                 need += gradients[:, use.stage] + saved[:, use.stage]
             most[:, rank] = np.maximum(most[:, rank], need)
     return most

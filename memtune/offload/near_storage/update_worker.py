@@ -49,6 +49,7 @@ class Updater:
         self._spec, self._socket = spec, socket_
         slot_bytes, numel = spec["slot_bytes"], spec["buffer_numel"]
         every = np.frombuffer(memory, np.uint8)
+        # Views, no copies: the trainer's D2H copies write straight into what the kernel reads.
         self._slots = [every[i * slot_bytes : (i + 1) * slot_bytes] for i in range(spec["slots"])]
         buffers = every[spec["slots"] * slot_bytes :].view(np.float32)
         self._buffers: list[F32] = [buffers[i * numel : (i + 1) * numel] for i in range(spec["buffers"])]
@@ -110,6 +111,7 @@ class Updater:
             self._in_flight[buffer].pop(0).result()
 
     def _read(self, group: int, buffer: int) -> None:
+        # Its previous contents may still be in writes.
         self._wait_buffer(buffer)
         self._event("read", group)
         for extent, part in zip(self._extents[group], self._parts(group, buffer), strict=True):
@@ -118,6 +120,7 @@ class Updater:
 
     def _update(self, group: int, buffer: int, slot: int, updates: list[tuple[int, dict[str, Any]]]) -> None:
         """Update a sub-group and hand its weights over before any of them is written."""
+        # Ends the read of this sub-group; reads of other buffers go on.
         self._wait_buffer(buffer)
         self._event("update", group)
         weights, moments = self._parts(group, buffer)

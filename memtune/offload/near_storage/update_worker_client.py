@@ -58,6 +58,7 @@ class UpdaterLink:
         memory = os.memfd_create("memtune-updater", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
         try:
+            # Not ftruncate: a sparse file would be killed by SIGBUS at the first write without memory.
             os.posix_fallocate(
                 memory, 0, max(spec["slots"] * slot_bytes + spec["buffers"] * buffer_bytes, mmap.PAGESIZE)
             )
@@ -78,6 +79,7 @@ class UpdaterLink:
             theirs.close()
             os.close(memory)
         self._socket = ours
+        # As a finalizer, so that a link that is dropped, or the end of the process, ends the updater.
         self.close = weakref.finalize(self, _close, ours, self.process)
         self.slots = [
             _over(shared, i * slot_bytes, slot_bytes, torch.uint8, HOST) for i in range(spec["slots"])
@@ -135,6 +137,7 @@ class UpdaterLink:
         what, more = json.loads(line) if line else ("end", {})
         if what == expected:
             return more
+        # Kept: each later order raises it again, so training cannot go on with half an update.
         self._broken = self._fault_of(more) if what == "fault" else self._ended()
         raise copy(self._broken)
 

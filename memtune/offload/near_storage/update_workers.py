@@ -269,6 +269,7 @@ class Updaters:
     def _step(self) -> None:
         if any(self._optimizer.state.values()):  # the user assigned state
             self._store()
+        # Before anything moves: after the first update the old weights would already be overwritten.
         self._refuse_stale()
         try:
             self._update_all()
@@ -383,6 +384,7 @@ class Updaters:
         else:
             ssd, part = both[action == WRITE_MOMENTS]
             if there.spares:
+                # Under kept steps the updater writes the other slot; the seam op must name what is written.
                 ssd = there.spares[2 * number + (action == WRITE_MOMENTS)]
             command = json.dumps(
                 ["write_weights" if action == WRITE_WEIGHTS else "write_moments", number, buffer]
@@ -417,6 +419,7 @@ class Updaters:
         for domain, (groups, there) in enumerate(zip(self._layout.domains, self._domains, strict=True)):
             for number, group in enumerate(groups):
                 self._settle(domain)
+                # All orders are done, so the first buffer is free for the caller.
                 yield domain, number, group, there.buffers[0]
 
     @torch.no_grad()
@@ -527,6 +530,7 @@ def _flat(tensor: Tensor | None, parameter: Tensor) -> Tensor:
     """Return `tensor` as a row, in the memory order of `parameter`."""
     assert tensor is not None
     tensor = tensor.detach()
+    # The updater's elements are in the parameter's memory order (channels-last weights).
     if tensor.stride() != parameter.stride():
         tensor = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

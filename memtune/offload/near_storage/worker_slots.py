@@ -95,6 +95,7 @@ class UpdaterSlots:
         parameter.
         """
         for link in self._links:
+            # All orders first: updaters flush at once, and the slowest drive alone determines the wait.
             link.order(["keep", self._name])
         extents = []
         for link, groups in zip(self._links, self._layout.domains, strict=True):
@@ -116,6 +117,7 @@ class UpdaterSlots:
         Raises:
             EnvironmentFault: A folder is missing, or its checksums do not match; names the parameter.
         """
+        # Before the first weight is overwritten, so that `back` works after a failure in the middle.
         self._own = [(each.device.to("cpu", copy=True), each.steps) for each in self._parameters]
         extents = iter(manifest.pieces)
         for domain, (groups, name) in enumerate(zip(self._layout.domains, manifest.folders, strict=True)):
