@@ -204,6 +204,7 @@ def replay(
     is_kept = (
         held is not None
         and held.expandable == settings.expandable_segments
+        # cudaMallocAsync and memtune's arenas have no segments that a snapshot could describe.
         and not native_settings.get("asynchronous")
         and native_settings.get("arena") is None
     )
@@ -262,6 +263,7 @@ class _Lives:
         made = step.storages.producer >= 0
         stream = np.zeros(step.storages.n, np.int64)
         stream[made] = stream_of_op[step.storages.producer[made]]
+        # As `record_stream`: the block is reused only when the other stream has passed this op.
         elsewhere = stream_of_op[step.uses.op] != stream[step.uses.storage]
         ready = np.full(step.storages.n, -1, np.int64)
         np.maximum.at(ready, step.uses.storage[elsewhere], step.uses.op[elsewhere].astype(np.int64) + lag_ops)
@@ -276,6 +278,7 @@ class _Lives:
         base, first = number * self.n_ops, number == 0
         stays, before = self.end == FOREVER, self.start < 0
         once = stays & before  # there before the first step or from the first one on
+        # Storages of each step are other ones; those that outlive all steps keep their number.
         name = np.where(once, 0, number * self.n_storages) + self.storage
         begins = np.maximum(self.appears if first else self.start, 0)
         # Order at one op: allocations that precede it, its own outputs, then frees, because an output may

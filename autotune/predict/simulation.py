@@ -218,6 +218,7 @@ class Calibration:
         if measured_peak_bytes and prediction.peak_allocated_bytes:
             peaks += (measured_peak_bytes / prediction.peak_allocated_bytes,)
         if measured_step_s and prediction.step_s:
+            # Of the uncorrected prediction: a correction of a correction would not converge.
             steps += (measured_step_s * prediction.step_correction / prediction.step_s,)
         return Calibration(peaks, steps)
 
@@ -229,6 +230,7 @@ class Calibration:
     def peak_range(self) -> tuple[float, float]:
         """Return the range of factors on the predicted peak; it always includes 1."""
         low, high = _conformal(self.peak_ratios, floor=0.005) or UNCALIBRATED_PEAK
+        # Peaks are counted, not estimated, so trials may widen the range but never exclude the count itself.
         return min(low, 1.0), max(high, 1.0)
 
     def step_range(self) -> tuple[float, float]:
@@ -247,11 +249,13 @@ def _conformal(ratios: Iterable[float], *, floor: float) -> tuple[float, float] 
 
     With too few residuals for the level, the largest one, doubled, replaces the missing quantile.
     """
+    # Ratios are symmetric in the logarithm: twice and half are errors of one size.
     logs = [math.log(ratio) for ratio in ratios]
     if len(logs) < Calibration.ENOUGH:
         return None
     centre = statistics.median(logs)
     scores = sorted(abs(each - centre) for each in logs)
+    # Split conformal prediction (Vovk et al. 2005): the ceil((n + 1) q)-th smallest score.
     rank = math.ceil((len(scores) + 1) * Calibration.LEVEL)
     width = max(scores[rank - 1] if rank <= len(scores) else 2 * scores[-1], floor)
     return math.exp(centre - width), math.exp(centre + width)
@@ -481,6 +485,7 @@ def _link_slowdown(hardware: Hardware, ranks: int) -> float:
     if hardware.device != "cpu":
         return hardware.link_slowdown
     taken = _LINK_CORES / max(hardware.cores / hardware.local_ranks(ranks), 1.0)
+    # A share of `taken` of a core's time leaves 1 - taken for compute, which takes 1 / (1 - taken) as long.
     return taken / (1 - taken)
 
 
@@ -577,8 +582,10 @@ def _coarse_time(
     times = np.where(_IS_REPEATED, program.accumulate, 1)
     by_phase = np.array(live.busy_s) * times
     for copies in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
+        # Ranks behind one PCIe root share its bandwidth.
         by_phase[copies] *= sharing
     busy = by_phase.sum(1)
+    # Collectives without links of their own cross the root too.
     through = sharing * (crossing * times[:, None]).sum(0)
     up, down = busy[Resource.HOST_TO_DEVICE], busy[Resource.DEVICE_TO_HOST]
     link = max(busy[Resource.INTRA_LINK], busy[Resource.INTER_LINK])
@@ -606,6 +613,7 @@ def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -
     fast, slow = (factor * calibration.step_correction for factor in calibration.step_range())
     # With trials behind it the correction already holds how much is hidden.
     longest = time.step_s if calibration.is_calibrated else time.high_s
+    # Outwards: a rounded-in bound could exclude the exact value.
     return Interval(math.floor(peak * low), math.ceil(reserved * high), time.low_s * fast, longest * slow)
 
 
@@ -614,6 +622,7 @@ def _reserved_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings 
         return run.live.peak_bytes[Tier.DEVICE]
     if allocator is not None:
         return replay(event_stream(run.step, _ALLOCATOR_STEPS), allocator, None).peak_reserved_bytes
+    # Each pool in whole segments of 2 MiB, torch's kSmallBuffer and kRoundLarge.
     return sum(-(-peak // _SEGMENT_BYTES) * _SEGMENT_BYTES for peak in run.live.pool_peak_bytes)
 
 

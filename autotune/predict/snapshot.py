@@ -235,6 +235,7 @@ class _TraceReader:
         if row is None:  # it was asked for before the trace began
             self._add(Action.FREE, self._add_preexisting(address, size, stream), 0, 0, op, -1)
         else:
+            # The next entry completes it: no other stream was using the block.
             row[5] = -1 if op == row[4] + 1 else op
 
     def _add_never_freed(self) -> None:
@@ -291,6 +292,7 @@ class _TraceReader:
         sums = np.concatenate([[0], np.cumsum(np.array(change, np.int64))])
         mine = [each for each in self.snapshot.segments if each.get("device", 0) == self.device]
         end = sum(self.snapshot.number(each, "total_size", "a segment") for each in mine)
+        # The level is known only at the end of the trace; never below zero, where the two disagree.
         return sums + max(end - int(sums[-1]), -int(sums.min()))
 
     def _held(self, entries: list[dict[str, Any]], reserved: int) -> HeldMemory | None:
@@ -313,6 +315,7 @@ class _TraceReader:
             size = self.block_bytes.get(storage) or sizes.rounded(asked)
             left = end - address - size
             if left < 0:
+                # Two blocks overlap, so the storages' sizes are not those of this allocator.
                 return None
             if storage not in self.block_bytes and not rows[at][3] and not segments.expandable:
                 size += left if left <= _SMALL or size >= sizes.max_split_bytes else 0  # torch left it uncut
@@ -361,6 +364,7 @@ class _TraceReader:
         change = np.zeros(len(entries) + 2, np.int64)
         for action, storage, _, _, op, _ in self.rows:
             if op not in failed:
+                # Failed requests were never allocated.
                 change[op] += blocks[storage] if action == Action.ALLOC else -blocks[storage]
         allocated = start + np.cumsum(change)
         peak = int(np.argmax(reserved))
@@ -425,6 +429,7 @@ class _HeldSegments:
         """Undo the entries, last first; return False where they contradict the segments."""
         for number in range(len(entries) - 1, -1, -1):
             entry = entries[number]
+            # Only the driver's memory changes segments; blocks inside follow from the storages.
             if entry["action"] not in (*_GROWS, *_SHRINKS) or not entry["size"]:
                 continue
             address, end = entry.get("addr"), entry.get("addr", 0) + entry["size"]
@@ -442,6 +447,7 @@ class _HeldSegments:
         for at, (start, n_bytes, stream, small) in enumerate(self.rows):
             if start <= address and end <= start + n_bytes:
                 left = [(start, address - start), (end, start + n_bytes - end)]
+                # Plain segments come and leave whole; a partial one contradicts the snapshot.
                 if not self.expandable and any(each for _, each in left):
                     return False
                 self.rows[at : at + 1] = [(where, each, stream, small) for where, each in left if each]

@@ -84,6 +84,7 @@ class _RowSpace:
         of 0.
         """
         (_, one, two, three, _), (_, last, middle, first, _) = forward, backward
+        # Block 0 and block 3 may differ (embedding before, head after); only 1 and 2 must be equal.
         if three - two != two - one or last - middle != middle - first or two < one or middle < last:
             raise BlocksDiffer(f"blocks have different numbers of {what}")
         ends = (forward[0], forward[-1]), (backward[0], backward[-1])
@@ -452,6 +453,7 @@ class BlockExpansion:
                     values = [
                         _with_state_index(value, place) for value, place in zip(values, state, strict=True)
                     ]
+                # The owner is set from names afterwards (`with_optimizer`).
                 if name != "owner" and not np.array_equal(values[0], values[1]):
                     raise BlocksDiffer(f"blocks differ in {table}.{name}")
         rows = [self._ops.own(block).tolist() for block in (1, 2)]
@@ -505,6 +507,7 @@ def with_optimizer(partial: PartialRecording, full: Step) -> Step:
     """
     step, n = partial.step, partial.step.ops.n - 1
     first = int(np.searchsorted(full.ops.phase == Phase.OPTIMIZER, True))
+    # Storages are numbered by first appearance, so the optimizer's are a suffix.
     made = int(np.searchsorted(np.maximum.accumulate(full.storages.producer), first))
     later = first - n
     storage = np.full(full.storages.n, -1)

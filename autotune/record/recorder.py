@@ -183,6 +183,7 @@ class Session:
             expanded := dedup.attempt(lambda: dedup.expand(self._record_partial(dedup, size)))
         ):
             return Trace(*expanded)
+        # The first size in full: it verifies that equal blocks may be left out of all further ones.
         trace = self._record_full(size)
         if not dedup.verified and not dedup.disabled_reason:
             dedup.attempt(lambda: dedup.verify(trace.step, trace.hints, self._record_partial(dedup, size)))
@@ -211,6 +212,7 @@ class Session:
 
     def _record_full(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         if self.compiled is not None:
+            # Another size is another graph, and a graph cannot be compiled while its ops are traced.
             self.warm_up(size)
         tracer = Tracer(
             self.model,
@@ -220,6 +222,7 @@ class Session:
             on_cpu=self.target == "cpu",
         )
         with self.entered():
+            # Before the recording starts, so that batches count as storages from before the step.
             batches = [self.batch(size) for _ in range(micro_batches)]
             if trace_last and micro_batches > 1:
                 accumulate(
@@ -236,6 +239,7 @@ class Session:
                 foreach = None
                 if self.target != "cpu":
                     with tracer.paused():
+                        # Inserted here, since it needs the gradients; its ops are not part of this step.
                         foreach = (
                             self.optimizer_dedup.foreach()
                             if self.optimizer_dedup
@@ -312,6 +316,7 @@ def record(
         notes.append("kernel workspaces were not measured: the step holds tensors only")
     else:
         scratch = _workspaces(small_trace, workspace), _workspaces(large_trace, workspace)
+        # Both steps get rows for the same ops, or their storages could not be subtracted.
         has_scratch = (scratch[0] > 0) | (scratch[1] > 0) if same else scratch[0] > 0
         first = _with_workspaces(first, scratch[0], has_scratch)
         if same:
@@ -362,6 +367,7 @@ def record(
     )
     for size in wanted:
         recording = check(recording, session, size, workspace)
+    # The largest size has the largest error, so it decides for all.
     if wanted and _not_affine(recording, wanted[-1]):
         for size in sorted(set(between)):
             recording = check(recording, session, size, workspace)
@@ -555,6 +561,7 @@ def _build_session(workload: Workload, rung: str) -> Session:
         with fake:
             model = build()
     elif rung == "meta":
+        # Weights are never allocated, so a model larger than this machine can be built.
         with torch.device("meta"):
             model = build()
         _make_fake(model, fake, CPU)
@@ -583,6 +590,7 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.devi
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             made[id(tensor)] = new
+            # Keeps it alive: a freed tensor's `id` could be given to another one.
             originals.append(tensor)
         return made[id(tensor)]
 

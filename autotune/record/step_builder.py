@@ -197,6 +197,7 @@ class Draft:
         n_ops = len(self.ops)
         ready = np.full(len(self.bytes), -1, np.int32)
         ready[list(self.ready)] = list(self.ready.values())
+        # A save that was never released belongs to a graph that the user still holds.
         until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
         # A compiled graph takes all saved tensors from autograd before its first backward op, and uses them
         # later.

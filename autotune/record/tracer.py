@@ -132,6 +132,7 @@ class Tracer(WatchingMode):
         for name, parameter in self._model.named_parameters():
             local = _local(parameter)
             storage = self._register(local, Kind.PARAMETER)
+            # Tied parameters are one storage and count once, under the first name.
             if storage in seen:
                 continue
             seen[storage] = len(self.draft.parameters)
@@ -175,6 +176,7 @@ class Tracer(WatchingMode):
         place = current_tier() if place == DEVICE else place
         index = self.draft.add(storage.nbytes(), Tier(TIERS.index(place)), kind, producer)
         self._ids[storage._cdata] = index
+        # On the storage, not the tensor: views keep it alive after the tensor has died.
         weakref.finalize(storage, self._on_death, storage._cdata, index)
         return index
 
@@ -182,6 +184,7 @@ class Tracer(WatchingMode):
         # FSDP2 resizes a storage to zero and back: the address then belongs to a later row, whose life ends
         # here.
         current = self._ids.pop(address, index)
+        # Once only: `resized` has set the end of a storage that FSDP2 freed.
         if self.draft.held[current] == FOREVER:
             self.draft.held[current] = len(self.draft.ops) - 1
 
@@ -201,6 +204,7 @@ class Tracer(WatchingMode):
     def paused(self) -> Iterator[None]:
         """Do not record ops inside."""
         self._paused += 1
+        # Ops on placeholders are the recorder's own.
         try:
             yield
         finally:
@@ -218,6 +222,7 @@ class Tracer(WatchingMode):
         ):
             if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is Tensor for kind in types):
                 return NotImplemented  # DTensor dispatches its local op, which is recorded with local shapes
+        # Read before the op runs: the node of this op was made already, below this mode.
         sequence = torch._C._autograd._get_sequence_nr() - 1
         out = func(*args, **(kwargs or {}))
         if self._paused or func.namespace == "prim":
@@ -230,6 +235,7 @@ class Tracer(WatchingMode):
         outputs = tensors_in((out,))
         written = mutated(func, args, kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
+        # The first op after the node was made is the one it belongs to; later ones made none.
         if torch._C._current_autograd_node() is None and sequence not in self._node_owner:
             self._node_owner[sequence] = self._stack[-1]
         fresh = [
@@ -406,6 +412,7 @@ class Tracer(WatchingMode):
         try:
             if index is None:
                 index = self._register(tensor, Kind.BUFFER)
+            # State outlives the step anyway; autograd's hold on it changes no lifetime.
             if self.draft.kind[index] in (Kind.PARAMETER, Kind.BUFFER) and self.draft.producer[index] < 0:
                 return tensor
             base = tensor._base if tensor._is_view() else tensor
