@@ -151,6 +151,7 @@ class Driver:
         rejected = {
             each.job.scored.key
             for each in self.finished
+            # A setting that fits only sometimes must not win.
             if each.result.status != "ok" and each.job.role in _DECISIVE
         }
         groups: dict[str, list[FinishedTrial]] = {}
@@ -160,6 +161,7 @@ class Driver:
         repeats = {
             key: [each.result for each in group if each.job.role == "repeat"] for key, group in groups.items()
         }
+        # Only whole rounds: in a round each finalist met the same state of the machine.
         complete = min((len(repeats.get(key, ())) for key in self.finalists - rejected), default=0)
         finalists = [repeats[key] for key in self.finalists - rejected] if complete else []
         quiet = [
@@ -220,6 +222,7 @@ class Driver:
                 and not self.stopped
                 and len(self.running) < (1 if alone else self.slots)
             ):
+                # Kept if host memory has no room for it yet: a proposal must not be lost or made twice.
                 waiting = waiting or next_job()
                 exhausted = waiting is None
                 if waiting is None or not self._has_room(waiting):
@@ -237,6 +240,7 @@ class Driver:
                     )
                 elif happened.number in self.running:
                     exhausted = False
+                    # A result changes what is proposed, so `next_job` is asked again.
                     self._held.append((self.running.pop(happened.number), happened))
                     self._finish_held()
             if self._paused and not self.running:
@@ -340,6 +344,7 @@ class Driver:
             (each.result.wall_s for each in self.finished if each.result.status == "ok"), default=0.0
         )
         samples = choice.execution.micro_batch or 1
+        # Clocking disturbs the step, so op times are taken once, from a baseline if there is one.
         clocked = job.role == "baseline" or not (self.op_times() or self._runs_baseline())
         return Trial(
             number=number,
@@ -364,6 +369,7 @@ class Driver:
 
     def _finish(self, job: Job, raw: TrialResult) -> None:
         done = FinishedTrial(job, raw.number, self._believed(job, raw))
+        # In this order (rule 1): a crash after `_tell` is mended on resume, one after `_write` could not be.
         self._tell(done)
         self._write(done)
         self._absorb(done)
@@ -554,6 +560,7 @@ class Driver:
                     samples_per_s=winner.samples_per_step / winner.step_s,
                 )
             )
+        # Addresses, sizes and process ids differ between equal crashes.
         cause = re.sub(r"[0-9]+", "#", done.result.reason) if done.result.status == "crash" else None
         self._crashes = [] if cause is None else [*(each for each in self._crashes if each == cause), cause]
         if len(self._crashes) >= BREAKER:
@@ -605,6 +612,7 @@ class Driver:
             scored = self.setup.scorer.score(Choice.from_document(event.settings))
             if isinstance(scored, Reason):
                 continue
+            # Numbers of pruned candidates, which the log does not repeat, remain unused.
             while number < event.number:
                 number = self._sampler.skip() + 1
             job = Job(event.role, scored, event.name)

@@ -177,6 +177,7 @@ class Stages:
             if fits_budget(each.scored.prediction, pruner.budget_bytes, pruner.calibration)
         ]
         goal = self.driver.setup.goal
+        # "plain" first: its losses are those of the user's own code.
         fitting.sort(key=lambda each: (each.name != "plain", *each.scored.rank_among_levels(goal)))
         first = fitting[: max(1, options.trials // _TRIALS_PER_BASELINE)]
         return [Job("baseline", each.scored, each.name) for each in first if each.name not in done]
@@ -226,6 +227,7 @@ class Stages:
             # By half of the trials the interval has trials behind it.
             if not audited and driver.n_trials >= driver.options.trials // 2:
                 job = self._audit_job()
+            # An audit that fits widens the interval, after which there may be proposals again.
             job = job or self._proposed() or (None if audited else self._audit_job())
             if job is not None and job.role == "audit":
                 audited.append(self._n_pruned())
@@ -322,6 +324,7 @@ class Stages:
                 return None
             choice = verdict.winner.choice
             low = choice.execution.micro_batch or 1
+            # Again each time: the calibration has changed with the last trial.
             high = self._smallest_that_fails(choice, low)
             if high - low <= max(1, low // 32):
                 return None
@@ -346,6 +349,7 @@ class Stages:
         ]
         high = min((size for size in failed if size > above), default=0)
         size = above + 1
+        # Doubling: activations grow with the batch, so some size does not fit.
         while not high:
             scored = driver.setup.scorer.score(Choice(Execution(micro_batch=size), choice.techniques))
             if isinstance(scored, Reason) or driver.pruner.reason(scored.prediction) is not None:
@@ -407,6 +411,7 @@ class Stages:
             if verdict is None or driver.stopped:
                 return verdict, None
             scored = self._scored(verdict)
+            # A fresh process has none of the state that the search may have left in the last one.
             driver.run_all([Job("confirm", scored, verdict.winner.baseline)], alone=True)
             last = next((each for each in reversed(driver.finished) if each.job.role == "confirm"), None)
             if last is not None and last.job.scored.key == scored.key and last.result.status == "ok":
@@ -551,6 +556,7 @@ class Stages:
             return False
         rest = 1 + (4 * self.driver.options.repeats if self.driver.setup.goal == "throughput" else 0)
         wall = self.driver.median_wall_s()
+        # At most half of the limit is kept for the rest, or a short search would try nothing.
         return self.driver.elapsed_s + min((rest + 1) * wall, limit / 2) >= limit
 
     def _pruned(self, number: int, scored: Scored, reason: str) -> None:

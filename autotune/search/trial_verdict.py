@@ -164,6 +164,7 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
     """Return the winner among measured choices that fit, by rules 2 to 5; None if nothing fits."""
     if not measured:
         return None
+    # Finalists alone: times from outside of the rounds belong to another state of the machine.
     measured = [each for each in measured if each.rounds] or measured
     winner, best = _simplest_of_the_best(measured, goal), min(measured, key=lambda each: each.value(goal))
     baselines = [each for each in measured if each.baseline]
@@ -174,6 +175,7 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
             False,
             f"{_name(winner)} is the best: nothing that was measured beats it by more than the spread{equal}",
         )
+    # A gain within the noise is no reason to change the user's setting.
     unbeaten = [each for each in baselines if not beats(winner, each, goal, measured)]
     if unbeaten:
         simplest = _simplest_of_the_best(baselines, goal)
@@ -224,9 +226,11 @@ def _change(one: Measured, other: Measured) -> float:
 def _half_width(log_s: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> float:
     """Return the half-width of the interval of a difference between two of the (finalists, rounds) rows."""
     n, rounds = log_s.shape
+    # What neither the finalist nor the round explains: two-way layout, no interaction.
     residual = log_s - log_s.mean(axis=1, keepdims=True) - log_s.mean(axis=0) + log_s.mean()
     freedom = (n - 1) * (rounds - 1)
     noise = max(math.sqrt(float((residual**2).sum()) / freedom), _LEAST_NOISE)
+    # Two-sided, over the n - 1 comparisons with the best (Bonferroni).
     return float(stdtrit(freedom, 1 - ERROR_RATE / (2 * (n - 1)))) * noise * math.sqrt(2 / rounds)
 
 
@@ -323,6 +327,7 @@ def losses_disagree(losses: Sequence[float], reference: Sequence[float], toleran
         if math.isnan(mine) and math.isnan(other):
             continue
         allowed = tolerance * max(abs(other), 1e-8)
+        # Negated, so that a NaN on one side alone counts as a difference.
         if not abs(mine - other) <= allowed:
             return (
                 f"loss {mine:.6g} at step {step + 1}, {other:.6g} without these settings (tolerance"

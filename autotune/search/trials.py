@@ -42,6 +42,7 @@ def make_executor(
     """
     name = executor_name(name, device=device, ranks=ranks, ray_address=ray_address)
     if name == "ray":
+        # Here, not above: Ray is optional and slow to import.
         from memtune.executors.ray import RayExecutor
 
         slots = parallel or (local_slots(device, ranks, timed=timed) if device == "cpu" else None)

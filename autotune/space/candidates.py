@@ -263,6 +263,7 @@ class Rewriter:
 
         Hashing and comparing models would dominate.
         """
+        # The object is kept in the entry, so its id cannot be given to another one.
         known = self._known.get(id(setting))
         if known is not None and known[0] is setting:
             return known[1]
@@ -308,6 +309,7 @@ class Rewriter:
         def passed(node: Node, technique: Technique, stage: PassStage) -> Node:
             if stage is not PassStage.AXES:
                 return self._memory.use(self._later(node, technique, stage, technique.plan_in(plans), choice))
+            # A tree: choices with equal first slots share nodes, and passes below are memoised per node.
             _, after, plan = self._next(node, technique, choice)
             if not plan.is_empty:
                 plans[technique.slot] = plan
@@ -375,6 +377,7 @@ class Rewriter:
         if isinstance(recording, Reason):
             return recording
         step = recording.at(execution.micro_batch)
+        # Gradients that are kept exist when backward begins, as in a later micro-batch.
         if execution.accumulate > 1 or recording.keeps_gradients:
             step = accumulate_gradients(step, kept=recording.keeps_gradients)
         return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
@@ -402,6 +405,7 @@ class Rewriter:
         if there is None:
             there = self._made(node, technique, choice)
             known.append(there)
+        # The reads of `fits` count too: they decided that this pass is used.
         return there._replace(seen={**watched.seen, **there.seen})
 
     def _made(self, node: Node, technique: Technique, choice: Choice) -> Pass:
@@ -414,6 +418,7 @@ class Rewriter:
         )
         if result is not node.result:
             self._check(result)
+        # Two techniques may give the same program, whose further passes are then shared.
         there = node.after(technique.slot, result)
         if there is None:
             there = self._memory.count(Node(result, 0 if result is node.result else result.step.ops.n))

@@ -115,6 +115,7 @@ class Proposer:
         while queue:
             *_, i, each = heapq.heappop(queue)
             refined = self._refined(each)
+            # It was refined before, and nothing ahead of it in the queue can still change.
             if refined is each:
                 yield each
                 continue
@@ -124,6 +125,7 @@ class Proposer:
             gain = float(self._gains([refined], pruner, best, model)[0])
             if gain == -math.inf:
                 continue
+            # Enough simulated for one proposal; what comes now is about as good.
             if refined_count > _MOST_REFINED:
                 yield refined
                 continue
@@ -145,6 +147,7 @@ class Proposer:
         more, more_sd = self._refinement(candidates)
         sd = np.hypot(sd, more_sd)
         log_s = np.log([_s_per_sample(each) for each in candidates]) + mean + more
+        # A candidate that may not fit is worth its gain only as often as it does.
         fits = self._chance_to_fit(candidates, pruner)
         if best is None:
             # Nothing to improve on: first what is expected to fit, then what is fast at its slower end.

@@ -68,6 +68,7 @@ class Pruner:
 
     def after_failure(self, prediction: Prediction) -> Pruner:
         """Return this pruner after a trial that was expected to fit and ran out of memory."""
+        # A failure above the budget was expected, and says nothing about smaller peaks.
         if self.budget_bytes is None or prediction.peak_allocated_bytes > self.budget_bytes:
             return self
         known = self.failed_peak_bytes or prediction.peak_allocated_bytes

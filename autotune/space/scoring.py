@@ -164,6 +164,7 @@ class Scorer:
         """
         self._rates = dict(rates or {})
         self._hardware = self._taught_by(op_times)
+        # Predictions of the hardware as it was believed before.
         self._known.clear()
 
     def _taught_by(self, op_times: Iterable[OpTime]) -> Hardware:
@@ -186,6 +187,7 @@ class Scorer:
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
     def _coarse(self, choice: Choice, program: Program) -> Prediction:
+        # Equal programs may differ in the Python that runs besides them.
         python = python_work(choice)
         known = self._known.get((id(program), python))
         if known is None or known[0] is not program:  # Python reuses the id of a program that was freed
@@ -405,6 +407,7 @@ def _refine(
     best: tuple[float, ...] = (math.inf,)
     for start in range(0, len(ranked), EVENTS_FOR):
         groups = ranked[start : start + EVENTS_FOR]
+        # Groups are sorted by the coarse level, a lower bound: no later one can be better.
         if best < min(each.rank_among_levels(goal) for each in groups[0]):
             break
         simplest = [min(group, key=lambda each: each.choice.complexity) for group in groups]

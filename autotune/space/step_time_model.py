@@ -119,6 +119,7 @@ class StepTimeModel:
         }
         log_chance = np.array([fit.log_evidence + _log_prior(scales) for scales, fit in fits.items()])
         chance = np.exp(log_chance - log_chance.max())
+        # Most scales of the grid weigh nothing, and each costs a product with the covariance.
         likely = chance >= _UNLIKELY
         weight = chance[likely] / chance[likely].sum()
         means, variances = [], []
@@ -129,6 +130,7 @@ class StepTimeModel:
                 ((slope @ fit.covariance) * slope).sum(axis=1).clip(0.0) + asked.unseen * scales[1] ** 2
             )
         mean = weight @ np.array(means)
+        # Law of total variance: within each scale, and between the scales' means.
         spread = weight @ (np.array(variances) + (np.array(means) - mean) ** 2)
         return Posterior(mean, np.sqrt(spread))
 
@@ -171,7 +173,9 @@ def _fitted(seen: _Matrix, target: F64, noise: F64, prior: F64) -> _Fit:
         return _Fit(mode, np.diag(prior), 0.0)
     for _ in range(_ITERATIONS):
         slope = seen.slope(mode)
+        # Linearised at the mode (Gauss-Newton), with the prior's mean 0.
         rest = target - seen.value(mode) + slope @ mode
+        # In the space of trials: they are few, the factors many.
         between = np.linalg.inv(slope * prior @ slope.T + np.diag(noise))
         gain = (prior[:, None] * slope.T) @ between
         mode = gain @ rest
@@ -288,6 +292,7 @@ class _Features:
                 if technique in columns:
                     linear[row, columns[technique]] = 1.0
                 else:
+                    # No trial informs it, so it needs no column: its variance is added at the end.
                     unseen[row] += _KNOBS_SD**2
             if each.key in columns:
                 linear[row, columns[each.key]] = 1.0

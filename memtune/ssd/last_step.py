@@ -113,6 +113,8 @@ class LastStep:
         self._before = dead_runs(offload_dir.all_checked(), self._key)
         self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
+        # A crash may fall between the manifests of two ranks; each keeps two, so the minimum exists
+        # everywhere.
         agreed = self._agreed(self._before[0].manifests[0].step if self._before else 0)
         if agreed == 0:
             self._release()
@@ -158,6 +160,7 @@ class LastStep:
         """Write the manifest; its slots remain this run's even after the optimizer is deleted."""
         run = ssd_tensors.folder()
         run.kept[self._key] = self._kept.holders()
+        # Flushed first: a manifest on the drive must never name bytes that are still in a cache.
         pieces, counters, folders, notes = self._kept.durable()
         values = _random(self._context) | {name: local(value) for name, value in self._buffers()}
         Manifest(self._key, self.steps, pieces, counters, values, folders, notes).write(run.path)
@@ -187,12 +190,14 @@ class LastStep:
             if placement.all_gather_weights is None
             else {p: local(p).detach().to("cpu", copy=True) for p in self._gathered_weights()}
         )
+        # Before anything is overwritten, since a failure in the middle must be undone too.
         self._context.undo.callback(self._back, buffers | _random(self._context), weights)
         self._on_all_ranks(lambda: self._kept.resume_from(run, manifest))
         if placement.all_gather_weights is not None:
             placement.all_gather_weights()
         self._set(manifest.values)
         self.steps = manifest.step
+        # The resumed step becomes this run's own, so that a crash before its first step loses nothing.
         self._on_all_ranks(self._write_manifest)
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
@@ -246,6 +251,7 @@ class LastStep:
     def _key_of(self) -> str:
         context = self._context
         ranks = context.placement.rank, context.placement.world_size
+        # The rank too: another number of ranks has other rows, which fit no shard of these.
         facts: list[Any] = [type(context.optimizer).__name__, *ranks, self._kept.facts()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -339,6 +345,7 @@ class Manifest:
         Raises:
             EnvironmentFault: It cannot be written.
         """
+        # By parity: the manifest of the step before remains until this one is in place.
         place = _places(folder, self.key)[self.step % 2]
         new = place.with_name(f".new-{place.name}")
         try:
@@ -348,6 +355,7 @@ class Manifest:
                 file.write(self.text())
                 file.flush()
                 os.fsync(file.fileno())
+            # Atomic, and durable only after the folder has been flushed.
             os.replace(new, place)
             offload_dir.flush(folder)
         except OSError as error:
@@ -586,6 +594,7 @@ class Piece:
         """
         if self.spare is None or self.fresh:
             return
+        # State of another storage was loaded by the user and is not on this slot.
         was = self.ssd.untyped_storage()._cdata
         self.ssd, self.spare, self.fresh = self.spare, self.ssd, True
         weight, *moments = self.parts(self.ssd)

@@ -21,6 +21,7 @@ def cores_of_drive(directory: Path, block: Path = _BLOCK, nodes: Path = _NODES) 
     device = os.stat(directory).st_dev
     try:
         place = (block / f"{os.major(device)}:{os.minor(device)}").resolve(strict=True)
+        # A partition has no node of its own; its drive's controller, a parent in sysfs, has.
         found = next(each / "numa_node" for each in (place, *place.parents) if (each / "numa_node").is_file())
         node = int(found.read_text())
         mine = (

@@ -115,9 +115,11 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
             fix=f"export {VARIABLE}=/path/on/your/drive, or --offload-dir",
         )
     path = Path(text).absolute()  # the process may change its working directory
+    # Before any `stat`: access to a network mount whose server is down would hang.
     for each in _asked(path):
         _must_not_be_on_network(path, _mounted_at(each))
     _must_be_a_plain_directory(Path(text))
+    # Again by device number: a bind mount is not recognisable from the path.
     _must_not_be_on_network(path, file_system(path))
     # A path inside another run's folder was passed on by a process that has warned already.
     if not quiet and given(path) == path and path not in _WARNED:
@@ -262,6 +264,7 @@ def free_bytes() -> int | None:
             left = sum(each.n_bytes for each in orphans(root) if not each.resumable)
             there = os.statvfs(root)
             device = os.stat(root).st_dev
+            # Directories on one drive share its free bytes.
             drives[device] = max(drives.get(device, 0), there.f_bavail * there.f_frsize) + left
     except (OSError, ValueError):
         return None
@@ -285,6 +288,7 @@ class RunFolder:
 
     def __init__(self, directory: Path, name: str = "offload directory") -> None:
         self.kept: dict[str, object] = {}
+        # First, so that dead runs' files do not fill the drive that this one needs.
         clean(directory, resumable=False)
         with contextlib.ExitStack() as undo:
             try:
@@ -292,6 +296,7 @@ class RunFolder:
                 undo.callback(shutil.rmtree, made, ignore_errors=True)
                 lock = os.open(made / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, lock)
+                # flock, not fcntl locks: those end when any descriptor of the file is closed.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.write(lock, f"{os.getpid()}\n".encode())
                 # From the rename on `clean` of other processes checks the folder's lock, already held.
@@ -439,6 +444,7 @@ def _lock(path: Path, how: int) -> int | None:
         return None
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
+        # Locked too late: the folder was removed, and another one may have its name.
         if not os.path.samestat(os.fstat(lock), os.lstat(path / _OWNER)):
             raise FileNotFoundError
     except OSError:  # its owner lives, or it was removed before the lock was taken

@@ -160,6 +160,7 @@ class SsdFile:
             EnvironmentFault: The drive is full; the message has the bytes wanted and free.
         """
         padded = max(-(-n_bytes // ALIGN) * ALIGN, ALIGN)
+        # `O_DIRECT` moves whole blocks, at multiples of their size.
         with self._lock:
             offset = self._free.take(padded)
             if offset is None:
@@ -208,6 +209,7 @@ class SsdFile:
         ticket = self.engine.start(
             write, self._fd if file is None else file, extent.offset, flat, extent.sums, priority
         )
+        # The engine's threads access this memory by address alone.
         self._under_way[ticket] = flat, extent
 
         def finish() -> None:
@@ -340,6 +342,7 @@ class Disk(SsdFile):
         key = out.untyped_storage().data_ptr()
         with self._lock:
             self._tensors[key] = extent, None
+        # On the mapping: every view of the tensor refers to it.
         weakref.finalize(mapped, self._forget, key).atexit = False
         return out
 

@@ -306,6 +306,7 @@ def _solve_budget(
         float(search.frontier.seconds[row]),
         search.frontier.choice(row),
     )
+    # Where prices are accurate, no other plan fits if the frontier has none.
     beyond = peak > budget_bytes and not search.is_price_accurate
     other = search.faster_technique_plan(math.inf if beyond else seconds, budget_bytes)
     if other is None and beyond:
@@ -371,6 +372,7 @@ class _Search:
     def peak_of(self, row: int) -> int:
         """Return the peak of plan `row` after every pass."""
         if row not in self._peaks:
+            # Rewriting and later passes cost far more than the lookup, so each row is computed once.
             self._peaks[row] = self._peak(self.frontier.choice(row))
         return self._peaks[row]
 
@@ -382,6 +384,7 @@ class _Search:
         the frontier overestimates its peak or is thinned out.
         """
         for takes, i in sorted((self._other_seconds(i), i) for i in range(len(self.levels.others))):
+            # Sorted by time, so none of the rest is faster.
             if takes >= seconds * (1 - 1e-9):
                 break
             if self._other_peak(i) <= budget_bytes:
@@ -427,6 +430,7 @@ class _Search:
         """
         peak, _, choice = plan
         tries, seconds = _REFINE_TRIES, self.levels.seconds
+        # The last block's tensors live shortest, so holding them costs the least at the peak.
         for block in reversed(range(len(choice))):
             # `order` sorts this block's options by time; bisect for the fastest one that still fits.
             order = np.argsort(seconds[block], kind="stable")
@@ -493,6 +497,7 @@ def best_row(
     for _ in range(tries):
         more = peak_of(row) - int(frontier.peak_bytes[row])
         if peak_of(row) <= budget_bytes:
+            # Rows rise in bytes and fall in seconds: a higher row that fits is faster.
             best, low = max(best, row), row + 1
         else:
             high = row - 1

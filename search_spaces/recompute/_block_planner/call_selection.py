@@ -81,10 +81,12 @@ def plan_calls(step: Step, again: Again) -> CallsPlan:
     for block, index, seen in zip(
         block_graphs(split), step.calls.block.tolist(), step.calls.grad_enabled.tolist(), strict=True
     ):
+        # A block's plan follows from its first call that autograd records; one address serves all.
         if index in which or not seen:
             continue
         kept, skipped = _split(block, again(block))
         calls = OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, skipped)))
+        # A plan is written to the config, so equal blocks are listed once.
         if calls not in entries:
             entries.append(calls)
         which[index] = entries.index(calls)
@@ -158,7 +160,9 @@ def inputs_of_products(block: Block) -> set[int]:
     functions.
     """
     found: set[int] = set()
+    # Readers come first, so each op's readers are already decided.
     for op in reversed(block.ops):
+        # Dear to run again, or needed by its own backward.
         if is_matmul_or_attention(block.name[op]) or "softmax" in block.name[op]:
             continue
         readers = {reader for s in block.makes[op] for reader in block.readers.get(s, ()) if reader != op}
@@ -216,6 +220,7 @@ def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
         run.add(op)
         kept.discard(op)
         wanted = {block.producer[s] for s in block.reads[op] if s in block.producer}
+        # In-place writers of a value that is made again must change it again.
         wanted |= {writer for s in block.makes[op] for writer in block.writers.get(s, ())}
         for other in wanted - run - kept:
             if (
@@ -227,7 +232,9 @@ def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
             else:
                 waiting.add(other)
         if not waiting:
+            # Only when nothing else waits: an op that the second run cannot skip may need further ones.
             waiting = {each for each in _between(block, run, kept) if not _can_be_skipped(block, each)}
+    # Kept for backward alone: autograd's saved tensor serves it, and the second run reads no output.
     only_saved = {
         op for op in kept if not block.saved.issuperset(block.makes[op]) and not run & _readers(block, op)
     }

@@ -124,12 +124,14 @@ class Frontier:
             at = int(layer.rest[at])
         choice = np.asarray(found, np.int32)
         tidy = _group_equal_options(self.problem, choice)
+        # Equal blocks may be exchanged unless one's window peaks elsewhere after the later passes.
         return tidy if self.problem.cost(tidy)[0] <= self.peak_bytes[row] else choice
 
 
 def solve(problem: Problem, width: int = WIDTH) -> Frontier:
     """Return the frontier of `problem`, keeping at most `width` plans per layer."""
     layer, layers = _after_the_last(problem.after_bytes), list[_Layer]()
+    # Backwards, because `need` of a block refers to the blocks after it.
     for block in range(len(problem.class_of) - 1, -1, -1):
         same_class = (
             block + 1 < len(problem.class_of) and problem.class_of[block] == problem.class_of[block + 1]
@@ -174,12 +176,14 @@ def _step_back(rows: _BlockColumns, after: _Layer, same_class: bool, width: int)
     """
     options = _undominated_options(rows)
     held, own, takes = (each[options, None] for each in rows.columns())
+    # The recurrence of the module docstring, for all pairs of an option and a later plan.
     need = np.maximum(held + after.need, own).ravel()
     seconds = (takes + after.seconds).ravel()
     changes = (after.changes + (same_class & (after.option != options[:, None]))).ravel()
     order = _undominated(need, seconds, changes)
     if len(order) > width:
         order = order[_spread(need[order], seconds[order], width)]
+    # The inverse of `ravel`: rows are options, columns plans of the later blocks.
     option, rest = np.divmod(order, len(after.need))
     return _Layer(
         need[order], seconds[order], changes[order].astype(np.int32), options[option], rest.astype(np.int32)

@@ -205,6 +205,7 @@ def levels(
     for block in order.tolist():
         graph = blocks.get(block)
         ops = () if graph is None else block_ops(split, graph, seconds, links)
+        # By what the planner sees, not by module class: blocks that differ in names alone share options.
         key = tuple(
             (op.name, op.reads, op.bytes, op.saved, op.keepable, op.is_input, round(op.seconds, 12))
             for op in ops
@@ -216,6 +217,7 @@ def levels(
             others.append(theirs)
         class_of.append(known[key])
     found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks, offload)
+    # Blocks that overlap in time cut the step into no windows, so only levels for all are priced.
     if split is not step or not _in_order(step, order):
         return found
     return replace(found, uniform=(), others=_other_plans(order, np.asarray(others, np.int32)[class_of]))
@@ -289,6 +291,7 @@ def block_ops(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tu
         reads = {place[block.producer[s]] for s in block.reads[op] if s in block.producer} - {place[op]}
         reads |= {0} if entered.intersection(block.reads[op]) else set()
         n_bytes = sum(map(bytes_of.__getitem__, saved or block.makes[op])) if saved or dear else 0
+        # A value written in place later would be kept in its changed state.
         keepable = bool(saved or dear) and op not in block.spoiled
         offload_s = _offload_s(n_bytes, links)
         found.append(
@@ -351,6 +354,7 @@ def _measured(
         now = moments(new, order, hardware)
         uniform.append((max(now.peak_bytes, rest), float(seconds[:, level].sum()) * (level > 0)))
         held[:, level] = held_bytes(new, order, hardware)
+        # Without what earlier blocks hold: the frontier adds that, for the options which they take.
         before = np.cumsum(held[:, level]) - held[:, level]
         forward[:, level], backward[:, level] = now.forward - before, now.backward - before
         after.append(now.after - int(held[:, level].sum()))
@@ -358,6 +362,7 @@ def _measured(
     costs = _claims_s(found, hardware)
     seconds += costs
     uniform = [(peak, s + float(costs[:, i].sum())) for i, (peak, s) in enumerate(uniform)]
+    # Equal in theory for all levels; the median is robust to one with a peak elsewhere.
     return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform), claims_s=costs)
 
 
@@ -424,6 +429,7 @@ def live_bytes(step: Step, hardware: Hardware) -> I64:
     """Return the (n,) live device bytes as the allocator counts them."""
     rounding = hardware.allocation_rounding_bytes
     mine = np.flatnonzero(step.storages.tier == Tier.DEVICE)
+    # torch's allocator rounds each request up (512 bytes on CUDA), so many small tensors cost more.
     n_bytes = -(-step.storages.bytes[mine] // rounding) * rounding
     delta = np.zeros(step.ops.n + 1, np.int64)
     np.add.at(delta, np.maximum(step.storages.producer[mine], 0), n_bytes)
