@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from memtune.api import Tuned, apply, begins_with_shards
 from memtune.config import TunedConfig, load_config
 from memtune.deferred_init import deferred
-from memtune.device import accelerator, backend_of, is_out_of_memory, streams
+from memtune.device import accelerator, backend_of, explained, is_out_of_memory, streams
 from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
 from memtune.executors.gradient_digest import GradientDigests, GradientRecord, sha256_of_all
@@ -327,7 +327,8 @@ def main() -> int:
     )
     rank.say(stage="starting")
     try:
-        result = run(rank)
+        with explained(rank.device):
+            result = run(rank)
     except torch.OutOfMemoryError as error:
         result = {"status": "oom", "reason": bytes_in_words(str(error).split("\n")[0])}
     except MemtuneError as error:  # its message has problem, evidence and fix: no traceback

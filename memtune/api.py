@@ -33,7 +33,7 @@ from memtune.config import (
     load_config,
 )
 from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
-from memtune.device import backend_of, platform_of
+from memtune.device import backend_of, explained, platform_of, require_one_device
 from memtune.errors import ApplyError
 from memtune.offload.gradients import unscale_everywhere
 from memtune.offload.optimizer import host_capacity
@@ -82,11 +82,13 @@ class Tuned:
                 forward.
 
         Raises:
-            ApplyError: No `loss` was given to `apply` and the model does not return one.
+            ApplyError: No `loss` was given to `apply` and the model does not return one, or a tensor is on
+                another device than the model's.
             RankFailed: Another rank ended in the middle of a collective.
+            EnvironmentFault: The device was lost; end the process and resume from a checkpoint.
         """
         context, loss = self._context, self._loss or _loss_of_output
-        with share_first_failure():
+        with share_first_failure(), explained(context.device):
             return context.loop.step(self.model, self.optimizer, loss, batches, context.device)
 
     @contextmanager
@@ -269,6 +271,8 @@ def _applied(
     if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
         require_plain(model)
     require_untouched(model)
+    if construction_of(model) is None:
+        require_one_device(model, optimizer.state)
     _join_ranks(model)  # before anything below asks for the rank or the number of ranks
     blocks = (
         expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
@@ -375,6 +379,7 @@ def _require_fitting(context: Context, config: TunedConfig) -> None:
         execution.compile,
         execution.compile_backend,
         len(context.blocks),
+        platform_of(context.device),
     )
     if (found := refusal(facts)) is not None:
         technique, reason = found

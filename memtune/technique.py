@@ -15,18 +15,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from memtune.device import Capability
 from memtune.effects import NO_EFFECTS, Effects
 from memtune.errors import ApplyError
 from memtune.ssd import offload_dir
 
 if TYPE_CHECKING:
+    from memtune.device import Platform
     from memtune.hardware import Hardware
     from memtune.program import OptimizerFacts, Program, Recording
     from memtune.runtime import Context
@@ -101,7 +103,7 @@ class Target:
 
     @property
     def device(self) -> str:
-        """Device type, `cpu` or `cuda`."""
+        """Torch's device type, such as `cpu` or `cuda`."""
         return self.hardware.device
 
     def group_sizes(self) -> tuple[int, ...]:
@@ -140,12 +142,19 @@ class Facts:
     compile_backend: str
     blocks: int
     """Number of repeated blocks of the model."""
+    platform: Platform | None = None
+    """The device's type and runtime; None if the device is not known."""
 
     @classmethod
     def of(cls, program: Program, target: Target) -> Facts:
         """Return the facts of a candidate in the search."""
         return cls(
-            target.chosen, target.ranks, target.compiled, target.compile_backend, len(program.step.blocks)
+            target.chosen,
+            target.ranks,
+            target.compiled,
+            target.compile_backend,
+            len(program.step.blocks),
+            target.hardware.platform,
         )
 
 
@@ -162,6 +171,19 @@ class CutRecording:
     recording: Recording
     fields: Mapping[str, Any]
     """Fields of the plan: the layers that are cut, and over how many ranks."""
+
+
+def lacking(platform: Platform, needs: Iterable[Capability]) -> Reason | None:
+    """Return why `platform` has not all that is needed, or None.
+
+    CPU is never asked: a device's settings have no effect there, and a config may name them.
+    """
+    missing = [] if platform.is_host else [each for each in needs if each not in platform.capabilities]
+    if not missing:
+        return None
+    return Reason(
+        f"{platform.title} have no {missing[0]}", f"`memtune doctor` lists what {platform.name} lacks"
+    )
 
 
 def no_directory(target: Target) -> Reason | None:
@@ -259,6 +281,11 @@ class Technique(BaseModel):
     def effects(self) -> Effects:
         """Effects on a step that other axes must know, with these knobs."""
         return NO_EFFECTS
+
+    @property
+    def needs(self) -> tuple[Capability, ...]:
+        """Capabilities of the device without which it has no effect, with these knobs."""
+        return ()
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Return how many consecutive ranks of `ranks` hold one copy of the model together, each a part of

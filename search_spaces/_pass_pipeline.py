@@ -20,7 +20,7 @@ from typing import TypeVar
 from memtune.parallel.ranks import all_parts, one_part
 from memtune.program import Program
 from memtune.search_spaces import SLOTS
-from memtune.technique import PassStage, Plan, Reason, Target, Technique
+from memtune.technique import PassStage, Plan, Reason, Target, Technique, lacking
 
 N = TypeVar("N")
 
@@ -40,6 +40,8 @@ def visible_target(target: Target, parts: int) -> Target:
 
 def check_fit(program: Program, technique: Technique, target: Target, parts: int) -> Reason | None:
     """Return why `technique` does not fit `program`, None if it does; `target` is that of all ranks."""
+    if technique.needs and (reason := lacking(target.hardware.platform, technique.needs)) is not None:
+        return reason
     return technique.fits(program if parts == 1 else one_part(program, parts), visible_target(target, parts))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.search_spaces import PASS_ORDER, SLOTS, active, all_techniques, is_null, null
-from memtune.technique import CompileScope, Facts, Reason, Technique
+from memtune.technique import CompileScope, Facts, Reason, Technique, lacking
 
 
 class Config(Protocol):
@@ -472,6 +472,8 @@ def refusal(facts: Facts) -> tuple[Technique, Reason] | None:
 def _refusals(technique: Technique, facts: Facts) -> Iterator[Reason | None]:
     if facts.compiled and technique.effects.eager_only:
         yield Reason(technique.effects.eager_only, "execution.compile: false")
+    if facts.platform is not None:
+        yield lacking(facts.platform, technique.needs)
     yield technique.refuses(facts)
     for slot in SLOTS:
         if slot != technique.slot:

@@ -22,11 +22,12 @@ from typing import Any
 from memtune.autotune.space.pass_cache import Node, Pass, ProgramCache, find_pass
 from memtune.compile import Compiling
 from memtune.config import Settings, load_config
+from memtune.device import Capability
 from memtune.program import Program, RankClass, Recording, accumulate_gradients
 from memtune.search_spaces import PASS_ORDER, _pass_pipeline, null
 from memtune.search_spaces._pass_pipeline import TrackedSlots
 from memtune.search_spaces.execution import Execution
-from memtune.technique import ComputePrecision, PassStage, Plan, Reason, Target, Technique
+from memtune.technique import ComputePrecision, PassStage, Plan, Reason, Target, Technique, lacking
 
 _MAX_KNOWN = 10_000
 """Number of technique and execution objects whose number is memoised."""
@@ -226,7 +227,7 @@ class Rewriter:
             self.target, chosen=chosen, compiled=execution.compile, compile_backend=execution.compile_backend
         )
         try:
-            return technique.fits(root.result, target)
+            return _pass_pipeline.check_fit(root.result, technique, target, 1)
         except _Depends:
             return None
 
@@ -367,6 +368,9 @@ class Rewriter:
         if execution.compile:
             if self.compiled is None:
                 return Reason("the compiled step was not recorded", "execution.compile: false")
+            needs = (Capability.INDUCTOR,) if execution.compile_backend == "inductor" else ()
+            if (reason := lacking(self.target.hardware.platform, needs)) is not None:
+                return reason
             compiling = Compiling(execution.compile, execution.compile_backend, partitioning)
         if precision is not None:
             if self.in_precision is None:

@@ -18,8 +18,10 @@ from torch import nn
 
 from memtune.compile import partitioner
 from memtune.compile.low_peak_planner import LowPeak
+from memtune.device import Capability, platform_of
 from memtune.errors import ApplyError
 from memtune.runtime import ForwardWrapper
+from memtune.technique import lacking
 
 if TYPE_CHECKING:
     from memtune.runtime import Context
@@ -211,7 +213,8 @@ def compile_regions(context: Context, scope: str, backend: str) -> CompiledModel
     """Compile the blocks or the model of `context`; the audit checks that graphs ran.
 
     Raises:
-        ApplyError: There are no blocks, or the model is compiled already.
+        ApplyError: There are no blocks, the model is compiled already, or the backend has no compiler for
+            its device.
     """
     compiled_before = [name for name, module in context.model.named_modules() if _is_compiled(module)]
     if compiled_before:
@@ -224,6 +227,13 @@ def compile_regions(context: Context, scope: str, backend: str) -> CompiledModel
         raise ApplyError(
             "execution: {compile: blocks} finds no blocks in this model.",
             fix="compile: model, or say which they are: def blocks(model) in model.py",
+            code="MT310",
+        )
+    needs = (Capability.INDUCTOR,) if backend == "inductor" else ()
+    if (reason := lacking(platform_of(context.device), needs)) is not None:
+        raise ApplyError(
+            f"execution: {{compile: {scope}}} cannot be used here: {reason.text}.",
+            fix="execution: {compile: false}, or compile_backend: aot_eager",
             code="MT310",
         )
     compiled = CompiledModel(context.model, context.blocks if scope == "blocks" else [""], backend, {})

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from memtune.device import memory_statistics as memory_statistics
     from memtune.device import streams as streams
     from memtune.device.accelerator import platform_of
-    from memtune.device.faults import is_lost, is_out_of_memory, lost_error
+    from memtune.device.faults import (
+        explained,
+        is_lost,
+        is_out_of_memory,
+        lost_error,
+        require_one_device,
+    )
     from memtune.device.platforms import (
         DEFAULT_ACCELERATOR,
         PLATFORMS,
@@ -34,6 +40,7 @@ __all__ = [
     "backend_of",
     "backends_of",
     "device_of",
+    "explained",
     "generators",
     "is_lost",
     "is_out_of_memory",
@@ -41,5 +48,6 @@ __all__ = [
     "memory_statistics",
     "of_hardware",
     "platform_of",
+    "require_one_device",
     "streams",
 ]

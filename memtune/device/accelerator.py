@@ -173,8 +173,7 @@ def _platform(kind: str) -> Platform:
         kind,
         kind,
         **{
-            "title": kind,
-            "tested": "not tested",
+            "title": f"devices of type {kind}",
             **described,
             "capabilities": _of(module) if has is None else frozenset(Capability[each] for each in has),
         },

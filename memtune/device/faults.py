@@ -1,12 +1,16 @@
-"""Errors of devices: out of memory, and a device that is lost."""
+"""Errors of devices: out of memory, a device that is lost, tensors on several devices."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor, nn
 
 from memtune.device.accelerator import device_type, platform_of
 from memtune.device.platforms import PLATFORMS
-from memtune.errors import EnvironmentFault
+from memtune.errors import ApplyError, EnvironmentFault
 
 _OUT_OF_MEMORY = tuple(dict.fromkeys(text for each in PLATFORMS.values() for text in each.out_of_memory))
 
@@ -42,9 +46,82 @@ def lost_error(error: BaseException, device: torch.device) -> EnvironmentFault:
         f"The device {device} was lost in the middle of a training step.",
         evidence=f"torch: {lines[0] if lines else type(error).__name__}",
         fix=(
-            "end this process and resume from the last checkpoint; state in host memory is that of the last"
-            " complete step. If the line names an assertion or an address, the model's own code caused it:"
-            " run again on CPU, which names the op"
+            "end this process and resume from the last checkpoint. If the line names an assertion or an"
+            " address, the model's own code caused it: run again on CPU, which names the op"
         ),
         code="MT133",
     )
+
+
+_OTHER_DEVICE = ("Expected all tensors to be on the same device", "is not on the expected device")
+"""Parts of torch's messages about an op whose arguments are on several devices."""
+
+
+@contextmanager
+def explained(device: torch.device) -> Iterator[None]:
+    """Raise errors of the device inside with problem, evidence and fix; others as they are.
+
+    Args:
+        device: Device of the model.
+
+    Raises:
+        EnvironmentFault: The device was lost.
+        ApplyError: An op had arguments on another device than the model's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost(error):
+            raise lost_error(error, device) from error
+        if any(part in str(error) for part in _OTHER_DEVICE):
+            raise ApplyError(
+                f"The loss or the model uses a tensor on another device than the model's, {device}.",
+                evidence=f"torch: {str(error).strip().splitlines()[0]}",
+                fix="register constants of the model with register_buffer, and make those of the loss on the"
+                " device of the batch",
+                code="MT135",
+            ) from error
+        raise
+
+
+def require_one_device(model: nn.Module, optimizer_state: Mapping[Tensor, Mapping[str, object]]) -> None:
+    """Check that parameters, buffers and optimizer state are on one device.
+
+    Scalars may be on CPU: an op takes them from there, and optimizers keep their step count there.
+
+    Raises:
+        ApplyError: They are on several.
+    """
+    found: dict[torch.device, list[str]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dim() or tensor.device.type != "cpu":
+            found.setdefault(tensor.device, []).append(name)
+    if len(found) > 1:
+        raise ApplyError(
+            f"The model is on {len(found)} devices: {' and '.join(map(str, found))}.",
+            evidence="; ".join(f"{_some(names)} on {device}" for device, names in found.items()) + ".",
+            fix="model.to(device) before the optimizer is made and before memtune.apply",
+            code="MT134",
+        )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    strays = [
+        f"{key} of {names.get(parameter, 'a parameter')} on {value.device}"
+        for parameter, state in optimizer_state.items()
+        if isinstance(parameter, Tensor)  # optimizers may keep state under other keys as well
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and value.device != parameter.device
+    ]
+    if strays:
+        raise ApplyError(
+            "The optimizer's state is on another device than the model.",
+            evidence=f"{_some(strays)}; the model is on {next(iter(found), 'no device')}.",
+            fix="move the model first, then optimizer.load_state_dict, which moves the state to it",
+            code="MT135",
+        )
+
+
+def _some(names: Iterable[str], most: int = 2) -> str:
+    """Return the first names, and how many there are beyond them."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more

@@ -6,6 +6,7 @@ import abc
 import os
 from typing import ClassVar
 
+from memtune.device import Capability
 from memtune.memory import VARIABLE, ArenaSettings, arena
 from memtune.program import Program
 from memtune.runtime import Context
@@ -25,6 +26,11 @@ class OwnAllocator(Technique):
     @abc.abstractmethod
     def settings(self) -> ArenaSettings:
         """Return the knobs as the allocator takes them."""
+
+    @property
+    def needs(self) -> tuple[Capability, ...]:
+        """Return an allocator that torch lets replace."""
+        return (Capability.OWN_ALLOCATOR,)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse CPU, NCCL that registers torch's memory, and GPU searches that the user did not ask for.

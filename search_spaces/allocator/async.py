@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from memtune.device import Capability
 from memtune.program import Program
 from memtune.search_spaces.allocator import environment, not_remapped
 from memtune.technique import Exactness, Reason, Target, Technique
@@ -29,6 +30,11 @@ class Async(Technique):
     def sentence(self) -> str:
         """Return the setting as one clause."""
         return "allocates with cudaMallocAsync"
+
+    @property
+    def needs(self) -> tuple[Capability, ...]:
+        """Return the driver's pool."""
+        return (Capability.STREAM_ORDERED,)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse CPU, and NCCL that registers torch's memory."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from memtune.device import Capability
 from memtune.program import Program
 from memtune.search_spaces.allocator import environment, not_remapped
 from memtune.technique import Exactness, Reason, Target, Technique
@@ -27,6 +28,11 @@ class ExpandableSegments(Technique):
     def sentence(self) -> str:
         """Return the setting as one clause."""
         return "lets PyTorch's allocator grow its segments (expandable_segments)"
+
+    @property
+    def needs(self) -> tuple[Capability, ...]:
+        """Return the option itself."""
+        return (Capability.EXPANDABLE_SEGMENTS,)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse CPU, and NCCL that registers torch's memory."""

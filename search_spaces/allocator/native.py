@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from memtune.device import Capability
 from memtune.program import Program
 from memtune.search_spaces.allocator import NO_EFFECT_ON_CPU, environment
 from memtune.technique import Exactness, Reason, Target, Technique
@@ -113,6 +114,11 @@ class Native(Technique):
             if value is not None and value < segment:
                 raise ValueError(f"{name}: {value} must be at least {segment}, the size of a large segment")
         return self
+
+    @property
+    def needs(self) -> tuple[Capability, ...]:
+        """Return the environment, if a knob is set."""
+        return (Capability.ALLOCATOR_SETTINGS,) if self._options() else ()
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse knobs on CPU, where they have no effect, and the threshold without a memory limit."""
