@@ -21,6 +21,7 @@ void Engine::Unmap::operator()(unsigned char* memory) const { munmap(memory, byt
 
 Engine::Engine(const std::string& which, std::uint32_t depth, std::uint32_t block_bytes, bool checksums)
     : depth_(depth), block_bytes_(filled_up(block_bytes)), checksums_(checksums) {
+  // More buffers than blocks in flight: writes are copied and summed while the drive is busy.
   const std::uint32_t slots = depth_ + kPrepared;
   const std::size_t bytes = std::size_t{slots} * block_bytes_;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -43,6 +44,7 @@ void Engine::close() {
     const std::lock_guard lock(mutex_);
     stop_ = true;
   }
+  // The thread may wait for work or for the drive; both must end.
   work_.notify_all();
   backend_->wake();
   if (thread_.joinable()) thread_.join();
@@ -53,6 +55,7 @@ std::uint64_t Engine::start(const Transfer& transfer) {
   {
     const std::lock_guard lock(mutex_);
     ticket = next_ticket_++;
+    // After the end a transfer is over at once, as cancelled: its caller must not wait for ever.
     active_[ticket] = {transfer, 0, stop_ ? 0 : blocks(transfer.bytes), {stop_ ? kCancelled : 0, 0}};
     if (transfer.bytes > 0 && !stop_) waiting_[{transfer.priority, ticket}] = ticket;
   }
@@ -135,6 +138,8 @@ bool Engine::first_writes() const { return active_.at(waiting_.begin()->second).
 bool Engine::fill(Lock& lock) {
   if (under_way_ == depth_) return false;
   const bool more = !waiting_.empty() && !free_.empty();
+  // A read that has come meanwhile goes before prepared writes: compute waits for
+  // reads.
   if (!ready_.empty() && (!more || first_writes())) {
     const std::uint32_t slot = ready_.front();
     ready_.pop_front();
@@ -164,6 +169,7 @@ std::uint32_t Engine::take(Lock& lock) {
   if (++active.next == blocks(active.transfer.bytes)) waiting_.erase(first);
   const Transfer transfer = active.transfer;
   lock.unlock();
+  // Copying a block takes as long as the drive; others may start transfers meanwhile.
   prepare(slot, transfer);
   lock.lock();
   return slot;
@@ -204,6 +210,7 @@ void Engine::finish(const Done& done) {
   }
   const bool again = done.result == -EINTR || done.result == -EAGAIN;
   if (done.result < 0 && !again) return end_block(done.slot, static_cast<int>(-done.result));
+  // A read of nothing is the end of a truncated file, a write of nothing an error without a number.
   if (done.result == 0) return end_block(done.slot, transfer.write ? EIO : static_cast<int>(kEndOfFile));
   const std::uint32_t before = mine.moved;
   if (!again) mine.moved += static_cast<std::uint32_t>(done.result);
@@ -236,6 +243,8 @@ void Engine::end_block(std::uint32_t slot, int error) {
   const Slot& mine = slots_[slot];
   Active& active = active_.at(mine.ticket);
   (active.transfer.write ? counters_.written_bytes : counters_.read_bytes) += error == 0 ? mine.bytes : 0;
+  // The first block that failed, in file order, whatever the order of
+  // completions.
   if (error != 0 && (active.result.error == 0 || mine.block < active.result.block)) active.result = {error, mine.block};
   free_.push_back(slot);
   if (--active.left == 0) done_.notify_all();

@@ -21,6 +21,7 @@ class Gaps {
 
   std::int64_t take(const Instance& instance, std::int32_t b) {
     const std::int64_t size = instance.size[b];
+    // Best fit: the smallest gap; alignment may need a larger one.
     auto gap = by_size_.lower_bound({size, 0});
     while (instance.align(gap->second, b) + size > gap->second + gap->first) ++gap;
     const auto [length, from] = *gap;
@@ -213,6 +214,7 @@ Layout best_fit(const Instance& instance) {
     }
   }
   for (std::int32_t s = 0; s < instance.n_sections; ++s) {
+    // Ends before begins: lifetimes are half open, so a place is free in the section where one ends.
     for (const std::int32_t b : ends[s]) gaps.give_back(layout.offset[b], instance.size[b]);
     for (const std::int32_t b : begins[s]) take(b);
   }
@@ -224,8 +226,10 @@ bool first_fit(const Instance& instance, const std::vector<std::int32_t>& order,
   Placed placed(instance.n_sections);
   std::int32_t count = 0;
   for (const std::int32_t b : order) {
+    // Asking the clock costs as much as placing a few buffers.
     if (++count % 64 == 0 && clock.over()) return false;
     const std::int64_t offset = placed.lowest(instance, b), end = offset + instance.size[b];
+    // No better than the best so far, whatever comes.
     if (end >= below) return false;
     placed.add(instance.pieces[b], offset, end);
     layout.offset[b] = offset;

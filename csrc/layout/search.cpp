@@ -55,6 +55,7 @@ Search::Search(const Instance& instance)
 }
 
 Outcome Search::run(std::int64_t capacity, const Strategy& strategy, std::int64_t node_limit, const Clock& clock) {
+  // Failures depend on the capacity; under the same one those of earlier runs are still valid.
   if (capacity != capacity_) failed_.assign(kFailures, Key{});
   capacity_ = capacity;
   strategy_ = &strategy;
@@ -114,6 +115,7 @@ std::vector<Search::Part> Search::split(Part part, std::int32_t placed) {
   };
   for (std::size_t i = part.begin; i < part.end; ++i) {
     const auto& [first, second] = pieces_[pool_[i]];
+    // A lifetime that wraps around the step joins the parts at its two ends.
     if (second.hi > 0 && pool_[i] != placed) joined[root(label_[first.lo])] = root(label_[second.lo]);
   }
   std::vector<std::size_t> count(number + 1, 0);
@@ -156,6 +158,7 @@ Search::Key Search::key(Part part) const {
   Key key;
   for (std::size_t i = part.begin; i < part.end; ++i) {
     const std::int32_t b = pool_[i];
+    // Sums of hashes: the order in which the buffers were placed does not matter.
     const std::uint64_t lifted = spread(static_cast<std::uint64_t>(floor_[b] - rest_[b]));
     const std::uint64_t row = spread(static_cast<std::uint64_t>(b) ^ spread(static_cast<std::uint64_t>(rest_[b]) ^ lifted));
     key.low += row;
@@ -324,8 +327,10 @@ Outcome Search::solve(Part part) {
   }
   if (!survey(part)) return Outcome::kNone;
   const Key left = key(part);
+  // A lossy table: a collision forgets an entry, and 128 bits make a false match negligible.
   if (failed_[left.low % kFailures] == left) return Outcome::kNone;
   for (bool open = true; open; open = open && survey(part)) {
+    // No other buffer can come below it, so there is nothing to decide.
     const auto sure = std::find_if(low_.begin(), low_.end(), [this](std::int32_t b) { return !reachable(b); });
     open = sure == low_.end();
     const std::int32_t b = open ? choose() : *sure;
@@ -334,6 +339,7 @@ Outcome Search::solve(Part part) {
     const Outcome outcome = place(b) ? solve_parts(part, b) : Outcome::kNone;
     if (outcome != Outcome::kNone) return outcome;
     take_back(b, changes);
+    // The other branch: this buffer does not rest here but is lifted by another one.
     if (open) raise(b, floor_[b] + 1);
   }
   failed_[left.low % kFailures] = left;

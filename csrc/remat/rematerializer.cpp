@@ -12,6 +12,7 @@ Id Rematerializer::constant(Bytes bytes) {
   const Id storage = cache.lineage.tensors[tensor].storage;
   const bool placed = cache.admit(storage, bytes);
   note_evictions();
+  // Constants are pinned, so no later eviction could make this room.
   if (!placed) throw Infeasible(bytes, cache.arena.used());
   cache.pin(storage);
   cache.resident(storage);
@@ -36,8 +37,10 @@ std::vector<Id> Rematerializer::call(double cost, std::vector<Id> args, const st
     retain(tensor);
   }
   lineage.link(op);
+  // A running mean: rules compare a tensor's cost with it before all ops are known.
   cache.mean_cost += (cost - cache.mean_cost) / static_cast<double>(++calls);
   run(op, true);
+  // Outputs of an op that cannot run again must stay, so its inputs are not needed for them.
   if (!again)
     for (Id out : lineage.ops[op].outs) {
       lineage.tensors[out].op = -1;
@@ -79,6 +82,7 @@ void Rematerializer::forget(Id storage) {
     const Id at = stack.back();
     stack.pop_back();
     Storage& it = cache.lineage.storages[at];
+    // An explicit stack: chains of evicted storages are as long as the model.
     if (it.forgotten || it.refs > 0 || it.needed_by > 0 || it.locks > 0) continue;
     it.forgotten = true;
     if (it.resident) cache.evict(at);
@@ -104,6 +108,7 @@ void Rematerializer::needs_no_parents(Id storage) {
 // Frees unreferenced storages permanently once all their children are resident; these are pinned then.
 void Rematerializer::try_banish() {
   Lineage& lineage = cache.lineage;
+  // DTR's banishing (Kirisame et al. 2021): it is gone permanently, so its children can no longer be evicted.
   std::erase_if(to_banish_, [&](Id storage) {
     const Storage& it = lineage.storages[storage];
     const auto gone = [&](Id child) { return lineage.storages[child].evicted; };
@@ -157,6 +162,7 @@ void Rematerializer::run(Id op, bool first) {
       frame.locked[frame.next] = 1;
     }
     if (missing >= 0) {
+      // The recursion of DTR as a stack of frames; the frame is looked at again when the argument is there.
       if (!takes_along(frame)) enter(missing, false);
       continue;
     }
@@ -174,6 +180,7 @@ void Rematerializer::run(Id op, bool first) {
     leave(frame);
     frames_.pop_back();
   }
+  // They were made for this op alone, and no reference holds them.
   if (!settings_.keep_replayed)
     for (Id storage : dead_again_)
       if (cache.evictable(storage) && cache.lineage.storages[storage].refs == 0) cache.evict(storage);
@@ -249,6 +256,7 @@ bool Rematerializer::overwrites(const Op& op, bool first) const {
   if (op.takes_over < 0 || !settings_.in_place) return false;
   const Storage& old = cache.lineage.storages[cache.lineage.tensors[op.takes_over].storage];
   const Storage& made = cache.lineage.storages[cache.lineage.tensors[op.outs.front()].storage];
+  // The only lock is this op's own: no other op or reference reads the old value.
   return old.resident && !made.resident && !old.pinned && old.locks == 1 && old.refs <= (first ? 1 : 0) && old.bytes == made.bytes;
 }
 
@@ -292,6 +300,7 @@ void Rematerializer::place(const Op& op, bool over, Bytes scratch) {
   for (Id out : op.outs)
     if (!lineage.tensors[out].view && !(over && out == op.outs.front())) all += lineage.storages[lineage.tensors[out].storage].bytes;
   const bool counted = !cache.arena.settings().addressed;
+  // Without addresses one count is enough; with them each storage needs a gap of its own.
   if (counted && !cache.make_room(all + scratch)) throw Infeasible(all + scratch, cache.arena.used());
   for (Id out : op.outs) {
     const Id storage = lineage.tensors[out].storage;

@@ -46,6 +46,7 @@ class AsyncPool {
   void release_cached() {
     finish_until(kUnlimited);
     const std::int64_t needed = std::min(pages(live_), limit_);
+    // cudaMemPoolTrimTo is one call, whatever it gives back.
     device_frees_ += needed < reserved_;
     reserved_ = needed;
   }
@@ -157,6 +158,7 @@ class Run {
       return -1;
     }
     const std::int32_t found =
+        // The first events are the storages of the held memory, which is placed already.
         event < held_.size() ? held_[event] : allocator_.allocate(bytes, events_.stream[event], events_.op[event]);
     if (found < 0) {
       block = kRefused;

@@ -83,9 +83,12 @@ std::int32_t CachingAllocator::allocate(std::int64_t bytes, std::int32_t stream,
   finish_until(op);
   if (static_cast<std::size_t>(stream) >= pools_.size()) pools_.resize(stream + 1);
   const std::int64_t size = rounded(bytes);
+  // The pool is chosen by the rounded size, as torch's get_pool does.
   const Request request{size, segment_bytes(size), stream, size <= kSmallBytes};
   std::int32_t block = take_free(request);
   if (block < 0) {
+    // In torch's order (malloc in CUDACachingAllocator.cpp): collect, new segment, oversize blocks, all
+    // cached ones, out of memory.
     if (collects()) collect_garbage();
     block = grow(request);
     if (block < 0 && release_oversize(request)) block = grow(request);
@@ -122,6 +125,7 @@ std::int64_t CachingAllocator::largest_free_bytes() const {
 
 std::int64_t CachingAllocator::rounded(std::int64_t bytes) const {
   if (bytes < kMinBlockBytes) return kMinBlockBytes;
+  // PYTORCH_CUDA_ALLOC_CONF has one number of divisions per power of two, from 1 MiB on.
   const int power = std::bit_width(static_cast<std::uint64_t>(bytes)) - 1;
   const std::int64_t divisions = config_.roundup_divisions[std::clamp(power - 20, 0, static_cast<int>(kRoundupIntervals) - 1)];
   if (divisions <= 1 || bytes <= kMinBlockBytes * divisions) return round_up(bytes, kMinBlockBytes);
@@ -145,7 +149,9 @@ std::int32_t CachingAllocator::take_free(const Request& request) {
   if (config_.expandable_segments) place = prefer_less_room(free, place);
   const auto [bytes, address, block] = free.at(place);
   const bool oversize = request.bytes >= config_.max_split_bytes;
+  // Oversize blocks are never split, so smaller requests must leave them.
   if (!oversize && bytes >= config_.max_split_bytes) return -1;
+  // An oversize request takes a whole block; torch allows it to waste this much (20 MiB).
   if (oversize && bytes >= request.bytes + config_.max_non_split_rounding_bytes) return -1;
   free.erase(place);
   return block;
@@ -165,6 +171,8 @@ FreeList::Place CachingAllocator::prefer_less_room(const FreeList& free, FreeLis
 
 bool CachingAllocator::splits(const Block& block, std::int64_t bytes) const {
   const std::int64_t rest = block.bytes - bytes;
+  // torch's should_split: the rest of a large
+  // block must exceed 1 MiB, or it would be useless to the large pool.
   if (block.small || config_.expandable_segments) return rest >= kMinBlockBytes;
   return bytes < config_.max_split_bytes && rest > kSmallBytes;
 }
@@ -185,6 +193,7 @@ std::int32_t CachingAllocator::split(std::int32_t block, std::int64_t bytes) {
 // From the driver
 
 std::int32_t CachingAllocator::grow(const Request& request) {
+  // set_per_process_memory_fraction limits reserved bytes, not allocated ones.
   if (request.segment_bytes > config_.allowed_bytes - reserved_) return -1;
   if (config_.expandable_segments) return grow_range(request);
   if (request.segment_bytes > config_.capacity_bytes - reserved_) return -1;
@@ -211,6 +220,7 @@ std::int32_t CachingAllocator::grow_range(const Request& request) {
 // The block at the lowest address from which free and unmapped addresses suffice, in a new range if there is none.
 std::int32_t CachingAllocator::find_room(const Request& request) {
   Pool& pool = this->pool(request.small, request.stream);
+  // By address, as torch does: the front of a range fills before its end grows.
   for (const auto& [address, block] : pool.unmapped) {
     const std::int32_t before = blocks_[block].previous;
     const std::int32_t start = before >= 0 && !blocks_[before].in_use ? before : block;
@@ -218,6 +228,7 @@ std::int32_t CachingAllocator::find_room(const Request& request) {
   }
   const std::int64_t page = request.small ? kSmallSegmentBytes : config_.large_segment_bytes;
   const std::int64_t capacity = config_.capacity_bytes;
+  // torch reserves addresses for 1 1/8 of the device's memory per segment.
   const std::int64_t bytes = round_up(capacity > kVastBytes ? kVastBytes : capacity + capacity / 8, page);
   ranges_.push_back({next_address_, bytes, page});
   const std::int32_t block = blocks_.add({.address = next_address_, .bytes = bytes, .searched = 0, .stream = request.stream,
@@ -237,6 +248,7 @@ bool CachingAllocator::has_room(std::int32_t block, std::int64_t bytes) const {
 bool CachingAllocator::map(std::int32_t block, std::int64_t bytes) {
   const Range& range = ranges_[blocks_[block].range];
   const std::int64_t mapped = round_up(bytes, range.page_bytes);
+  // Memory is mapped in whole pages, 2 MiB in the small pool and 20 MiB in the large one.
   if (mapped > config_.capacity_bytes - reserved_) return false;
   Pool& pool = pool_of(blocks_[block]);
   pool.unmapped.erase({blocks_[block].address, block});
@@ -264,6 +276,7 @@ void CachingAllocator::unmap(std::int32_t block) {
   const std::int64_t from = range.base + round_up(whole.address - range.base, range.page_bytes);
   const std::int64_t end = whole.address + whole.bytes;
   const std::int64_t to = range.base + (end - range.base) / range.page_bytes * range.page_bytes;
+  // No whole page is free, and the driver takes no part of one back.
   if (from >= to) return;
   erase_free(whole);
   blocks_[block].address = from;
@@ -295,15 +308,19 @@ void CachingAllocator::unmap(std::int32_t block) {
 // Releases large segments that have been unused for longer than the average, until the target is met.
 void CachingAllocator::collect_garbage() {
   const double share = config_.garbage_collection_threshold;
+  // torch's garbage_collection_threshold is a part of the allowed memory.
   const auto threshold = static_cast<std::int64_t>(share * static_cast<double>(config_.allowed_bytes));
   if (reserved_ <= threshold) return;
   const std::int64_t target = reserved_ - threshold;
   std::vector<std::int32_t> whole;
   std::int64_t total_age = 0, reclaimed = 0;
+  // Measured in searches of the large pool since the block became free (torch's gc_count).
   const auto age = [&](std::int32_t block) { return searches_[0] - blocks_[block].searched; };
   for (const auto& pools : pools_) {
     pools[0].free.for_each([&](const FreeList::Entry& entry) {
       const Block& block = blocks_[entry.block];
+      // Only a segment without a block in use can go back to
+      // the driver.
       if (block.previous >= 0 || block.next >= 0 || block.range >= 0) return;
       whole.push_back(entry.block);
       total_age += age(entry.block);

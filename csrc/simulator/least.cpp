@@ -34,6 +34,7 @@ struct State {
 // `to` as much later as `now` is than `before`, `times` over; the smaller of the last two differences counts.
 void go_on(State& to, const State& now, const State& before, const State& first, double times) {
   const auto more = [times](double& value, double c, double b, double a) {
+    // The smaller difference keeps it a lower bound where repetitions are not yet steady.
     value += times * std::max(0.0, std::min(c - b, b - a));
   };
   more(to.host, now.host, before.host, first.host);
@@ -75,8 +76,10 @@ class Clocks {
     };
     for (const std::int32_t use : uses_[op_]) {
       const std::int32_t storage = step_.use_storage[use];
+      // An output is no argument.
       if (step_.producer[storage] == static_cast<std::int32_t>(op_)) continue;
       wait(writer_[storage]);
+      // Write after read: a reader on another stream must have finished.
       if (step_.use_mutates[use]) wait(reader_[storage]);
     }
     if (computes) {
@@ -85,6 +88,7 @@ class Clocks {
         learn(transfer.queue, transfer.done);
       }
       pending_.clear();
+      // All work known to be done has taken its time on the cores by then.
       if (shares_cores_) at = std::max(at, at_.cores - put_off());
     }
     if (step_.op_resource[op_] != kNothing) at = std::max(at, at_.streams[step_.queue(op_)]);
@@ -162,6 +166,7 @@ class Clocks {
     for (; repetition_ < accumulate_; ++repetition_, op_ = 0) {
       while (op_ < step_.n_ops() && !runs_in(step_, op_, repetition_, accumulate_)) ++op_;
       if (op_ < step_.n_ops()) return;
+      // Steady by now; the last one differs (gradients are averaged) and is gone through.
       if (repetition_ == kWhole - 2 && accumulate_ > kWhole) leap();
       before_[0] = before_[1];
       before_[1] = at_;
@@ -286,6 +291,7 @@ class Meeting {
       Group& group = groups_[met];
       group.classes.push_back(c);
       group.ready = std::max(group.ready, ready);
+      // As in the machine: all start with the last one, and take as long as the slowest.
       group.seconds = std::max(group.seconds, seconds(c));
       waits_[c] = true;
       if (static_cast<std::int32_t>(group.classes.size()) < members_[met.first]) continue;

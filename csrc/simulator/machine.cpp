@@ -75,6 +75,7 @@ class Machine {
   Timeline run() {
     for (double next = 0; next != kNever; next = next_event()) {
       now_ = next;
+      // Ends first: what finishes at this moment lets others start at the same moment.
       finish_due();
       settle();
       if (rates_vary_) set_rates();
@@ -123,14 +124,17 @@ class Machine {
   bool issue(std::size_t c) {
     Rank& rank = ranks_[c];
     bool any = false;
+    // The host runs ahead of the device without limit, as CUDA's queue lets it in practice.
     while (rank.host_waits == kNone && rank.next_task < rank.end_task && issue_time(c) <= now_) {
       rank.host_at = issue_time(c);
       const std::int32_t t = rank.next_task++;
       Task& task = graph_.tasks[t];
       task.issued = rank.host_at;
       task.is_issued = any = true;
+      // Python allocates when it issues: memory is taken before the device gets there.
       memories_[c].issued(task.op, task.repetition);
       const bool nothing = steps_[c].op_resource[task.op] == kNothing;
+      // On a CPU the host itself runs the op, and issues nothing meanwhile.
       if (rules_.host_computes && steps_[c].computes(task.op)) {
         rank.host_waits = t;
       } else {
@@ -144,6 +148,7 @@ class Machine {
   bool start_ready(std::size_t c) {
     Rank& rank = ranks_[c];
     bool any = false;
+    // Side streams first: they have priority over the compute stream for a resource.
     for (std::size_t q = kQueues; q-- > 0;) {
       Queue& queue = rank.queues[q];
       if (queue.next == queue.tasks.size()) continue;
@@ -151,6 +156,7 @@ class Machine {
       Task& task = graph_.tasks[t];
       if (!task.is_issued || task.waits > 0 || (queue.last != kNone && !graph_.tasks[queue.last].is_done)) continue;
       Slot& slot = rank.slots[steps_[c].op_resource[task.op]];
+      // One op at a time per resource, whichever stream it comes from.
       if (slot.task != kNone) continue;
       slot.task = t;
       task.cause = last_of(task, queue.last, slot.last);
@@ -167,6 +173,7 @@ class Machine {
   }
 
   void meet(Match& match, std::int32_t last) {
+    // A collective begins when its last class has come; the others hold their link meanwhile.
     if (++match.arrived < static_cast<std::int32_t>(match.tasks.size())) return;
     double longest = 0;
     for (const std::int32_t t : match.tasks) longest = std::max(longest, steps_[class_of(t)].op_s[graph_.tasks[t].op]);
@@ -232,6 +239,7 @@ class Machine {
   void set_rates() {
     for (std::size_t c = 0; c < ranks_.size(); ++c) {
       auto& slots = ranks_[c].slots;
+      // A collective's kernels take multiprocessors (on CPU: cores) from compute.
       const bool links = slots[kIntraLink].runs || slots[kInterLink].runs;
       const double during_link = links ? 1 / (1 + rules_.link_slowdown) : 1;
       // A link that uses cores takes them from all that runs on these.
@@ -317,6 +325,7 @@ class Machine {
 
   void set_rate(Slot& slot, double rate) {
     if (!slot.runs || slot.rate == rate) return;
+    // The work left is the same; only the time that it takes changes.
     slot.finish = now_ + (slot.finish - now_) * slot.rate / rate;
     slot.rate = rate;
   }

@@ -93,6 +93,7 @@ class State {
       const std::int32_t tensor = problem_.tensor[a], whole = problem_.part_of[tensor];
       const double gain = freed_[a] - freed_now[tensor];
       if (gain <= 0 || taken_[a] || given_up_[a] || (whole >= 0 && choice[whole] > 0)) continue;
+      // Relative to what its tensor has now: a better action may take a taken one's place.
       const double per_byte = std::max(seconds_[a] - seconds_now[tensor], 0.0) / std::min(gain, excess_bytes);
       if (best < 0 || per_byte < best_per_byte || (per_byte == best_per_byte && gain > best_gain)) {
         best = static_cast<std::int64_t>(a);
@@ -111,6 +112,7 @@ class State {
       if (!taken_[other] || (owner != tensor && problem_.part_of[owner] != tensor)) continue;
       change(other, 1);
       taken_[other] = false;
+      // Never taken again, so the loop ends: each round takes a new action.
       given_up_[other] = true;
       choice[owner] = 0;
     }
@@ -188,6 +190,7 @@ std::vector<std::int32_t> greedy(const Problem& problem, std::int64_t budget_byt
   State state(problem);
   while (!state.live.empty()) {
     const auto peak = std::max_element(state.live.begin(), state.live.end());  // the first one
+    // Algorithm 2 of TSPLIT: the current peak alone decides what is freed next.
     const std::int64_t excess = *peak - budget_bytes;
     if (excess <= 0) break;
     const auto moment = static_cast<std::int32_t>(peak - state.live.begin());

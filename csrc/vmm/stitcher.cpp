@@ -24,6 +24,8 @@ Address Stitcher::allocate(std::int64_t bytes, std::int32_t stream) {
   const auto piece = pool.pieces.lower_bound({bytes, 0});
   const auto stitched = pool.stitched.lower_bound({bytes, 0});
   const bool have_piece = piece != pool.pieces.end(), have_stitched = stitched != pool.stitched.end();
+  // GMLake's states S1 to S5 (Guo et al. 2024): exact, one block, several, with new memory,
+  // none.
   if (have_piece && piece->first == bytes) return ++states_[0], use_piece(piece->second);
   if (have_stitched && stitched->first == bytes) return ++states_[0], use_stitched(stitched->second, bytes);
   if (have_piece) {
@@ -31,7 +33,9 @@ Address Stitcher::allocate(std::int64_t bytes, std::int32_t stream) {
     split(taken, bytes);
     return ++states_[1], use_piece(taken);
   }
+  // A much larger stitched block would keep pieces that others could use.
   if (have_stitched && stitched->first / options_.reuse_limit <= bytes) return ++states_[1], use_stitched(stitched->second, bytes);
+  // Mapping costs driver calls per chunk, which small requests never repay.
   if (options_.defragment && bytes >= options_.stitch_from_bytes && !pool.pieces.empty()) {
     if (const Address address = stitch(bytes, stream, true)) return address;
   }
@@ -43,6 +47,7 @@ Address Stitcher::allocate(std::int64_t bytes, std::int32_t stream) {
 Address Stitcher::allocate_last(std::int64_t bytes, std::int32_t stream) {
   bytes = in_chunks(bytes);
   memory_.synchronize();
+  // The driver must not unmap what a kernel may still read.
   drop_unused(0);
   // After the synchronization no stream uses unused pieces, so any stream may take them. Pieces that are still stitched are partly used.
   for (std::int32_t p = 0; p < pieces_.size(); ++p) {
@@ -61,6 +66,7 @@ Address Stitcher::allocate_last(std::int64_t bytes, std::int32_t stream) {
 bool Stitcher::free(Address address) {
   const auto found = held_.find(address);
   if (found == held_.end()) return false;
+  // The stitched addresses remain mapped: the next request of this size finds them (exact fit).
   for (const std::int32_t piece : found->second.pieces) mark(piece, false);
   if (found->second.stitched >= 0) stitched_[found->second.stitched].held = false;
   held_.erase(found);
@@ -149,6 +155,7 @@ std::vector<std::int32_t> Stitcher::gather(std::int64_t bytes, Pool& pool) {
 std::int32_t Stitcher::grow(std::int64_t bytes, std::int32_t stream) {
   std::vector<Chunk> chunks = memory_.create(bytes / kChunkBytes);
   if (chunks.empty()) return -1;
+  // Physical chunks first: without addresses they are returned below.
   const Address address = memory_.place(chunks);
   if (address == 0) {
     memory_.release(chunks);
