@@ -15,5 +15,6 @@ def core_wait_s(root: int) -> float:
     waits_s = [0.0]
     for pid in (root, *descendants(root)):
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/schedstat") as stat:
+            # schedstat: time on a core, time waiting for one, number of turns.
             waits_s.append(int(stat.read().split()[1]) / 1e9)
     return max(waits_s)

@@ -144,6 +144,7 @@ class ForkServer:
             command: Program and arguments of a rank.
             env: Environment of a rank.
         """
+        # The server's libraries have read them at import, so the rank must have the same.
         shared = {name: value for name, value in env.items() if name not in OF_ONE_RANK}
         if module_of(command) is None:
             return None
@@ -161,6 +162,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server and all its forks; may be called twice."""
         with self._lock:
+            # From now on none is started, also by a thread that is in `fork_supervisor`.
             self._failures = 2
             self._end()
 
@@ -243,6 +245,7 @@ def serve(requests: socket.socket) -> None:
             _run_supervisor(folder.decode(), *ends)
         for end in ends:
             os.close(end)
+        # A pidfd, not the number, which the kernel may give to another process.
         pidfd = os.pidfd_open(pid)
         with contextlib.suppress(ConnectionError):
             socket.send_fds(requests, [b"supervisor"], [pidfd])
@@ -255,7 +258,9 @@ def _run_supervisor(folder: str, stdin: int, stdout: int) -> None:
         os.chdir(folder)
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
+        # The server's socket among them: its end must be seen when the server alone has gone.
         os.closerange(3, _open_files())
+        # The server ignores it, and the supervisor waits for its ranks.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         supervisor.main(run_here)
     finally:
@@ -278,6 +283,7 @@ def run_here(spec: dict[str, Any], report_end: int) -> None:
     module = module_of(spec["argv"])
     assert module is not None
     sys.argv = [module]
+    # Preloaded under its own name; as `__main__` it must run again.
     sys.modules.pop(module, None)
     code: Any = 0
     try:
@@ -295,6 +301,7 @@ def run_here(spec: dict[str, Any], report_end: int) -> None:
             AttributeError, OSError, ValueError
         ):  # the user's code may have closed or replaced it
             stream.flush()
+    # Without atexit handlers: those of the server's imports would run in every rank.
     os._exit(code or 0)
 
 

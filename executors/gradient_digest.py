@@ -82,6 +82,7 @@ class Region:
         order.
         """
         dims = len(self.shape)
+        # The innermost dimension that is cut: from there on inward the piece is contiguous.
         split = next((dim for dim in reversed(range(dims)) if self.shape[dim] != self.whole[dim]), 0)
         strides = [math.prod(self.whole[dim + 1 :]) for dim in range(dims)]
         first = sum(offset * stride for offset, stride in zip(self.offset, strides, strict=True))
@@ -114,11 +115,13 @@ class GradientSums:
         at = 0
         for first, length in region.runs():
             while length:
+                # By position in the full gradient, so that pieces of any cut add up to one hash.
                 block, start = divmod(first, _BLOCK)
                 n = min(length, _BLOCK - start)
                 each = words[at * per : (at + n) * per].astype(np.uint64)
                 factors = _factors(per)[:, start * per : (start + n) * per]
                 with np.errstate(over="ignore"):
+                    # An odd factor per block is invertible modulo 2^64, so no difference is lost.
                     self.hash += np.einsum("ij,j->i", factors, each) * np.uint64(_mixed(block) | 1)
                 if sketch:
                     self._project(flat[at : at + n].double().numpy(), block, start)
@@ -224,6 +227,7 @@ class GradientDigests:
         """Return True if no earlier rank holds the same piece."""
         placement = self._placement
         remote, rank, parts = placement.remote_parameters, placement.rank, placement.model_parallel_size
+        # A tied weight is on two stages; its owner digests it.
         if remote is not None and not remote.owns(name):
             return False
         if layout is None:

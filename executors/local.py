@@ -76,5 +76,6 @@ class LocalExecutor(PoolExecutor):
             on_progress=on_progress,
             cancelled=cancelled,
             silence_s=self._silence_s,
+            # A forked process cannot use a GPU driver that its parent has started.
             server=self._server if trial.device == "cpu" else None,
         )

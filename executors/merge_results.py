@@ -94,6 +94,7 @@ def failure_of_record(rank: int, record: RankRecord) -> Failure | None:
     """Return the failure that a rank reports itself, None if its record is good."""
     if record.status == "ok":
         return None
+    # A connection that broke is the consequence of another rank's end.
     own = record.status in ("oom", "unfit") or record.code not in ("", PEER_FAILURE)
     return Failure(rank, record.status, record.reason or record.status, record, root=own)
 
@@ -118,6 +119,7 @@ def failure_of_end(ended: RankExit) -> Failure:
 
 def root_failure(failures: Iterable[Failure]) -> Failure:
     """Return the failure to show: the first to arrive, preferably one that cannot be a consequence."""
+    # `min` keeps the first of equals, so among causes the earliest counts.
     return min(failures, key=lambda failure: not failure.root)
 
 

@@ -165,6 +165,7 @@ class TrialMonitor:
 
     def _end(self, rank: int, failure: Failure, now_s: float) -> None:
         state = self.ranks[rank]
+        # A rank that has reported may end in any way (rule 2).
         if state.pending:
             self._fail(failure, now_s)
         state.ended = True
@@ -172,6 +173,7 @@ class TrialMonitor:
     def _fail(self, failure: Failure, now_s: float) -> None:
         if not self.decided:
             self.failures.append(failure)
+        # The first failure starts the wait; later ones do not prolong it.
         self.failed_s = self.failed_s or now_s
 
     def _hear(self, report: Line, now_s: float) -> Progress | None:
@@ -256,6 +258,7 @@ def run_once(
             if cancelled.is_set():
                 break
             if time.monotonic() >= watch.deadline_s - 1:
+                # Only near the deadline: it reads a file per process.
                 watch.core_wait_s = ranks.core_wait_s
             _handle_events(watch, ranks, 0.1, on_progress)
         watch.decided = True
@@ -294,6 +297,7 @@ def run_monitored(
     """
     begin_s = time.monotonic()
     watch = run_once(trial, start, on_progress, cancelled, silence_s)
+    # Killed by the system or the user: says nothing about the setting.
     retried = watch is not None and watch.lost and not cancelled.is_set()
     if retried:
         watch = run_once(trial, start, on_progress, cancelled, silence_s)

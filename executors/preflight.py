@@ -204,6 +204,7 @@ def _read_line(fd: int, pid: int, deadline: float) -> bytes:
         while not line.endswith(b"\n"):
             left_s = deadline - time.monotonic()
             ready, _, _ = select.select([fd, exit_fd], [], [], max(0.0, left_s))
+            # A busy machine is no sign that the file trains.
             if not ready and deadline + core_wait_s(pid) > time.monotonic() + _LEAST_WAIT_S:
                 select.select([fd, exit_fd], [], [], _LEAST_WAIT_S)
                 continue
@@ -274,6 +275,7 @@ def _child(request_json: str) -> None:
     """Run as the child: probe the file, answer once, exit without the user's exit handlers."""
     request = json.loads(request_json)
     answer_fd: int = request["answer_fd"]
+    # A program that the user's file executes must not hold the pipe open.
     os.set_inheritable(answer_fd, False)
     _prepare_child(request["trace_fd"])
     try:
@@ -310,4 +312,5 @@ def _prepare_child(trace_fd: int) -> None:
     faulthandler.register(_STACK_SIGNAL, trace_fd, all_threads=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pr_set_pdeathsig = 1
+    # Also if the parent is killed, which then cannot end it.
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -69,6 +69,7 @@ def rank_env(
     """Return the complete environment of one rank; tensors on SSD go to `drives`, if there are any."""
     env = {**os.environ, **(place.env or {})}
     if drives:
+        # Folders of this trial alone: steps that it keeps must not be taken for the user's training.
         env[offload_dir.VARIABLE] = os.pathsep.join(map(str, drives))
     if trial.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(threads_per_rank(place.cores, len(place.ranks))))
@@ -78,6 +79,7 @@ def rank_env(
         **env,
         "PYTHONUNBUFFERED": "1",  # what was printed before a kill is the evidence
         "PYTHONFAULTHANDLER": "1",  # stacks on SIGSEGV, and on the SIGABRT that ends a hang
+        # After the parent's: an allocator setting of the user would change what is measured.
         **trial.env,
         "RANK": str(place.ranks[local_rank]),
         "WORLD_SIZE": str(trial.ranks),

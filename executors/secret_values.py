@@ -21,6 +21,7 @@ def masked(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
+    # `SSH_AUTH_SOCK` and the like name a file, which is no secret and often part of a message.
     is_path = value.startswith("/")
     has_name = _NAME.search(name) is not None and not is_path
     return len(value) >= _LEAST_CHARS and (has_name or _URL_PASSWORD.search(value) is not None)

@@ -88,12 +88,14 @@ class PoolExecutor(ABC):
         """End a running trial and return when all its processes are gone; it yields no result."""
         if ticket := self._tickets.pop(number, None):
             ticket.cancelled.set()
+            # One that waits in the queue has no processes yet; its thread drops it.
             if ticket.started:
                 ticket.done.wait(CANCEL_S)
 
     def close(self) -> None:
         """End all running trials; no process survives. May be called twice."""
         self._closed = True
+        # Else the registration would keep the executor alive.
         atexit.unregister(self.close)
         tickets = list(self._tickets.values())
         for ticket in tickets:

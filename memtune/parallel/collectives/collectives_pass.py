@@ -59,6 +59,7 @@ def gathers(step: Step, degree: int) -> Messages:
     copies = _named(step, _COPY_OUT)
     source = _used(step, copies, mutates=False)
     copy_of = dict(zip(source.tolist(), copies.tolist(), strict=True))
+    # Other gathers over as many ranks (ZeRO's rows, losses) are copied out into no unit.
     ops = ops[[each in copy_of for each in buffer.tolist()]]
     buffer = _used(step, ops, mutates=True)
     out = [_written(step, copy_of[each]) for each in buffer.tolist()]
@@ -181,6 +182,7 @@ def _pairs(backward: npt.NDArray[np.bool_]) -> tuple[I32, I32]:
     order in backward.
     """
     forward, again = np.flatnonzero(~backward), np.flatnonzero(backward)
+    # The root, first in forward, is not resharded after it, so backward has no gather of it.
     return forward[::-1][: len(again)].astype(np.int32), again.astype(np.int32)
 
 
@@ -195,6 +197,7 @@ def _plain(
         group=degree,
         stream=stream,
         traffic_bytes=step.storages.bytes[found.buffer[mine]],
+        # FSDP2's prefetch belongs to the first op of the gather; the rest follows it on the stream.
         prefetch=step.ops.prefetch[found.ops[mine]],
     )
     _reads_and_writes(edit, rows, found.buffer[mine], found.buffer[mine])
@@ -241,6 +244,7 @@ def _rings(
     """
     at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
     whole, prefetch, part = step.storages.bytes[buffer], step.ops.prefetch[at], buffer
+    # With gloo everything runs in one order; on CUDA the ring overlaps with the gathers inside the node.
     ring_stream = stream if stream == _COMPUTE_STREAM else _RING_STREAM
     for turn in range(nodes):
         arriving = part
@@ -400,6 +404,7 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     out = _used(step, found.ops, mutates=True)
     row, numel = row_bytes(found.numel, form, degree), found.numel.sums()
     make = edit.add_ops(_EMPTY, before=found.ops, phase=Phase.BACKWARD, resource=Resource.NOTHING)
+    # float32, whatever the gradients are: sums of the first hop are sent on by the second.
     sums = edit.add_storages(4 * nodes * numel, producer=make, kind=Kind.COMMUNICATION)
     stream = step.ops.stream[found.ops]
     whole = step.storages.bytes[found.buffer]

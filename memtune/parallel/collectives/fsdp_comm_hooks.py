@@ -56,6 +56,7 @@ def install_collectives(context: Context, how: Communication) -> None:
             fix="another sharding.parallel degree, or ranks_per_node",
             code="MT342",
         )
+    # For the audit and the count of bytes: which link a group uses follows from it.
     node_topology.declare(how.ranks_per_node)
     context.undo.callback(node_topology.declare, None)
     how = replace(
@@ -144,7 +145,9 @@ class Gather(SeamAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather `input_tensor` (numel) of all ranks into `output_tensor` (ranks · numel)."""
+        # FSDP2 calls the same hook in forward and backward; a graph task runs only in backward.
         backward = torch._C._current_graph_task_id() != -1
+        # It serves one backward and is freed, also if it turns out to be stale.
         kept, self._secondary = self._secondary, None
         if backward and kept is not None and kept[1] == self._versions():
             assert self._place is not None
@@ -167,6 +170,7 @@ class Gather(SeamAllGather):
         ):
             assert self._place is not None
             mine = output_tensor.view(self._place.local, -1)[self._place.place]
+            # A clone: the output is a buffer that FSDP2 frees after the copy-out.
             self._secondary = mine.clone(), self._versions()
         return None
 
@@ -174,6 +178,7 @@ class Gather(SeamAllGather):
         row, ranks = _row(form, self._group), group.size()
         lengths = list(row.lengths)
         received = torch.empty(ranks * row.n_bytes, dtype=torch.uint8, device=whole.device)
+        # In its place in the receive buffer, so that the gather is in place and needs no other memory.
         packed = received.view(ranks, -1)[group.rank()]
         torch.ops.memtune.quantise_(packed, mine, None, lengths, row.bits, row.block, 1)
         torch.ops.memtune.all_gather_into_(received, packed, group.group_name, ranks)

@@ -93,8 +93,10 @@ def piped(program: Program, hardware: Hardware) -> tuple[PipelineSettings, int]:
     """
     stages, count, node = program.stages, program.accumulate, hardware.local_ranks(program.ranks)
     assert stages is not None
+    # Neighbouring stages are neighbouring ranks, so on one node wherever it has several.
     link = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
     between = Resource.INTER_LINK if stages.ranks % node == 0 else Resource.INTRA_LINK
+    # Further micro-batches repeat the live bytes of the earlier ones, so their rows run several times.
     repeats = stages.repeats(count)
     written, copies = count // repeats, program.ranks // stages.ranks
     waiting = count - written
@@ -201,6 +203,7 @@ class Parts:
         shared = chain.place == SHARED
         stage[shared] = -1
         uploaded = uploads(step)
+        # Uploads have rows of their own, once per micro-batch.
         shared[step.storages.producer[uploaded]] = False
         gradient, foreign = _crossing_back(step, chain, stage)
         tied = tuple(_tied(step, stage, foreign))
@@ -224,6 +227,7 @@ class Parts:
         held[of, np.flatnonzero(inside)] = True
         first, last = (np.isin(columns.names, names) for names in (self.chain.first, self.chain.last))
         held[0] |= ~inside & (first | ~last)
+        # A tied weight is in both lists, and each end holds a copy.
         held[-1] |= ~inside & last
         assert step.ops.n
         return held
@@ -299,6 +303,7 @@ def _crossing_back(step: Step, chain: Chain, stage: I32) -> tuple[dict[int, int]
     gradient: dict[int, int] = {}
     for use in crossing.tolist():
         storage = int(step.uses.storage[use])
+        # Of the candidates the last one made: earlier ones are parts of its sum.
         if from_[storage] == to[use] + 1 and step.storages.bytes[storage] == chain.passed_bytes:
             known = gradient.get(int(from_[storage]), storage)
             gradient[int(from_[storage])] = max(
@@ -449,6 +454,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
     within |= parts.shared & (not backward)
     within[[each.adder for each in parts.tied]] = False
     if action.micro_batch == 0:
+        # The first micro-batch's gradient is the sum itself.
         within[parts.sums.adder] = False
     else:
         within[parts.once] = False
@@ -467,6 +473,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
     now = rows.n_ops - 1
     for storage in (given, passed, None if passed is None else parts.gradient[stage + 1]):
         if storage is not None:
+            # torch's stage drops its caches after the micro-batch's backward.
             rows.hold(key, storage, now)
     in_flight = min(parts.how.micro_batches, last + 1 - stage)
     if (
@@ -480,6 +487,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
         lists[stage, f"passed {action.micro_batch}"] = key, passed
     if given is not None:
         gradient = parts.gradient[stage]
+        # torch's 1F1B keeps the last gradient in a local variable until the next one replaces it.
         before = lists.pop((stage, "returned"), None)
         if before is not None:
             rows.hold(*before, now)

@@ -70,6 +70,7 @@ def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: boo
     """Return the step of one rank with `stage` and the parameters `held`, after `divide`; with `kept` units
     are gathered once.
     """
+    # As `returned`, the storages of messages are renumbered along by every pass.
     before, ids = alone(step, stage, held)
     after = divide(replace(before, returned=np.array(ids, np.int32)))
     marks = after.ops.match
@@ -91,6 +92,7 @@ def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
     """Extract `stage` for one later micro-batch; return it with the storages that it receives, sends, returns
     and uploads.
     """
+    # Micro-batch 1, not 0: a later one, which adds to the sums.
     rows, key = UnrolledRows(step, held), (stage.index, 1)
     uploads, forward, backward = stage.rows
     rows.declare("upload", stage.uploaded)

@@ -35,6 +35,7 @@ class BroadcastBuffers:
         self._is_first = False
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in buffers:
+            # In the model's order, which is equal on all ranks; a message has one type.
             by_type.setdefault(buffer.dtype, []).append(buffer)
         for same in by_type.values():
             message = torch.cat([buffer.reshape(-1) for buffer in same])

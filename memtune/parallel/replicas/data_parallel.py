@@ -51,6 +51,7 @@ class Replicas:
             self.wrapper = DistributedDataParallel(
                 context.model,
                 bucket_cap_mb=bucket_cap_mb,
+                # Gradients live in the buckets: the model's gradients exist once.
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
                 init_sync=False,  # the weights are already compared, and the user's must not be overwritten
@@ -88,6 +89,7 @@ class Replicas:
 
     def _average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket in place, as DDP does, with every byte counted."""
+        # Before the sum, as DDP does: in 16 bits the sum of many ranks could overflow.
         whole = bucket.buffer().div_(self._ranks)
         self._averaged_bytes += whole.nbytes
         count_collective(

@@ -84,6 +84,7 @@ def replicate(step: Step, how: Replication) -> Step:
     done = _replicated(step, how, arrivals, hold_sums=False)
     if how.accumulate > 2:
         bucket_bytes = sum(int(step.storages.bytes[arrival.storage]) for arrival in arrivals)
+        # A middle micro-batch: all sums in addition to the buckets, without the frees of the last one.
         if _backward_peak(step) + bucket_bytes > _backward_peak(done):
             return _replicated(step, how, arrivals, hold_sums=True)
     return done
@@ -177,6 +178,8 @@ def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[li
         itemsize = step.parameters[arrival.parameter].itemsize
         filling.setdefault(itemsize, []).append(arrival)
         filled_bytes[itemsize] = filled_bytes.get(itemsize, 0) + int(step.storages.bytes[arrival.storage])
+        # Closed once it has reached the size, so a bucket may exceed it, as in torch's
+        # compute_bucket_assignment_by_size.
         if filled_bytes[itemsize] >= bucket_bytes:
             full.append(filling.pop(itemsize))
             filled_bytes[itemsize] = 0
@@ -211,6 +214,7 @@ def _copy_in(
     )
     edit.add_uses(copies, storages)
     edit.add_uses(copies, np.asarray([bucket_of[a.parameter] for a in arrivals], np.int32), mode=WRITES)
+    # Freed by the copy: `.grad` is a view of the bucket from then on.
     edit.storages.held_until[storages] = -1
     edit.storages.grad_ready_after[storages] = -1
 

@@ -67,6 +67,7 @@ class AllReduceGrads:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         if self._at_end.expect():
+            # The first gradient of a backward; `expect` is True once per backward.
             self._missing = set(self._parameters)
         self._missing.discard(parameter)
         self._averaged_bytes += parameter.grad.nbytes

@@ -128,6 +128,7 @@ class Buckets:
 
     @torch.no_grad()
     def _copy_in(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
+        # A gradient that was zeroed in place is the view already, and is not copied.
         gradient, view = parameter.grad, bucket.views[parameter]
         bucket.missing.discard(parameter)
         if gradient is None:
@@ -141,6 +142,7 @@ class Buckets:
             bucket = self._buckets[self._next]
             self._next += 1
             ranks = self._group.size()
+            # Before the sum, as DDP does.
             bucket.whole.div_(ranks)
             self._averaged_bytes += bucket.whole.nbytes
             count_collective(self._group, 2 * bucket.whole.nbytes * (ranks - 1) // ranks)
@@ -158,6 +160,7 @@ class Buckets:
             for parameter in tuple(bucket.missing):
                 self._copy_in(bucket, parameter)
         self._average_what_is_full()
+        # Waits last: all remaining messages are in flight together.
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -181,6 +184,7 @@ class Buckets:
         not_arrived = [p for p in reversed(self._parameters) if p not in place]
         open_: dict[torch.dtype, list[nn.Parameter]] = {}
         closed: list[list[nn.Parameter]] = []
+        # Buckets must be equal on all ranks, or messages of other parameters would be added.
         order = self._as_first_copy([*self._arrival, *not_arrived])
         for parameter in order:
             filling = open_.setdefault(parameter.dtype, [])

@@ -167,6 +167,7 @@ class _Regions:
         ]
         self.again = inside.copy()
         """(forward ops,) what runs again where backward reads it."""
+        # Rule 1.
         self.again[[*attentions, *held, *(op for op in graph.once if op < n)]] = False
         self._keep_written_together()
         kept = {
@@ -202,6 +203,7 @@ class _Regions:
                 if value in available or not self._runs_again(value):
                     continue
                 region = int(self._number[graph.maker[value]])
+                # Regions 1 to k are the first part; region 0 shares it, since nothing enters it.
                 part = (max(region, 1) - 1) // self._every
                 if part not in rebuilt:  # Rule 3
                     rebuilt.add(part)
@@ -248,6 +250,7 @@ class _Regions:
         waiting = [value for value in values if value not in available]
         while waiting:
             value = waiting.pop()
+            # A value made again must also be changed again, or backward would read the unchanged one.
             for op in (graph.maker[value], *graph.writers.get(value, ())):
                 if op in ops or op >= graph.n_forward:
                     continue

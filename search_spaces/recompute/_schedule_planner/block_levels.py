@@ -80,6 +80,7 @@ class LevelSearch:
         """All undominated plans."""
         plans = self._by_packs() or self._by_parts()
         peak, seconds = np.array([each[0] for each in plans]), np.array([each[1] for each in plans])
+        # The usual sweep: by rising peak keep what is faster than all before.
         order = np.lexsort((seconds, peak))
         fastest = np.minimum.accumulate(seconds[order])
         order = order[np.append(True, fastest[1:] < fastest[:-1])]
@@ -135,6 +136,7 @@ class LevelSearch:
             peak = self._peak(level)
             for part in range(1, _BETWEEN) if found else ():
                 slower = blocks * part // _BETWEEN
+                # The last blocks hold their values for the shortest time, so they take the faster level.
                 mixed = np.where(np.arange(blocks) < slower, level, level - 1).astype(np.int32)
                 found.append((before + (peak - before) * part // _BETWEEN, self._cost(mixed), mixed))
             found.append((peak, self._cost(level), level))
@@ -151,12 +153,14 @@ class LevelSearch:
         levels = self._uniform()
         spans = {self._spans(level) for level in levels}
         packs = next(iter(spans))
+        # Peaks by pack have no meaning if a pack is another one at another level.
         if len(spans) > 1 or not packs:
             return []
         peaks = np.stack(
             [self._peaks_of(packs, level) for level in levels], axis=1
         )  # (packs + 1, levels); the last row is any other moment
         seconds = np.stack([self._seconds[slice(*span)].sum(axis=0) for span in packs])
+        # No pack's level can lower the peak below this.
         rest = int(peaks[-1].max())
         least = max(rest, int(peaks[:-1].min(axis=1).max()))
         found = [

@@ -80,6 +80,7 @@ def local_region(step: Step, regions: BlockRegions, sort: int) -> Region:
     together, graph = regions.together, regions.graphs[sort]
     block = int(np.flatnonzero(regions.sort == sort)[-1])
     ops, values = regions.ops[block], regions.values[block]
+    # Neighbours hold them too, so this block's schedule cannot free their bytes.
     others = together.outside_until[values] >= 0
     nothing = np.zeros(len(ops), np.int64)
     return replace(
@@ -147,6 +148,7 @@ def _schedules_from(
             region.graph, region.bytes, op_s, region.outside_until, np.zeros(len(op_s), np.int32)
         )
         order = planner.order()
+        # Values in the order in which their bytes cost least time: each prefix is an option.
         for freed in range(1, len(order) + 1):
             yield planner.schedule(frozenset(order[:freed]))
 

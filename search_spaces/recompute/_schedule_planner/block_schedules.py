@@ -139,6 +139,8 @@ class BlockSearch:
                 own[block, number] = (
                     _own_bytes(option, background.while_op[block], background.after_op[block]) - before
                 )
+            # `live` includes what earlier blocks hold on the plain step; the frontier adds what they hold as
+            # planned.
             before += background.held_bytes[block]
         problem = Problem(held, own, seconds, regions.sort, background.between_bytes, background.rest_bytes)
         return solve(problem, _WIDTH)
@@ -206,6 +208,7 @@ def search_blocks(place: Placement, sources: tuple[Source, ...]) -> BlockSearch 
     """Return the plans for the blocks of a step that has regions (see `cannot_schedule_blocks`)."""
     regions = block_regions_of(place.step)
     assert not isinstance(regions, str), regions
+    # Only then does a block's own held value stay on the device from forward to backward.
     if not any(each.effects.layer_major or each.slot == "offload.activations" for each in place.later):
         return BlockSearch(place, regions, sources)
     sorts = range(len(regions.graphs))

@@ -88,6 +88,7 @@ def _best(
             enough = max(enough, given)
         else:
             too_much = min(too_much or given, given)
+        # Bisection once the budget is enclosed; before that the last error is the correction.
         given = (enough + too_much) // 2 if enough and too_much else given + spare
     assert best is not None
     return best

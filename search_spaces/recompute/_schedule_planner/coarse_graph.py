@@ -88,6 +88,7 @@ def _wanted(graph: OpGraph, sequence: list[tuple[int, bool]]) -> list[bool]:
         if again and not needed.intersection(graph.makes[op]) and not needed.intersection(graph.writes[op]):
             found[at] = False
             continue
+        # Satisfied by this run; an earlier run need not make them for those readers.
         needed.difference_update(graph.makes[op])
         needed.update(graph.reads[op])
     return found
@@ -164,11 +165,13 @@ def _forward_nodes(region: Region, op_s: F64, most: int) -> list[list[int]]:
     for value, writers in graph.writers.items():
         inside = [op for op in writers if op < n]
         if graph.maker[value] < n and inside:
+            # A node between a value's maker and its in-place writer would read or keep another version.
             joined[graph.maker[value] + 1 : max(inside) + 1] = True
     starts = np.flatnonzero(~joined)
     bytes_of, cost_of = np.add.reduceat(saved, starts), np.add.reduceat(op_s[:n], starts)
     while len(starts) > most:
         smaller, cost = np.minimum(bytes_of[1:], bytes_of[:-1]), cost_of[1:] + cost_of[:-1]
+        # Joining hides the cut with the fewer saved bytes; among equals the cheaper node results.
         at = int(np.lexsort((cost, smaller))[0])
         for column in (bytes_of, cost_of):
             column[at] += column[at + 1]
@@ -185,6 +188,7 @@ def _backward_nodes(graph: OpGraph, node_of: dict[int, int], n_forward_nodes: in
             (node_of[graph.maker[v]] for v in graph.reads[op] if graph.maker[v] < graph.n_forward),
             default=lowest,
         )
+        # Backward reads forward's nodes in reverse; the first reader of an earlier one opens a stage.
         if read < lowest:
             lowest = read
             if found[-1]:

@@ -143,6 +143,7 @@ class DynamicPolicy(Technique):
         budget_bytes = self._budget_bytes(place, target)
         if self.ratio is None and place.plain_bytes <= budget_bytes:
             return refusals.fits_already("recompute: {kind: none}")
+        # A lower bound first: the policy would be played in vain.
         frozen = None if budget_bytes < least else self._frozen(program, target)
         if frozen is None:
             return self._too_little(place, budget_bytes)
@@ -347,6 +348,7 @@ class DynamicPolicy(Technique):
         found.
         """
         online, found = self._is_online(place.step), too_little_bytes
+        # Each side may need more than the other allows; a few rounds usually agree.
         for _ in range(_LOOKS):
             by_policy = _sufficient_bytes(place, self.options(), found, online)
             if by_policy is None or not online:

@@ -191,6 +191,7 @@ def _unseen_bytes(step: Step, region: Region) -> int:
     """
     kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER)
     is_live = (step.storages.producer < region.rows[0]) & (step.freed_after >= region.rows[0])
+    # The runtime counts these itself, from the model and the optimizer.
     seen = np.isin(step.storages.kind, kinds)
     seen[step.uses.storage[np.isin(step.uses.op, region.rows)]] = True
     return int(step.storages.bytes[is_live & ~seen & (step.storages.tier == Tier.DEVICE)].sum())
