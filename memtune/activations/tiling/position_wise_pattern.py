@@ -2,9 +2,9 @@
 in parts.
 
 Such a module reads one tensor, makes one, and is an MLP or a norm whose forward and backward are each
-contiguous. An MLP consists of products with weights (at least two), layer norms and elementwise ops; for
-norms see `norm_rows`. A module that draws random numbers or mixes rows is not tiled, nor is an MLP with
-casts.
+contiguous, apart from sums of gradients over micro-batches. An MLP consists of products with weights (at
+least two), layer norms and elementwise ops; for norms see `norm_rows`. A module that draws random numbers or
+mixes rows is not tiled, nor is an MLP with casts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class PositionWise:
     module_id: int
     call: int
     forward: tuple[int, ...]
-    """Ops, ascending and contiguous, like those of backward."""
+    """Ops, ascending and contiguous."""
     backward: tuple[int, ...]
+    """Ops, ascending; between them are only sums with the gradients of earlier micro-batches."""
     x: int
     """Input storage; `y` is the output."""
     y: int
@@ -125,10 +126,10 @@ def _found(
     inside = np.zeros(len(step.modules), bool)
     inside[[i for i in around if f"{step.modules[i]}.".startswith(f"{name}.")]] = True
     forward = _in_one_piece(block_ops[inside[step.ops.module[block_ops]]])
-    backward = _in_one_piece(np.flatnonzero(inside[step.ops.module] & (step.ops.phase == Phase.BACKWARD)))
-    if (step.ops.phase[backward[0] : backward[-1] + 1] != Phase.BACKWARD).any() or step.ops.rng[
-        list(forward)
-    ].any():
+    backward = _in_one_piece(
+        np.flatnonzero(inside[step.ops.module] & (step.ops.phase == Phase.BACKWARD)), but=sums_of(step)
+    )
+    if step.ops.rng[list(forward)].any():
         raise NotTokenWise
     made = set(made_by(step, forward))
     x, rows = rows_of(step, forward, made)
@@ -194,10 +195,21 @@ def _among(storages: set[int], rows: I32) -> set[int]:
     return set(mine[np.isin(mine, rows)].tolist())
 
 
-def _in_one_piece(ops: np.ndarray) -> tuple[int, ...]:
-    if not len(ops) or int(ops[-1] - ops[0]) + 1 != len(ops):
+@lru_cache(maxsize=8)
+def sums_of(step: Step) -> frozenset[int]:
+    """Return the ops that add a gradient to the sum of earlier micro-batches."""
+    gradients = step.storages.kind[step.uses.storage] == Kind.GRADIENT
+    mine = (step.uses.mode == WRITES) & gradients & (step.storages.producer[step.uses.storage] < 0)
+    mine &= step.use_phase == Phase.BACKWARD
+    return frozenset(step.uses.op[mine].tolist())
+
+
+def _in_one_piece(ops: np.ndarray, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
+    """Return `ops`; between the first and the last there may be no others, except for those in `but`."""
+    mine = tuple(ops.tolist())
+    if not mine or set(range(mine[0], mine[-1] + 1)) - set(mine) - but:
         raise NotTokenWise
-    return tuple(ops.tolist())
+    return mine
 
 
 def _only(storages: set[int]) -> int:
@@ -276,15 +288,16 @@ def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int
 def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int, tuple[int, ...]]:
     """Return the gradient that backward reads, that of the input, and those of the parameters."""
     made = set(made_by(step, backward))
-    inside = uses_of(step, backward[0], backward[-1])
-    read = set(step.uses.storage[inside].tolist()) - made - known
+    window = uses_of(step, backward[0], backward[-1])
+    inside = np.isin(step.uses.op[window], backward)
+    used = step.uses.storage[window]
+    read = set(used[inside].tolist()) - made - known
     given = _only({s for s in read if step.parameter_of[s] < 0})
-    if not np.isin(step.uses.mode[inside], (READS, DONATES)).all():
+    if not np.isin(step.uses.mode[window][inside], (READS, DONATES)).all():
         raise NotTokenWise
     ready = _among(made, step.grad_order) | {s for s in made if step.storages.owner[s] >= 0}
-    left = _among(made, step.uses.storage[inside.stop :]) | {
-        s for s in made if step.storages.held_until[s] > backward[-1]
-    }
+    left = _among(made, used[~inside]) | _among(made, step.uses.storage[window.stop :])
+    left |= {s for s in made if step.storages.held_until[s] > backward[-1]}
     gradients = tuple(sorted(left & ready, key=lambda s: int(step.storages.producer[s])))
     others = left - ready
     if len(others) > 1:

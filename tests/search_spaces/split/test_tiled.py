@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from support.gloo import run_ranks
@@ -14,12 +15,16 @@ from support.zoo_paths import ZOO
 
 from memtune import hardware
 from memtune.activations.tiling.cross_entropy_pattern import loss_pattern
-from memtune.activations.tiling.position_wise_pattern import norms, position_wise
+from memtune.activations.tiling.position_wise_pattern import norms, position_wise, sums_of
 from memtune.api import Tuned, apply
+from memtune.autotune.record.recorder import start_session
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.config import TunedConfig
 from memtune.errors import ApplyError
 from memtune.program.step import Kind, Step
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.offload.activations.tsplit import TSplit
 from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.planned import Planned
@@ -236,6 +241,31 @@ def test_composes_with_sharding_and_offload_to_the_byte(path: Path, ranks: int) 
     step = dry_run(Workload.load(path), found, target)
     assert isinstance(step, Step), step
     assert compare(found.program.step, step) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "mine"),
+    [
+        (WIDE, Tiled(chunks=1, mlp=4)),
+        (NORMS, Tiled(chunks=1, norm=5)),
+        (WIDE, TSplit(share=0.0, parts=4, min_bytes=64)),
+    ],
+    ids=["mlps", "norms", "micro-tensors"],
+)
+def test_parts_under_accumulation_are_predicted_to_the_byte(path: Path, mine: Technique) -> None:
+    choice = Choice.of(Execution(micro_batch=2, accumulate=2), {mine.slot: mine})
+    found = Rewriter(recording_of(path), target_of()).candidate(choice)
+    assert isinstance(found, Candidate), found
+    session = start_session(Workload.load(path), "fake")
+    with session.entered():
+        apply(session.model, session.optimizer, TunedConfig(settings=choice, plan=found.plans), strict=False)
+    session.warm_up(2)
+    real, step = session.trace(2, micro_batches=2, trace_last=True), found.program.step
+    assert [real.names[i] for i in real.ops.name] == [step.names[i] for i in step.ops.name]
+    # Autograd adds the gradients of one node to their sums in the order of a heap.
+    same = np.asarray([op not in sums_of(step) for op in range(step.ops.n)])
+    assert np.array_equal(step.live_bytes()[same], real.live_bytes()[same])
+    assert step.peak_bytes() == real.peak_bytes()
 
 
 def shares(path: str, tiled: bool) -> dict[str, Any]:
