@@ -39,7 +39,7 @@ from memtune.autotune.record_parallel.op_check import (
     partition_error,
 )
 from memtune.autotune.record_parallel.sequence_check import positions_differ
-from memtune.errors import MemtuneError
+from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.memory import WorkspaceTable
 from memtune.parallel.model import (
@@ -191,9 +191,10 @@ class CutRecordings:
             with fake_ranks(ranks):
                 node_topology.declare(self._node)
                 recording = self._record(change=change)
-        except MemtuneError as error:
-            return Reason(_first_line(error), error.fix or _FIX)
-        except Exception as error:  # of user code, which was not written for fewer heads or positions
+        except Exception as error:
+            if isinstance(error, MemtuneError) and not isinstance(error, WorkloadError):
+                return Reason(_first_line(error), error.fix or _FIX)
+            # Of user code, which runs undivided, but was not written for fewer heads or positions.
             return Reason(
                 "its code does not run with a share of the weights or positions:"
                 f" {error_line(error, self._workload)}",
@@ -273,8 +274,10 @@ def partition_difference(
         summed: Gradients of whole weights are summed over the ranks.
     """
     whole_weights = {} if summed else _whole_weights(plain, cut)
+    pairs = tuple(pairs)
+    rows = {pair.row for pair in pairs}
     for pair in pairs:
-        mine, theirs = (ops_in(each, pair) for each in (plain, cut))
+        mine, theirs = (ops_in(each, pair, rows) for each in (plain, cut))
         if [op.name for op in mine] != [op.name for op in theirs]:
             return Reason(f"{pair.owner} runs other ops with a share of its {_parts(pair)}", _FIX)
         for one, other in zip(mine, theirs, strict=True):
@@ -311,11 +314,11 @@ def _parts(pair: Pair) -> str:
     return "heads" if pair.attention else "features"
 
 
-def ops_in(recording: Recording, pair: Pair) -> list[Op]:
-    """Return the forward ops of the pair's module, except the row layer's own."""
+def ops_in(recording: Recording, pair: Pair, rows: Collection[str]) -> list[Op]:
+    """Return the forward ops of the pair's module, except those of row layers."""
     names = recording.step.modules
     inside = [
-        name != pair.row and (name == pair.owner or name.startswith(f"{pair.owner}.")) for name in names
+        name not in rows and (name == pair.owner or name.startswith(f"{pair.owner}.")) for name in names
     ]
     return forward_ops(recording, np.asarray(inside, bool))
 

@@ -5,16 +5,17 @@ They are found from names and shapes of weights alone, so a recorded step and a 
 pairs. There are two patterns:
 
 1. Attention: query, key, value and one output layer, recognized by name; all four are sharded by heads.
-2. MLP: the last linear layer of a module takes the outputs of the others (one, or two with a gate).
+2. MLP: of the other linear layers of a module, the one with swapped inputs and outputs takes the outputs of
+  the rest (one, or two with a gate).
 
-A recording checks that the code between the layers treats each head or feature alike
-(`autotune.record_parallel.sharded_recording`).
+A block may hold the layers of both itself. A recording checks that the code between the layers treats each
+head or feature alike (`autotune.record_parallel.sharded_recording`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _QUERY = re.compile(r"(linear_)?(to_)?(w_?)?(q|query)(_?(proj|lin))?")
@@ -67,50 +68,57 @@ def find_pairs(shapes: Iterable[tuple[str, tuple[int, ...]]], blocks: Iterable[s
     found: list[Pair] = []
     refused: list[str] = []
     for owner, layers in owners.items():
-        part = _attention(owner, layers) or _mlp(layers)
-        if isinstance(part, str):
-            refused.append(part)
-        elif part is not None:
-            found.append(part)
+        for each in _pairs_of(owner, layers):
+            if isinstance(each, str):
+                refused.append(each)
+            else:
+                found.append(each)
     return Pairs(tuple(found), tuple(refused))
 
 
-def _attention(owner: str, layers: Mapping[str, tuple[int, ...]]) -> Pair | str | None:
-    """Return a pair of pattern 1, or the reason why layers named like it do not match; None otherwise."""
+def _pairs_of(owner: str, layers: Mapping[str, tuple[int, ...]]) -> Iterator[Pair | str]:
+    """Yield the pairs among the layers of a module: attention, or the reason why layers named like it do not
+    match, then an MLP of the other layers.
+    """
     last = {module: module.rpartition(".")[2] for module in layers}
-    fused = [
-        module for module, name in last.items() if _FUSED.search(name) and not _KEY_VALUE.fullmatch(name)
-    ]
+    columns = [m for m, name in last.items() if _QUERY.fullmatch(name) or _KEY_VALUE.fullmatch(name)]
+    fused = [m for m, name in last.items() if _FUSED.search(name) and m not in columns]
+    outputs = [m for m, name in last.items() if _OUTPUT.fullmatch(name) and (columns or fused)]
+    mlp = _mlp({m: shape for m, shape in layers.items() if m not in (*columns, *fused, *outputs)})
     if fused:
-        return (
+        yield (
             f"{fused[0]} makes query, key and value in one product, whose outputs are not in the order of the"
             " heads"  # a rank's slice of them would mix query and key
         )
-    columns = tuple(m for m, name in last.items() if _QUERY.fullmatch(name) or _KEY_VALUE.fullmatch(name))
-    if not columns:
-        return None
-    rest = [module for module in layers if module not in columns]
-    rows = [module for module in rest if _OUTPUT.fullmatch(last[module])]
-    if len(columns) != 3 or len(rest) != 1 or not rows:
-        return (
-            f"{owner} has other linear layers than query, key, value and one output:"
-            f" {', '.join(last.values())}"
-        )
-    query = next(module for module in columns if _QUERY.fullmatch(last[module]))
-    if layers[query][0] != layers[rows[0]][1]:
-        return f"{rows[0]} takes {layers[rows[0]][1]} features, not the {layers[query][0]} outputs of {query}"
-    return Pair(columns, rows[0], attention=True)
+    elif columns:
+        others = len(layers) - len(columns) - (0 if mlp is None else len(mlp.columns) + 1)
+        if len(columns) != 3 or len(outputs) != 1 or others != 1:
+            yield (
+                f"{owner} has other linear layers than query, key, value and one output:"
+                f" {', '.join(last.values())}"
+            )
+        else:
+            yield _attention(columns, outputs[0], layers)
+    if mlp is not None:
+        yield mlp
+
+
+def _attention(columns: Sequence[str], row: str, layers: Mapping[str, tuple[int, ...]]) -> Pair | str:
+    query = next(module for module in columns if _QUERY.fullmatch(module.rpartition(".")[2]))
+    if layers[query][0] != layers[row][1]:
+        return f"{row} takes {layers[row][1]} features, not the {layers[query][0]} outputs of {query}"
+    return Pair(tuple(columns), row, attention=True)
 
 
 def _mlp(layers: Mapping[str, tuple[int, ...]]) -> Pair | None:
-    *columns, row = layers
-    outputs, inputs = layers[row]
-    fits = 1 <= len(columns) <= _MOST_COLUMNS and inputs != outputs
-    return (
-        Pair(tuple(columns), row, attention=False)
-        if fits and all(layers[c] == (inputs, outputs) for c in columns)
-        else None
-    )
+    """Return the pair in which one layer, of two the last, has swapped inputs and outputs of the others."""
+    for row in reversed(layers):
+        columns = tuple(module for module in layers if module != row)
+        outputs, inputs = layers[row]
+        if 1 <= len(columns) <= _MOST_COLUMNS and inputs != outputs:
+            if all(layers[c] == (inputs, outputs) for c in columns):
+                return Pair(columns, row, attention=False)
+    return None
 
 
 def sharding_error(pair: Pair, shapes: Mapping[str, tuple[int, ...]], degree: int) -> str | None:

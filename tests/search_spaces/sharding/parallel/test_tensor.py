@@ -42,7 +42,7 @@ from memtune.workload.linear_pairs import Pair, Pairs, find_pairs
 from memtune.workload.workload import Workload
 
 KIND = "tensor"
-BETWEEN = MODELS / "between.py"
+BETWEEN, FLAT = MODELS / "between.py", MODELS / "flat.py"
 
 
 # -- what may be cut -----------------------------------------------------------------------------------------
@@ -63,6 +63,9 @@ def test_pairs_are_found_by_names_and_shapes() -> None:
     assert not pairs_of({"mlp.up": (64, 32), "mlp.down": (32, 32)}).found
     assert "in one product" in pairs_of({"attn.c_attn": (96, 32), "attn.c_proj": (32, 32)}).refused[0]
     assert "other linear layers" in pairs_of({**attention, "attn.gate": (32, 32)}).refused[0]
+    fused = pairs_of({"c_attn": (96, 32), "c_proj": (32, 32), "up": (64, 32), "down": (32, 64)})
+    assert "in one product" in fused.refused[0]
+    assert [pair.row for pair in fused.found] == ["h.0.down"]
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
@@ -74,6 +77,14 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "only one rank" in str(TensorParallel().fits(program, Target(here, 1)))
     step = rewriter(SEPARATE).recording.step
     assert "3 ranks do not divide the 32 outputs of h.0.attn.q_proj" in str(chosen_pairs(step, 3, "all"))
+
+
+def test_code_that_names_the_number_of_heads_is_refused_with_its_line() -> None:
+    path = FLAT.with_name("flat.py:fixed_heads")
+    said = refusal(KIND, path)
+    assert re.search(r"does not run with a share of the weights .*flat.py, line 26", said), said
+    assert "layers: mlp" in said
+    assert candidate(KIND, path, layers="mlp").program.step.ops.n > 0
 
 
 @pytest.mark.parametrize(
@@ -166,6 +177,15 @@ def test_two_ranks_train_as_one_with_clipping() -> None:
         "layers": 12,
         "cut_bytes": 49152,
     }
+
+
+@pytest.mark.parametrize("kind", ["tensor", "sequence_parallel"])
+def test_blocks_that_hold_all_layers_train_as_one(kind: str) -> None:
+    document = config(kind, path=FLAT)
+    pairs = document["plan"]["sharding.parallel"]["pairs"]
+    assert [pair["row"].rpartition(".")[2] for pair in pairs] == ["wo", "w2"] * 2
+    found = run_ranks(trained, 2, 2, document, False, 1, False, FLAT)
+    assert_trained_as_one(found, trained(2, None, path=FLAT))
 
 
 @pytest.mark.slow
