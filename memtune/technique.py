@@ -378,6 +378,10 @@ class Technique(BaseModel):
         """Return lines that describe the decisions of `plan` to the user; none for an empty plan."""
         return ()
 
+    def unmet(self, plan: Any) -> tuple[str, ...]:
+        """Return lines on what the settings ask for and `plan` does not do, with the reason; usually none."""
+        return ()
+
     def record(self, target: Target) -> dict[str, Any]:
         """Return the mechanism settings that it expands to; techniques with equal records are one
         candidate.

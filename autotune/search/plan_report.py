@@ -21,6 +21,7 @@ from memtune.autotune.search.dry_runs import DryRuns
 from memtune.autotune.search.predictions import predicted_config
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.space import (
+    Candidate,
     Choice,
     Improvement,
     PlanOptions,
@@ -41,7 +42,7 @@ from memtune.errors import UsageError
 from memtune.executors import Probing
 from memtune.progress import advance
 from memtune.search_spaces import find, is_null, matching
-from memtune.technique import Reason
+from memtune.technique import Reason, Technique
 from memtune.units import format_bytes
 
 SCHEMA = 1
@@ -98,6 +99,8 @@ class PlanRow:
     communicators."""
     device_low_bytes: int | None = None
     device_high_bytes: int | None = None
+    unmet: tuple[str, ...] = ()
+    """Lines on what the settings ask for and their plans do not do."""
     allocators: tuple[TightSetting, ...] = ()
     """Settings of the allocator under the budget, best first, for a config that is `tight`."""
     details: dict[str, Any] = field(default_factory=dict)
@@ -411,7 +414,18 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
         device_bytes=device_bytes,
         device_low_bytes=device_low_bytes,
         device_high_bytes=device_high_bytes,
+        unmet=_unmet(setup, scored.choice),
         details=prediction.to_dict(),
+    )
+
+
+def _unmet(setup: Setup, choice: Choice) -> tuple[str, ...]:
+    techniques = [each for each in choice.techniques if type(each).unmet is not Technique.unmet]
+    found = setup.scorer.rewriter.candidate(choice) if techniques else None
+    if not isinstance(found, Candidate):
+        return ()
+    return tuple(
+        line for each in techniques if each.slot in found.plans for line in each.unmet(found.plans[each.slot])
     )
 
 

@@ -80,6 +80,7 @@ def render(
     parts += [Text(line, "dim") for line in _not_exact(report)]
     parts += [Text(each, "dim") for each in report.notes if verbose or each not in report.recording_notes]
     first = report.config or (report.front[0] if report.front else None)
+    parts += [Text(each, "dim") for each in (first.unmet if first is not None else ())]
     if verbose and first is not None:
         parts += [Text(""), *(Text(line, "dim") for line in time_lines(first.details))]
     return Group(*parts)

@@ -65,6 +65,7 @@ def trial(given: dict[str, Any]) -> int:
                     update={"reason": f"the config does not fit {given['model']}: {found}", "log_tail": ""}
                 )
             else:
+                tuned = found
                 result = run(found)
         if given["as_json"]:
             document = result.model_dump(mode="json")
@@ -80,6 +81,9 @@ def trial(given: dict[str, Any]) -> int:
             if written := result.link_bytes.get("ssd_write"):
                 print(f"written to SSD: {format_bytes(written)} a step and rank", file=stream)
             print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}", file=stream)
+    for each in tuned.settings.techniques:
+        for line in each.unmet(tuned.plan[each.slot]) if each.slot in tuned.plan else ():
+            print(line, file=sys.stderr)
     if result.status != "ok":
         print(failure_text(result), file=sys.stderr)
     return 0 if result.status == "ok" else result.exit_code or 1

@@ -488,13 +488,25 @@ def test_verbose_prints_the_traceback(
 @pytest.mark.slow
 def test_trial_of_settings_alone_makes_a_plan_or_names_the_least_budget(tmp_path: Path) -> None:
     gpt = ROOT / "tests" / "zoo" / "gpt.py"
-    for kind, knob, said in (
-        ("planned", "budget_bytes: 1000000", r"no plan stays within 967 KiB .*: the smallest needs \d"),
-        ("planned", "share: 0.3", ""),
+    large = ROOT / "tests" / "support" / "models" / "tiling" / "language_models.py:large"
+    for model, setting, code, said in (
+        (
+            gpt,
+            "recompute: {kind: planned, budget_bytes: 1000000}",
+            1,
+            r"no plan stays within 967 KiB .*: the smallest needs \d",
+        ),
+        (gpt, "recompute: {kind: planned, share: 0.3}", 0, ""),
+        (
+            large,
+            "offload: {activations: {kind: tsplit, share: 0.3, min_bytes: 64}}",
+            0,
+            "splits nothing: no submodule",
+        ),
     ):
-        settings = f"{{execution: {{micro_batch: 2}}, recompute: {{kind: {kind}, {knob}}}}}"
+        settings = f"{{execution: {{micro_batch: 2}}, {setting}}}"
         (tmp_path / "c.yaml").write_text(f"memtune: 1\nsettings: {settings}\n")
-        done = memtune(tmp_path, "trial", str(gpt), "--config", "c.yaml", "--device", "cpu")
-        assert done.returncode == (1 if said else 0), done.stderr
+        done = memtune(tmp_path, "trial", str(model), "--config", "c.yaml", "--device", "cpu")
+        assert done.returncode == code, done.stderr
         assert re.search(said, done.stderr), done.stderr
         assert "Traceback" not in done.stderr

@@ -63,6 +63,8 @@ class TsplitPlan(Plan):
     """Tensors that are prefetched."""
     predicted: TsplitOutcome | None = None
     """Predicted bytes and time; none if nothing was planned."""
+    unsplit: str = ""
+    """Why no module can run in parts although the settings allow it."""
 
     @model_validator(mode="after")
     def _has_entries(self) -> Self:

@@ -104,10 +104,11 @@ class TSplit(Technique):
         if solution.plain_bytes <= solution.budget_bytes:
             return refusals.fits_already("offload.activations: {kind: none}")
         if not solution.is_within:
+            why = self._unsplit(program.step, target)
             least = "any needs at least" if solution.is_floor else "the smallest that was found needs"
             return Reason(
                 f"no plan stays within {format_bytes(solution.budget_bytes)}: {least}"
-                f" {format_bytes(solution.peak_bytes)}{self._no_tiling_text(program.step)}",
+                f" {format_bytes(solution.peak_bytes)}{'; nothing can be split: ' * bool(why)}{why}",
                 "a smaller micro-batch, recompute, or sharding or offload of states",
             )
         return None
@@ -133,20 +134,23 @@ class TSplit(Technique):
             return refusals.block_runs_again("offload.activations: {kind: copy_out}")
         return None
 
-    def _no_tiling_text(self, step: Step) -> str:
-        """Return why no module could be split although the config allows it, with an op that mixes the
-        parts.
+    def _unsplit(self, step: Step, target: Target) -> str:
+        """Return why no module can be split although the config allows it, with an op that mixes the parts;
+        "" if one can.
         """
-        if self.parts == 1 or position_wise(step):
+        if self.parts == 1:
+            return ""
+        if active(target, "recompute") is not None:
+            return "blocks are recomputed"
+        if position_wise(step):
             return ""
         inside = np.unique(step.ops.name[step.ops.block >= 0]).tolist()
         mixing = sorted(step.names[i] for i in inside if any(each in step.names[i] for each in _WHOLE_BATCH))
-        why = (
+        return (
             f"{mixing[0]} reads the whole batch"
             if mixing
-            else "no module of the blocks computes each token alone"
+            else "no submodule of the blocks is an MLP that computes each token alone"
         )
-        return f"; nothing can be split: {why}"
 
     def plan(self, program: Program, target: Target) -> TsplitPlan:
         """Return the modules to split and the calls whose tensors are offloaded."""
@@ -156,7 +160,8 @@ class TSplit(Technique):
                 fix="give budget_bytes or share",
                 code="MT316",
             )
-        return self._solution(program, target).plan
+        why = self._unsplit(program.step, target)
+        return self._solution(program, target).plan.model_copy(update={"unsplit": why})
 
     def rewrite(self, program: Program, plan: TsplitPlan, target: Target) -> Program:
         """Split modules, and add D2H copies after each save and H2D copies before each first use."""
@@ -178,7 +183,7 @@ class TSplit(Technique):
         """Return the peak, the offloaded bytes and their cost."""
         outcome, split = plan.predicted, plan.split
         if outcome is None:
-            return ()
+            return self.unmet(plan)
         peak, plain, moved = (
             format_bytes(each) for each in (outcome.peak_bytes, outcome.plain_bytes, outcome.offloaded_bytes)
         )
@@ -187,9 +192,13 @@ class TSplit(Technique):
             f" {format_seconds(outcome.added_s)} more per micro-batch"
         )
         parts = sorted(set(split.values()))
-        return (
-            (line, f"{len(split)} modules run in {' or '.join(map(str, parts))} parts") if split else (line,)
-        )
+        if split:
+            return line, f"{len(split)} modules run in {' or '.join(map(str, parts))} parts"
+        return line, *self.unmet(plan)
+
+    def unmet(self, plan: TsplitPlan) -> tuple[str, ...]:
+        """Return why nothing is split."""
+        return (f"tsplit splits nothing: {plan.unsplit}",) if plan.unsplit else ()
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the budget, which decides all else."""

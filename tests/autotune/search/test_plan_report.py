@@ -200,6 +200,17 @@ def test_plan_of_unusable_config_is_unfit_with_reason(tmp_path: Path):
     assert found.reason
 
 
+def test_plan_says_what_a_plan_cannot_do(tmp_path: Path):
+    config = tmp_path / "c.yaml"
+    config.write_text("settings: {offload: {activations: {kind: tsplit, share: 0.5, min_bytes: 64}}}")
+    model = "tests/support/models/tiling/language_models.py:large"
+    report = plan(asked(workload=model, config=config, micro_batch=2, gpu_type=None, device="cpu"))
+    assert report.config is not None
+    (line,) = report.config.unmet
+    assert "tsplit splits nothing" in line
+    assert line in shown(report, command=["memtune", "plan", model])
+
+
 def test_plan_keeps_micro_batch_if_split_is_lossy():
     found = plan(asked(workload=str(zoo_paths.ZOO["cnn_bn"]), axes=("execution", "recompute")))
     assert {each.accumulate for each in found.rows} == {1}

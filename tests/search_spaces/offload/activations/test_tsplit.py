@@ -32,6 +32,7 @@ from memtune.testing.training import build, config_of, settings_of
 from memtune.workload.workload import Workload
 
 WIDE = Path(__file__).parents[3] / "support" / "models" / "tiling" / "language_models.py:wide_mlp"
+LARGE = WIDE.with_name("language_models.py:large")
 WHOLE = TSplit(share=0.0, parts=1, min_bytes=64)
 PARTS = TSplit(share=0.0, parts=4, min_bytes=64)
 
@@ -120,6 +121,16 @@ class TestTSplit(TechniqueSuite):
         reason = str(TSplit(budget_bytes=1).fits(cnn, target_of()))
         assert "nothing can be split" in reason
         assert "batch_norm" in reason
+
+    def test_plan_says_why_nothing_is_split(self) -> None:
+        for path, others, why in ((LARGE, (), "no submodule of the blocks"), (WIDE, (Full(),), "recomputed")):
+            program, target = plain_program(path), target_of(*others)
+            (line,) = PARTS.unmet(PARTS.plan(program, target))
+            assert line.startswith("tsplit splits nothing: ")
+            assert why in line
+            assert line in PARTS.explain(PARTS.plan(program, target))
+            assert WHOLE.unmet(WHOLE.plan(program, target)) == ()
+        assert PARTS.unmet(PARTS.plan(plain_program(WIDE), target_of())) == ()
 
     @pytest.mark.parametrize(
         "plan",
