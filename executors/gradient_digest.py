@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from memtune.offload.core import OptimizerParameter
 from memtune.runtime import Context, local
 
 BUCKETS = 32
@@ -200,7 +201,9 @@ class GradientDigests:
         """Digest the gradients that are left for the step."""
         for name, parameter in self._named.items():
             chain = self._placement.param_chain(parameter)
-            gradient = next((each.grad for each in chain if each.grad is not None), None)
+            # The optimizer's own first: the model's parameter may show zeros for a gradient on the host.
+            held = [*(each for each in chain if isinstance(each, OptimizerParameter)), *chain]
+            gradient = next((each.grad for each in held if each.grad is not None), None)
             if gradient is not None and name not in self._sums and name not in self._placement.absent:
                 self.add(parameter, gradient)
 

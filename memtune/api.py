@@ -35,7 +35,7 @@ from memtune.config import (
 from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
 from memtune.device import backend_of, explained, platform_of, require_one_device
 from memtune.errors import ApplyError
-from memtune.offload.gradients import unscale_everywhere
+from memtune.offload.gradients import clip_everywhere, unscale_everywhere
 from memtune.offload.optimizer import host_capacity
 from memtune.parallel.ranks import (
     gather_descriptions,
@@ -415,7 +415,7 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _apply_slot(context, config, "offload.states")
     _apply_slot(context, config, "execution.order")
     if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
-        unscale_everywhere(context)
+        clip_everywhere(context, unscale_everywhere(context))
     _apply_slot(context, config, "allocator")
 
 

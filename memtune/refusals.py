@@ -55,15 +55,6 @@ def clipping_unnoticed_in_step(fix: str) -> Reason:
     )
 
 
-def clipping_unnoticed_in_blocks() -> Reason:
-    """Return why updates inside backward need a trained parameter outside of the blocks."""
-    return Reason(
-        "no parameter outside of the blocks is trained, so clipping by norm could not be noticed",
-        "offload: {states: {kind: optimizer_cpu}}",
-        "MT364",
-    )
-
-
 def no_experts() -> Reason:
     """Return why experts cannot be offloaded."""
     return Reason(

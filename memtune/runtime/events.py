@@ -99,6 +99,11 @@ class Events:
     Emitted by `scaled_gradients`, which wraps `zero_grad` of the optimizer, of the model and of its modules.
     Subscribers: mechanisms that keep gradients off the device or compare their versions.
     """
+    grads_rescaled: Event[[]] = field(default_factory=Event)
+    """(): torch's functions that clip gradients have changed those that the step will use, on every tier.
+
+    Emitted by `grad_clipping`. Subscriber: the gradient version check.
+    """
     weights_loaded: Event[[]] = field(default_factory=Event)
     """(): all weights and the optimizer state have been loaded.
 

@@ -112,7 +112,7 @@ def _attention(columns: Sequence[str], row: str, layers: Mapping[str, tuple[int,
 
 def _mlp(layers: Mapping[str, tuple[int, ...]]) -> Pair | None:
     """Return the pair in which one layer, of two the last, has swapped inputs and outputs of the others."""
-    for row in reversed(layers):
+    for row in reversed(list(layers)):
         columns = tuple(module for module in layers if module != row)
         outputs, inputs = layers[row]
         if 1 <= len(columns) <= _MOST_COLUMNS and inputs != outputs:

@@ -120,19 +120,10 @@ def _clipped(name: str, when: str, by_groups: bool = False) -> dict[str, torch.T
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.usefixtures("ssd", "one_thread")
-@pytest.mark.parametrize("name", ["optimizer_cpu", "native", "SSD alone"])
+@pytest.mark.parametrize("name", ["optimizer_cpu", "native", "SSD alone", "l2l", "zero_offload", "lohan"])
 def test_clipping_pre_hook_sees_all_gradients(name: str, when: str) -> None:
-    """The hook runs before the gradients are offloaded, whenever it was registered."""
+    """The hook runs after some gradients are offloaded, whenever it was registered."""
     interrupted_loops.assert_equal(_clipped(name, when), _clipped("", "before"))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.usefixtures("ssd", "one_thread")
-@pytest.mark.parametrize("name", ["l2l", "zero_offload", "lohan"])
-def test_clipping_of_resident_gradients_raises(name: str, when: str) -> None:
-    """Through the optimizer's groups the hook sees all gradients on the device."""
-    with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
-        _clipped(name, when)
     interrupted_loops.assert_equal(
         _clipped(name, when, by_groups=True), _clipped("", "before", by_groups=True)
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         offload_in_place,
         weights_are_free,
     )
+    from memtune.offload.gradients.grad_clipping import clip_everywhere
     from memtune.offload.gradients.grad_ready_pass import (
         ReadyGradients,
         Rows,
@@ -50,6 +51,7 @@ __all__ = [
     "average_on_device",
     "average_ready",
     "bytes_in_copies",
+    "clip_everywhere",
     "end_of_backward",
     "offload_in_place",
     "own_storage",

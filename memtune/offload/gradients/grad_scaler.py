@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,7 @@ import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.runtime import SSD, Context, before_step, local, tier_of
 
-_FIX = (
-    "forward and backward outside of Tuned.micro_batch; or offload: {states: {kind: optimizer_cpu}}; or"
-    " bfloat16 without a scaler"
-)
+_FIX = "forward and backward outside of Tuned.micro_batch; or offload: {states: {kind: optimizer_cpu}}"
 _GRADIENTS = "_memtune_gradients"
 
 
@@ -67,20 +64,31 @@ class Gradients:
                 if each.grad is not None:
                     gradient = local(each.grad)
                     found[gradient.data_ptr(), gradient.numel()] = gradient
-        gone = [p for p in self._used if all(each.grad is None for each in self._chains.get(p, [p]))]
+        self.require_unused(self._chains, "unscale")
+        return list(found.values())
+
+    def require_unused(self, parameters: Iterable[nn.Parameter], verb: Literal["unscale", "clip"]) -> None:
+        """Require that the step can still use changed gradients of these model parameters.
+
+        Raises:
+            ApplyError: A gradient was used inside backward, or is on SSD.
+        """
+        what, without = (
+            ("GradScaler cannot unscale", "bfloat16 without a scaler")
+            if verb == "unscale"
+            else ("clipping cannot change", "no clipping")
+        )
+        chains = [self._chains.get(each, [each]) for each in parameters]
+        gone = [chain for chain in chains if chain[0] in self._used and not any(_has(each) for each in chain)]
         if gone:
             raise ApplyError(
-                "GradScaler cannot unscale gradients that have been used.",
-                evidence=(
-                    f"{len(gone)} parameters were updated inside backward, with gradients that were still"
-                    " scaled."
-                ),
-                fix=_FIX,
+                f"{what} gradients that have been used.",
+                evidence=f"{len(gone)} parameters were updated inside backward, from gradients as they were.",
+                fix=f"{_FIX}; or {without}",
                 code="MT364",
             )
-        if any(tier_of(each) == SSD for each in found.values()):
-            raise ApplyError("GradScaler cannot unscale gradients that are on SSD.", fix=_FIX, code="MT364")
-        return list(found.values())
+        if any(each.grad is not None and tier_of(each.grad) == SSD for chain in chains for each in chain):
+            raise ApplyError(f"{what} gradients that are on SSD.", fix=f"{_FIX}; or {without}", code="MT364")
 
     @torch.no_grad()
     def unscale(self, inverse: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
@@ -121,8 +129,14 @@ class Gradients:
         self._grads_cleared.emit(every)
 
 
-def unscale_everywhere(context: Context) -> None:
-    """Have a `GradScaler` that is given the optimizer of `context` find all gradients from here on."""
+def _has(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None
+
+
+def unscale_everywhere(context: Context) -> Gradients:
+    """Have a `GradScaler` that is given the optimizer of `context` find all gradients from here on; return
+    these.
+    """
     gradients = Gradients(context)
     optimizer: Any = context.optimizer
 
@@ -138,6 +152,7 @@ def unscale_everywhere(context: Context) -> None:
     vars(optimizer)[_GRADIENTS] = gradients
     for scaler in (GradScaler, ShardedGradScaler):
         _patch_scaler(scaler)
+    return gradients
 
 
 class _ZeroGrad:

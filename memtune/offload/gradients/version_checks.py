@@ -5,11 +5,16 @@ Gradients, when some of them are offloaded (`WatchedGradients`):
 - At the end of backward the versions of all gradients are noted: of those on the device and of the host sums.
 - They are compared when the step begins and when the next forward begins, which would add to changed
   gradients.
+- If every gradient is offloaded (all trained parameters are in blocks, as with LoRA), the smallest parameter
+  shows zeros between backward and the step, so that code which changes or frees the gradients that it sees is
+  found.
 - `zero_grad` of the optimizer, the model or a submodule reports the gradients that it clears. `p.grad = None`
   reports nothing and frees no offloaded gradient; if it cleared all gradients on the device, the check
   raises.
-- Code that changes all gradients is correct, such as clipping by norm through `optimizer.param_groups`
-  (`offload.core.optimizer_param`), if all are in this process's memory and none was used inside backward.
+- torch's functions that clip gradients change all of them (`grad_clipping`), and their versions are noted
+  again. Other code that changes all gradients through `optimizer.param_groups`
+  (`offload.core.optimizer_param`) is correct if all are in this process's memory and none was used inside
+  backward.
 
 Weights on the device that user code writes, although the host has the optimizer's copy: `ExternalWrites`.
 """
@@ -24,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import OptimizerParameter, count_changes
+from memtune.offload.core import OptimizerParameter, count_changes, sharded_like
 from memtune.runtime import (
     SSD,
     Context,
@@ -42,7 +47,8 @@ class WatchedGradients:
 
     Args:
         context: Context of the model; `before_grad_use` and `grads_cleared` are subscribed to.
-        resident: Parameters whose gradients are on the device until the step.
+        resident: Parameters whose gradients are on the device until the step. If there are none, the smallest
+            trained parameter of the model gets a placeholder.
         offloaded: The parameters that have the host sums of the other gradients.
         fix: A config that allows clipping, for the errors.
     """
@@ -56,22 +62,46 @@ class WatchedGradients:
     ) -> None:
         self._resident, self._offloaded, self._fix = resident, offloaded, fix
         self._versions: dict[nn.Parameter, int] = {}
+        self._placeholder = None if resident or not offloaded else _smallest(context)
+        self._zeros: Tensor | None = None
         self._context, self._used = context, set[nn.Parameter]()
         context.events.before_grad_use.subscribe(lambda parameter, _: self._used.add(parameter))
         context.events.grads_cleared.subscribe(self._cleared)
+        context.events.grads_rescaled.subscribe(lambda: self.note() if self._versions else None)
 
+    @torch.no_grad()
     def note(self) -> None:
         """Note the versions of all gradients at the end of a backward."""
-        for each in self._resident:
+        shown = self._placeholder
+        if (
+            shown is not None
+            and shown.grad is None
+            and any(each.grad is not None for each in self._offloaded)
+        ):
+            # From its size alone: an op on `shown`, whose memory may be freed, would load it.
+            rows = torch.zeros(_rows_of(shown).shape, dtype=shown.dtype, device=shown.device)
+            self._zeros = shown.grad = sharded_like(shown, rows)
+        for each in self._shown():
             if each.grad is not None:
                 # Foreach kernels, which clipping uses, do not count changes of DTensors.
                 count_changes(each.grad)
         self._versions = {
-            each: each.grad._version for each in (*self._resident, *self._offloaded) if each.grad is not None
+            each: each.grad._version for each in (*self._shown(), *self._offloaded) if each.grad is not None
         }
+
+    def _shown(self) -> list[nn.Parameter]:
+        """Return the parameters that show a gradient on the device."""
+        return [*self._resident, *([] if self._placeholder is None else [self._placeholder])]
+
+    def _remove_placeholder(self) -> None:
+        """Remove the zeros: the optimizer must not see them, nor the next backward add to them."""
+        zeros, self._zeros = self._zeros, None
+        if self._placeholder is not None and zeros is not None and self._placeholder.grad is zeros:
+            self._placeholder.grad = None
 
     def forget(self) -> None:
         """Drop the noted versions: a step ends, or a backward has raised and the user clears gradients."""
+        self._remove_placeholder()
         self._versions = {}
         self._used.clear()
 
@@ -81,7 +111,7 @@ class WatchedGradients:
         Raises:
             ApplyError: Gradients were changed, replaced or freed.
         """
-        resident = [each for each in self._resident if each in self._versions]
+        resident = [each for each in self._shown() if each in self._versions]
         n_offloaded = len(self._versions) - len(resident)
         if resident and all(each.grad is None for each in resident):
             # The next backward would add to the host sums of this one.
@@ -92,6 +122,10 @@ class WatchedGradients:
                 fix="optimizer.zero_grad() or model.zero_grad()  instead of  parameter.grad = None",
                 code="MT364",
             )
+        changed = [
+            p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version
+        ]
+        self._remove_placeholder()
         replaced = [
             each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
         ]
@@ -105,9 +139,6 @@ class WatchedGradients:
                 fix="change the gradients of the parameters in optimizer.param_groups, which the step uses",
                 code="MT364",
             )
-        changed = [
-            p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version
-        ]
         if changed and not self._are_all(changed):
             raise refusals.error_of(
                 refusals.gradients_changed(self._fix),
@@ -123,13 +154,25 @@ class WatchedGradients:
         """
         # A gradient that an update inside backward has used can no longer be scaled together with the rest.
         used = any(self._context.placement.optimizer_param(each).grad is None for each in self._used)
-        there = [each.grad for each in changed if each.grad is not None and tier_of(each.grad) != SSD]
+        real = [each for each in self._versions if each.grad is not None]  # the placeholder has none by now
+        there = [each for each in changed if each in real and tier_of(each.grad) != SSD]
         alone = self._context.placement.world_size == 1
-        return alone and not used and len(there) == sum(each.grad is not None for each in self._versions)
+        return alone and not used and len(there) == len(real)
 
     def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         for each in parameters:
             self._versions.pop(each, None)
+
+
+def _smallest(context: Context) -> nn.Parameter | None:
+    trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
+    return min(trained, key=lambda each: _rows_of(each).numel(), default=None)
+
+
+def _rows_of(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's rows of `parameter`, or itself if it is not sharded."""
+    rows: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return rows
 
 
 class SentinelGradient:
@@ -275,5 +318,5 @@ class ExternalWrites:
 def _version_of(weight: nn.Parameter) -> tuple[int, ...]:
     # The pointer finds `parameter.data = ...`, and `version_of_data` in-place writes through an alias by
     # `data`: neither counts in the parameter's own version.
-    here: Tensor = getattr(weight, "_local_tensor", weight)
+    here = _rows_of(weight)
     return weight._version, here._version, here.data_ptr(), version_of_data(weight)

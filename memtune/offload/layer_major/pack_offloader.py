@@ -37,8 +37,7 @@ class PackOffloader(DeferredBlocks):
         room_bytes: Bound of gradients in D2H copies at once; 0: one gradient.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or no parameter outside of the blocks is
-            trained.
+        ApplyError: A block's parameter is used outside of it.
     """
 
     def __init__(

@@ -12,8 +12,9 @@ Invariants:
 
 - The device holds two buckets at most: the one being filled and the one in D2H copies.
 - Updates inside backward run on one thread. Gradients that wait for them are bounded by `PendingUpdates`.
-- The smallest gradient is the sentinel: it is resident until the step. Code that scales gradients after
-  backward (clipping by norm) changes either the sentinel or only the host sums, and both raise MT364.
+- The smallest gradient is the sentinel: it is resident until the step. Code of the user's that scales
+  gradients after backward changes either the sentinel or only the host sums, and both raise MT364; torch's
+  functions that clip change all (`offload.gradients.grad_clipping`).
 - A backward that raises drops the gradients that have not reached the host sum. If it had begun updates, the
   step cannot be undone and is refused until a state dict is loaded.
 

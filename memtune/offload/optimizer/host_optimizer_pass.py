@@ -49,8 +49,14 @@ def optimizer_on_host(
     weights, gradients = columns.storage[mine], columns.gradient[mine]
     sizes = columns.numel[mine] * columns.itemsize[mine]  # of parts of a shared storage, where sharded
     optimizer = step.ops.phase == Phase.OPTIMIZER
-    if not len(weights) or not optimizer.any():
+    if not optimizer.any():
         return step
+    if not len(weights):  # an offloader moves the weights and gradients of all parameters
+        edit = Edit(step)
+        if native is not None:
+            without_own_update(edit, step, n_resident_ops)
+        on_host(edit, step, optimizer & ~on_device, resident)
+        return edit.done()
     first, last = np.flatnonzero(optimizer)[[0, -1]].astype(np.int32)
     edit = Edit(step)
     down = _copies(

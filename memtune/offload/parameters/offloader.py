@@ -92,8 +92,7 @@ class HostParameters:
         room_bytes: Bound of gradients in D2H copies at once; 0: one gradient.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or gradients are offloaded and no parameter
-            outside of the blocks is trained.
+        ApplyError: A block's parameter is used outside of it.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class HostParameters:
         self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
         mine = [parameter for block in self._blocks for parameter in block]
         self._when_ready, self._copy = when_ready, copy or _copy_to_device
-        self._outside = _outside(context.model, mine, when_ready)
+        self._outside = _outside(context.model, mine)
         self._hosts = self._host_values(context, mine)
         self._trained = {p: placement.optimizer_params[p] for p in mine if p in placement.optimizer_params}
         offloaded = [
@@ -387,12 +386,11 @@ def _copy_to_device(there: Tensor, host: Tensor) -> None:
     torch.ops.memtune.copy_to_device_(there, host)
 
 
-def _outside(model: nn.Module, mine: list[nn.Parameter], when_ready: bool) -> list[nn.Parameter]:
+def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
     """Return the trained parameters outside of the blocks.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it as well, or shares memory, or gradients are
-            offloaded and there are none.
+        ApplyError: A block's parameter is used outside of it as well, or shares memory.
     """
     # `parameters()` reports a shared parameter once, so owners are counted module by module.
     owners: dict[int, int] = {}
@@ -408,10 +406,7 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], when_ready: bool) -> li
             code="MT364",
         )
     refuse_shared_memory(model, mine)
-    outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-    if when_ready and not outside:
-        raise refusals.error_of(refusals.clipping_unnoticed_in_blocks())
-    return outside
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
 
 
 def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None:
@@ -454,8 +449,7 @@ class ParameterOffloader(HostParameters):
         room_bytes: As there.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or gradients are offloaded and no parameter
-            outside of the blocks is trained.
+        ApplyError: A block's parameter is used outside of it.
     """
 
     def __init__(

@@ -67,8 +67,7 @@ class TieredOffloader(ParameterOffloader):
         tiled: Tiled weights.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or no parameter outside of the blocks is
-            trained.
+        ApplyError: A block's parameter is used outside of it.
         EnvironmentFault: There is no room on SSD; names the parameter.
     """
 

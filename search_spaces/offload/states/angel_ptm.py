@@ -39,7 +39,7 @@ class AngelPtm(Technique):
     step. A page is evicted only when another one takes its frame, so a block's weights may be resident in
     part. One schedule places computations and copies before training: pages are taken in the order of need,
     and each is loaded during the earliest computation that has a free frame and hides the copy. Gradients are
-    offloaded when they are ready, so clipping by norm is refused; the user's own optimizer updates the host's
+    offloaded when they are ready, and the user's own optimizer updates the host's
     pages after backward, with the bits of a host optimizer. Parameters in no block, such as embeddings, are
     resident; so are, with their optimizer state, as many parameters as fit next to frames for all pages.
 

@@ -38,9 +38,9 @@ class Elixir(Technique):
     recorded order of uses is replayed through a cache that evicts the least recently used chunk, and the size
     that copies the fewest bytes is taken, with the smallest cache that copies no more. Chunks of the next
     block are prefetched while one computes, which takes room in the cache. Gradients are offloaded when they
-    are ready, so clipping by norm is refused; the user's own optimizer updates the host's chunks after
-    backward, with the bits of a host optimizer. Activations are known from the step, so the paper's factors
-    for unknown ones (1.2 and 0.95) are not needed.
+    are ready, and the user's own optimizer updates the host's chunks after backward, with the bits of a host
+    optimizer. Activations are known from the step, so the paper's factors for unknown ones (1.2 and 0.95) are
+    not needed.
 
     The device is divided between the cache and resident chunks, those used first, with their optimizer state;
     the user's own optimizer updates them on the device, so neither their gradients nor their weights cross

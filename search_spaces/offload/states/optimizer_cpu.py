@@ -66,7 +66,7 @@ class OptimizerCpu(Technique):
     parameter when its gradient is ready (`per_gradient`) or for each block when all of its gradients are
     (`per_layer`). The weights are the same to the bit, and are copied H2D in the step. With `end_of_step`
     gradients are on the device until the step, so clipping by norm and skipping a step work; else clipping is
-    refused, and finished updates cannot be undone.
+    refused after updates in backward, which cannot be undone.
     """
 
     def sentence(self) -> str:

@@ -40,8 +40,8 @@ class PatrickStar(Technique):
     are known from the recorded step, where PatrickStar traces a warm-up iteration; the rest of the budget
     holds chunks. A chunk is loaded at its use, and the one with the furthest next use is evicted, which gives
     the fewest copies. In a pass forward and back, the room between forward and backward decides their number.
-    Without a budget only chunks in use are on the device. Gradients are offloaded when they are ready, so
-    clipping by norm is refused, and the user's own optimizer updates the host's chunks after backward, with
+    Without a budget only chunks in use are on the device. Gradients are offloaded when they are ready, and
+    the user's own optimizer updates the host's chunks after backward, with
     the bits of a host optimizer. Parameters in no block, such as embeddings, are resident.
 
     If the budget exceeds all chunks of weights, the rest, the margin, holds optimizer state: weights and

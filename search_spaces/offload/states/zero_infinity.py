@@ -58,13 +58,13 @@ class ZeroInfinity(Technique):
     With `parameters: ssd` (or `host`) the blocks' weights are offloaded: while one block computes, the next
     is loaded from the host and the one after that read from SSD. Each is read for forward and for backward
     (the last ones of forward are resident), and written once a step. Their gradients are offloaded when they
-    are ready and kept on the host, so clipping by norm is detected and refused. With `gradients: ssd` they
-    are written to SSD once per micro-batch, and read once more in the step and before every further
-    micro-batch is added. On several ranks each has all of that on its own host and drive with `ddp`, or its
-    rows of it with `fsdp`, which gathers a block from them. With `tiles` a large layer's weight is never
-    completely on the device. Optimizer, parameters and gradients each have a tier of their own. Refused:
-    offloaded gradients of resident parameters, and optimizer state on the device for offloaded parameters,
-    since these are updated on the host.
+    are ready and kept on the host. With `gradients: ssd` they are written to SSD once per micro-batch, and
+    read once more in the step and before every further micro-batch is added; clipping is refused then. On
+    several ranks each has all of that on its own host and drive with `ddp`, or its rows of it with `fsdp`,
+    which gathers a block from them. With `tiles` a large layer's weight is never completely on the device.
+    Optimizer, parameters and gradients each have a tier of their own. Refused: offloaded gradients of
+    resident parameters, and optimizer state on the device for offloaded parameters, since these are updated
+    on the host.
 
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third
     parameter begins before the first is updated, and host memory holds no more pieces than are in flight; a

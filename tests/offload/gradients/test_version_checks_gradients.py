@@ -10,10 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.interrupted_loops import ALL, AT_END, Net, assert_equal, batch, build, loss, made, weights
+from support.interrupted_loops import (
+    ALL,
+    AT_END,
+    STORES,
+    Net,
+    assert_equal,
+    batch,
+    build,
+    loss,
+    made,
+    weights,
+)
 from torch import Tensor, nn
 
-from memtune.api import Tuned
+from memtune.api import Tuned, apply
 from memtune.errors import ApplyError
 from memtune.ssd import offload_dir
 
@@ -104,7 +115,7 @@ def clipped(
 @pytest.mark.parametrize("name", [*ALL, *AT_END])
 def test_clipping_through_param_groups_clips_all_gradients(name: str) -> None:
     if name in ("gradients on SSD", "all else on SSD"):
-        with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
+        with pytest.raises(ApplyError, match="MT364 clipping cannot change gradients that are on SSD"):
             clipped(*made(name))
         return
     (norms, mine), (wanted, plain) = clipped(*made(name)[:2]), clipped(*build())
@@ -115,8 +126,50 @@ def test_clipping_through_param_groups_clips_all_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["l2l", "late", "per_gradient", "one by one"])
 def test_clipping_after_updates_inside_backward_raises(name: str) -> None:
-    with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
+    with pytest.raises(ApplyError, match="MT364 clipping cannot change gradients that have been used"):
         clipped(*made(name))
+
+
+def only_blocks() -> tuple[Net, torch.optim.Optimizer]:
+    """Return a net of which the blocks alone are trained, as with LoRA."""
+    model, _ = build()
+    for each in (model.first, model.last):
+        each.requires_grad_(False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-2, fused=True)
+
+
+def tuned_blocks(name: str) -> tuple[Net, torch.optim.Optimizer]:
+    model, optimizer = only_blocks()
+    settings, plan = STORES[name]
+    config = {"settings": {"offload": {"states": settings}}, "plan": {"offload.states": plan} if plan else {}}
+    apply(model, optimizer, config, loss=loss, strict=False)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_blocks_alone_are_trained_as_plain_and_changes_are_found(name: str) -> None:
+    """All gradients are offloaded, and one parameter shows zeros until the step."""
+    on_ssd = STORES[name][0].get("gradients") == "ssd"
+    ended = []
+    for model, optimizer in (tuned_blocks(name), only_blocks()):
+        for index in range(3):
+            loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+            loss(model, batch(index + 7)).backward()  # type: ignore[no-untyped-call]
+            if not on_ssd:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+        ended.append(weights(model))
+    assert_equal(*ended)
+    for change in (lambda each: each.grad.mul_(0.5), lambda each: setattr(each, "grad", None)):
+        model, optimizer = tuned_blocks(name)
+        loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        shown = [each for each in model.parameters() if each.grad is not None]
+        assert len(shown) == 1
+        change(shown[0])
+        with pytest.raises(ApplyError, match="MT364"):
+            optimizer.step()
 
 
 class Interrupted(BaseException):

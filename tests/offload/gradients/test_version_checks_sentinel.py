@@ -83,7 +83,7 @@ def test_layer_skipped_in_a_step_trains_as_plain(kind: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ended, strict=True))
 
 
-@pytest.mark.parametrize("kind", TECHNIQUES)
+@pytest.mark.parametrize("kind", ["per_layer", "roam"])
 def test_clipping_of_a_step_with_a_placeholder_raises(kind: str) -> None:
     model, optimizer = made()
     tuned = apply(model, optimizer, {"settings": TECHNIQUES[kind]}, strict=False)
@@ -91,9 +91,8 @@ def test_clipping_of_a_step_with_a_placeholder_raises(kind: str) -> None:
     for _ in range(2):
         next(steps)
         if not model.runs:
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             with pytest.raises(ApplyError, match="MT364"):
-                optimizer.step()
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             return
         optimizer.step()
         optimizer.zero_grad()

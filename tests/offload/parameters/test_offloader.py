@@ -24,11 +24,14 @@ from memtune.memory.ledger import Ledger
 from memtune.offload.optimizer.native_update import wait_for_updates
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
+from memtune.search_spaces.offload.states.elixir import Elixir
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.search_spaces.offload.states.stronghold import Stronghold
+from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.technique import Target, Technique
-from memtune.testing import differences, train
+from memtune.testing import differences, drift, train
+from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 from memtune.workload.repeated_blocks import find_blocks
 from memtune.workload.workload import Workload
@@ -37,6 +40,7 @@ ONE, TWO = L2L(kind="l2l"), Stronghold(kind="stronghold", window=2)
 DEFERRED = Stronghold(kind="stronghold", window=2, deferred=(1, 3))
 CHUNKS = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
 PAGES = AngelPtm(kind="angel_ptm", page_mib=0.02)
+ON_HOST = ZeroInfinity(kind="zero_infinity", parameters="host", optimizer="host")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -230,3 +234,22 @@ def test_block_that_returns_its_input_is_skipped() -> None:
             optimizer.zero_grad()
         runs.append({name: value.clone() for name, value in model.state_dict().items()})
     assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    "store",
+    [
+        ONE,
+        TWO,
+        Elixir(kind="elixir"),
+        CHUNKS,
+        PAGES,
+        ZeroInfinity(kind="zero_infinity", parameters="host", optimizer="host"),
+    ],
+    ids=lambda each: each.kind,
+)
+def test_adapters_in_blocks_are_offloaded_as_predicted(store: Technique) -> None:
+    """No parameter outside of the blocks is trained."""
+    assert store.fits(plain_program(ZOO["lora"]), target_of(store)) is None
+    assert drift(ZOO["lora"], store) == ""

@@ -96,8 +96,6 @@ def _cannot_offload_parameters(step: Step, target: Target, natively: bool) -> Re
     in_blocks = columns.block[trained] >= 0
     if not in_blocks.any() or not (step.storages.kind == Kind.OPTIMIZER).any():
         return Reason("the optimizer has no state of a block to offload")
-    if in_blocks.all():
-        return refusals.clipping_unnoticed_in_blocks()
     if natively and (unknown := unknown_optimizer(target)) is not None:
         return unknown
     if natively and (columns.itemsize[trained] != 4).any():

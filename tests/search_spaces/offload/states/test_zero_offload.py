@@ -158,14 +158,25 @@ class TestZeroOffload(LayersSuite):
         by_hand.step()
         assert all(torch.equal(state[name], parameter) for name, parameter in reference.named_parameters())
 
-    def test_clipping_by_norm_is_refused(self) -> None:
-        for technique in (SMALL, *EARLY):
-            workload, model, optimizer, tuned = tuned_with(technique)
-            torch.manual_seed(SEED)
-            sync = tuned._context.loop.sync
-            assert sync is not None
-            accumulate(model, workload.loss, [workload.make_batch(2)], torch.device("cpu"), sync=sync)
+    @pytest.mark.parametrize("mine", EARLY, ids=lambda each: each.trigger)
+    def test_clipping_after_early_updates_is_refused(self, mine: Technique) -> None:
+        workload, model, _, tuned = tuned_with(mine)
+        torch.manual_seed(SEED)
+        sync = tuned._context.loop.sync
+        assert sync is not None
+        accumulate(model, workload.loss, [workload.make_batch(2)], torch.device("cpu"), sync=sync)
+        with pytest.raises(ApplyError, match="MT364 clipping cannot change gradients that have been used"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def test_change_of_some_gradients_is_refused(self) -> None:
+        """A list of the gradients on the device lacks those on the host, whichever code scales it."""
+        for scale in (
+            lambda found: torch.nn.utils.clip_grad_norm_(found, 1e-3),
+            lambda found: [each.grad.mul_(0.5) for each in found],
+        ):
+            workload, model, optimizer, _ = tuned_with(SMALL)
+            workload.loss(model, workload.make_batch(2)).backward()
+            scale([each for each in model.parameters() if each.grad is not None])
             with pytest.raises(ApplyError, match="Gradients were changed"):
                 optimizer.step()
 
