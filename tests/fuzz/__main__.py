@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fuzz.cases import draw_case
-from fuzz.run import run_case, shrunk
+from fuzz.run import run_fitting, shrunk
 
 
 def main() -> int:
@@ -30,10 +29,10 @@ def main() -> int:
     counts: Counter[str] = Counter()
     seed = asked.first
     while time.monotonic() < until and seed < asked.first + asked.cases:
-        case = draw_case(seed, asked.ranks)
         with tempfile.TemporaryDirectory() as folder:
-            outcome = run_case(case, Path(folder))
+            case, outcome, refused = run_fitting(seed, asked.ranks, Path(folder))
         counts[outcome.kind] += 1
+        counts["refused"] += refused
         if asked.verbose:
             print(seed, outcome.kind, outcome.text[:150].replace("\n", " "), flush=True)
         if outcome.is_finding:

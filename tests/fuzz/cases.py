@@ -107,7 +107,23 @@ class Case:
 
 def draw_case(seed: int, ranks: int) -> Case:
     """Return the case of `seed` on `ranks` ranks."""
+    return next(draw_cases(seed, ranks))
+
+
+def draw_cases(seed: int, ranks: int) -> Iterator[Case]:
+    """Yield the case of `seed`, then cases of other settings for its model and loop, for a caller that needs
+    settings that fit.
+    """
     random = Random(f"{seed} {ranks}")
+    case = _drawn_case(random, ranks)
+    while True:
+        yield case
+        other = _drawn_case(random, ranks)
+        model = replace(case.model, adam=other.model.adam)
+        case = replace(case, model=model, settings=other.settings)
+
+
+def _drawn_case(random: Random, ranks: int) -> Case:
     settings = []
     for slot, alone in SLOTS.items():
         share = ON_RANKS.get(slot, alone) if ranks > 1 else alone

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fuzz.cases import Case
+from fuzz.cases import Case, draw_cases
 from memtune import hardware
 from memtune.api import Tuned, apply
 from memtune.autotune.record.recorder import Trace, record, start_session
@@ -85,9 +85,20 @@ def run_case(case: Case, folder: Path) -> Outcome:
     if case.ranks > 1:
         return _on_ranks(case, path, config)
     outcome = compared(case, path, config)
-    if outcome.kind == "equal" and plain.rung == "fake" and case.accumulate == 1:
-        return _peak_compared(path, config, found)
+    if outcome.kind == "equal" and plain.rung == "fake":
+        return _peak_compared(path, config, found, case.accumulate)
     return outcome
+
+
+def run_fitting(seed: int, ranks: int, folder: Path, draws: int = 6) -> tuple[Case, Outcome, int]:
+    """Return the first case of `seed` whose settings are not refused, its outcome, and the number of refused
+    ones; after `draws` the last one.
+    """
+    for refused, case in enumerate(draw_cases(seed, ranks)):
+        outcome = run_case(case, folder)
+        if outcome.kind != "refused" or refused + 1 == draws:
+            return case, outcome, refused
+    raise AssertionError("draws do not end")
 
 
 def compared(case: Case, path: Path, config: dict[str, Any]) -> Outcome:
@@ -220,11 +231,10 @@ class _Loop:
             self._optimizer.zero_grad()
             return found[0]
         loss = self._backward(batches)
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
         if "clip" in self._does:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.1, foreach=False)
         if "clip_value" in self._does:
-            torch.nn.utils.clip_grad_value_(parameters, 0.01, foreach=False)
+            torch.nn.utils.clip_grad_value_(self._model.parameters(), 0.01, foreach=False)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
@@ -256,11 +266,11 @@ class _Loop:
         self._optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
 
 
-def _peak_compared(path: Path, config: dict[str, Any], found: Candidate) -> Outcome:
+def _peak_compared(path: Path, config: dict[str, Any], found: Candidate, accumulate: int) -> Outcome:
     """Return whether the recorded peak of the applied config is the predicted one."""
     try:
         session = start_session(Workload.load(path), "fake")
-        trace = traced_under(session, load_config(config), SIZE)
+        trace = traced_under(session, load_config(config), SIZE, micro_batches=accumulate)
     except MemtuneError as error:
         return Outcome("refused", f"dry run: {error.code} {error}")
     except Exception:

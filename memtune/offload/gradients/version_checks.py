@@ -154,10 +154,10 @@ class WatchedGradients:
         """
         # A gradient that an update inside backward has used can no longer be scaled together with the rest.
         used = any(self._context.placement.optimizer_param(each).grad is None for each in self._used)
-        real = [each for each in self._versions if each.grad is not None]  # the placeholder has none by now
-        there = [each for each in changed if each in real and tier_of(each.grad) != SSD]
+        there = [each.grad for each in changed if each.grad is not None and tier_of(each.grad) != SSD]
         alone = self._context.placement.world_size == 1
-        return alone and not used and len(there) == len(real)
+        # The placeholder has no gradient by now.
+        return alone and not used and len(there) == sum(each.grad is not None for each in self._versions)
 
     def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         for each in parameters:

@@ -64,7 +64,7 @@ class TsplitPlan(Plan):
     predicted: TsplitOutcome | None = None
     """Predicted bytes and time; none if nothing was planned."""
     unsplit: str = ""
-    """Why no module can run in parts although the settings allow it."""
+    """Reason why no module can run in parts although the settings allow it; "" if one can."""
 
     @model_validator(mode="after")
     def _has_entries(self) -> Self:
