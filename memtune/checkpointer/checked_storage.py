@@ -115,6 +115,7 @@ class CheckedWriter(FileSystemWriter):
             file.write(body + _digest(body))
             file.flush()
             os.fsync(file.fileno())
+        # After the items of all ranks: with `.metadata` the folder becomes a checkpoint.
         os.replace(new, place)
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -154,6 +155,7 @@ class CheckedReader(FileSystemReader):
             OSError: A file cannot be read.
         """
         for item in sorted(plan.items, key=lambda each: self._place(each.storage_index)):
+            # Item by item, so that damage is found before the item's bytes are in a parameter.
             self._check(item.storage_index)
             super().read_data(replace(plan, items=[item]), planner).wait()
         done: Future[None] = Future()
@@ -270,6 +272,7 @@ def _read_metadata(folder: Path) -> Metadata:
     )
     try:
         state = _state(found, "Metadata")
+        # Removing the digest would else turn off all checks.
         if (_SUMS in state) != has_sums:
             raise _Malformed(".metadata is cut off: it has lost its digest.")
         return _metadata(state, folder)
@@ -356,6 +359,7 @@ def _index(value: Any) -> MetadataIndex:
 def _info(value: Any, has_sum: bool) -> _StorageInfo:
     state = _state(value, "_StorageInfo")
     path, codecs = _of(str, state.get("relative_path")), state.get("transform_descriptors")
+    # A hostile description must not name files outside of the folder.
     if path != os.path.basename(path) or path in ("", ".", "..") or "\0" in path:
         raise _Malformed(f"{path!r} is no file of this folder.")
     info = _StorageInfo(

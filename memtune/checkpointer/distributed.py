@@ -90,6 +90,7 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
         for key, m in described.items()
         if isinstance(m, TensorStorageMetadata)
     }
+    # Before anything is read: a checkpoint of another model must change nothing.
     _require_fit(context, model, held, {key: forms.get(key, ((), None)) for key in described})
     groups = [dict.fromkeys(keys) for keys in _options(described)]
     tensors = {

@@ -104,6 +104,7 @@ def _on_meta(fake: Tensor) -> Tensor:
         if not isinstance(fake, nn.Parameter):
             return bare
         parameter = nn.Parameter(bare, requires_grad=fake.requires_grad)
+    # Users mark parameters (`no_weight_decay`) and look the marks up later.
     vars(parameter).update(_own_attributes(fake))
     return parameter
 
@@ -256,6 +257,7 @@ def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device) -> None:
         mine = memory.narrow(dim, 0, length)
         if length:
             mine.copy_(whole.narrow(dim, rank * padded[dim], length))
+        # A view of the padded memory, as FSDP2 makes it: its all-gather reads the memory as a whole.
         new = nn.Parameter(shard.to_sharded_dtensor(mine), requires_grad=old.requires_grad)
         vars(new).update(_own_attributes(old))
         shard._setattr_on_modules(new)
@@ -380,6 +382,8 @@ class Construction:
             storage: at for at in sorted(needed) if needed[at] for storage in self._touched(self.lines[at])
         }
         now = {which: _state(which) for which in self.states}
+        # The user has drawn nothing since: then the generators go on from where `build()` would have left
+        # them.
         untouched = all(torch.equal(state, self.states[which]) for which, state in now.items())
         for which, state in self.states.items():
             _set_state(which, state)
@@ -401,6 +405,7 @@ class Construction:
     def _finish(self, storage: int, names: list[str], memory: _Memory, place: Place) -> None:
         for name in names:
             place(name, memory.tensor(self.tensors[name]))
+        # At most one layer's tensors have memory at a time.
         memory.storages.pop(storage, None)
 
     def value(self, ref: Ref) -> Tensor:
@@ -422,15 +427,19 @@ class Construction:
     def _needed(self, wanted: Iterable[Ref], *, draws: bool = True) -> dict[int, bool]:
         """Return the lines to run; False for those whose outputs are not needed, but whose draws are."""
         live, needed = {ref.storage for ref in wanted}, dict[int, bool]()
+        # Liveness, backwards as in a compiler: what is overwritten before it is read is not needed.
         for at in range(len(self.lines) - 1, -1, -1):
             line = self.lines[at]
             made = {ref.storage for ref in line.made if ref is not None}
             if live & (line.writes | made):
                 needed[at] = True
                 live -= made
+                # It overwrites all of it, so earlier writes are not needed.
                 live.discard(line.fills)
                 live |= line.reads
             elif line.draws and draws:
+                # An overwritten initialization: it can run on any memory of that size, only to advance the
+                # generator.
                 scratch = line.fills >= 0 and line.reads <= {line.fills}
                 needed[at] = not (scratch or not line.reads)
                 if needed[at]:  # its draws depend on its inputs, so these must be computed
@@ -539,6 +548,8 @@ class Recorder(TorchDispatchMode):
             self.construction.lines.append(line)
             return tensor
 
+        # It draws in a loop until all values are in range, which fake tensors cannot follow: one line
+        # instead.
         torch.nn.init._no_grad_trunc_normal_ = at_once
         try:
             with self:
@@ -564,6 +575,7 @@ class Recorder(TorchDispatchMode):
         given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         fakes = [each for each in given if isinstance(each, FakeTensor)]
         if func is torch.ops.aten._local_scalar_dense.default and fakes:
+            # `.item()` on a value that no draw affects, such as a linspace of drop rates.
             return self.construction.value(self.ref(fakes[0])).item()
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if given and not fakes:

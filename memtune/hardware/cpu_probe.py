@@ -89,6 +89,7 @@ def _confirmed(kept: CpuRates) -> bool:
     changed; the measurement that follows decides.
     """
     with cpu_threads(1), torch.random.fork_rng(devices=[]):
+        # One core only, like the kept measurement.
         now = _matmul_flops_per_s(torch.float32, budget_s=0.015) * usable_cores()
     return 1 / _DRIFT < now / kept.fp32_flops_per_s < _DRIFT
 
@@ -103,6 +104,7 @@ def save(rates: CpuRates) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(asdict(rates)))
+    # Atomic: several trials may start at once.
     partial.replace(file)
     return file
 
@@ -185,6 +187,7 @@ def _op_s(layers: int = 6, width: int = 8) -> float:
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
+        # The caller may be under no_grad, where autograd's overhead would be missing.
         with torch.enable_grad():
             model(batch).sum().backward()
         optimizer.step()

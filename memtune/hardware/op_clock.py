@@ -62,6 +62,7 @@ class OpClock(TorchDispatchMode):
         if self._end_s is not None:
             self.gaps_s.append(start - self._end_s)
         out = func(*args, **kwargs)
+        # The kernel must have ended before the clock is read, and the next must find the device idle.
         streams.synchronize(self._device)
         seconds = self._clock() - start
         if func.namespace != "aten":
@@ -79,6 +80,7 @@ class OpClock(TorchDispatchMode):
                 self.observed.append(
                     TimedOp(str(func), dtype, flops.count(func, args, kwargs, out), traffic, seconds)
                 )
+        # Again, so that the count of FLOPs above is no gap.
         self._end_s = self._clock()
         return out
 

@@ -49,6 +49,7 @@ def op_times(
         return []
     floor_s = min(each.seconds for each in observed) * 0.99  # nothing takes no time
     kernels_s = sum(each.seconds - floor_s for each in observed)
+    # On a GPU the host issues ahead, so its overhead is `launch_s` and no part of the ops.
     host_s = max(step_s - kernels_s, 0.0) / len(observed) if host_computes else 0.0
     scale = min(1.0, step_s / kernels_s) if kernels_s > 0 else 1.0
     groups: dict[tuple[str, str, int, int], list[TimedOp]] = {}

@@ -146,6 +146,7 @@ def op_class(name: str) -> str:
 
 @functools.cache  # at most some hundreds of names
 def _class_index(name: str) -> int:
+    # In the table's order: a name may have parts of several classes (`_foreach_norm`, `_flash_attention`).
     return next(i for i, (_, parts, _, _) in enumerate(_CLASSES) if any(part in name for part in parts))
 
 
@@ -250,6 +251,7 @@ def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
         issue_s = np.zeros(step.ops.n)
     else:
         issue_s = np.full(step.ops.n, hardware.launch_s)
+    # Allocations by hooks are no kernel launches; their Python is in `hook_s`.
     issue_s[step.ops.resource == Resource.NOTHING] = 0.0
     others = np.flatnonzero(step.ops.resource != Resource.COMPUTE)
     if len(others):
@@ -304,6 +306,7 @@ def _seconds(
     of_memory = traffic_bytes * by_bytes[names]
     op_s: F64 = np.maximum(of_products, of_memory)
     if hardware.device != "cpu":
+        # A GPU's products do not hide their memory traffic entirely.
         op_s += (1.0 - hidden)[classes][names] * np.minimum(of_products, of_memory)
         if not hardware.curves:
             op_s = np.maximum(op_s, _LEAST_KERNEL_S)
@@ -450,6 +453,7 @@ def collective_s(
     bytes_per_s, latency_s = _ring_link(
         resource, ranks, np.maximum(hardware.gpus_per_node // apart, 1), hardware
     )
+    # The ring of the module docstring: n - 1 steps of S/n each.
     seconds = rounds * (steps / ranks * n_bytes / bytes_per_s + steps * latency_s)
     if algorithms.any():
         local = np.minimum(ranks, hardware.gpus_per_node) if hardware.device != "cpu" else ranks
@@ -475,6 +479,7 @@ def _ring_link(
     latency_s = np.where(inter, hardware.inter_link_latency_s, hardware.intra_link_latency_s)
     if hardware.device != "cpu":
         across = ~inter & (ranks > local)
+        # A node's members leave it through as many cards at once, but no faster than they exchange inside.
         network = np.minimum(hardware.intra_link_bytes_per_s, hardware.inter_link_bytes_per_s * local)
         bytes_per_s = np.where(across, network, bytes_per_s)
         latency_s[across] = hardware.inter_link_latency_s

@@ -159,6 +159,7 @@ def detect(device: Device = "cpu") -> Hardware:
     """
     found = of_cpu(cpu_probe.cpu()) if device == "cpu" else _detect_accelerator(device)
     known = calibration_cache.load(device)
+    # A cache may have come with a home directory from another machine.
     if known is None or (device == "cpu" and not cpu_probe.cpu().is_given and _contradicts(known, found)):
         return found
     return with_measured(found, known)

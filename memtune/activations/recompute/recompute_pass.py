@@ -75,6 +75,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     number = (
         (step.saves.block >= 0) & chosen[step.saves.block] & (made_in[step.saves.storage] == step.saves.block)
     )
+    # These are the saves that a second run must produce.
     number &= ~(kept_op | skipped)[step.storages.producer[step.saves.storage]]
     runs = _second_runs(step, number, end)
     if not (runs.release >= 0).any():
@@ -87,6 +88,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
 
     edit = Edit(step)
     edit.drop_saves(number & ~wanted)
+    # Each run writes BatchNorm's statistics; the second must leave them as the first did.
     buffers = _changed_buffers(step, forward, np.flatnonzero(runs.stop > 0).astype(np.int32))
     before = _copies_before(edit, step, forward, np.where(runs.release >= 0, runs.release, end))
     clones, copies = _save_buffers(edit, step, buffers, runs.anchor)
@@ -211,6 +213,7 @@ def _second_runs(step: Step, number: Mask, end: I32) -> _Runs:
         step.saves.unpack_order[asked],
     )
     after_forward = number & (step.saves.held_until > end[step.saves.block])
+    # A save that autograd frees before backward begins is never asked for.
     wanted = number & (step.saves.held_until >= anchor[step.saves.block])
 
     def last(of: I32, rows: Mask, start: int) -> I32:
@@ -395,6 +398,7 @@ def _hold_inputs_and_kept(
     inputs = (runs.release[step.calls.input_block] >= 0) & (
         step.storages.held_until[step.calls.inputs.storage] != FOREVER
     )
+    # A block that gets its own earlier output back: that is a kept value, not an input.
     inputs &= made_in[step.calls.inputs.storage] != step.calls.input_block
     block = np.concatenate([step.calls.input_block[inputs], made_in[outputs]])
     storage = np.concatenate([step.calls.inputs.storage[inputs], outputs])

@@ -164,6 +164,7 @@ def _found(graph: _Graph) -> LossPattern:
     made: list[int] = []
     loss, weight_sum = _two(graph.made(losses[0]))
     logits, target = _two(graph.reads[losses[0]], "the loss has weights for its classes")
+    # From the loss backwards: each op between must read one tensor and be elementwise.
     while graph.name(forward[0]) not in _PRODUCTS:
         made.insert(0, logits)
         forward.insert(0, int(step.storages.producer[logits]))
@@ -240,6 +241,7 @@ def _backward(
         raise _NoPattern("backward of the loss has an unknown form")
     given = tuple(each for each in graph.reads[first[0]] if each not in (made[-2], weight_sum, target))
     backward, gradients = [first[0]], graph.made(first[0])
+    # Backward mirrors forward op by op, except for the product, whose gradients are looked up below.
     for _ in range(len(forward) - 2):
         readers = sorted(set(graph.readers.get(gradients[-1], ())))
         if len(readers) != 1 or (len(backward) > 1 and graph.name(readers[0]) not in _STEPS):
@@ -293,6 +295,7 @@ def _rows(graph: _Graph, forward: list[int], made: list[int], weight: Operand) -
     rows = int(step.storages.bytes[made[0]]) // (classes * itemsize)
     for op, before, after in zip(forward[1:-1], made[:-2], made[1:-1], strict=True):
         scale = step.storages.bytes[after] / max(step.storages.bytes[before], 1)
+        # Only a change of dtype may change the size.
         if scale != 1 and graph.name(op) not in (CAST, "aten._log_softmax.default"):
             raise _NoPattern("the loss reads only a part of the logits")
         itemsize = int(itemsize * scale)
@@ -388,6 +391,7 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
     )
     for storage in set(shrunk) - {final}:
         n_bytes[storage] = round(int(step.storages.bytes[storage]) * share)
+    # Moved in front of the head, the slice makes and reads hidden states instead of logits.
     n_bytes[after] = n_bytes[whole] = round(int(step.storages.bytes[hidden]) * share)
 
     def read(ops: list[int], old: int, new: int) -> None:

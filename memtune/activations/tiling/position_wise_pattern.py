@@ -98,6 +98,7 @@ def _outermost(step: Step, rows_of: _Rows) -> tuple[PositionWise, ...]:
         taken: list[str] = []
         block = step.blocks[step.calls.block[call]]
         around = [i for i, name in enumerate(step.modules) if name.startswith(f"{block}.")]
+        # Outermost first: a larger module saves more inner tensors when it is tiled.
         for name in sorted(_modules_in(step, ops, block), key=lambda each: (each.count("."), each)):
             if any(f"{name}.".startswith(f"{other}.") for other in taken):
                 continue
@@ -138,6 +139,7 @@ def _found(
     ).tolist()
     read_later = _among(made, step.uses.storage[later:again]) | _among(made, step.uses.storage[after:])
     kept = {s for s in made if step.storages.held_until[s] > forward[-1]}
+    # The one tensor that outlives the module; others would have to exist in full.
     y = _only(read_later or kept)
     if kept - {y}:
         raise NotTokenWise
@@ -156,6 +158,7 @@ def _found(
     held = np.unique(step.saves.storage[saves])
     inner = int(step.storages.bytes[held[(held != x) & np.isin(held, list(made))]].sum())
     if not (step.saves.storage == x).any():
+        # The tiled module saves its input, which the plain one did not.
         inner -= int(step.storages.bytes[x])
     save = int(mine[0]) if len(mine) else int(saves[0])
     return PositionWise(

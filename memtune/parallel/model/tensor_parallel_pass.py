@@ -52,6 +52,7 @@ def _send(edit: Edit, step: Step, how: Sharing) -> None:
         (step.storages.producer >= 0) & (step.ops.name[step.storages.producer] == name)
     ).astype(np.int32)
     if len(batches):
+        # Each upload is broadcast: the group's ranks must run on one batch, whatever their loaders gave them.
         sent = edit.add_ops(
             "c10d.broadcast_.default",
             after=step.storages.producer[batches],
