@@ -89,6 +89,30 @@ _DGX1 = _NodeModel(
 )
 
 
+_FRONTIER = _NodeModel(
+    "Frontier node: 8 MI250X dies, 36 GB/s each way from the host to a die, 50 GB/s over the slowest link of"
+    " a ring of dies, 4 × 200 Gb/s (OLCF, Frontier and Crusher user guides; copies: 80 % of the link)",
+    28,
+    50,
+    12.5,
+    512,
+    150,
+    64,
+    8,
+)
+_AURORA = _NodeModel(
+    "Aurora node: 12 Max 1550 stacks; PCIe 55 GB/s for the two of a card, Xe Link 15 GB/s measured to another"
+    " card, 8 × 200 Gb/s (docs.alcf.anl.gov/aurora, machine and node performance overviews)",
+    27,
+    15,
+    16.7,
+    1024,
+    300,
+    104,
+    12,
+)
+
+
 class _GpuModel(NamedTuple):
     title: str
     architecture: str
@@ -412,6 +436,34 @@ _GPU_MODELS = {
         _A100,
         matmul=0.811,
     ),
+    "mi250x": _GpuModel(
+        "AMD Instinct MI250X, one of its two dies",
+        "gfx90a",
+        63.98,
+        191.5,
+        47.9,
+        47.9,
+        1.638,
+        _FRONTIER,
+        "https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html, half of the module's 383"
+        " TFLOP/s (bf16), 95.7 (fp32, matrix) and 3.2768 TB/s: each die is a device; without TF32, so such"
+        " products run in FP32",
+    ),
+    "max1550": _GpuModel(
+        "Intel Data Center GPU Max 1550, one of its two stacks",
+        "xe-hpc",
+        64.0,
+        419.4,
+        209.7,
+        26.2,
+        1.638,
+        _AURORA,
+        "Intel Data Center GPU Max Series technical overview (intel.com, 766085): 64 Xe cores a stack at 1.6"
+        " GHz, 4,096 bf16, 2,048 TF32 and 256 fp32 operations a cycle and core; half of the card's 3.2768"
+        " TB/s, https://glennklockwood.com/garden/processors/pvc: each stack is a device. Products: 273"
+        " TFLOP/s of bf16 measured on one (docs.alcf.anl.gov/aurora/node-performance-overview)",
+        matmul=0.65,
+    ),
     "mi325x": _GpuModel(
         "AMD Instinct MI325X",
         "gfx942",
@@ -455,6 +507,7 @@ ALIASES = {
     "3090": "rtx-3090",
     "rtx3090": "rtx-3090",
     "v100-32g": "v100",
+    "max-1550": "max1550",
     "gh200": "gh200-96g",
     "h100-sxm-96g": "h100-96g",
     "a6000": "rtx-a6000",
@@ -486,7 +539,8 @@ def _constants(card: _GpuModel) -> Constants:
         "title": (card.title, sheet),
         "architecture": (
             card.architecture,
-            "CUDA compute capability, https://developer.nvidia.com/cuda-gpus; AMD: ROCm's target",
+            "CUDA compute capability, https://developer.nvidia.com/cuda-gpus; AMD: ROCm's target; Intel: its"
+            " family",
         ),
         "memory_bytes": (int(card.memory * GIB), "total that torch commonly reports for this card"),
         **_outside("context", outside_allocator.context(card.architecture)),
@@ -531,7 +585,8 @@ def match(title: str, memory_bytes: int) -> str | None:
 
     Variants of a card differ in memory.
     """
-    words = title.lower().replace("-", " ").split()
+    # "Intel Data Center GPU Max 1550" is two words, and "max" alone occurs in names of laptops' cards.
+    words = title.lower().replace("-", " ").replace("max 1", "max1").split()
     stems = {key: key.removeprefix("rtx-").split("-")[0] for key in _GPU_MODELS}
     hits = [key for key, stem in stems.items() if stem in words]
     if "pcie" not in words:

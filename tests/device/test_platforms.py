@@ -18,12 +18,14 @@ from memtune.device import (
 )
 from memtune.errors import EnvironmentFault, UsageError
 
+NAME = torch._C._get_privateuse1_backend_name()
+
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A backend for PrivateUse1, by its module alone."""
     module = SimpleNamespace(set_per_process_memory_fraction=lambda fraction, device: None)
-    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
+    monkeypatch.setattr(torch, NAME, module, raising=False)  # in place of a backend that is loaded
     monkeypatch.setattr(accelerator, "_platforms", {})
     return module
 
@@ -46,12 +48,12 @@ def test_absent_device_names_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_out_of_tree_device_is_asked_by_the_usual_names(stranger: SimpleNamespace) -> None:
-    found = platform_of("privateuseone").capabilities
+    found = platform_of(NAME).capabilities
     assert {Capability.STREAMS, Capability.LIMIT} <= found
     assert Capability.OWN_ALLOCATOR not in found
     del stranger.set_per_process_memory_fraction
     accelerator._platforms.clear()
-    assert Capability.LIMIT not in platform_of("privateuseone").capabilities
+    assert Capability.LIMIT not in platform_of(NAME).capabilities
 
 
 def test_out_of_tree_device_describes_itself(stranger: SimpleNamespace) -> None:
@@ -60,8 +62,8 @@ def test_out_of_tree_device_describes_itself(stranger: SimpleNamespace) -> None:
         "capabilities": ["STREAMS", "TRITON"],
         "visible_devices": "NPUX_VISIBLE_DEVICES",
     }
-    found = platform_of(torch.device("privateuseone", 1))
-    assert (found.name, found.device, found.title) == ("privateuseone", "privateuseone", "NPU X")
+    found = platform_of(torch.device(NAME, 1))
+    assert (found.name, found.device, found.title) == (NAME, NAME, "NPU X")
     assert found.visible_devices == "NPUX_VISIBLE_DEVICES"
     assert found.capabilities == {Capability.STREAMS, Capability.TRITON}
     assert set(found.lacks) == set(Capability) - found.capabilities
@@ -74,9 +76,7 @@ def test_amd_is_another_platform_of_the_same_device_type() -> None:
     assert Capability.OWN_ALLOCATOR in PLATFORMS["rocm"].lacks
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("xpu", "xccl"), ("privateuseone", "gloo")]
-)
+@pytest.mark.parametrize(("kind", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("xpu", "xccl")])
 def test_backend_is_that_of_torch(kind: str, backend: str) -> None:
     assert backend_of(kind) == backend
 

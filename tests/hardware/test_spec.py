@@ -34,16 +34,25 @@ def test_table_has_a_source_for_each_constant(name: str) -> None:
     assert (
         "http" in found.sources["memory_bytes_per_s"] or "white paper" in found.sources["memory_bytes_per_s"]
     )
-    assert found.architecture.startswith(("sm", "gfx"))
+    assert found.architecture.startswith(("sm", "gfx", "xe"))
     assert found.fp32_flops_per_s <= found.fp16_flops_per_s
     assert found.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "platform"),
+    [("h100-80g", "cuda", "cuda"), ("mi250x", "cuda", "rocm"), ("max1550", "xpu", "xpu")],
+)
+def test_card_has_the_device_type_and_runtime_of_its_vendor(name: str, device: str, platform: str) -> None:
+    found = hardware.find(name)
+    assert (found.device, found.platform.name) == (device, platform)
 
 
 def test_table_has_documented_cards() -> None:
     promised = (
         "h200 h100-80g h100-96g h100-nvl h100-pcie h20 h800 gh200-96g gh200-144g b200 gb200 b300 a100-40g"
         " a100-80g a100-pcie l40s l4 a10 t4 v100 v100-16g rtx-3060 rtx-3090 rtx-4090 rtx-5090 rtx-a6000"
-        " rtx-pro-6000 mi300x mi325x mi355x"
+        " rtx-pro-6000 mi250x mi300x mi325x mi355x max1550"
     )
     assert set(promised.split()) == set(hardware.names())
 
@@ -73,6 +82,9 @@ def test_find_suggests_nearest_names(written: str, fix: str) -> None:
         ("Tesla V100-SXM2-32GB", 32, "v100"),
         ("NVIDIA L4", 22, "l4"),
         ("NVIDIA H200", 140, "h200"),
+        ("AMD Instinct MI250X", 64, "mi250x"),
+        ("Intel(R) Data Center GPU Max 1550", 64, "max1550"),
+        ("NVIDIA GeForce RTX 3090 with Max-Q Design", 24, "rtx-3090"),
         ("NVIDIA H100 NVL", 93, "h100-nvl"),
         ("NVIDIA GH200 480GB", 95, "gh200-96g"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 95, "rtx-pro-6000"),
