@@ -16,12 +16,19 @@ import typer.main
 
 import memtune
 from memtune.cli._app import app
+from memtune.device import PLATFORMS, Capability
 from memtune.search_spaces import all_techniques, is_null
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-GENERATED = {"techniques.md", "gallery.md", "reference/command-line.md", "reference/config.md"}
+GENERATED = {
+    "techniques.md",
+    "gallery.md",
+    "reference/devices.md",
+    "reference/command-line.md",
+    "reference/config.md",
+}
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
@@ -92,6 +99,22 @@ def test_python_reference_has_every_public_name():
         re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "reference" / "python.md").read_text(), re.MULTILINE)
     )
     assert listed == set(memtune.__all__) - {"__version__"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra memtune[docs]")
+def test_devices_page_has_each_platform_and_capability(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "hooks")
+    from generated_pages import devices
+
+    lines = [line for line in "\n".join(devices()).splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert header[1:] == [each.title for each in PLATFORMS.values()]
+    table = {row[0]: dict(zip(PLATFORMS, row[1:], strict=True)) for row in rows}
+    for name, platform in PLATFORMS.items():
+        assert table["tested"][name] == platform.tested
+        for capability in Capability:
+            assert table[capability][name] == ("no" if capability in platform.lacks else "yes")
+    assert "`mi250x`" in table["hardware table"]["rocm"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Pages of the documentation that are made from the code: catalogue, gallery, command line, config."""
+"""Pages of the documentation that are made from the code: catalogue, gallery, devices, command line,
+config.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from mkdocs.structure.files import File, Files
 from memtune.autotune.report import curve
 from memtune.cli._app import app
 from memtune.config import schema
+from memtune.device import PLATFORMS, Capability
+from memtune.hardware import find, names
 from memtune.search_spaces import SLOTS, all_techniques
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, lines in {
         "techniques.md": catalogue(),
         "gallery.md": gallery(),
+        "reference/devices.md": devices(),
         "reference/command-line.md": command_line(),
         "reference/config.md": config_reference(),
     }.items():
@@ -100,6 +105,40 @@ def gallery() -> Iterator[str]:
 
 def _indented(code: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in code.splitlines())
+
+
+def devices() -> Iterator[str]:
+    """Yield the device types: their capabilities, how they are tested, what is known not to work."""
+    every = list(PLATFORMS.values())
+    yield "# Devices\n"
+    yield (
+        "memtune asks torch for the accelerator of a process (`torch.accelerator`), so a device is a row of data"
+        " in `memtune/device/platforms.py`. A technique that needs what a device lacks is refused with that"
+        " reason. `memtune doctor` names the accelerator of this machine and what it lacks."
+    )
+    yield f"\n| | {' | '.join(each.title for each in every)} |\n|{'---|' * (len(every) + 1)}"
+    rows: dict[str, list[str]] = {
+        "`--device`": [f"`{each.device}`" for each in every],
+        "tested": [each.tested for each in every],
+        **{
+            capability: ["yes" if capability in each.capabilities else "no" for each in every]
+            for capability in Capability
+        },
+        "known not to work": ["; ".join(each.gaps) or "–" for each in every],
+        "process-group backend": [f"`{each.backend}`" for each in every],
+        "visible devices": [f"`{each.visible_devices}`" if each.visible_devices else "–" for each in every],
+        "hardware table": [
+            ", ".join(f"`{name}`" for name in names() if find(name).platform.name == each.name) or "–"
+            for each in every
+        ],
+    }
+    for name, cells in rows.items():
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield (
+        "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to memtune:"
+        " it asks their module by torch's usual names, and the module may describe itself"
+        " (`memtune/device/README.md`). Without a table of their kernels, predictions count those of a CPU."
+    )
 
 
 def command_line() -> Iterator[str]:
