@@ -112,8 +112,8 @@ def devices() -> Iterator[str]:
     every = list(PLATFORMS.values())
     yield "# Devices\n"
     yield (
-        "memtune asks torch for the accelerator of a process (`torch.accelerator`), so a device is a row of data"
-        " in `memtune/device/platforms.py`. A technique that needs what a device lacks is refused with that"
+        "memtune asks torch for the accelerator of a process (`torch.accelerator`), so a device is a row of"
+        " data in `memtune/device/platforms.py`. A technique that needs what a device lacks is refused with that"
         " reason. `memtune doctor` names the accelerator of this machine and what it lacks."
     )
     yield f"\n| | {' | '.join(each.title for each in every)} |\n|{'---|' * (len(every) + 1)}"
@@ -135,8 +135,8 @@ def devices() -> Iterator[str]:
     for name, cells in rows.items():
         yield f"| {name} | {' | '.join(cells)} |"
     yield (
-        "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to memtune:"
-        " it asks their module by torch's usual names, and the module may describe itself"
+        "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to"
+        " memtune: it asks their module by torch's usual names, and the module may describe itself"
         " (`memtune/device/README.md`). Without a table of their kernels, predictions count those of a CPU."
     )
 
