@@ -113,8 +113,8 @@ def devices() -> Iterator[str]:
     yield "# Devices\n"
     yield (
         "memtune asks torch for the accelerator of a process (`torch.accelerator`), so a device is a row of"
-        " data in `memtune/device/platforms.py`. A technique that needs what a device lacks is refused with that"
-        " reason. `memtune doctor` names the accelerator of this machine and what it lacks."
+        " data in `memtune/device/platforms.py`. A technique that needs what a device lacks is refused with"
+        " that reason. `memtune doctor` names the accelerator of this machine and what it lacks."
     )
     yield f"\n| | {' | '.join(each.title for each in every)} |\n|{'---|' * (len(every) + 1)}"
     rows: dict[str, list[str]] = {
