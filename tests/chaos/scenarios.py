@@ -289,9 +289,26 @@ SCENARIOS = (
         of("executors/test_secret_values.py", "log_tail_of_a_trial_has_no_secret")
         + of(RESUME, "study_is_readable_by_its_user_only"),
     ),
-    Scenario(40, "HTML in names", "memtune writes no HTML", untested="nothing to test"),
-    Scenario(41, "GPU shared with another job", "its memory is counted", untested=NEEDS_GPU),
-    Scenario(42, "GPU lost", "its trials are crashes", untested=NEEDS_GPU),
+    Scenario(
+        40,
+        "HTML in names",
+        "the report escapes all text of a study and loads nothing",
+        of("autotune/report/test_page.py", "page_escapes_text_of_the_study")
+        + of("autotune/report/test_page.py", "page_is_complete_offline_small_and_well_formed"),
+    ),
+    Scenario(
+        41,
+        "GPU shared with another job",
+        "a trial that lacks memory is out of memory; the other job is not named",
+        untested=NEEDS_GPU,
+    ),
+    Scenario(
+        42,
+        "GPU lost",
+        "one message with the driver's error; the state on the host remains, and the trial is a crash",
+        of("device/test_faults.py", "errors_of_the_driver_mean_a_lost_device", "lost_device_is_one_message")
+        + of("device/test_bad_input.py", "device_lost_in_a_step_leaves_the_state_on_the_host"),
+    ),
     Scenario(
         43,
         "clock jump",
@@ -341,7 +358,12 @@ SCENARIOS = (
             "load_reads_checkpoints_of_plain_scripts",
         ),
     ),
-    Scenario(50, "shared memory full", "memtune makes no shared-memory segments", untested="nothing to test"),
+    Scenario(
+        50,
+        "shared memory full",
+        "the one file there, the link's token, is refused with a fix, and no part of it remains",
+        of("offload/parameters/test_link_token.py", "token_on_full_shared_memory_is_refused_without_a_rest"),
+    ),
     Scenario(
         51,
         "noise, throttling, other load",

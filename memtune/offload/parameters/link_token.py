@@ -57,11 +57,14 @@ class LinkToken:
     def create(places: int) -> Path:
         """Create a file for the token of `places` ranks, in memory if possible."""
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        name = ""
         try:
             handle, name = tempfile.mkstemp(prefix="memtune-link-", dir=folder)
             with os.fdopen(handle, "wb") as file:
                 file.write(bytes(_size(places)))
         except OSError as error:
+            if name:
+                Path(name).unlink(missing_ok=True)
             raise ApplyError(
                 "The ranks behind one link cannot share a token.",
                 evidence=str(error),

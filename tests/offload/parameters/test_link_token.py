@@ -7,7 +7,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import resource
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from memtune.errors import ApplyError
 from memtune.offload.parameters.link_token import LinkToken
 
 SPAWN: BaseContext = multiprocessing.get_context("fork")
@@ -115,3 +118,17 @@ def test_token_is_released_after_an_error(path: Path) -> None:
         raise KeyError
     with other.hold():
         pass
+
+
+def test_token_on_full_shared_memory_is_refused_without_a_rest() -> None:
+    """A limit on the size of files makes the write fail as a full file system does."""
+    folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
+    before, limits = set(folder.glob("memtune-link-*")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ApplyError, match="MT363") as caught:
+            LinkToken.create(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "/dev/shm" in caught.value.fix
+    assert set(folder.glob("memtune-link-*")) == before
