@@ -26,7 +26,7 @@ FUZZ_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: docs docs-curves help setup demo test test-rates test-slow test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-overhead bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs docs-curves help setup demo test test-rates test-slow test-device test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-overhead bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -71,10 +71,14 @@ test-rates: setup  ## all tests for a CPU a tenth and ten times as fast: no asse
 	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit; done
 
 test-slow: setup  ## the tests marked slow
-	$(BIN)/pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+	$(BIN)/pytest -m 'slow and not gpu and not device' $(PYTEST_ARGS)
+
+test-device: setup  ## tests on the simulated accelerator; the first run compiles it (less than a minute of CPU time)
+	$(BIN)/python -c "from memtune.testing.simulated_device import build; build()"
+	$(BIN)/pytest -n 0 -m device tests/simulated_device $(PYTEST_ARGS)
 
 test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, with counts
-	MEMTUNE_CHAOS=$(SCALE) $(BIN)/pytest -rP --timeout 7200 -m "not gpu" tests/chaos
+	MEMTUNE_CHAOS=$(SCALE) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" tests/chaos
 
 audit: setup  ## known weaknesses of the pinned dependencies; needs an index and a database of weaknesses that can be reached
 	$(BIN)/python -m pip install -q pip-audit

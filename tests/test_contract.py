@@ -75,6 +75,7 @@ autotune.search
 autotune.ui
 autotune.report
 scaffold
+testing.simulated_device
 testing
 cli
 interactive

@@ -85,6 +85,8 @@ class CachingAllocator {
   // The largest value of reserved_bytes, also within a call that gave some of it back again.
   std::int64_t peak_reserved_bytes() const { return peak_reserved_; }
   void restart_peak() { peak_reserved_ = reserved_; }
+  // Changes the limit of the process; what is held already stays.
+  void allow(std::int64_t bytes) { config_.allowed_bytes = bytes; }
   std::int64_t largest_free_bytes() const;
 
  private:

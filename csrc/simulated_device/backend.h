@@ -1,0 +1,20 @@
+// Interface of the backend to kernels.cpp.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include "simulated_device/devices.h"
+
+namespace memtune::sim {
+
+int current_device();
+std::int64_t current_stream(int device);
+inline int current_timeline(int device) { return Devices::timeline(device, current_stream(device)); }
+
+c10::Allocator* device_allocator();
+// The CPU generator that draws the numbers of `generator`, or of the device's default one.
+at::Generator cpu_generator(const std::optional<at::Generator>& generator, int device);
+
+}  // namespace memtune::sim

@@ -1,0 +1,482 @@
+#include "simulated_device/devices.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <cstdlib>
+#include <utility>
+
+namespace memtune::sim {
+namespace {
+
+constexpr int kFill = 0xFF;
+
+double now_ms() {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// An access of the host to device memory ends the process, as on a device; this says why.
+char* fault_begin = nullptr;
+char* fault_end = nullptr;
+struct sigaction fault_before;
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  char* at = static_cast<char*>(info->si_addr);
+  if (at >= fault_begin && at < fault_end) {
+    char text[160];
+    const int n = std::snprintf(text, sizeof text, "\nsimulated device: the host accessed the memory of sim:%d at %p\n",
+                                static_cast<int>((at - fault_begin) / kAddressBytes), info->si_addr);
+    [[maybe_unused]] const auto written = write(STDERR_FILENO, text, n);
+  } else if (fault_before.sa_flags & SA_SIGINFO) {
+    return fault_before.sa_sigaction(signal, info, context);
+  } else if (fault_before.sa_handler != SIG_DFL && fault_before.sa_handler != SIG_IGN) {
+    return fault_before.sa_handler(signal);
+  }
+  ::signal(signal, SIG_DFL);  // the access is tried again, and ends the process
+}
+
+void explain_faults(char* begin, char* end) {
+  fault_begin = begin;
+  fault_end = end;
+  struct sigaction action {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &action, &fault_before);
+}
+
+char* map_or_throw(std::size_t bytes, int protection, int flags, int file) {
+  void* data = mmap(nullptr, bytes, protection, flags | MAP_NORESERVE, file, 0);
+  if (data == MAP_FAILED) throw std::runtime_error("simulated device: no address range of " + std::to_string(bytes) + " bytes");
+  return static_cast<char*>(data);
+}
+
+}  // namespace
+
+Devices& Devices::get() {
+  static Devices* devices = new Devices;  // outlives all tensors
+  return *devices;
+}
+
+void Devices::configure(const Settings& settings) {
+  const std::lock_guard lock(mutex_);
+  if (started_) {
+    const bool same = settings.devices == settings_.devices && settings.capacity_bytes == settings_.capacity_bytes;
+    if (!same) throw std::logic_error("simulated device: the number of devices and their capacity are fixed at the first use");
+  }
+  settings_ = settings;
+  random_.seed(settings.seed);
+}
+
+void Devices::start() {
+  if (started_) return;
+  started_ = true;
+  const std::size_t bytes = static_cast<std::size_t>(kAddressBytes) * settings_.devices;
+  const int file = memfd_create("memtune-simulated-device", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) throw std::runtime_error("simulated device: memfd_create failed");
+  open_ = map_or_throw(bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file);
+  ::close(file);
+  guarded_ = map_or_throw(bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  explain_faults(guarded_, guarded_ + bytes);
+  const int timelines = 1 + settings_.devices * kStreams;
+  order_ = std::make_unique<Order>(timelines);
+  suspects_.resize(timelines);
+  questions_.resize(timelines);
+  AllocatorConfig config = settings_.allocator;
+  config.capacity_bytes = settings_.capacity_bytes;
+  for (int i = 0; i < settings_.devices; ++i) devices_.push_back(std::make_unique<Device>(config));
+}
+
+std::int64_t Devices::next_stream(int device) {
+  const Section section(*this);
+  return 1 + devices_[device]->streams++ % (kStreams - 1);
+}
+
+const std::string* Devices::name(const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  return &*names_.insert(text).first;
+}
+
+// Races
+
+std::string Devices::place(int timeline) const {
+  if (timeline == kHost) return "the host";
+  return "stream " + std::to_string((timeline - 1) % kStreams) + " of sim:" + std::to_string((timeline - 1) / kStreams);
+}
+
+std::string Devices::describe(const Race& race) const {
+  const auto verb = [](const Use& use) { return use.writes ? "writes" : "reads"; };
+  return "race: " + *race.later.op + " on " + place(race.later.timeline) + " " + verb(race.later) + " " +
+         std::to_string(race.range.end - race.range.begin) + " bytes that " + *race.earlier.op + " on " +
+         place(race.earlier.timeline) + " " + verb(race.earlier) + "; no event or wait orders them";
+}
+
+void Devices::report(const std::string& text, bool may_raise) {
+  races_.push_back(text);
+  if (!settings_.raises) return;
+  if (may_raise) throw std::runtime_error("simulated device: " + text);
+  if (unreported_.empty()) unreported_ = text;
+}
+
+void Devices::raise_unreported() {
+  if (unreported_.empty()) return;
+  const std::string text = std::exchange(unreported_, {});
+  throw std::runtime_error("simulated device: " + text);
+}
+
+std::vector<std::string> Devices::take_races() {
+  const Section section(*this);
+  unreported_.clear();
+  return std::exchange(races_, {});
+}
+
+// Ops
+
+template <typename Chosen>
+void Devices::complete_copies(Chosen chosen, bool may_raise) {
+  std::string wrong;
+  for (std::size_t i = 0; i < copies_.size();) {
+    if (!chosen(copies_[i])) {
+      ++i;
+      continue;
+    }
+    Copy copy = std::move(copies_[i]);
+    copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(i));
+    const std::string found = copy.work.complete();
+    if (!found.empty()) wrong = "race: " + found + " before " + *copy.use.op + " on " + place(copy.use.timeline) + " was over";
+  }
+  release_pinned();
+  if (!wrong.empty()) report(wrong, may_raise);
+}
+
+template <typename Chosen>
+void Devices::read_copies(Range range, Chosen chosen) {
+  for (Copy& copy : copies_) {
+    if (!range.overlaps(copy.source) || !chosen(copy)) continue;
+    copy.work.read();
+    copy.source = {0, 0};
+  }
+}
+
+void Devices::begin(int timeline, const std::string* op, const std::vector<Access>& accesses, Use& use) {
+  raise_unreported();
+  use = {timeline, order_->issue(timeline), op, false};
+  const Clock& clock = order_->clock(timeline);
+  std::vector<Race> races;
+  for (const Access& access : accesses) {
+    if (access.range.begin == access.range.end) continue;
+    order_->use(access.range, {timeline, use.tick, op, access.writes}, races);
+  }
+  for (const Race& race : races) report(describe(race), true);
+  const auto before = [&](const Copy& copy) { return Order::covers(clock, copy.use); };
+  for (const Access& access : accesses) {
+    if (access.writes) read_copies(access.range, before);
+  }
+  complete_copies([&](const Copy& copy) {
+    if (!before(copy)) return settings_.pace == Pace::kRandom && random_() % 4 == 0;
+    return std::any_of(accesses.begin(), accesses.end(), [&](const Access& access) { return access.range.overlaps(copy.target); });
+  });
+}
+
+void Devices::issue(int timeline, const std::string* op, const std::vector<Access>& accesses, bool host_waits) {
+  const Section section(*this);
+  Use use;
+  begin(timeline, op, accesses, use);
+  if (host_waits) host_waits_clock(order_->clock(timeline));
+}
+
+void Devices::issue_copy(int timeline, const std::string* op, Range source, Range target,
+                         const std::function<CopyWork()>& prepare) {
+  const Section section(*this);
+  Use use;
+  begin(timeline, op, {{source, false}, {target, true}}, use);
+  copies_.push_back({use, source, target, prepare()});
+  if (settings_.pace == Pace::kImmediate) {
+    complete_copies([&](const Copy& copy) { return copy.use.timeline == use.timeline && copy.use.tick == use.tick; });
+  }
+}
+
+// Order
+
+void Devices::host_waits_clock(const Clock& clock) {
+  order_->wait(kHost, clock);
+  const Clock& host = order_->clock(kHost);
+  complete_copies([&](const Copy& copy) { return Order::covers(host, copy.use); });
+}
+
+void Devices::record(Event& event, int timeline) {
+  const Section section(*this);
+  event.clock = order_->next_clock(timeline);
+  event.use = {timeline, event.clock[timeline], nullptr, false};
+  event.recorded = true;
+  event.questions = 0;
+  event.at_ms = now_ms();
+}
+
+void Devices::wait(int timeline, const Event& event) {
+  const Section section(*this);
+  if (event.recorded) order_->wait(timeline, event.clock);
+}
+
+void Devices::wait_timeline(int timeline, int other) {
+  const Section section(*this);
+  order_->wait(timeline, order_->next_clock(other));
+}
+
+void Devices::host_waits(const Event& event) {
+  const Section section(*this);
+  raise_unreported();
+  if (event.recorded) host_waits_clock(event.clock);
+}
+
+void Devices::host_waits_stream(int timeline) {
+  const Section section(*this);
+  raise_unreported();
+  host_waits_clock(order_->next_clock(timeline));
+}
+
+void Devices::host_waits_device(int device) {
+  const Section section(*this);
+  raise_unreported();
+  for (int stream = 0; stream < kStreams; ++stream) host_waits_clock(order_->next_clock(timeline(device, stream)));
+}
+
+// As late as events allow: the first question finds it not yet over, the second one does.
+bool Devices::query(Event& event) {
+  const Section section(*this);
+  if (!event.recorded || Order::covers(order_->clock(kHost), event.use)) return true;
+  if (settings_.pace == Pace::kDeferred && event.questions++ == 0) return false;
+  if (settings_.pace == Pace::kRandom && random_() % 2 == 0) return false;
+  host_waits_clock(event.clock);
+  return true;
+}
+
+bool Devices::query_stream(int timeline) {
+  const Section section(*this);
+  const Clock clock = order_->next_clock(timeline);
+  if (Order::covers(order_->clock(kHost), {timeline, clock[timeline], nullptr, false})) return true;
+  auto& [tick, asked] = questions_[timeline];
+  if (tick != clock[timeline]) {
+    tick = clock[timeline];
+    asked = 0;
+  }
+  if (settings_.pace == Pace::kDeferred && asked++ == 0) return false;
+  if (settings_.pace == Pace::kRandom && random_() % 2 == 0) return false;
+  host_waits_clock(clock);
+  return true;
+}
+
+// Device memory
+
+void* Devices::open(const void* guarded) const {
+  return guarded == nullptr ? nullptr : open_ + (static_cast<const char*>(guarded) - guarded_);
+}
+
+int Devices::device_of(const void* data) const {
+  const char* at = static_cast<const char*>(data);
+  if (!started_ || at < guarded_ || at >= guarded_ + kAddressBytes * settings_.devices) return -1;
+  return static_cast<int>((at - guarded_) / kAddressBytes);
+}
+
+Block* Devices::allocate(int device, std::int64_t stream, std::int64_t bytes) {
+  const Section section(*this);
+  raise_unreported();
+  Device& memory = *devices_[device];
+  const int line = timeline(device, stream);
+  check_suspects(line);
+  release_held(memory);
+  std::int32_t index = memory.allocator.allocate(bytes, static_cast<std::int32_t>(stream), 0);
+  if (index < 0 && !memory.held.empty()) {
+    host_waits_device(device);
+    release_held(memory);
+    index = memory.allocator.allocate(bytes, static_cast<std::int32_t>(stream), 0);
+  }
+  if (index < 0) {
+    ++memory.stats.ooms;
+    OutOfMemory error;
+    error.requested_bytes = bytes;
+    error.capacity_bytes = settings_.capacity_bytes;
+    error.allocated_bytes = memory.stats.allocated_bytes[0].now;
+    error.reserved_bytes = memory.allocator.reserved_bytes();
+    error.device = device;
+    throw error;
+  }
+  const CachingAllocator::Block& found = memory.allocator.block(index);
+  const auto begin = reinterpret_cast<std::uintptr_t>(guarded_ + kAddressBytes * device + found.address);
+  auto* block = new Block{device, static_cast<int>(stream), index, bytes, found.bytes,
+                          {begin, begin + static_cast<std::uintptr_t>(found.bytes)}, {}, found.small};
+  std::memset(open(reinterpret_cast<void*>(begin)), kFill, static_cast<std::size_t>(block->bytes));
+  for (const int pool : {0, block->small ? 1 : 2}) {
+    memory.stats.allocated_bytes[pool].add(block->bytes);
+    memory.stats.requested_bytes[pool].add(bytes);
+    memory.stats.allocations[pool].add(1);
+  }
+  return block;
+}
+
+void Devices::free(Block* block) {
+  const Section section(*this);
+  const Range range = block->range;
+  const auto any = [](const Copy&) { return true; };
+  read_copies(range, any);
+  complete_copies([&](const Copy& copy) { return range.overlaps(copy.target); }, false);
+  const int line = timeline(block->device, block->stream);
+  const Clock clock = order_->next_clock(line);
+  HeldBlock held{block, {}};
+  for (const int other : block->recorded) {
+    const Use last{other, order_->clock(other)[other], nullptr, false};
+    if (!Order::covers(clock, last)) held.uses.push_back(last);
+  }
+  Suspect suspect{range, {}};
+  for (const Use& use : order_->uncovered(range, clock)) {
+    const auto& recorded = block->recorded;
+    if (std::find(recorded.begin(), recorded.end(), use.timeline) == recorded.end()) suspect.uses.push_back(use);
+  }
+  if (!suspect.uses.empty()) suspects_[line].push_back(std::move(suspect));
+  if (held.uses.empty()) {
+    release(block);
+  } else {
+    devices_[block->device]->held.push_back(std::move(held));
+  }
+}
+
+void Devices::record_stream(Block* block, int line) {
+  const Section section(*this);
+  auto& recorded = block->recorded;
+  if (line == timeline(block->device, block->stream)) return;
+  if (std::find(recorded.begin(), recorded.end(), line) == recorded.end()) recorded.push_back(line);
+}
+
+void Devices::release(Block* block) {
+  Device& memory = *devices_[block->device];
+  std::memset(open(reinterpret_cast<void*>(block->range.begin)), kFill, static_cast<std::size_t>(block->bytes));
+  for (const int pool : {0, block->small ? 1 : 2}) {
+    memory.stats.allocated_bytes[pool].remove(block->bytes);
+    memory.stats.requested_bytes[pool].remove(block->requested_bytes);
+    memory.stats.allocations[pool].remove(1);
+  }
+  memory.allocator.free(block->index, 0, 0);
+  delete block;
+}
+
+// A recorded use is over when the host, or the stream of the block, has waited for it.
+void Devices::release_held(Device& device) {
+  std::erase_if(device.held, [&](HeldBlock& held) {
+    const Clock clock = order_->next_clock(timeline(held.block->device, held.block->stream));
+    for (const Use& use : held.uses) {
+      if (!Order::covers(clock, use)) return false;
+    }
+    release(held.block);
+    return true;
+  });
+}
+
+void Devices::check_suspects(int line) {
+  if (suspects_[line].empty()) return;
+  const Clock clock = order_->next_clock(line);
+  const std::vector<Suspect> suspects = std::exchange(suspects_[line], {});
+  for (const Suspect& suspect : suspects) {
+    for (const Use& use : suspect.uses) {
+      if (Order::covers(clock, use)) continue;
+      report("race: " + std::to_string(suspect.range.end - suspect.range.begin) + " bytes of " + place(line) +
+                 " are freed and handed out again, and " + *use.op + " on " + place(use.timeline) + " may still use them" +
+                 "; record_stream or a wait is missing",
+             true);
+    }
+  }
+}
+
+void Devices::empty_cache() {
+  const Section section(*this);
+  for (int i = 0; i < settings_.devices; ++i) {
+    host_waits_device(i);
+    release_held(*devices_[i]);
+    devices_[i]->allocator.release_cached();
+  }
+}
+
+MemoryStats Devices::stats(int device) {
+  const Section section(*this);
+  Device& memory = *devices_[device];
+  const CachingAllocator& allocator = memory.allocator;
+  MemoryStats stats = memory.stats;
+  stats.reserved_bytes.now = allocator.reserved_bytes();
+  stats.reserved_bytes.peak = allocator.peak_reserved_bytes();
+  stats.retries = allocator.retries();
+  stats.device_allocs = allocator.device_allocs();
+  stats.device_frees = allocator.device_frees();
+  return stats;
+}
+
+void Devices::reset_peaks(int device) {
+  const Section section(*this);
+  Device& memory = *devices_[device];
+  memory.allocator.restart_peak();
+  for (int pool = 0; pool < 3; ++pool) {
+    for (Counter* counter : {&memory.stats.allocated_bytes[pool], &memory.stats.requested_bytes[pool],
+                             &memory.stats.allocations[pool]}) {
+      counter->peak = counter->now;
+    }
+  }
+}
+
+std::int64_t Devices::free_bytes(int device) {
+  const Section section(*this);
+  return settings_.capacity_bytes - devices_[device]->allocator.reserved_bytes();
+}
+
+void Devices::limit(int device, std::int64_t bytes) {
+  const Section section(*this);
+  devices_[device]->allocator.allow(bytes);
+}
+
+// Pinned memory
+
+void* Devices::allocate_pinned(std::int64_t bytes) {
+  if (bytes == 0) return nullptr;
+  void* data = nullptr;
+  if (posix_memalign(&data, 64, static_cast<std::size_t>(bytes)) != 0) throw std::bad_alloc();
+  const Section section(*this);
+  pinned_.emplace(reinterpret_cast<std::uintptr_t>(data), Pinned{bytes});
+  return data;
+}
+
+// As torch's allocator of pinned memory does: a block is kept until the copies that use it are over.
+void Devices::free_pinned(void* data) {
+  if (data == nullptr) return;
+  const Section section(*this);
+  pinned_.at(reinterpret_cast<std::uintptr_t>(data)).freed = true;
+  release_pinned();
+}
+
+bool Devices::in_use(Range range) const {
+  return std::any_of(copies_.begin(), copies_.end(),
+                     [&](const Copy& copy) { return range.overlaps(copy.source) || range.overlaps(copy.target); });
+}
+
+void Devices::release_pinned() {
+  std::erase_if(pinned_, [&](const auto& entry) {
+    const auto& [begin, block] = entry;
+    const Range range{begin, begin + static_cast<std::uintptr_t>(block.bytes)};
+    if (!block.freed || in_use(range)) return false;
+    order_->forget(range);
+    std::free(reinterpret_cast<void*>(begin));
+    return true;
+  });
+}
+
+bool Devices::is_pinned(const void* data) {
+  const std::lock_guard lock(mutex_);
+  const auto at = reinterpret_cast<std::uintptr_t>(data);
+  auto block = pinned_.upper_bound(at);
+  if (block == pinned_.begin()) return false;
+  --block;
+  return at < block->first + static_cast<std::uintptr_t>(block->second.bytes);
+}
+
+}  // namespace memtune::sim

@@ -1,0 +1,214 @@
+// Simulated devices: streams, events, deferred copies, and memory; torch is not known here (backend.cpp, kernels.cpp).
+//
+// Rules:
+//  1. A kernel runs when the host issues it. Its place in time is its clock (order.h): a use of bytes that no chain of events
+//     orders after an earlier use is a race, and is reported whatever happened to be first.
+//  2. A copy between pinned memory and a device is deferred. It writes its target when an op that is ordered after it uses that, or
+//     when the host has waited for it; until then a reader sees what was there before. It reads its source at the latest then, or
+//     when an op that is ordered after it writes the source, or the source is freed.
+//  3. Device memory has two mappings. Tensors hold addresses of the first, whose pages forbid reads and writes; kernels use the second.
+//  4. Freed and new device memory is filled with 0xFF: NaN in every floating type, -1 in integers.
+//  5. A block that other streams use may be freed if their use is ordered before the next op of its own stream, or if it was
+//     recorded on them (record_stream); else the next allocation on its stream reports them.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "simulated_device/order.h"
+#include "simulator/caching_allocator.h"
+
+namespace memtune::sim {
+
+inline constexpr int kStreams = 33;                            // per device: the default one and a pool of 32, as CUDA's
+inline constexpr std::int64_t kAddressBytes = std::int64_t{1} << 40;  // per device; only touched pages take memory
+
+enum class Pace { kImmediate, kRandom, kDeferred };  // of copies: at once, at some later op, as late as events allow
+
+struct Settings {
+  int devices = 2;
+  std::int64_t capacity_bytes = std::int64_t{4} << 30;  // of each device
+  Pace pace = Pace::kDeferred;
+  std::uint64_t seed = 0;
+  bool raises = true;  // races are errors; else they are only recorded
+  AllocatorConfig allocator = {};
+};
+
+struct Access {
+  Range range;
+  bool writes;
+};
+
+struct Counter {
+  std::int64_t now = 0, peak = 0, added = 0, removed = 0;
+  void add(std::int64_t n) {
+    now += n;
+    added += n;
+    if (now > peak) peak = now;
+  }
+  void remove(std::int64_t n) {
+    now -= n;
+    removed += n;
+  }
+};
+
+struct MemoryStats {
+  Counter allocated_bytes[3], requested_bytes[3], allocations[3];  // of all, of small and of large blocks
+  Counter reserved_bytes;
+  std::int64_t retries = 0, ooms = 0, device_allocs = 0, device_frees = 0;
+};
+
+struct OutOfMemory : std::exception {
+  std::int64_t requested_bytes, capacity_bytes, allocated_bytes, reserved_bytes;
+  int device;
+  const char* what() const noexcept override { return "out of memory"; }
+};
+
+struct Block {
+  int device, stream;
+  std::int32_t index;  // in the caching allocator
+  std::int64_t requested_bytes, bytes;
+  Range range;
+  std::vector<int> recorded;  // timelines that use it too
+  bool small;
+};
+
+struct Event {
+  bool recorded = false;
+  Use use;  // the last op before it
+  Clock clock;
+  double at_ms = 0;
+  int questions = 0;  // queries since it was recorded
+};
+
+class Devices {
+ public:
+  static Devices& get();
+
+  // Throws std::logic_error once a device has been used.
+  void configure(const Settings& settings);
+  const Settings& settings() const { return settings_; }
+  int count() const { return settings_.devices; }
+
+  static int timeline(int device, std::int64_t stream) { return 1 + device * kStreams + static_cast<int>(stream); }
+  std::int64_t next_stream(int device);
+
+  const std::string* name(const std::string& text);
+
+  // Issues an op; it may run now. `host_waits`: the host waits until it is over.
+  void issue(int timeline, const std::string* op, const std::vector<Access>& accesses, bool host_waits);
+  struct CopyWork {
+    std::function<void()> read;         // takes the bytes of the source, unless that is done
+    std::function<std::string()> complete;  // reads, and writes the target; returns what the host did wrong meanwhile, "" if nothing
+  };
+  // Issues a copy between pinned memory and a device. `prepare` is called when all earlier copies of the same bytes are over.
+  void issue_copy(int timeline, const std::string* op, Range source, Range target, const std::function<CopyWork()>& prepare);
+
+  void record(Event& event, int timeline);
+  void wait(int timeline, const Event& event);
+  void wait_timeline(int timeline, int other);
+  void host_waits(const Event& event);
+  void host_waits_stream(int timeline);
+  void host_waits_device(int device);
+  bool query(Event& event);
+  bool query_stream(int timeline);
+
+  Block* allocate(int device, std::int64_t stream, std::int64_t bytes);
+  void free(Block* block);
+  void record_stream(Block* block, int timeline);
+  void empty_cache();
+  MemoryStats stats(int device);
+  void reset_peaks(int device);
+  std::int64_t free_bytes(int device);
+  // The bytes that the allocator of `device` may hold from now on.
+  void limit(int device, std::int64_t bytes);
+
+  void* allocate_pinned(std::int64_t bytes);
+  void free_pinned(void* data);
+  bool is_pinned(const void* data);
+
+  // Where kernels find the memory at `guarded`, an address that tensors hold.
+  void* open(const void* guarded) const;
+  // The device whose memory `data` is, -1: none.
+  int device_of(const void* data) const;
+
+  std::vector<std::string> take_races();
+
+ private:
+  struct Copy {
+    Use use;
+    Range source, target;  // the source is empty once it is read
+    CopyWork work;
+  };
+  struct HeldBlock {
+    Block* block;
+    std::vector<Use> uses;  // that must be over
+  };
+  struct Suspect {
+    Range range;
+    std::vector<Use> uses;
+  };
+  struct Pinned {
+    std::int64_t bytes;
+    bool freed = false;  // kept for the copies that use it
+  };
+  struct Device {
+    explicit Device(const AllocatorConfig& config) : allocator(config) {}
+    CachingAllocator allocator;
+    MemoryStats stats;
+    std::vector<HeldBlock> held;
+    std::int64_t streams = 0;  // handed out
+  };
+  // Holds the lock.
+  class Section {
+   public:
+    explicit Section(Devices& devices) : lock_(devices.mutex_) { devices.start(); }
+
+   private:
+    std::lock_guard<std::recursive_mutex> lock_;
+  };
+
+  void start();
+  void begin(int timeline, const std::string* op, const std::vector<Access>& accesses, Use& use);
+  template <typename Chosen>
+  void complete_copies(Chosen chosen, bool may_raise = true);
+  template <typename Chosen>
+  void read_copies(Range range, Chosen chosen);
+  void host_waits_clock(const Clock& clock);
+  void report(const std::string& text, bool may_raise);
+  void raise_unreported();
+  std::string describe(const Race& race) const;
+  std::string place(int timeline) const;
+  void release(Block* block);
+  void release_held(Device& device);
+  void check_suspects(int timeline);
+  bool in_use(Range range) const;
+  void release_pinned();
+
+  std::recursive_mutex mutex_;
+  bool started_ = false;
+  Settings settings_;
+  std::mt19937_64 random_;
+  std::unordered_set<std::string> names_;
+  std::unique_ptr<Order> order_;
+  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<Copy> copies_;  // issued, not yet moved
+  std::vector<std::vector<Suspect>> suspects_;  // by timeline
+  std::vector<std::pair<Tick, int>> questions_;  // by timeline: queries since its last op
+  std::map<std::uintptr_t, Pinned> pinned_;  // by address
+  std::vector<std::string> races_;
+  std::string unreported_;
+  char* guarded_ = nullptr;
+  char* open_ = nullptr;
+};
+
+}  // namespace memtune::sim

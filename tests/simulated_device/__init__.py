@@ -1,0 +1,3 @@
+"""Tests on the simulated accelerator."""
+
+CAPACITY_BYTES = 256 << 20

@@ -1,0 +1,28 @@
+"""Tests on the simulated accelerator, in a process of their own, where it is built (`make test-device`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtune.testing.simulated_device import library_path
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(not library_path().exists(), reason="not built: make test-device")
+def test_races_are_found_on_the_simulated_accelerator() -> None:
+    """Only the races: they take seconds."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "device", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/simulated_device/test_races.py"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
