@@ -254,3 +254,22 @@ def second_order(where: str) -> Reason:
     return Reason(
         f"gradients of gradients do not work under {where}", "choose recompute: {kind: none}", "MT326"
     )
+
+
+def no_budget_to_plan(kind: str) -> ApplyError:
+    """Return the error for a recompute technique that is planned without a budget."""
+    return ApplyError(
+        f"recompute: {{kind: {kind}}} has no budget to plan for.",
+        fix="give budget_bytes or share",
+        code="MT316",
+    )
+
+
+def plan_of_other_model(kind: str, evidence: str) -> ApplyError:
+    """Return the error for a plan of `sharding.parallel` that was made for another model or degree."""
+    return ApplyError(
+        f"the plan of sharding.parallel: {{kind: {kind}}} was made for another model or degree.",
+        evidence=evidence,
+        fix="search again",
+        code="MT393",
+    )

@@ -145,6 +145,10 @@ _A100 = (
     "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf,"
     " checked against https://glennklockwood.com/garden/processors/A100"
 )
+_VOLTA = (
+    "NVIDIA V100 data sheet, https://developer.nvidia.com/programming-tensor-cores-cuda-9-0; bf16 is computed"
+    " in fp32"
+)
 _GA102 = (
     "NVIDIA Ampere GA102 white paper v2.0, appendix A (tensor rates with 32-bit accumulation),"
     " docslib.org/doc/759549"
@@ -260,8 +264,7 @@ _GPU_MODELS = {
         15.7,
         0.9,
         _DGX1,
-        "NVIDIA V100 data sheet, https://developer.nvidia.com/programming-tensor-cores-cuda-9-0; bf16 is"
-        " computed in fp32",
+        _VOLTA,
         fp16=125,
     ),
     "mi300x": _GpuModel(
@@ -420,8 +423,7 @@ _GPU_MODELS = {
         15.7,
         0.9,
         _DGX1,
-        "NVIDIA V100 data sheet, https://developer.nvidia.com/programming-tensor-cores-cuda-9-0; bf16 is"
-        " computed in fp32",
+        _VOLTA,
         fp16=125,
     ),
     "a100-pcie": _GpuModel(

@@ -133,11 +133,7 @@ class Checkmate(Technique):
         peak and time.
         """
         if self.share is None and (self.budget_bytes or target.budget_bytes) is None:
-            raise ApplyError(
-                "recompute: {kind: checkmate} has no budget to plan for.",
-                fix="give budget_bytes or share",
-                code="MT316",
-            )
+            raise refusals.no_budget_to_plan("checkmate")
         found = self._found(program, target)
         if isinstance(found, str):
             raise ApplyError(f"recompute: {{kind: checkmate}} finds nothing to plan: {found}.", code="MT316")

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from memtune import refusals
 from memtune.effects import DISPATCH_MODE, Effects
-from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
@@ -186,11 +185,7 @@ class Planned(Technique):
     def plan(self, program: Program, target: Target) -> _Plans:
         """Return what each block keeps, recomputes and offloads, with bytes and seconds."""
         if self._budget(target) is None:
-            raise ApplyError(
-                "recompute: {kind: planned} has no budget to plan for.",
-                fix="give budget_bytes or share",
-                code="MT316",
-            )
+            raise refusals.no_budget_to_plan("planned")
         solution = self._solution(program, target)
         if self.by_schedule:
             scheduled = self._scheduled(program, target, solution)

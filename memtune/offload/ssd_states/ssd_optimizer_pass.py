@@ -123,16 +123,13 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
         _NOTHING,
         np.where(here, _COPY_TO_DEVICE, np.where(waits == Tier.SSD, _WRITE_WEIGHT, _COPY_ON_HOST)),
     )
-    traffic = {
-        _READ: pieces.n_bytes,
-        _UPDATE: pieces.update_bytes,
-        _WRITE: pieces.n_bytes,
-        _COPY_ON_HOST: 2 * gradient_bytes,
-    }
-    traffic |= dict.fromkeys((_OFFLOAD, _COPY_TO_DEVICE, _WRITE_WEIGHT, _READ_GRADIENT), gradient_bytes)
     kept = ~here & (step.storages.tier[offloaded.gradients[mine]] == Tier.SSD)
     rows, last = _insert(
-        edit, int(np.flatnonzero(optimizer)[0]), traffic, read_ahead, _UpdateOps(here, up, kept, slots > 0)
+        edit,
+        int(np.flatnonzero(optimizer)[0]),
+        pieces.traffic(gradient_bytes),
+        read_ahead,
+        _UpdateOps(here, up, kept, slots > 0),
     )
 
     host = (
@@ -244,6 +241,13 @@ class Pieces:
     def on_host(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], masters: I32) -> Pieces:
         """Move weights and moments to the host; `masters` are existing master weights, -1 for none."""
         return cls._on(edit, step, mine, Tier.HOST, masters)
+
+    def traffic(self, sizes: I64) -> dict[int, I64]:
+        """Return the bytes that each kind of op moves; `sizes` are those of weights, and so of gradients."""
+        records = {_READ: self.n_bytes, _UPDATE: self.update_bytes, _WRITE: self.n_bytes}
+        copies = dict.fromkeys((_OFFLOAD, _COPY_TO_DEVICE, _WRITE_WEIGHT, _READ_GRADIENT), sizes)
+        # A copy on the host is read and written by the host's own threads.
+        return records | copies | {_COPY_ON_HOST: 2 * sizes}
 
     @classmethod
     def _on(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], tier: Tier, masters: I32) -> Pieces:
@@ -377,18 +381,11 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
     # Gradients outlive the step: the sweep in the next one reads them.
     edit.storages.held_until[ready] = FOREVER
     pieces = Pieces.on_ssd(edit, step, mine)
-    traffic = {
-        _READ: pieces.n_bytes,
-        _UPDATE: pieces.update_bytes,
-        _WRITE: pieces.n_bytes,
-        _COPY_ON_HOST: 2 * sizes,
-    }
-    traffic |= dict.fromkeys((_OFFLOAD, _COPY_TO_DEVICE, _WRITE_WEIGHT, _READ_GRADIENT), sizes)
     nothing = np.zeros(len(mine), bool)
     rows, _ = _insert(
         edit,
         0,
-        traffic,
+        pieces.traffic(sizes),
         read_ahead,
         _UpdateOps(nothing, np.full(len(mine), _COPY_ON_HOST), nothing, True),
         Phase.BOUNDARY,

@@ -53,7 +53,13 @@ from memtune.parallel.ranks import (
 )
 from memtune.parallel.sharding import meshes
 from memtune.program import PipelineSchedule, StageAction, stage_actions
-from memtune.refusals import copies_follow_schedule, error_of, several_stages, tied_stages
+from memtune.refusals import (
+    copies_follow_schedule,
+    error_of,
+    plan_of_other_model,
+    several_stages,
+    tied_stages,
+)
 from memtune.runtime import Context, LossFunction, RemoteParameters, local
 
 
@@ -405,12 +411,7 @@ def _require_layout(context: Context, layout: Layout) -> None:
             if strange
             else "Its stages do not divide."
         )
-        raise ApplyError(
-            "the plan of sharding.parallel: {kind: pipeline} was made for another model.",
-            evidence=odd,
-            fix="search again",
-            code="MT393",
-        )
+        raise plan_of_other_model("pipeline", odd)
 
 
 def _tied_group(context: Context, layout: Layout) -> dist.ProcessGroup | None:

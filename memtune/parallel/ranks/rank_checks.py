@@ -132,25 +132,9 @@ def require_whole_parameters(context: Context, what: str, *, hides_graph: bool =
             code="MT315",
         )
     if context.placement.offload.follows_calls:
-        raise ApplyError(
-            f"{what} does not work with this config's technique under offload.states.",
-            evidence=(
-                "It runs ops of all blocks at once, and a block's parameters or gradients move at its own"
-                " calls only."
-            ),
-            fix="memtune search  or  memtune trial --config  plans each block separately",
-            code="MT315",
-        )
+        raise _moved_by_blocks(what, "offload.states", "parameters or gradients move")
     if any(region.move for region in context.activations.regions):
-        raise ApplyError(
-            f"{what} does not work with this config's technique under offload.activations.",
-            evidence=(
-                "It runs ops of all blocks at once, and a block's saved tensors are offloaded at its own"
-                " calls only."
-            ),
-            fix="memtune search  or  memtune trial --config  plans each block separately",
-            code="MT315",
-        )
+        raise _moved_by_blocks(what, "offload.activations", "saved tensors are offloaded")
     runner = context.loop.runner
     if hides_graph and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
         raise ApplyError(
@@ -159,6 +143,15 @@ def require_whole_parameters(context: Context, what: str, *, hides_graph: bool =
             fix="online: false, or find_unused_parameters: false",
             code="MT315",
         )
+
+
+def _moved_by_blocks(what: str, slot: str, moved: str) -> ApplyError:
+    return ApplyError(
+        f"{what} does not work with this config's technique under {slot}.",
+        evidence=f"It runs ops of all blocks at once, and a block's {moved} at its own calls only.",
+        fix="memtune search  or  memtune trial --config  plans each block separately",
+        code="MT315",
+    )
 
 
 def require_whole_layers(context: Context, what: str) -> None:

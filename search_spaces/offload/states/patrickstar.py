@@ -16,7 +16,6 @@ from memtune.offload.parameters import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common import (
-    EAGER_ONLY,
     ChunksPlan,
     apply_chunks,
     are_sharded,
@@ -24,6 +23,7 @@ from memtune.search_spaces.offload.states._common import (
     cannot_chunk,
     chunk_plan_from,
     chunk_plan_of,
+    effects_of_chunks,
     in_chunks,
     non_chunk_bytes,
     with_resident_chunks,
@@ -86,11 +86,8 @@ class PatrickStar(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects; chunks that may be resident keep their optimizer state on the device."""
-        share = 0.0 if self.device_updates else 1.0
-        return Effects(
-            averages="blocks", calls="block_hooks", moves="chunk", eager_only=EAGER_ONLY, host_share=share
-        )
+        """Return those of chunks."""
+        return effects_of_chunks(device_updates=self.device_updates)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require blocks that run one after the other and share no parameter; on several ranks replicas, or

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from memtune import refusals
 from memtune.effects import Effects
-from memtune.errors import ApplyError
 from memtune.parallel.model import Sharing, share, sum_shards
 from memtune.program import Program, RankClass, Resource, accumulate_gradients, memoized
 from memtune.runtime import Context
@@ -229,7 +228,7 @@ def checked_pairs(kind: str, context: Context, plan: PairsPlan, degree: int) -> 
     known = find_pairs(shapes, context.blocks).found
     unknown = [pair.row for pair in plan.pairs if pair not in known]
     if unknown or plan.degree != degree:
-        raise wrong_plan_error(
+        raise refusals.plan_of_other_model(
             kind,
             (
                 f"{unknown[0]} is not a pair here."
@@ -238,13 +237,3 @@ def checked_pairs(kind: str, context: Context, plan: PairsPlan, degree: int) -> 
             ),
         )
     return plan.pairs
-
-
-def wrong_plan_error(kind: str, evidence: str) -> ApplyError:
-    """Return the error for a plan that was made for another model or degree."""
-    return ApplyError(
-        f"the plan of sharding.parallel: {{kind: {kind}}} was made for another model or degree.",
-        evidence=evidence,
-        fix="search again",
-        code="MT393",
-    )

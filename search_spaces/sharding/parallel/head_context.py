@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainSerializer
 
+from memtune import refusals
 from memtune.parallel.model import HEAD_CONTEXT, Split, divide_sequence
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.sharding.parallel._sharded_layers import MicroBatchRotation, wrong_plan_error
+from memtune.search_spaces.sharding.parallel._sharded_layers import MicroBatchRotation
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_ranks
 from memtune.workload import unsharded_in_blocks
@@ -165,7 +166,7 @@ class HeadContext(MicroBatchRotation):
                 if isinstance(wanted, Reason)
                 else f"The config has {wanted.heads} × {wanted.contexts}, in rings of {wanted.inner}."
             )
-            raise wrong_plan_error(
+            raise refusals.plan_of_other_model(
                 self.kind,
                 f"It is for {planned.heads} × {planned.contexts} ranks, in rings of {planned.inner}."
                 f" {actual}",

@@ -17,7 +17,6 @@ from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.search_spaces._stage_steps import steps_of_stages
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.sharding.parallel._sharded_layers import wrong_plan_error
 from memtune.technique import Exactness, PassStage, Plan, Reason, Rewrite, Target, Technique
 from memtune.units import format_bytes, format_ranks
 from memtune.workload import require_structures
@@ -341,7 +340,9 @@ def _layout(technique: Pipeline, context: Context, plan: PipelinePlan) -> Layout
 
     degree = technique.degree or context.placement.world_size
     if plan.degree != degree or len(plan.stages) != technique._count(context.placement.world_size):
-        raise wrong_plan_error("pipeline", f"It is for {len(plan.stages)} stages on {plan.degree} ranks.")
+        raise refusals.plan_of_other_model(
+            "pipeline", f"It is for {len(plan.stages)} stages on {plan.degree} ranks."
+        )
     return Layout(
         plan.stages, frozenset(plan.first), frozenset(plan.last), degree, technique.schedule, plan.outputs
     )

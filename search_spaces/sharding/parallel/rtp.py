@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.parallel.model import Sharing, average, rotate, sum_shards
 from memtune.program import APART, Edit, Program, Resource, accumulate_gradients, columns_of, memoized
 from memtune.runtime import Context
 from memtune.search_spaces.sharding.parallel._sharded_layers import (
     PartitionedLayers,
     divides_states,
-    wrong_plan_error,
 )
 from memtune.technique import CutRecording, PassStage, Plan, Reason, Rewrite, Target
 from memtune.units import format_bytes, format_ranks
@@ -123,7 +123,9 @@ class Rtp(PartitionedLayers):
         """Shard the weights that the plan names."""
         degree = self.degree or context.placement.world_size
         if plan.degree != degree:
-            raise wrong_plan_error("rtp", f"It is for rings of {plan.degree}, the config has {degree}.")
+            raise refusals.plan_of_other_model(
+                "rtp", f"It is for rings of {plan.degree}, the config has {degree}."
+            )
         rotate(context, plan.layers, degree, in_place=self.in_place)
 
     def explain(self, plan: RtpPlan) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         cannot_chunk,
         chunk_plan_from,
         chunk_plan_of,
+        effects_of_chunks,
         in_chunks,
         non_chunk_bytes,
     )
@@ -97,6 +98,7 @@ __all__ = [
     "compute_s_of_moments",
     "costs_of",
     "deferred_in_stages",
+    "effects_of_chunks",
     "in_chunks",
     "in_layers",
     "in_packs",

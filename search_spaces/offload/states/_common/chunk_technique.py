@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.chunks import ChunkPlan, GradientsInPlace, as_few_as_used, chunk_sizes
 from memtune.offload.core import bytes_in_chunks, gathers_of, is_gathered, pack
@@ -26,7 +27,11 @@ from memtune.offload.parameters import (
 )
 from memtune.program import Program, Rule, Step, Units, cache_residency, columns_of, memoized
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common.layer_offload import cannot_run_on_ranks, replicas
+from memtune.search_spaces.offload.states._common.layer_offload import (
+    EAGER_ONLY,
+    cannot_run_on_ranks,
+    replicas,
+)
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -44,6 +49,17 @@ def cannot_chunk(
             f"chunk_bytes: {largest} or more",
         )
     return None
+
+
+def effects_of_chunks(*, device_updates: bool) -> Effects:
+    """Return the effects; chunks that may be resident keep their optimizer state on the device."""
+    return Effects(
+        averages="blocks",
+        calls="block_hooks",
+        moves="chunk",
+        eager_only=EAGER_ONLY,
+        host_share=0.0 if device_updates else 1.0,
+    )
 
 
 class ChunksPlan(Plan):
