@@ -284,9 +284,11 @@ def _applied(
         check_made_for(config, model, context.placement.world_size)
         check_machine(config, context.device.type, _hardware(config, context.device), str(torch.__version__))
     check_environment(config.settings, device=context.device.type)
+    # After the checks, which change nothing, and before the first change.
     snapshot = Snapshot(model, optimizer)
     try:
         if has_real_peers(model):
+            # First of all collectives: ranks with other configs would enter other ones and wait for ever.
             require_same_config(_agreement_text(config, model), context.device)
         if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
             _require_host_memory(context, config)
@@ -401,6 +403,7 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
         fill(context.model, context.optimizer, rebind)
     _execution(context, config)
     context.placement.offload = config.settings.technique("offload.states").effects
+    # Before everything that works on blocks: it replaces layers and defines this rank's blocks.
     _apply_slot(context, config, "sharding.parallel")
     if not _states_divide_parameters(config, context.placement.world_size):
         fill(context.model, context.optimizer, rebind)
@@ -408,14 +411,17 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _apply_slot(context, config, "recompute")
     _apply_slot(context, config, "offload.activations")
     _require_eager_blocks(context)
+    # After all claims, before states are sharded: FSDP2's hooks must run outside of a block's second forward.
     context.activations.install()
     _apply_slot(context, config, "sharding.states")
+    # Checks of whole parameters wait for this: only now is known what is sharded.
     context.events.states_sharded.emit()
     _apply_slot(context, config, "sharding.communication")
     _apply_slot(context, config, "offload.states")
     _apply_slot(context, config, "execution.order")
     if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
         clip_everywhere(context, unscale_everywhere(context))
+    # Last: it counts from here on, and what was made before stays in torch's allocator.
     _apply_slot(context, config, "allocator")
 
 

@@ -226,7 +226,7 @@ def _change(one: Measured, other: Measured) -> float:
 def _half_width(log_s: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> float:
     """Return the half-width of the interval of a difference between two of the (finalists, rounds) rows."""
     n, rounds = log_s.shape
-    # What neither the finalist nor the round explains: two-way layout, no interaction.
+    # The part that neither the finalist nor the round explains: two-way layout, no interaction.
     residual = log_s - log_s.mean(axis=1, keepdims=True) - log_s.mean(axis=0) + log_s.mean()
     freedom = (n - 1) * (rounds - 1)
     noise = max(math.sqrt(float((residual**2).sum()) / freedom), _LEAST_NOISE)

@@ -29,6 +29,7 @@ def with_foreach(step: Step, phase: Step) -> Step:
             for op in range(phase.ops.n)
         ]
     )
+    # The phase was recorded with the same model, so state has the same numbers in both.
     new_of = _same_storages(step, phase)
     made = np.flatnonzero(phase.storages.producer >= 0)
     held = phase.storages.held_until[made]
@@ -52,6 +53,7 @@ def with_foreach(step: Step, phase: Step) -> Step:
         & (step.storages.held_until != FOREVER)
         & ((step.storages.producer < 0) | ~old[step.storages.producer])
     )
+    # References that outlived the old optimizer phase outlive the new one.
     edit.hold_through(waits.astype(np.int32), np.full(len(waits), rows[-1], np.int32))
     return edit.done()
 

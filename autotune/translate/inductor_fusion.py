@@ -48,6 +48,7 @@ def fused(recording: Recording, *, whole_model: bool) -> Recording:
     """
     small = _fused(recording.step, whole_model)
     more = 2
+    # Fused at two sizes, since the slopes of kernels follow from those of their ops.
     large = _fused(at_micro_batch(recording, recording.small + more), whole_model)
     return replace(
         recording,
@@ -90,6 +91,7 @@ def _kernels(step: Step, generated: npt.NDArray[np.bool_]) -> I32:
 
     def root(op: int) -> int:
         while parent[op] != op:
+            # Union-find with path halving: steps have thousands of ops.
             parent[op] = parent[parent[op]]
             op = parent[op]
         return op

@@ -70,6 +70,7 @@ def translate(
     traffic_slope = np.zeros(small.ops.n, np.int64)
     if sizes:  # else sizes are known at this micro-batch only
         other, more = sizes[0], sizes[0] - recording.small
+        # Twice, since kernels pad and round: sizes are affine only between two translated steps.
         large = translate_step(recording.at(other), _resized(hints, recording.hints[other]), known.again())
         bytes_slope = (large.storages.bytes - small.storages.bytes) // more
         flops_slope = (large.ops.flops - small.ops.flops) / more
@@ -372,6 +373,7 @@ class _Fusion:
             reads = reads[reads != mask].astype(np.int32)  # it reads what is packed
             self.later.append(lambda edit: edit.add_uses(np.full(len(reads), first, np.int32), reads))
             self._scratch(first, kernel.backward_scratch)
+        # The kernel's own saves, added in `_save`, replace CPU's.
         self.dropped_saves[saves] = True
         if len(saves):
             # Saved-tensor hooks do not see parameters and buffers.
@@ -487,6 +489,7 @@ class _Fusion:
         n_in, count = len(inputs), len(storages)
         before = np.where(np.arange(count) < n_in, last, last + 1).astype(np.int32)
         until = np.full(count, step.saves.held_until[saves].max(), np.int32)
+        # Between the recorded orders, which `done` spreads by `_ROOM`.
         turn = step.saves.unpack_order[saves].max() * _ROOM + np.arange(count)
         call = np.full(count, step.saves.call[saves[0]], np.int32)
         edit.add_saves(

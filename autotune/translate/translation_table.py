@@ -96,6 +96,7 @@ def _flash_head(a: Attention) -> int:
 
 
 def _flash_fits(a: Attention, sm: int) -> bool:
+    # These chips have 100 KiB of shared memory per multiprocessor, too little for wide heads in backward.
     small_cache = 86 <= sm <= 89 or 120 <= sm <= 121
     too_wide = small_cache and a.needs_grad and a.D > 192 and (a.D <= 224 or a.dropout > 0)
     square = not a.causal or a.Q == a.K
@@ -130,6 +131,7 @@ def flash_splits(a: Attention) -> int:
     """Return the number of splits of the keys in flash attention's forward, to fill the GPU."""
     head, slots = up(a.D, 8), 2 * a.multiprocessors
     blocks = a.B * a.H * -(-a.Q // 64)
+    # The constants 0.8 and 0.85, and two blocks per multiprocessor, are those of num_splits_heuristic.
     if a.dropout or blocks >= 0.8 * slots:
         return 1
     n_blocks = -(-a.K // (256 if head <= 64 else 128 if head <= 128 else 64))

@@ -74,6 +74,7 @@ def _ops(module: GraphModule, nodes: list[Node], inputs_outlive: bool) -> Ops | 
                 numbers[key] = len(storages)
                 storages.append((n_bytes, place.get(node, -1), outlives))
     (output,) = module.graph.find_nodes(op="output")
+    # Outputs are held by the caller, whichever op makes them.
     for node in output.all_input_nodes:
         for key, _ in _memory(node):
             n_bytes, producer, _ = storages[numbers[key]]
@@ -108,6 +109,7 @@ def _effects(nodes: list[Node], touched: dict[Node, set[int]]) -> Iterator[tuple
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             continue
+        # Random ops in another order would draw other numbers; collectives must have one order on all ranks.
         if target.namespace not in _PURE or torch.Tag.nondeterministic_seeded in target.tags:
             if effect is not None:
                 yield effect, index

@@ -71,9 +71,11 @@ def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMod
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
+    # At 1 nothing is recomputed, and min-cut has its rules for random ops.
     if config.activation_memory_budget < 1:
         for node in joint.graph.nodes:
             if _draws(node):
+                # The tag that torch's own checkpoint policies use; the solver honours it.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     found: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
     orders = _orders.get()

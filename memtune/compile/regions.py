@@ -106,6 +106,7 @@ class CompiledModel:
         from torch._dynamo.exc import TorchDynamoException
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # Regions may nest: a compiled block that calls another one.
             before, outer, self._running = region.runs, self._running, region
             region.calls += 1
             try:
@@ -114,6 +115,7 @@ class CompiledModel:
                 raise _cannot_compile(region, error) from error
             finally:
                 self._running = outer
+                # In `finally`: a call that raised counts as well.
                 region.eager_calls += region.runs == before
 
         return forward

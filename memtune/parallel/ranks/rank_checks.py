@@ -216,10 +216,12 @@ def _require_same_weights(context: Context) -> None:
         return
     with torch.no_grad():
         sums = torch.stack(
+            # Integers of the bits: exact in any order, and NaNs compare equal.
             [part.view(_INTEGER[part.element_size()]).sum(dtype=torch.int64) for _, part in named]
         )
     low, high = sums.to(context.device), sums.to(context.device, copy=True)
     group = same_part_group(context)
+    # Equal everywhere if and only if minimum and maximum are: two reductions, no gather.
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     differing = [name for (name, _), same in zip(named, (low == high).tolist(), strict=True) if not same]

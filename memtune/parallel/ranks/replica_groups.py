@@ -67,6 +67,7 @@ def shard_meshes(context: Context, degree: int) -> ShardMeshes:
     """Return meshes in which `degree` of the ranks that hold this rank's part shard it; cached per process
     group.
     """
+    # Making a mesh runs tensor ops of its own, which a recorder must not see.
     with _disable_current_modes():
         default = dist.distributed_c10d._get_default_group()
         return _shard_meshes(context.device.type, context.placement.model_parallel_size, degree, id(default))

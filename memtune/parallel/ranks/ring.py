@@ -38,6 +38,8 @@ class Ring:
 
     def send(self, shard: Tensor) -> Hop:
         """Start sending `shard` to the next rank and receiving the shard of the rank before."""
+        # Allocated on the compute stream, which reads it later; the ring's stream waits for that stream
+        # first.
         arriving = torch.empty_like(shard)
         return self._exchange(
             shard, arriving, lambda: _OPS.send_next_into_(arriving, shard, self.group, self.ranks)
@@ -60,6 +62,8 @@ class Ring:
         if here is None:
             return Hop(None, None, None)
         self._stream = self._stream or streams.made(here.device)
+        # What is sent was computed on the current stream, and the receive buffer may reuse memory it still
+        # reads.
         streams.wait_current(self._stream, here.device)
         with streams.on(self._stream):
             pass_on()

@@ -162,7 +162,7 @@ def inputs_of_products(block: Block) -> set[int]:
     found: set[int] = set()
     # Readers come first, so each op's readers are already decided.
     for op in reversed(block.ops):
-        # Dear to run again, or needed by its own backward.
+        # Expensive to run again, or needed by its own backward.
         if is_matmul_or_attention(block.name[op]) or "softmax" in block.name[op]:
             continue
         readers = {reader for s in block.makes[op] for reader in block.readers.get(s, ()) if reader != op}
