@@ -62,8 +62,7 @@ class Ring:
         if here is None:
             return Hop(None, None, None)
         self._stream = self._stream or streams.made(here.device)
-        # What is sent was computed on the current stream, and the receive buffer may reuse memory it still
-        # reads.
+        # The current stream has computed the sent tensor, and may still read the receive buffer's memory.
         streams.wait_current(self._stream, here.device)
         with streams.on(self._stream):
             pass_on()
