@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.suites.layer_major_suite import CHAIN, config
 from support.zoo_paths import ZOO
 
 from memtune.autotune.search.trials import run_trial
-from memtune.executors.base import TrialResult
+from memtune.executors import worker
+from memtune.executors.base import Trial, TrialResult
 from memtune.search_spaces import find
 
 EXECUTION = {"micro_batch": 2, "accumulate": 2}
@@ -94,3 +97,20 @@ def test_worker_builds_large_model_in_shards(tmp_path: Path) -> None:
         **{**each, "ranks": 1},
     )
     assert plain.status == "oom"
+
+
+def test_worker_reports_a_lost_device_as_a_crash_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(rank: object) -> dict[str, Any]:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    (tmp_path / "trial").write_text(Trial(number=0, workload="model.py", config={}).model_dump_json())
+    monkeypatch.setenv("MEMTUNE_TRIAL_FILE", str(tmp_path / "trial"))
+    with (tmp_path / "report").open("w") as report:
+        monkeypatch.setenv("MEMTUNE_REPORT_FD", str(report.fileno()))
+        monkeypatch.setattr(worker, "run", lost)
+        assert worker.main() == 0
+    record = json.loads((tmp_path / "report").read_text().splitlines()[-1])["result"]
+    assert (record["status"], record["code"], record["exit_code"]) == ("crash", "MT133", 3)
+    assert "unspecified launch failure" in record["reason"]
