@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,10 +85,10 @@ def explained(device: torch.device) -> Iterator[None]:
         raise
 
 
-def require_one_device(model: nn.Module, optimizer_state: Mapping[Tensor, Mapping[str, object]]) -> None:
-    """Check that parameters, buffers and optimizer state are on one device.
+def require_one_device(model: nn.Module, optimizer_state: Mapping[Any, Any]) -> None:
+    """Check that parameters, buffers and moments of the optimizer are on one device.
 
-    Scalars may be on CPU: an op takes them from there, and optimizers keep their step count there.
+    Scalars may be on CPU: an op takes them from there.
 
     Raises:
         ApplyError: They are on several.
@@ -103,13 +104,13 @@ def require_one_device(model: nn.Module, optimizer_state: Mapping[Tensor, Mappin
             fix="model.to(device) before the optimizer is made and before memtune.apply",
             code="MT134",
         )
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     strays = [
         f"{key} of {names.get(parameter, 'a parameter')} on {value.device}"
         for parameter, state in optimizer_state.items()
         if isinstance(parameter, Tensor)  # optimizers may keep state under other keys as well
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and value.device != parameter.device
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device
     ]
     if strays:
         raise ApplyError(
