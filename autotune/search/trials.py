@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memtune.config import TunedConfig, load_config
 from memtune.device import platform_of
-from memtune.errors import EnvironmentFault
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Executor, Trial, TrialResult, check_gpus, local_slots, probe, visible_gpu_ids
 from memtune.hardware import Device
 
@@ -37,16 +37,23 @@ def make_executor(
         log_dir: Folder of the ranks' output.
 
     Raises:
-        UsageError: There are fewer GPUs than `parallel` trials need.
+        UsageError: There are fewer GPUs than `parallel` trials need, or Ray assigns no such devices.
         EnvironmentFault: Ray is asked for and cannot be started.
     """
     name = executor_name(name, device=device, ranks=ranks, ray_address=ray_address)
     if name == "ray":
         # Here, not above: Ray is optional and slow to import.
+        resource = platform_of(device).ray_resource
+        if not resource:
+            raise UsageError(
+                f"Ray assigns no devices of type {device} to trials.",
+                fix="--executor local",
+                code="MT100",
+            )
         from memtune.executors.ray import RayExecutor
 
         slots = parallel or (local_slots(device, ranks, timed=timed) if device == "cpu" else None)
-        return RayExecutor(ray_address, slots=slots, ranks=ranks, log_dir=log_dir)
+        return RayExecutor(ray_address, slots=slots, ranks=ranks, resource=resource, log_dir=log_dir)
     if name == "simulated":
         raise EnvironmentFault(
             "The simulated executor needs a function that predicts.", fix="use --executor local", code="MT409"

@@ -243,6 +243,7 @@ class RayExecutor(PoolExecutor):
             executor.
         slots: Number of concurrent trials, which wait for room; None for as many as have GPUs of their own.
         ranks: Most ranks of one trial; sizes the private cluster if trials run on CPUs.
+        resource: Ray's name of the devices of which trials get their own.
         log_dir: Folder for the output of the ranks, created on each node; when None one that `close` removes
             on this one.
         command: Program and arguments of one rank.
@@ -261,6 +262,7 @@ class RayExecutor(PoolExecutor):
         *,
         slots: int | None = 1,
         ranks: int = 2,
+        resource: str = "GPU",
         log_dir: Path | str | None = None,
         command: Sequence[str] = WORKER,
         silence_s: float = SILENCE_S,
@@ -293,7 +295,7 @@ class RayExecutor(PoolExecutor):
                 self._start()
             else:
                 self._join(address)
-            slots = slots or max(1, side_by_side(ranks, self.nodes("GPU")))
+            slots = slots or max(1, side_by_side(ranks, self.nodes(resource)))
         except BaseException:
             self._end()
             raise
