@@ -119,16 +119,14 @@ class StepTimeModel:
         }
         log_chance = np.array([fit.log_evidence + _log_prior(scales) for scales, fit in fits.items()])
         chance = np.exp(log_chance - log_chance.max())
-        # Most scales of the grid weigh nothing, and each costs a product with the covariance.
+        # Most scales of the grid weigh nothing, and each costs products with the slopes of all candidates.
         likely = chance >= _UNLIKELY
         weight = chance[likely] / chance[likely].sum()
         means, variances = [], []
         for scales, fit in itertools.compress(fits.items(), likely):
             slope = asked.slope(fit.mode)
             means.append(asked.value(fit.mode))
-            variances.append(
-                ((slope @ fit.covariance) * slope).sum(axis=1).clip(0.0) + asked.unseen * scales[1] ** 2
-            )
+            variances.append(fit.variance(slope) + asked.unseen * scales[1] ** 2)
         mean = weight @ np.array(means)
         # Law of total variance: within each scale, and between the scales' means.
         spread = weight @ (np.array(variances) + (np.array(means) - mean) ** 2)
@@ -161,27 +159,45 @@ def _log_prior(scales: tuple[float, float]) -> float:
 
 
 class _Fit(NamedTuple):
+    """Posterior of all logarithms.
+
+    The (columns, columns) covariance is diag(prior) - gain @ shared.T. It is not computed: trials are few and
+    columns many, so that products with its parts are cheap.
+    """
+
     mode: F64
-    covariance: F64
+    prior: F64
+    """(columns,) variances before any trial."""
+    gain: F64
+    """(columns, trials): by how much each trial's residual moves each logarithm."""
+    shared: F64
+    """(columns, trials): covariance of each logarithm and each trial before it was measured."""
     log_evidence: float
+
+    def variance(self, slope: F64) -> F64:
+        """Return (n,) variances of what grows by `slope`, (n, columns), with the logarithms."""
+        known = ((slope @ self.gain) * (slope @ self.shared)).sum(axis=1)
+        found: F64 = (slope**2 @ self.prior - known).clip(0.0)
+        return found
 
 
 def _fitted(seen: _Matrix, target: F64, noise: F64, prior: F64) -> _Fit:
-    """Return the mode of the posterior of all logarithms, its covariance, and the evidence (Laplace)."""
+    """Return the posterior of all logarithms around its mode, and the evidence (Laplace)."""
     mode = np.zeros(len(prior))
     if not len(target):
-        return _Fit(mode, np.diag(prior), 0.0)
+        none = np.zeros((len(prior), 0))
+        return _Fit(mode, prior, none, none, 0.0)
     for _ in range(_ITERATIONS):
         slope = seen.slope(mode)
         # Linearised at the mode (Gauss-Newton), with the prior's mean 0.
         rest = target - seen.value(mode) + slope @ mode
         # In the space of trials: they are few, the factors many.
-        between = np.linalg.inv(slope * prior @ slope.T + np.diag(noise))
-        gain = (prior[:, None] * slope.T) @ between
+        shared = prior[:, None] * slope.T
+        between = np.linalg.inv(slope @ shared + np.diag(noise))
+        gain = shared @ between
         mode = gain @ rest
-    covariance = np.diag(prior) - gain @ (slope * prior)
     _, log_det = np.linalg.slogdet(between)
-    return _Fit(mode, covariance, 0.5 * float(log_det - rest @ between @ rest))
+    return _Fit(mode, prior, gain, shared, 0.5 * float(log_det - rest @ between @ rest))
 
 
 @dataclass(frozen=True)

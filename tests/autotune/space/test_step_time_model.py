@@ -18,6 +18,7 @@ from memtune.autotune.space.search_space import build_space
 from memtune.autotune.space.step_time_model import (
     Observed,
     StepTimeModel,
+    _Fit,
     expected_improvement,
     kinds,
 )
@@ -34,6 +35,15 @@ def candidates() -> tuple[Scored, ...]:
 
 def one_with(*wanted: tuple[str, str]) -> Scored:
     return next(each for each in candidates() if kinds(each.choice) == frozenset(wanted))
+
+
+def test_variance_is_that_of_the_whole_covariance() -> None:
+    draw = np.random.default_rng(0)
+    prior, noise, seen, asked = (draw.random(size) for size in (30, 6, (6, 30), (9, 30)))
+    shared = prior[:, None] * seen.T
+    fit = _Fit(np.zeros(30), prior, shared @ np.linalg.inv(seen @ shared + np.diag(noise)), shared, 0.0)
+    covariance = np.linalg.inv(np.diag(1 / prior) + seen.T / noise @ seen)
+    np.testing.assert_allclose(fit.variance(asked), np.diag(asked @ covariance @ asked.T))
 
 
 def test_posterior_without_trials_is_prediction_and_more_uncertain_with_more_mechanisms() -> None:
