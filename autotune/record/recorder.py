@@ -310,11 +310,14 @@ def record(
     workload.check_batch()
     session, small_trace, notes = open_session(workload, small, target, compiling, change)
     large_trace = session.traced(large)
+    further = set(sizes) - {small, large} if session.fake is not None else set()
+    traces = {size: session.traced(size) for size in sorted(further)}
     first, second = small_trace.step, large_trace.step
     same = _same_program(first, second)
     if workspace is None:
         notes.append("kernel workspaces were not measured: the step holds tensors only")
     else:
+        _measure_scratch([small_trace, large_trace, *traces.values()], workspace)
         scratch = _workspaces(small_trace, workspace), _workspaces(large_trace, workspace)
         # Both steps get rows for the same ops, or their storages could not be subtracted.
         has_scratch = (scratch[0] > 0) | (scratch[1] > 0) if same else scratch[0] > 0
@@ -366,7 +369,7 @@ def record(
         if session.fake is not None or (not same and _fits_in_memory(recording, size))
     )
     for size in wanted:
-        recording = check(recording, session, size, workspace)
+        recording = check(recording, session, size, workspace, traces.get(size))
     # The largest size has the largest error, so it decides for all.
     if wanted and _not_affine(recording, wanted[-1]):
         for size in sorted(set(between)):
@@ -387,12 +390,18 @@ def _not_affine(recording: Recording, micro_batch: int) -> bool:
 
 
 def check(
-    recording: Recording, session: Session, micro_batch: int, workspace: WorkspaceTable | None = None
+    recording: Recording,
+    session: Session,
+    micro_batch: int,
+    workspace: WorkspaceTable | None = None,
+    trace: Trace | None = None,
 ) -> Recording:
-    """Record at `micro_batch` too, use that step for this size, and note errors of the affine sizes."""
+    """Record at `micro_batch` too, unless `trace` is given, use that step for this size, and note errors of
+    the affine sizes.
+    """
     if micro_batch in recording.checked:
         return recording
-    trace = session.traced(micro_batch)
+    trace = trace or session.traced(micro_batch)
     step = step_of(trace, workspace)
     predicted = recording.at(micro_batch)
     notes = recording.notes
@@ -421,12 +430,17 @@ def step_of(trace: Trace, workspace: WorkspaceTable | None) -> Step:
     return _with_workspaces(trace.step, scratch, scratch > 0)
 
 
-def _workspaces(trace: Trace, table: WorkspaceTable) -> I64:
-    """Return (n,) scratch bytes of every op; measure entries that the table lacks and save them."""
-    keys = [key for key in trace.hints.signatures if key]
+def _measure_scratch(traces: Iterable[Trace], table: WorkspaceTable) -> None:
+    """Measure the ops of all `traces` that the table lacks, in one child process, and save them."""
+    keys = dict.fromkeys(key for trace in traces for key in trace.hints.signatures if key)
     if any(key not in table.entries and key not in table.unknown for key in keys):
         table.fill_in_child(keys)
         table.save()
+
+
+def _workspaces(trace: Trace, table: WorkspaceTable) -> I64:
+    """Return (n,) scratch bytes of every op; measure entries that the table lacks and save them."""
+    _measure_scratch([trace], table)
     return np.asarray([table.workspace_bytes(key) if key else 0 for key in trace.hints.signatures], np.int64)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +278,21 @@ def test_complete_workspace_table_is_not_measured_again(
     monkeypatch.setattr(WorkspaceTable, "fill_in_child", lambda *_: pytest.fail("measured again"))
     started = time.monotonic()
     assert with_workspaces(ZOO["tied"], table).record_s <= time.monotonic() - started
+
+
+def test_scratch_of_all_sizes_is_measured_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[str]] = []
+
+    def fill(table: WorkspaceTable, keys: Iterable[str]) -> None:
+        asked.append(set(keys))
+        table.unknown |= dict.fromkeys(keys, "not measured")
+
+    monkeypatch.setattr(WorkspaceTable, "fill_in_child", fill)
+    monkeypatch.setattr(WorkspaceTable, "save", lambda _: None)
+    recording = record(Workload.load(ZOO["tied"]), sizes={3, 6}, workspace=WorkspaceTable())
+    assert recording.checked == {2, 3, 4, 6}
+    assert len(asked) == 1
+    assert len(asked[0]) > len({key for key in recording.hints[2].signatures if key})
 
 
 PER_ROW = """
