@@ -72,6 +72,7 @@ class OptimizerDedup:
     def __init__(self, model: nn.Module, optimizer: Optimizer, blocks: list[str]) -> None:
         self._model, self._optimizer, self._blocks = model, optimizer, blocks
         self._segments: dict[tuple[Hashable, ...], _Segment] = {}
+        self._alone: dict[tuple[Hashable, ...], _Segment] = {}  # by group and signature
         self._foreach: dict[Hashable, Step | None] = {}
         self.disabled_reason = _reason_not_per_parameter(optimizer)
 
@@ -173,22 +174,29 @@ class OptimizerDedup:
                 if isinstance(parameter.grad, Tensor):
                     scratch.adopt(parameter.grad, Kind.GRADIENT)
             for key, (group, neighbours) in wanted.items():
-                segment = self._record_segment(scratch, self._optimizer.param_groups[group], neighbours)
+                segment = self._record_segment(scratch, group, key[1:], neighbours)
                 if isinstance(segment, str):
                     self.disabled_reason = segment
                     return False
                 self._segments[key] = segment
         return True
 
-    def _record_segment(self, scratch: Tracer, group: Group, neighbours: list[Tensor]) -> _Segment | str:
-        """Return the ops of the first of `neighbours`, or the rule that does not hold."""
+    def _record_segment(
+        self, scratch: Tracer, number: int, kinds: Sequence[Hashable], neighbours: list[Tensor]
+    ) -> _Segment | str:
+        """Return the ops of the first of `neighbours`, which have these signatures, or the rule that does not
+        hold.
+        """
+        group = self._optimizer.param_groups[number]
         alone = []
-        for parameter in neighbours:
-            rows = self._record_step(scratch, group, [parameter])
-            segment = _segment(rows, self._storages(scratch, parameter), 0, len(rows.ops), len(rows.ops))
-            if segment is None:
-                return "a parameter's update uses storages that do not belong to it"
-            alone.append(segment)
+        for kind, parameter in zip(kinds, neighbours, strict=True):
+            if (number, kind) not in self._alone:
+                rows = self._record_step(scratch, group, [parameter])
+                segment = _segment(rows, self._storages(scratch, parameter), 0, len(rows.ops), len(rows.ops))
+                if segment is None:
+                    return "a parameter's update uses storages that do not belong to it"
+                self._alone[number, kind] = segment
+            alone.append(self._alone[number, kind])
         rows = self._record_step(scratch, group, neighbours)
         counts = [len(each.ops) for each in alone]
         if rows.signatures != [each for segment in alone for each in segment.signatures]:
