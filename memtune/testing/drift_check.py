@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -30,8 +32,30 @@ def recording_of(path: Path) -> Recording:
 
 
 def plain_program(path: Path, micro_batch: int = 2) -> Program:
-    """Return the workload in `path` as a program of one rank, without techniques."""
+    """Return the workload in `path` as a program of one rank, without techniques; the same one each time,
+    since planners cache by the step.
+    """
+    return _plain_program(path, micro_batch)
+
+
+@cache
+def _plain_program(path: Path, micro_batch: int) -> Program:
+    return fresh_program(path, micro_batch)
+
+
+def fresh_program(path: Path, micro_batch: int = 2) -> Program:
+    """Return a program equal to `plain_program`, for which planners have cached nothing."""
     return Program((RankClass(1, recording_of(path).at(micro_batch)),), micro_batch)
+
+
+@contextmanager
+def fresh_programs() -> Iterator[None]:
+    """Keep results that planners cache inside and outside apart: inside, a mechanism may be patched."""
+    _plain_program.cache_clear()
+    try:
+        yield
+    finally:
+        _plain_program.cache_clear()
 
 
 def target_of(*techniques: Technique) -> Target:
@@ -61,8 +85,12 @@ def rewritten(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
 
 def recorded(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
     """Return the recorded step of the really applied techniques, on the rung of the plain recording."""
-    session = start_session(Workload.load(path), recording_of(path).rung)
     _, plans = planned(path, *techniques, micro_batch=micro_batch)
+    return _recorded_with(plans, path, *techniques, micro_batch=micro_batch)
+
+
+def _recorded_with(plans: dict[str, Plan], path: Path, *techniques: Technique, micro_batch: int) -> Step:
+    session = start_session(Workload.load(path), recording_of(path).rung)
     settings = Settings.of(Execution(), {each.slot: each for each in techniques})
     trace = traced_under(session, TunedConfig(settings=settings, plan=plans), micro_batch)
     assert isinstance(trace, Trace), f"{trace}: against real ranks instead"
@@ -71,10 +99,8 @@ def recorded(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
 
 def drift(path: Path, *techniques: Technique, micro_batch: int = 2) -> str:
     """Return the first difference between prediction and recording, '' for none."""
-    return compare(
-        rewritten(path, *techniques, micro_batch=micro_batch),
-        recorded(path, *techniques, micro_batch=micro_batch),
-    )
+    program, plans = planned(path, *techniques, micro_batch=micro_batch)
+    return compare(program.step, _recorded_with(plans, path, *techniques, micro_batch=micro_batch))
 
 
 def compare(predicted: Step, real: Step) -> str:

@@ -37,7 +37,7 @@ from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import NO_PLAN, Reason, Target, Technique
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift_check import compare, plain_program, recording_of
+from memtune.testing.drift_check import compare, fresh_program, plain_program, recording_of
 from memtune.testing.drift_check import target_of as costly_target_of
 from memtune.testing.training import build, config_of, settings_of
 from memtune.units import format_bytes
@@ -278,7 +278,7 @@ class TestPlanned(TechniqueSuite):
 
     @pytest.mark.parametrize("by_schedule", [False, True])
     def test_budget_met_without_recompute_is_not_solved(self, by_schedule: bool) -> None:
-        program = plain_program(ZOO["gpt"])
+        program = fresh_program(ZOO["gpt"])
         plain = self.solved(program, Planned(share=0.0)).plain_bytes
         solved = _solve_budget.cache_info().misses
         exactly = Planned(budget_bytes=plain, headroom=0.0, by_schedule=by_schedule)

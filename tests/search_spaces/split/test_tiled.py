@@ -55,6 +55,7 @@ NORMS = MODELS / "plain_norms.py"
 
 class TestTiled(TechniqueSuite):
     technique = Tiled
+    drawn_defects = 5  # among them those that no other suite draws
     models: ClassVar = {
         "large": LARGE,
         "capped": CAPPED,
