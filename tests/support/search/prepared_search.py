@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from memtune.autotune.record.recorder import record
 from memtune.autotune.search import preparation
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.space.candidates import Choice, Rewriter
-from memtune.autotune.space.scoring import Scorer
+from memtune.autotune.space.scoring import Scorer, Scores
 from memtune.autotune.space.search_options import SearchOptions, TargetOptions
 from memtune.executors.base import Trial, TrialResult
 from memtune.program.step import Recording
@@ -55,6 +55,21 @@ def _prepared(
     return preparation.prepare(asked)
 
 
+@dataclass(frozen=True)
+class _ScoredOnce(Setup):
+    """A setup whose space is scored once for all searches of the same options: it was half of their time."""
+
+    def score(self, seed: int, trials: int | None = None) -> Scores:
+        rewriter = self.scorer.rewriter
+        if (rewriter, seed, trials) not in _SCORES:
+            _SCORES[rewriter, seed, trials] = super().score(seed, trials)
+        found = _SCORES[rewriter, seed, trials]
+        return replace(found, by_key=dict(found.by_key))  # a search refines its own
+
+
+_SCORES: dict[tuple[Rewriter, int, int | None], Scores] = {}
+
+
 def prepared(options: TargetOptions, **_: object) -> Setup:
     """Return `prepare` of these options, cached per workload; only the budget is inserted afterwards."""
     batch = options.goal == "batch"
@@ -76,7 +91,8 @@ def prepared(options: TargetOptions, **_: object) -> Setup:
             options.budget_bytes,
         )
     )
-    return replace(made, budget_bytes=options.budget_bytes, scorer=scorer)
+    values = {each.name: getattr(made, each.name) for each in fields(Setup)}
+    return _ScoredOnce(**{**values, "budget_bytes": options.budget_bytes, "scorer": scorer})
 
 
 @cache
