@@ -233,7 +233,7 @@ DRIVER = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from search_world import prepared, truth
+from support.search.prepared_search import prepared, truth
 from memtune.autotune.search import search_events, study
 from memtune.executors.simulated import SimulatedExecutor
 from memtune.ssd.offload_dir import VARIABLE
@@ -263,7 +263,8 @@ def test_kill_loses_only_running_trials(seed: int, tmp_path: Path):
         while process.poll() is None and len(list(read_events(log_path))) < before + target:
             time.sleep(0.002)
         process.kill()
-        process.wait()
+        _, said = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), said.decode()
         told = {
             each.number: each.result
             for each in read_events(log_path)

@@ -132,7 +132,7 @@ def test_sampler_on_full_disk_raises_and_keeps_results(space: Space, tmp_path: P
 import resource, signal, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from search_world import AXES, rewriter
+from support.search.prepared_search import AXES, rewriter
 from memtune.autotune.space.sampler import Sampler
 from memtune.autotune.space.search_space import build_space
 from memtune.errors import EnvironmentFault, UsageError
