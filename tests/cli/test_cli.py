@@ -230,11 +230,15 @@ def test_techniques_matrix_lists_pairs_and_reasons(capsys: pytest.CaptureFixture
     assert found["dtr", "true"]["fix"] == "execution.compile: false"
 
 
-def test_trial_and_plan_print_one_document_whatever_the_model_prints(folder: Path):
+def test_trial_and_plan_print_one_document_whatever_the_model_prints(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(folder)
     for command in ("trial", "plan"):
-        done = memtune(folder, command, "model.py", "--config", "c.yaml", "--device", "cpu", "--json")
-        assert done.returncode == 0, done.stderr
-        document = json.loads(done.stdout)
+        code = cli.run([command, "model.py", "--config", "c.yaml", "--device", "cpu", "--json"])
+        out, err = capfd.readouterr()
+        assert code == 0, err
+        document = json.loads(out)
         assert document["status"] == "ok"
         assert document["peak_allocated_bytes"] > 0
         assert document["peak_reserved_bytes"] > 0
