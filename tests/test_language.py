@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -42,6 +40,11 @@ RELATIVE = re.compile(r"(?:What|Whatever|Who|Whose|Whoever|Where|Wherever|Which|
 SENTENCE = re.compile(r"(?:^|(?<=[.:!?]\s)|(?<=\n\n))(?:What|Whatever|Who|Whose|Whoever)\b[^.?!]*[.?!]?")
 TEST_NAME = re.compile(r"test_(?:what|who|whose|whoever|where|which)(?:_|$)")
 WORDS_MIN = 3  # a string of fewer words is a key or a value, not a message
+STRING_OR_COMMENT = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|\'{3}(?:\\.|[^\\])*?\'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(#[^\n]*)''',
+    re.DOTALL,
+)
+LETTERS = re.compile(r"[^\W\d_]+")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Retired:
     names: tuple[tuple[str, ...], ...]
     allowed: tuple[tuple[str, ...], ...]
     classes: frozenset[str]
+    firsts: frozenset[str]
+    """First letters of the first word of each form: most texts have none of them, and need no search."""
 
 
 @dataclass(frozen=True, order=True)
@@ -121,6 +126,7 @@ def retired_words() -> tuple[Retired, ...]:
                 else (),
                 tuple(tuple(form.lower().split()) for form in allowed),
                 frozenset(forms) if "class names" in places else frozenset(),
+                frozenset(LETTERS.findall(form.lower())[0] for form in forms),
             )
         )
     return tuple(rows)
@@ -144,6 +150,19 @@ def words_of(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
 
 
+@cache
+def rows_by_first_word() -> dict[str, tuple[Retired, ...]]:
+    """Return the rows of the table by each word that a form of theirs begins with."""
+    firsts = {first for row in retired_words() for first in row.firsts}
+    return {first: tuple(row for row in retired_words() if first in row.firsts) for first in firsts}
+
+
+def rows_for(words: Iterable[str]) -> dict[int, Retired]:
+    """Return the rows of which a form may begin at one of the lower-case `words`."""
+    known = rows_by_first_word()
+    return {id(row): row for word in known.keys() & set(words) for row in known[word]}
+
+
 def contains(words: list[str], phrase: tuple[str, ...]) -> bool:
     return any(tuple(words[at : at + len(phrase)]) == phrase for at in range(len(words)))
 
@@ -151,7 +170,7 @@ def contains(words: list[str], phrase: tuple[str, ...]) -> bool:
 def name_findings(path: str, name: Name) -> Iterator[Finding]:
     words = words_of(name.text)
     is_test = name.text.startswith("test_")
-    for row in retired_words():
+    for row in rows_for(words).values():
         if is_test and not row.in_test_names:
             continue
         if name.is_class and name.text.strip("_") in row.classes:
@@ -173,7 +192,7 @@ def prose_findings(path: str, prose: Prose) -> Iterator[Finding]:
         words = " ".join(match[0].split())
         return words if len(words) <= 60 else f"{words[:57]}..."
 
-    for row in retired_words():
+    for row in rows_for(LETTERS.findall(prose.text.lower())).values():
         for match in row.prose.finditer(prose.text) if row.prose else ():
             yield Finding(path, line_at(match.start()), "prose", excerpt(match), row.replacement)
     opening = RELATIVE.match(prose.text.lstrip()) if prose.is_docstring else None
@@ -184,9 +203,9 @@ def prose_findings(path: str, prose: Prose) -> Iterator[Finding]:
             yield Finding(path, line_at(match.start()), "sentence", excerpt(match), "subject, verb, object")
 
 
-def python_names(tree: ast.Module) -> Iterator[Name]:
+def python_names(nodes: Iterable[ast.AST]) -> Iterator[Name]:
     """Yield classes, functions, parameters and the fields and constants of modules and classes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             yield Name(node.name, node.lineno, is_class=True)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -203,11 +222,11 @@ def python_names(tree: ast.Module) -> Iterator[Name]:
                 yield from (Name(each.id, each.lineno) for each in targets if isinstance(each, ast.Name))
 
 
-def docstring_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
+def docstring_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
     """Yield strings that stand alone as a statement: docstrings of modules, classes, functions and
     attributes.
     """
-    for node in ast.walk(tree):
+    for node in nodes:
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -216,15 +235,15 @@ def docstring_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
             yield node.value
 
 
-def python_prose(source: str, tree: ast.Module) -> Iterator[Prose]:
-    docstrings = list(docstring_nodes(tree))
+def python_prose(source: str, nodes: list[ast.AST]) -> Iterator[Prose]:
+    docstrings = list(docstring_nodes(nodes))
     for node in docstrings:
         text = str(node.value)
         yield Prose(text, tuple(range(node.lineno, node.lineno + text.count("\n") + 1)), is_docstring=True)
-    f_strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    f_strings = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     inside = {id(part) for node in f_strings for part in ast.walk(node) if part is not node}
     inside |= {id(node) for node in docstrings}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in inside:
             continue
         if isinstance(node, ast.JoinedStr):
@@ -255,14 +274,17 @@ def line_numbers(node: ast.expr, text: str) -> tuple[int, ...]:
 def comment_blocks(source: str) -> Iterator[Prose]:
     """Yield each run of comment lines as one text, so that a phrase is found across line ends."""
     block: list[tuple[int, int, str]] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
+    at, line = 0, 1
+    for match in STRING_OR_COMMENT.finditer(source):
+        if match[1] is None:
             continue
-        line, column = token.start
+        line += source.count("\n", at, match.start())
+        at = match.start()
+        column = at - source.rfind("\n", 0, at)
         if block and (line != block[-1][0] + 1 or column != block[-1][1]):
             yield Prose("\n".join(text for _, _, text in block), tuple(line for line, _, _ in block))
             block = []
-        block.append((line, column, token.string.lstrip("# ")))
+        block.append((line, column, match[1].lstrip("# ")))
     if block:
         yield Prose("\n".join(text for _, _, text in block), tuple(line for line, _, _ in block))
 
@@ -307,8 +329,8 @@ def findings_in(path: Path, shown: str) -> Iterator[Finding]:
     names: list[Name] = []
     prose: list[Prose] = []
     if path.suffix in {".py", ".pyi"}:
-        tree = ast.parse(source)
-        names, prose = list(python_names(tree)), list(python_prose(source, tree))
+        nodes = list(ast.walk(ast.parse(source)))
+        names, prose = list(python_names(nodes)), list(python_prose(source, nodes))
     elif path.suffix == ".md":
         text = source.partition(RETIRED_HEADING)[0] if path.name == GLOSSARY.name else source
         prose = [Prose(text, tuple(range(1, text.count("\n") + 2)))]
