@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -116,13 +117,18 @@ def sources() -> dict[str, Path]:
 
 
 SOURCES = sources()
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
 IS_ROOM = {name for name, path in SOURCES.items() if path.name == "__init__.py"}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module: parsed by the first test, not where tests are collected."""
+    return {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
 
 
 def imports_of(name: str) -> Iterator[Import]:
     """Yield every import in the module `name`, one for each imported name."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         if isinstance(node, ast.Import):
             yield from (Import(name, alias.name, "", node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -130,7 +136,9 @@ def imports_of(name: str) -> Iterator[Import]:
             yield from (Import(name, node.module or "", alias.name, node.lineno) for alias in node.names)
 
 
-ALL = [each for name in SOURCES for each in imports_of(name)]
+@cache
+def all_imports() -> list[Import]:
+    return [each for name in SOURCES for each in imports_of(name)]
 
 
 def room_of(module: str) -> str:
@@ -153,7 +161,14 @@ def home_of(each: Import) -> str | None:
     return read_exports(target).get(each.name, target) if target in IS_ROOM else target
 
 
-INSIDE = [each for each in ALL if target_of(each) not in (None, "memtune") and each.importer != "memtune"]
+@cache
+def imports_inside() -> list[Import]:
+    """Return the imports of memtune's own modules."""
+    return [
+        each
+        for each in all_imports()
+        if target_of(each) not in (None, "memtune") and each.importer != "memtune"
+    ]
 
 
 def test_order_names_every_room() -> None:
@@ -169,7 +184,7 @@ def test_order_names_every_room() -> None:
 def test_imports_run_one_way_between_rooms() -> None:
     upward = [
         str(each)
-        for each in INSIDE
+        for each in imports_inside()
         if (mine := room_of(each.importer)) != (theirs := room_of(target_of(each)))
         and not each.importer.endswith(("activations", "parallel", "offload", "autotune"))
         and LEVEL[theirs] > LEVEL[mine]
@@ -180,7 +195,7 @@ def test_imports_run_one_way_between_rooms() -> None:
 def test_other_rooms_import_from_the_door() -> None:
     """Files of one room import each other; all other files import from the room, and only its exports."""
     around = []
-    for each in INSIDE:
+    for each in imports_inside():
         target = target_of(each)
         mine = each.importer if each.importer in IS_ROOM else each.importer.rpartition(".")[0]
         theirs = target if target in IS_ROOM else target.rpartition(".")[0]
@@ -201,7 +216,7 @@ def test_other_rooms_import_from_the_door() -> None:
 
 def exported(room: str) -> set[str]:
     """Return the names in `__all__` of a room."""
-    for node in TREES[room].body:
+    for node in trees()[room].body:
         if isinstance(node, ast.Assign) and [getattr(each, "id", "") for each in node.targets] == ["__all__"]:
             return set(ast.literal_eval(node.value))
     return set()
@@ -232,12 +247,16 @@ def test_open_door_loads_an_export_and_names_what_it_does_not_export() -> None:
 
 def test_passes_and_planners_know_no_torch() -> None:
     """Planning runs on plain data: passes and planners import neither torch nor a file that imports torch."""
-    with_torch = {name for name, tree in TREES.items() if imports_torch(tree)}
+    with_torch = {name for name, tree in trees().items() if imports_torch(tree)}
     plain = {name for name in SOURCES if name.endswith(PLAIN) or name.startswith("memtune.program.")}
-    wrong = [str(each) for each in ALL if each.importer in plain and each.module.partition(".")[0] == "torch"]
+    wrong = [
+        str(each)
+        for each in all_imports()
+        if each.importer in plain and each.module.partition(".")[0] == "torch"
+    ]
     wrong += [
         f"{each}, which imports torch"
-        for each in INSIDE
+        for each in imports_inside()
         if each.importer in plain and home_of(each) in with_torch and not inside_type_checking(each)
     ]
     assert not wrong, "\n".join(wrong)
@@ -257,7 +276,7 @@ def inside_type_checking(each: Import) -> bool:
         and isinstance(node.test, ast.Name)
         and node.test.id == "TYPE_CHECKING"
         and node.lineno <= each.line <= node.body[-1].end_lineno
-        for node in TREES[each.importer].body
+        for node in trees()[each.importer].body
     )
 
 
@@ -273,14 +292,18 @@ def is_technique(module: str | None) -> bool:
 
 
 def test_no_technique_imports_another() -> None:
-    pairs = [str(each) for each in INSIDE if is_technique(each.importer) and is_technique(target_of(each))]
+    pairs = [
+        str(each)
+        for each in imports_inside()
+        if is_technique(each.importer) and is_technique(target_of(each))
+    ]
     assert not pairs, "\n".join(pairs)
 
 
 def test_light_runtime_imports_only_what_a_training_image_has() -> None:
     allowed = LIGHT | set(sys.stdlib_module_names)
     heavy = []
-    for each in ALL:
+    for each in all_imports():
         top = each.module.partition(".")[0]
         if (
             each.importer in ("memtune", *IS_ROOM)
@@ -315,7 +338,7 @@ def test_light_runtime_imports_only_what_a_training_image_has() -> None:
     ],
 )
 def test_each_large_package_has_its_home(package: str, homes: tuple[str, ...]) -> None:
-    users = [each for each in ALL if each.module.partition(".")[0] == package]
+    users = [each for each in all_imports() if each.module.partition(".")[0] == package]
     strays = [str(each) for each in users if not each.importer.startswith(homes)]
     assert not strays, "\n".join(strays)
 
@@ -323,7 +346,7 @@ def test_each_large_package_has_its_home(package: str, homes: tuple[str, ...]) -
 def test_error_code_has_one_exit_code():
     """A script that sees MT301 must not have to guess whether nothing fits or a package is missing."""
     exits: dict[str, dict[int, str]] = {}
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
         for call in calls:
             raised = getattr(errors, call.func.id, None) if isinstance(call.func, ast.Name) else None
