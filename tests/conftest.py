@@ -9,23 +9,27 @@ import importlib.util
 import os
 import shutil
 import site
+import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# Prefixes of the user's shell variables that memtune, its examples, torch, Ray or rich would read.
+# Prefixes of the user's shell variables that memtune, its examples, torch, Ray, rich or Python would read.
 _FOLLOWED = (
     *("MEMTUNE_CACHE", "MEMTUNE_OFFLOAD_DIR", "MEMTUNE_ALLOCATOR", "MEMTUNE_SEARCH_OWN_ALLOCATORS"),
     *("MEMTUNE_GPT_", "MEMTUNE_CNN_", "MEMTUNE_LLAMA_"),
     *("XDG_", "RAY_", "PYTORCH_", "CUBLAS_WORKSPACE_CONFIG", "FORCE_COLOR"),
+    "PYTHONDONTWRITEBYTECODE",
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 for _name in [each for each in os.environ if each.startswith(_FOLLOWED)]:
     del os.environ[_name]
+sys.dont_write_bytecode = False  # else every process that tests start compiles the package again
 
 # Before anything imports torch or a hub client; child processes inherit it. Tests do not use results of
 # earlier searches.
@@ -127,8 +131,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs the extra memtune[ray]")
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the plugin that drops those not asked for
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the cases that are not drawn; side by side, begin with the files that take longest."""
+    _mark_undrawn(items)
+    yield
+    if hasattr(config, "workerinput"):
+        tests_of = Counter(item.path for item in items)
+        items.sort(key=lambda item: (not _starts_ranks(item), -tests_of[item.path], item.path))
+
+
+def _starts_ranks(item: pytest.Item) -> bool:
+    """Return whether the file starts groups of ranks: few tests, which take long."""
+    return hasattr(getattr(item, "module", None), "run_ranks")
+
+
+def _mark_undrawn(items: list[pytest.Item]) -> None:
     """`drawn(n)`: n of a test's cases run by default, evenly spread and other ones for each test; the rest is
     marked slow.
     """
