@@ -33,6 +33,9 @@ help:  ## print this list
 
 setup: $(READY)  ## make the environment: everything memtune, its extras and its tests need, at pinned versions
 
+# Where the native code is compiled for the Python of VENV: once, for the module and for the C++ tests.
+NATIVE := build/native-$(notdir $(VENV))
+
 PIP := $(BIN)/python -m pip install -q -c $(VENV)/constraints.txt
 
 # A step by its name, with a dot every two seconds while it runs: downloads and the compiler are silent for minutes.
@@ -50,7 +53,7 @@ $(READY): $(SOURCES)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(call step,PyTorch,$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "$$(grep '^torch==' constraints.txt)")
 	$(call step,build tools,$(PIP) scikit-build-core nanobind cmake ninja)
-	$(call step,memtune: compiling its native code and installing the packages it needs,PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation -e '.[$(EXTRAS)]')
+	$(call step,memtune: compiling its native code and installing the packages it needs,PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation -C build-dir=$(NATIVE) -e '.[$(EXTRAS)]')
 	touch $@
 
 demo: setup  ## search a real model under a memory budget on this CPU, then train with the config it found
@@ -58,8 +61,8 @@ demo: setup  ## search a real model under a memory budget on this CPU, then trai
 	$(BIN)/memtune run $(DEMO_OUT) -- $(BIN)/python examples/train_gpt.py $(DEMO_OUT)
 
 # By file, so that fixtures of a module (a group of ranks, a recording) are set up once. More than four workers gain little:
-# searches among the tests start processes of their own.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# searches among the tests start processes of their own. tests/conftest.py orders the files.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: setup test-native  ## all tests but the slow ones and those that need a GPU
 	$(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
@@ -85,9 +88,9 @@ audit: setup  ## known weaknesses of the pinned dependencies; needs an index and
 	$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt
 
 test-native: setup  ## the C++ tests
-	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/cpp -G Ninja --log-level=WARNING
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp
-	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir build/cpp --output-on-failure
+	[ -f $(NATIVE)/CMakeCache.txt ] || PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B $(NATIVE) -G Ninja --log-level=WARNING
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(NATIVE) --target native_tests
+	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir $(NATIVE) --output-on-failure
 
 FUZZ_RANKS := 1 2
 MEMTUNE_FUZZ_SECONDS ?= 120
