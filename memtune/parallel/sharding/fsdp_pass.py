@@ -40,6 +40,8 @@ from memtune.program import (
     units_of,
 )
 
+_CAST = "aten._to_copy.default"
+
 
 def shard_states(step: Step, how: Sharding) -> Step:
     """Return `step` as one rank runs it under FSDP2."""
@@ -96,8 +98,9 @@ def _forward(
     """
     whole = _whole(step, how, units.parameters)
     place = np.arange(len(units))
+    starts = units.first_forward if how.param_itemsize is None else _after_input_casts(step, units)
     # A gather is issued when the unit `prefetch` places before is copied out.
-    when = GatherTiming(np.maximum(place - (how.prefetch or 0), 0), place, units.first_forward)
+    when = GatherTiming(np.maximum(place - (how.prefetch or 0), 0), place, starts)
     made = gather_units(
         edit,
         whole,
@@ -124,6 +127,26 @@ def _forward(
     again = kept[whole.part]
     uses.to(units.parameters.values[again], made.whole[again], forward=False)
     return secondary
+
+
+def _after_input_casts(step: Step, units: FsdpUnits) -> I32:
+    """Return (units,) the first op of each forward behind the casts of its inputs, which precede the gather
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`).
+    """
+    starts = units.first_forward.copy()
+    if _CAST not in step.names:
+        return starts
+    casts = step.ops.name == step.names.index(_CAST)
+    read, made = np.zeros(step.ops.n, np.int64), np.zeros(step.ops.n, np.int64)
+    np.add.at(read, step.uses.op, step.storages.bytes[step.uses.storage])
+    produced = np.flatnonzero(step.storages.producer >= 0)
+    np.add.at(made, step.storages.producer[produced], step.storages.bytes[produced])
+    narrows = casts & (made < read)
+    for unit, start in enumerate(starts.tolist()):
+        while start < units.last_forward[unit] and narrows[start]:
+            start += 1
+        starts[unit] = start
+    return starts
 
 
 def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
