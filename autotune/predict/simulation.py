@@ -67,6 +67,7 @@ ACTIVATIONS = "activations"
 # CUDA what differs from the CPU recording. Times: a roofline with table rates is seldom off by more than
 # these factors.
 UNCALIBRATED_PEAK = (0.9, 1.1)
+UNCALIBRATED_RESERVED = (0.9, 1.1)
 UNCALIBRATED_STEP = (0.4, 2.5)
 
 # On a CPU these are all work of the same cores.
@@ -144,6 +145,11 @@ class Prediction:
     communicators."""
     outside_range: tuple[int, int] = (0, 0)
     """Bounds of `outside_bytes`."""
+    estimated_bytes: int = 0
+    """The largest workspace that is estimated, not measured; it may be none or twice as much."""
+    allocated_factors: tuple[float, float] = (1.0, 1.0)
+    """Bounds of true over predicted allocated bytes, and of reserved ones."""
+    reserved_factors: tuple[float, float] = (1.0, 1.0)
     exposed_by_op: tuple[OpTime, ...] = ()
     """The ops that compute waits for longest, of the slowest rank class; empty at the coarse level."""
     critical_path: tuple[OpTime, ...] = ()
@@ -173,17 +179,36 @@ class Prediction:
         return found
 
     @property
+    def allocated_bytes(self) -> tuple[int, int, int]:
+        """Return the peak of allocated bytes and its bounds."""
+        low, high = self.allocated_factors
+        peak, scratch = self.peak_allocated_bytes, self.estimated_bytes
+        return peak, math.floor((peak - scratch) * low), math.ceil((peak + scratch) * high)
+
+    @property
+    def reserved_bytes(self) -> tuple[int, int, int]:
+        """Return the peak of reserved bytes and its bounds; it is never below allocated bytes."""
+        low, high = self.reserved_factors
+        peak, scratch = self.peak_reserved_bytes, self.estimated_bytes
+        least = max(math.floor((peak - scratch) * low), self.allocated_bytes[1])
+        return peak, least, math.ceil((peak + scratch) * high)
+
+    @property
     def device_bytes(self) -> tuple[int, int, int]:
         """Return the peak of the device's memory in use, as nvidia-smi shows it, and its bounds."""
-        low, high = self.outside_range
-        whole = self.peak_reserved_bytes + self.outside_bytes
-        return whole, self.interval.peak_low_bytes + low, self.interval.peak_high_bytes + high
+        peak, low, high = self.reserved_bytes
+        return peak + self.outside_bytes, low + self.outside_range[0], high + self.outside_range[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data, and the device's total with its bounds."""
-        total, low, high = self.device_bytes
-        device = {"device_bytes": total, "device_low_bytes": low, "device_high_bytes": high}
-        return {**asdict(self), "interval": self.interval._asdict(), **device}
+        """Return all fields as plain data, and allocated, reserved and device's bytes with their bounds."""
+        values = {**asdict(self), "interval": self.interval._asdict()}
+        for name, (whole, low, high) in (
+            ("allocated", self.allocated_bytes),
+            ("reserved", self.reserved_bytes),
+            ("device", self.device_bytes),
+        ):
+            values |= {f"{name}_bytes": whole, f"{name}_low_bytes": low, f"{name}_high_bytes": high}
+        return values
 
     def __str__(self) -> str:
         """Return peak and step time with their interval, and "uncalibrated" if no trial is behind it."""
@@ -232,6 +257,12 @@ class Calibration:
         low, high = _conformal(self.peak_ratios, floor=0.005) or UNCALIBRATED_PEAK
         # Peaks are counted, not estimated, so trials may widen the range but never exclude the count itself.
         return min(low, 1.0), max(high, 1.0)
+
+    def reserved_range(self) -> tuple[float, float]:
+        """Return the range of factors on predicted reserved bytes; trials measure allocated ones."""
+        if len(self.peak_ratios) >= self.ENOUGH:
+            return self.peak_range()
+        return UNCALIBRATED_RESERVED
 
     def step_range(self) -> tuple[float, float]:
         """Return the range of factors on the corrected step time."""
@@ -305,6 +336,8 @@ def simulate(
     op = heaviest.live.peak_op[Tier.DEVICE]
     step = heaviest.step
     groups = _communicators(step)
+    outside, outside_low, outside_high = _outside_bytes(step, groups, hardware)
+    estimated = 0 if calibration.is_calibrated else _estimated_bytes(step)
     by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
     return Prediction(
         level=level,
@@ -319,15 +352,15 @@ def simulate(
         peak_by_kind={kind: n_bytes for kind, n_bytes in by_kind.items() if n_bytes},
         peak_op=step.names[step.ops.name[op]] if op >= 0 else "",
         peak_module=step.modules[step.ops.module[op]] if op >= 0 else "",
-        interval=_interval(peak, reserved, slowest.time, calibration),
+        interval=_interval(peak, reserved, estimated, slowest.time, calibration),
         calibrated=calibration.is_calibrated,
         step_correction=calibration.step_correction,
         communicator_bytes=groups * hardware.communicator_bytes,
-        outside_bytes=hardware.context_bytes + groups * hardware.communicator_bytes,
-        outside_range=(
-            hardware.context_range[0] + groups * hardware.communicator_range[0],
-            hardware.context_range[1] + groups * hardware.communicator_range[1],
-        ),
+        outside_bytes=outside,
+        outside_range=(outside_low, outside_high),
+        estimated_bytes=estimated,
+        allocated_factors=calibration.peak_range(),
+        reserved_factors=calibration.reserved_range(),
         exposed_by_op=slowest.exposed_by_op,
         critical_path=slowest.path.longest,
         critical_s=slowest.path.by_resource,
@@ -557,6 +590,21 @@ def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:
     return found
 
 
+_ON_CUDNN = ("convolution", "cudnn")
+
+
+def _outside_bytes(step: Step, groups: int, hardware: Hardware) -> tuple[int, int, int]:
+    """Return bytes outside torch's allocator (context, cuDNN if the step uses it, communicators), and their
+    bounds.
+    """
+    used = int(any(part in name for name in step.names for part in _ON_CUDNN))
+    sizes = (hardware.context_bytes, *hardware.context_range)
+    cudnn = (hardware.cudnn_bytes, *hardware.cudnn_range)
+    each = (hardware.communicator_bytes, *hardware.communicator_range)
+    found = [size + used * more + groups * one for size, more, one in zip(sizes, cudnn, each, strict=True)]
+    return found[0], found[1], found[2]
+
+
 def _communicators(step: Step) -> int:
     """Return the number of process groups, distinguished by size and link."""
     talk = np.flatnonzero(step.ops.group > 1)
@@ -604,17 +652,26 @@ def _coarse_time(
     )
 
 
-def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -> Interval:
+def _interval(peak: int, reserved: int, estimated: int, time: _Time, calibration: Calibration) -> Interval:
     """Return the interval.
 
     Its lower end is allocated bytes, which no allocator can undercut, its upper end reserved ones.
     """
-    low, high = calibration.peak_range()
+    (low, _), (_, high) = calibration.peak_range(), calibration.reserved_range()
     fast, slow = (factor * calibration.step_correction for factor in calibration.step_range())
     # With trials behind it the correction already holds how much is hidden.
     longest = time.step_s if calibration.is_calibrated else time.high_s
     # Outwards: a rounded-in bound could exclude the exact value.
-    return Interval(math.floor(peak * low), math.ceil(reserved * high), time.low_s * fast, longest * slow)
+    least, most = math.floor((peak - estimated) * low), math.ceil((reserved + estimated) * high)
+    return Interval(least, most, time.low_s * fast, longest * slow)
+
+
+def _estimated_bytes(step: Step) -> int:
+    """Return the largest workspace of a convolution."""
+    scratch = np.flatnonzero((step.storages.kind == Kind.WORKSPACE) & (step.storages.producer >= 0))
+    is_convolution = np.array(["convolution" in name for name in step.names], bool)
+    mine = scratch[is_convolution[step.ops.name[step.storages.producer[scratch]]]]
+    return int(step.storages.bytes[mine].max(initial=0))
 
 
 def _reserved_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings | None) -> int:

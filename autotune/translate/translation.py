@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from memtune.autotune.translate import translation_table as table
 from memtune.autotune.translate.composed_attention import composed_attention
+from memtune.autotune.translate.convolution_workspace import estimated_workspaces
 from memtune.autotune.translate.cuda_norms import use_cudnn, widen_statistics
 from memtune.autotune.translate.foreach_pass import counters_on_host, with_foreach
 from memtune.device import Capability
@@ -51,8 +52,8 @@ def translate(
     Args:
         recording: Of a CPU run, on fake or real tensors.
         hardware: The target; its architecture selects the kernels.
-        workspace: Scratch of kernels measured on that device; without it convolutions have none, and a note
-            reports that.
+        workspace: Scratch of kernels measured on that device; without it that of convolutions is estimated,
+            and a note reports that.
 
     Returns:
         The recording with every step translated and with notes on assumptions and unknown ops.
@@ -138,8 +139,8 @@ class _Context:
             )
         if self.workspace is None and any("convolution" in name for name in step.names):
             notes.append(
-                "convolutions are counted without workspace: cuDNN's is known only on the device (memtune"
-                " doctor --calibrate)"
+                "convolutions are counted with an estimated workspace: cuDNN's is known only on the device"
+                " (memtune doctor --calibrate)"
             )
         phase = {step.names[i] for i in np.unique(step.ops.name[step.ops.phase == Phase.OPTIMIZER])}
         if phase and not any(name.startswith(("aten._foreach_", "aten._fused_")) for name in phase):
@@ -560,7 +561,9 @@ def _drop_scratch(fusion: _Fusion) -> None:
 
 
 def _add_workspaces(edit: Edit, step: Step, hints: Hints, context: _Context) -> None:
-    """Add cuBLAS's workspaces and the scratch of kernels that was measured on the device."""
+    """Add cuBLAS's workspaces, and the scratch of kernels: measured on the device, or that of convolutions
+    estimated.
+    """
     if any(name.startswith(_MATMULS) for name in step.names):
         size = table.cublas_workspace_bytes(context.architecture, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         count = table.CUBLAS_HANDLES
@@ -576,3 +579,6 @@ def _add_workspaces(edit: Edit, step: Step, hints: Hints, context: _Context) -> 
         )
         ops = np.flatnonzero(scratch).astype(np.int32)
         edit.add_storages(scratch[ops], producer=ops, kind=Kind.WORKSPACE)
+    else:
+        ops, sizes = estimated_workspaces(step, hints, context.architecture)
+        edit.add_storages(sizes, producer=ops, kind=Kind.WORKSPACE)

@@ -78,6 +78,19 @@ def context(architecture: str, cuda: str | None = None) -> ByteRange:
     return _LAZY.get(architecture, _USUAL)
 
 
+def cudnn(architecture: str) -> ByteRange:
+    """Return cuDNN's handles and loaded kernels in a process with convolutions or recurrent layers."""
+    if not architecture.startswith("sm"):
+        return _gib(0.0, 0.0, 0.5, "not measured: MIOpen's kernels are compiled when they first run")
+    return _gib(
+        0.3,
+        0.1,
+        0.5,
+        "A100 40 GB: nvidia-smi of CNNs with few bytes of tensors over that of MLPs (itu-rad/GPUMemNet,"
+        " cnn_data_step1.csv @a79a76a and Datasets/MLP/mlp_data_step2.csv)",
+    )
+
+
 def communicator(link_gb_per_s: float) -> ByteRange:
     """Return the buffers of one NCCL communicator on a device with links of `link_gb_per_s`."""
     channels = 16 if link_gb_per_s > 100 else 2

@@ -91,6 +91,10 @@ class Hardware:
     """Device memory of one communicator, outside PyTorch's allocator."""
     context_range: tuple[int, int] = (0, 0)
     """Bounds of `context_bytes`."""
+    cudnn_bytes: int = 0
+    """Device memory that cuDNN's first op adds to the context."""
+    cudnn_range: tuple[int, int] = (0, 0)
+    """Bounds of `cudnn_bytes`."""
     communicator_range: tuple[int, int] = (0, 0)
     """Bounds of `communicator_bytes`."""
     matmul_efficiency: float = 1.0
@@ -178,7 +182,13 @@ def of_cpu(rates: cpu_probe.CpuRates) -> Hardware:
 
 def with_measured(hardware: Hardware, known: calibration_cache.Calibration) -> Hardware:
     """Return `hardware` with its measured constants and curves."""
-    constants = {name: value for name, value in known.constants.items() if name in hardware.sources}
+    constants: dict[str, Any] = {
+        name: value for name, value in known.constants.items() if name in hardware.sources
+    }
+    for name in ("context", "cudnn"):
+        if f"{name}_bytes" in constants:
+            n_bytes = constants[f"{name}_bytes"] = int(constants[f"{name}_bytes"])
+            constants[f"{name}_range"] = (n_bytes, n_bytes)
     return replace(
         hardware,
         sources={
@@ -187,7 +197,7 @@ def with_measured(hardware: Hardware, known: calibration_cache.Calibration) -> H
         },
         curves=known.curves,
         rates_from=known.source,
-        **constants,  # type: ignore[arg-type]  # numbers for fields that are numbers
+        **constants,
     )
 
 
