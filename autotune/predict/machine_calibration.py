@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from memtune.autotune.predict import link_benchmark, op_rates
+from memtune.autotune.predict import context_memory, link_benchmark, op_rates
 from memtune.autotune.predict.mechanism_benchmark import measured_costs
 from memtune.device import accelerator, backend_of, streams
 from memtune.errors import EnvironmentFault
@@ -92,6 +92,9 @@ def calibrate(
             found.set(name, seconds, "small blocks with and without, in rotation, median")
     say("what kernels allocate beyond their outputs")
     _workspaces(found, on, tiny)
+    if device != "cpu":
+        say("memory outside torch's allocator")
+        _outside(found, on)
     say("optimizer on the host, drive, links between ranks")
     _host_adam(found, tiny)
     _drive(found, place or Path(tempfile.gettempdir()), 2**20 if tiny else 2**27)
@@ -321,6 +324,18 @@ def _write_and_read(path: Path, block: mmap.mmap, n_bytes: int, direct: int) -> 
         return write_s, time.perf_counter() - start
     finally:
         os.close(file)
+
+
+def _outside(found: _Measurements, on: torch.device) -> None:
+    try:
+        held = context_memory.measure(on)
+    except EnvironmentFault as error:
+        found.details["context"] = f"not measured: {error.what}"
+        return
+    how = "free memory of the device before and after another process"
+    found.set("context_bytes", held.context_bytes, f"{how} multiplied matrices")
+    if held.cudnn_bytes:
+        found.set("cudnn_bytes", held.cudnn_bytes, f"{how} ran a convolution")
 
 
 def _links(found: _Measurements, device: Device, large_bytes: int) -> None:

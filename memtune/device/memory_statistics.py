@@ -72,6 +72,12 @@ def total_bytes(device: torch.device) -> int:
     return int(total)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of `device` that no process holds."""
+    asked = getattr(module_of(device), "mem_get_info", None) or torch.accelerator.get_memory_info
+    return int(asked(device)[0])
+
+
 def limit(device: torch.device, n_bytes: int | None) -> None:
     """Raise the out-of-memory error above `n_bytes` reserved bytes from now on; None lifts the limit.
 
