@@ -1,5 +1,7 @@
 """Hugging Face models from their configs with random weights, float32; batches as xMem and the guide on
-training memory make them. NAME picks the model, OPT the optimizer.
+training memory make them. NAME picks the model, OPT the optimizer. With HOLDS the loop keeps the model's
+outputs (logits, keys and values) until the next forward has returned, as one that assigns them to a variable;
+with AMP the model runs under autocast.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from transformers import (
 
 NAME, LENGTH = word("NAME", "gpt2"), whole("T", 128)
 global_batch = whole("B", 8)
+_held: list[Any] = []
 zero_grad_to_none = not whole("KEEPS_GRADS", 0)
 _VOCABULARY = {"bert-large": 30522, "t5-small": 32128}.get(NAME, 50257)
 
@@ -79,11 +82,19 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits.
     """
     if not whole("SHIFTS", 0):
-        return model(**batch).loss  # type: ignore[no-any-return]
+        narrow = getattr(torch, word("AMP", "bfloat16"))
+        with torch.autocast(batch["input_ids"].device.type, narrow, enabled=bool(word("AMP"))):
+            return _kept(model(**batch)).loss  # type: ignore[no-any-return]
     given = {name: each for name, each in batch.items() if name != "labels"}
-    logits = model(**given).logits.float()
+    logits = _kept(model(**given)).logits.float()
     shifted, labels = logits[:, :-1].contiguous(), batch["labels"][:, 1:].contiguous()
     return nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels.view(-1))
+
+
+def _kept(outputs: Any) -> Any:
+    if whole("HOLDS", 0):
+        _held[:] = [{name: each for name, each in outputs.items() if name != "loss"}]
+    return outputs
 
 
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:

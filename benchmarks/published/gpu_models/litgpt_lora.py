@@ -1,5 +1,5 @@
 """LoRA of rank 8 on queries and values of decoder models in bfloat16, with head and loss in chunks of 128
-tokens, as Lit-GPT trained them. NAME picks the model.
+tokens, as Lit-GPT trained them: Fabric's "bf16-true" returns logits in float32. NAME picks the model.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
         x = self.tokens(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        return [self.head(part) for part in self.norm(x).split(CHUNK, 1)]
+        return [part.float() for part in [self.head(part) for part in self.norm(x).split(CHUNK, 1)]]
 
 
 def model() -> nn.Module:

@@ -2,7 +2,8 @@
 bfloat16).
 
 SAC=op recomputes inside the blocks as torchtitan's per-op selective checkpointing does. With PARAM_DTYPE the
-config's `param_dtype` casts weights, as FSDP2 does in torchtitan; without, autocast does.
+config's `param_dtype` casts weights, as FSDP2 does in torchtitan; without, autocast does. LORA is the rank of
+updates of a frozen model, on all products of a block but the keys'.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TITAN, TIED, BY_CONFIG = (
     bool(whole("TIED", 0)),
     bool(whole("PARAM_DTYPE", 0)),
 )
-CHUNKS = whole("CHUNKS", 1)
+CHUNKS, RANK = whole("CHUNKS", 1), whole("LORA", 0)
 global_batch = whole("GB", 8)
 
 
@@ -40,6 +41,22 @@ class Norm(nn.Module):
             wide = x.float()
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
             return wide.type_as(x) * self.weight.to(x.dtype) if TITAN else (wide * self.weight).type_as(x)
+
+
+class Product(nn.Linear):
+    """A linear layer, with an update of low rank if the case has one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        if RANK:
+            self.lora_down, self.lora_up = (
+                nn.Linear(*sizes, bias=False) for sizes in ((inputs, RANK), (RANK, outputs))
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product, plus that of the update."""
+        found = F.linear(x, self.weight)
+        return found + 2.0 * self.lora_up(self.lora_down(x)) if RANK else found
 
 
 def _rotated(x: Tensor, table: Tensor) -> Tensor:
@@ -60,8 +77,9 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.key, self.value = (nn.Linear(WIDTH, GROUPS * HEAD, bias=False) for _ in range(2))
+        self.query, self.out = (Product(WIDTH, WIDTH) for _ in range(2))
+        self.key = nn.Linear(WIDTH, GROUPS * HEAD, bias=False)
+        self.value = Product(WIDTH, GROUPS * HEAD)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """Return causal attention of `x`."""
@@ -87,8 +105,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.attention, self.second = Norm(), Attention(), Norm()
-        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
-        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.gate, self.up = (Product(WIDTH, INNER) for _ in range(2))
+        self.down = Product(INNER, WIDTH)
 
     def body(self, x: Tensor, table: Tensor) -> Tensor:
         """Return the output of the block."""
@@ -162,6 +180,8 @@ def model() -> nn.Module:
         table = made.table
         made = made.to(torch.bfloat16)
         made.table = table
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad = not RANK or "lora_" in name
     return made
 
 
@@ -184,4 +204,4 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
     """Return fused AdamW."""
-    return torch.optim.AdamW(params, lr=3e-4, fused=True)
+    return torch.optim.AdamW([each for each in params if each.requires_grad], lr=3e-4, fused=True)
