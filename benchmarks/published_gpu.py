@@ -26,7 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from published.mended_cases import MENDED
+from published.mended_cases import CAUSES, MENDED
 from published_gpu_report import markdown, plot
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ class Case:
     cuda: str = ""
     """Version of CUDA if its context differs from that of today's versions."""
     cause: str = ""
-    """Why the prediction is off, where that is known and no setting expresses it."""
+    """Reason why the prediction is off, if it is known and no setting expresses it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a result needs: the measurement, without the way in which it is expressed."""
@@ -95,7 +95,7 @@ class Row:
 
 def cases() -> tuple[list[Case], str]:
     """Return all cases, and why those of the folder are missing ('' if they are there)."""
-    own = [Case(**each) for each in json.loads(OWN_ROWS.read_text())]
+    own = [Case(**each, cause=CAUSES.get(each["id"], "")) for each in json.loads(OWN_ROWS.read_text())]
     folder = Path(os.environ.get(FOLDER, ROOT / "../shared/data/gpu-published")).resolve()
     path = folder / "cases.json"
     if not path.exists():
@@ -124,6 +124,7 @@ def _from_folder(case: dict[str, Any]) -> Case:
         measured={ours: case[theirs] for theirs, ours in NAMES.items() if case.get(theirs)},
         excluded=next((why for start, why in EXCLUDED.items() if name.startswith(start)), ""),
         cuda=cuda,
+        cause=CAUSES.get(name, ""),
     )
 
 
@@ -183,6 +184,35 @@ def _more_outside(case: Case) -> tuple[int, int, int]:
     return then.n_bytes - now.n_bytes, then.low_bytes - now.low_bytes, then.high_bytes - now.high_bytes
 
 
+LEVEL = 0.9
+"""Share of measurements that an interval should hold."""
+
+
+def factors(rows: Iterable[Row], column: str) -> tuple[float, float] | None:
+    """Return the range of measured over predicted that holds `LEVEL` of `rows`; None for fewer than five.
+
+    It is the median's ratio ± a quantile of the logarithmic residuals (split conformal prediction).
+    """
+    logs = [-math.log(_ratio(row, column)) for row in rows if row.ratio(column) is not None]
+    if len(logs) < 5:
+        return None
+    middle = statistics.median(logs)
+    residuals = sorted(abs(each - middle) for each in logs)
+    width = residuals[min(math.ceil((len(logs) + 1) * LEVEL), len(logs)) - 1]
+    return math.exp(middle - width), math.exp(middle + width)
+
+
+def held_by_others(rows: Sequence[Row], column: str) -> float | None:
+    """Return the share of measurements within the range that the rows of all other sources give."""
+    held: list[bool] = []
+    for source in {row.case.source for row in rows}:
+        given = factors((row for row in rows if row.case.source != source), column)
+        mine = [row for row in rows if row.case.source == source and row.ratio(column) is not None]
+        if given is not None:
+            held += [given[0] <= 1 / _ratio(row, column) <= given[1] for row in mine]
+    return sum(held) / len(held) if held else None
+
+
 def summary(rows: Iterable[Row]) -> dict[str, Any]:
     """Return by column: number of cases, errors, share within an interval; of steps also ranks and bias by
     source.
@@ -202,6 +232,8 @@ def summary(rows: Iterable[Row]) -> dict[str, Any]:
             "median_ratio": statistics.median(_ratio(row, column) for row in mine),
             "within_25_percent": sum(each <= 0.25 for each in errors) / len(mine),
             "inside_interval": sum(inside) / len(mine),
+            "factors": factors(mine, column),
+            "held_by_others": held_by_others(mine, column),
         }
     steps = [row for row in counted if row.ratio("step") is not None]
     found["sources"] = by_source(steps)

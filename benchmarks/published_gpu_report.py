@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from published.mended_cases import INEXPRESSIBLE
+
 COLUMNS = (("allocated", "GiB"), ("reserved", "GiB"), ("device", "GiB"), ("step", "s"))
 _COLOURS = {"allocated": "#1f77b4", "reserved": "#ff7f0e", "device": "#2ca02c", "step": "#d62728"}
 _SIZE, _EDGE = 420, 46
@@ -16,15 +18,17 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str) -> st
     lines = ["# Predictions for GPUs against published measurements", ""]
     lines += [f"![predicted against measured]({plot_name})", ""] if plot_name else []
     lines += [
-        "| column | cases | median error | worst | predicted/measured | inside the interval |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| column | cases | median error | worst | predicted/measured | inside the interval"
+        " | measured/predicted, nine of ten | inside that of all other sources |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for column, _ in COLUMNS:
         if column in summary:
             each = summary[column]
             lines.append(
                 f"| {column} | {each['cases']} | {each['median_error']:.1%} | {each['worst_error']:.1%}"
-                f" | {each['median_ratio']:.2f} | {each['inside_interval']:.0%} |"
+                f" | {each['median_ratio']:.2f} | {each['inside_interval']:.0%}"
+                f" | {_range(each['factors'])} | {_share(each['held_by_others'])} |"
             )
     if "step" in summary:
         lines += ["", f"Steps within ±25 %: {summary['step']['within_25_percent']:.0%}."]
@@ -61,6 +65,11 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str) -> st
                 f"| {row.case.id} | {row.case.gpus} × {row.case.gpu_type} | {row.status}"
                 f" | {row.case.measured[column]:.3f} | {row.predicted[column]:.3f} | {error} |"
             )
+    known = [row for row in rows if row.case.cause]
+    if known:
+        lines += ["", "## known causes", "", *(f"- {row.case.id}: {row.case.cause}" for row in known)]
+    lines += ["", "## measurements that no setting expresses", "", "| missing | measurements |", "|---|---|"]
+    lines += [f"| {feature} | {where} |" for feature, where in INEXPRESSIBLE]
     unfit = [row for row in rows if row.status in ("unfit", "error")]
     if unfit:
         lines += ["", "## not predicted", "", *(f"- {row.case.id}: {row.reason}" for row in unfit)]
@@ -68,6 +77,14 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str) -> st
     if apart:
         lines += ["", "## not counted", "", *(f"- {row.case.id}: {row.case.excluded}" for row in apart)]
     return "\n".join(lines) + "\n"
+
+
+def _range(given: Sequence[float] | None) -> str:
+    return "–" if given is None else f"{given[0]:.2f} to {given[1]:.2f}"
+
+
+def _share(given: float | None) -> str:
+    return "–" if given is None else f"{given:.0%}"
 
 
 def plot(rows: Sequence[Any]) -> str:

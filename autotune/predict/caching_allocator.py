@@ -17,7 +17,19 @@ import numpy as np
 
 from memtune import _native
 from memtune.autotune.predict.allocator_settings import AllocatorSettings
-from memtune.program import FOREVER, I32, I64, U8, Kind, Phase, Resource, Step, Tier, updates_inside_backward
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    U8,
+    WRITES,
+    Kind,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+    updates_inside_backward,
+)
 from memtune.units import format_bytes
 
 __all__ = [
@@ -35,8 +47,7 @@ STREAMS: Mapping[Resource, int] = {Resource.INTRA_LINK: 1, Resource.INTER_LINK: 
 """Stream on which an op's outputs are allocated, by its resource; all others use stream 0, the compute
 stream.
 
-FSDP2 allocates communication buffers on its own streams; copies between tiers allocate on the compute stream
-(`runtime/transfer.py`).
+Copies between tiers allocate on the compute stream (`runtime/transfer.py`).
 """
 
 
@@ -263,6 +274,8 @@ class _Lives:
         made = step.storages.producer >= 0
         stream = np.zeros(step.storages.n, np.int64)
         stream[made] = stream_of_op[step.storages.producer[made]]
+        side = _fsdp_streams(step)
+        stream[side > 0] = side[side > 0]
         # As `record_stream`: the block is reused only when the other stream has passed this op.
         elsewhere = stream_of_op[step.uses.op] != stream[step.uses.storage]
         ready = np.full(step.storages.n, -1, np.int64)
@@ -301,6 +314,31 @@ class _Lives:
         return np.stack(
             [np.broadcast_to(column, self.storage.shape)[which].astype(np.int64) for column in columns]
         )
+
+
+_COPY_IN_STREAM, _REDUCE_STREAM = 2, 3
+
+
+def _fsdp_streams(step: Step) -> I64:
+    """Return (m,) the stream on which FSDP2 allocates each storage, if it is none of `STREAMS`; 0 otherwise.
+
+    Inputs and outputs of all-gathers are allocated on the stream that copies inputs in, sharded gradients on
+    that of reductions, whose inputs are packed on the compute stream. Blocks of one stream serve no other, so
+    each stream reserves its own peak (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+    `foreach_all_gather`, `foreach_reduce`).
+    """
+    found = np.zeros(step.storages.n, np.int64)
+    if not any(name.startswith("fsdp.") for name in step.names):
+        return found
+    producer = step.storages.producer
+    for part, number in (("all_gather", _COPY_IN_STREAM), ("reduce_scatter", _REDUCE_STREAM)):
+        named = np.array([part in name for name in step.names], bool)
+        mine = named[step.ops.name[step.uses.op]]
+        if number == _REDUCE_STREAM:
+            mine &= step.uses.mode == WRITES
+        found[step.uses.storage[mine]] = number
+    allocated = (producer >= 0) & (step.ops.resource[np.maximum(producer, 0)] == Resource.NOTHING)
+    return np.where(allocated, found, 0)
 
 
 def _first_start(step: Step, start: I64) -> I64:

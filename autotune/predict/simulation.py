@@ -146,7 +146,7 @@ class Prediction:
     outside_range: tuple[int, int] = (0, 0)
     """Bounds of `outside_bytes`."""
     estimated_bytes: int = 0
-    """The largest workspace that is estimated, not measured; it may be none or twice as much."""
+    """Workspaces and reserves that are estimated, not measured; they may be none or twice as much."""
     allocated_factors: tuple[float, float] = (1.0, 1.0)
     """Bounds of true over predicted allocated bytes, and of reserved ones."""
     reserved_factors: tuple[float, float] = (1.0, 1.0)
@@ -667,11 +667,16 @@ def _interval(peak: int, reserved: int, estimated: int, time: _Time, calibration
 
 
 def _estimated_bytes(step: Step) -> int:
-    """Return the largest workspace of a convolution."""
-    scratch = np.flatnonzero((step.storages.kind == Kind.WORKSPACE) & (step.storages.producer >= 0))
-    is_convolution = np.array(["convolution" in name for name in step.names], bool)
-    mine = scratch[is_convolution[step.ops.name[step.storages.producer[scratch]]]]
-    return int(step.storages.bytes[mine].max(initial=0))
+    """Return bytes that only cuDNN knows: a convolution's largest workspace, half of recurrent reserves."""
+    made = np.flatnonzero(step.storages.producer >= 0)
+    by, n_bytes = step.ops.name[step.storages.producer[made]], step.storages.bytes[made]
+    is_convolution = np.array(["convolution" in name for name in step.names], bool)[by]
+    scratch = n_bytes[is_convolution & (step.storages.kind[made] == Kind.WORKSPACE)]
+    is_recurrent = np.array(["_cudnn_rnn.default" in name for name in step.names], bool)[by]
+    # A reserve is larger than the output that the op makes with it.
+    reserves = np.zeros(step.ops.n, np.int64)
+    np.maximum.at(reserves, step.storages.producer[made][is_recurrent], n_bytes[is_recurrent])
+    return int(scratch.max(initial=0) + reserves.sum() // 2)
 
 
 def _reserved_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings | None) -> int:

@@ -3,7 +3,8 @@ bfloat16).
 
 SAC=op recomputes inside the blocks as torchtitan's per-op selective checkpointing does. With PARAM_DTYPE the
 config's `param_dtype` casts weights, as FSDP2 does in torchtitan; without, autocast does. LORA is the rank of
-updates of a frozen model, on all products of a block but the keys'.
+updates of a frozen model, on all products of a block but the keys'. With LOSS=compiled the loss saves what a
+compiled one saves: the logits, and one sum a row.
 """
 
 from __future__ import annotations
@@ -191,12 +192,36 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+class FusedLoss(torch.autograd.Function):
+    """Summed cross-entropy of logits (rows, vocabulary), as one kernel in each direction."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, wanted: Tensor) -> Tensor:
+        """Return the loss; save logits and logarithms of the rows' sums."""
+        sums = logits.logsumexp(-1).float()
+        context.save_for_backward(logits, wanted, sums)
+        return (sums - logits.gather(1, wanted[:, None])[:, 0]).sum()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits in their type."""
+        logits, wanted, sums = context.saved_tensors
+        found = torch.empty_like(logits)
+        torch.sub(logits, sums[:, None].to(logits.dtype), out=found)
+        found.exp_().scatter_(1, wanted[:, None], 0.0).mul_(gradients[0].to(logits.dtype))
+        return found, None
+
+
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean cross-entropy, chunk by chunk."""
     with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=TITAN and not BY_CONFIG):
         logits = model(batch[0])
+    if CHUNKS == 1:  # torchtune and torchtitan return them in float32
+        logits = [each.float() for each in logits]
     parts = [
-        F.cross_entropy(part.reshape(-1, VOCABULARY).float(), wanted.reshape(-1), reduction="sum")
+        FusedLoss.apply(part.reshape(-1, VOCABULARY), wanted.reshape(-1))  # type: ignore[no-untyped-call]
+        if word("LOSS") == "compiled"
+        else F.cross_entropy(part.reshape(-1, VOCABULARY).float(), wanted.reshape(-1), reduction="sum")
         for part, wanted in zip(logits, batch[1].chunk(CHUNKS, 1), strict=True)
     ]
     return torch.stack(parts).sum() / batch[1].numel()

@@ -22,7 +22,7 @@ from memtune.autotune.predict.caching_allocator import (
     event_stream,
     replay,
 )
-from memtune.program.step import FOREVER, Kind, Resource
+from memtune.program.step import FOREVER, WRITES, Kind, Resource, Step
 
 KIB, MIB = 2**10, 2**20
 SIZES = (
@@ -525,3 +525,34 @@ def test_event_stream_live_bytes_equal_step_live_bytes() -> None:
         peaks = [allocated[: np.searchsorted(events.op, op, side="right")].max(initial=0) for op in range(n)]
         assert max(peaks) == step.peak_bytes()
         assert np.maximum.accumulate(step.live_bytes()).tolist() == peaks
+
+
+def test_event_stream_allocates_buffers_of_fsdp2_on_its_streams() -> None:
+    """A gather's output, its copy, the packed gradients, and the shard that their reduction writes."""
+    names = (
+        "aten.empty.memory_format",
+        "memtune.all_gather_into_.default",
+        "fsdp.split_with_sizes_copy.default",
+    )
+    none, link = Resource.NOTHING, Resource.INTRA_LINK
+    step = make_step(
+        7,
+        4,
+        names=(*names, "fsdp.chunk_cat.default", "memtune.reduce_scatter_into_.default"),
+        ops_name=[0, 1, 2, 3, 0, 4, 2],
+        ops_resource=[int(each) for each in (none, link, 0, 0, none, link, 0)],
+        storages_bytes=[80, 70, 60, 15],
+        storages_producer=[0, 2, 3, 4],
+        uses_op=[1, 2, 3, 5, 5, 6],
+        uses_storage=[0, 0, 1, 2, 3, 3],
+        uses_mode=[int(WRITES), 0, 0, 0, int(WRITES), 0],
+    )
+
+    def streams(step: Step) -> dict[int, int]:
+        events = event_stream(step, 1)
+        made = events.action == Action.ALLOC
+        return dict(zip(events.bytes[made].tolist(), events.stream[made].tolist(), strict=True))
+
+    assert streams(step) == {80: 2, 70: 0, 60: 0, 15: 3}
+    other = tuple(name.replace("fsdp.", "aten.") for name in step.names)
+    assert streams(changed(step, names=other)) == {80: 0, 70: 0, 60: 0, 15: 0}

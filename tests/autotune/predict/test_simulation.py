@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -267,6 +268,26 @@ def test_prediction_to_dict_is_plain_and_marked_uncalibrated() -> None:
     )
     assert document["interval"]["step_low_s"] < document["step_s"] < document["interval"]["step_high_s"]
     assert str(found).endswith(", uncalibrated")
+
+
+def test_bytes_that_only_cudnn_knows_widen_the_range() -> None:
+    """A convolution's 2 MiB of workspace, and half of a recurrent layer's reserve of 4."""
+    mib = 2**20
+
+    def predicted(name: str, kind: Kind) -> Any:
+        step = make_step(1, 2, names=(name,), storages_bytes=[4 * mib, 2 * mib], storages_kind=[5, int(kind)])
+        return simulate(program_of((1, step)), GPU)
+
+    plain = predicted("aten.add.Tensor", Kind.TEMPORARY)
+    assert plain.allocated_bytes == (6 * mib, int(5.4 * mib), math.ceil(6.6 * mib))
+    assert plain.device_bytes[0] == plain.peak_reserved_bytes + GPU.context_bytes
+    for name, kind in (
+        ("aten.convolution.default", Kind.WORKSPACE),
+        ("aten._cudnn_rnn.default", Kind.TEMPORARY),
+    ):
+        found = predicted(name, kind)
+        assert found.allocated_bytes == (6 * mib, int(0.9 * 4 * mib), math.ceil(1.1 * 8 * mib))
+        assert found.outside_bytes - plain.outside_bytes == GPU.cudnn_bytes > 0
 
 
 def test_calibration_corrects_the_step_and_narrows_the_interval() -> None:

@@ -1,0 +1,73 @@
+"""Published measurements: each case can be expressed and follows its source; ranges from other sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtune.hardware import known_name
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def own_rows() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((BENCHMARKS / "published/gpu_rows.json").read_text())
+    return found
+
+
+def test_each_row_names_its_source_a_model_file_and_a_known_gpu() -> None:
+    rows = own_rows()
+    assert len({row["id"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row["where"]
+        assert (BENCHMARKS / "published/gpu_models" / row["model"]).exists()
+        assert known_name(row["gpu_type"]) == row["gpu_type"]
+        execution = row["config"]["settings"]["execution"]
+        samples = row["sizes"].get("GB", row["sizes"].get("B", execution["micro_batch"] * row["gpus"]))
+        assert execution["micro_batch"] * execution["accumulate"] * row["gpus"] == samples
+
+
+def test_mended_cases_change_what_their_source_says_and_nothing_else() -> None:
+    import published_gpu
+
+    settings = {"execution": {"micro_batch": 2, "accumulate": 1}, "recompute": {"kind": "full"}}
+    case = published_gpu._from_folder(
+        {
+            "id": "tune-3b-packed-chunked-ac",
+            "model": "llama.py",
+            "env": {"K_D": "3072"},
+            "cfg": {"memtune": 1, "settings": settings},
+            "gpu_type": "a100-80g",
+            "gpus": 1,
+            "alloc": 24.9,
+        }
+    )
+    assert case.sizes == {"D": "3072", "LOSS": "compiled"}
+    assert case.config["settings"] == {
+        **settings,
+        "execution": {**settings["execution"], "compile": "blocks"},
+    }
+
+
+def row_of(source: str, ratio: float) -> Any:
+    import published_gpu
+
+    case = published_gpu.Case(source, source, "", {}, {}, "a100-80g", 1, {"allocated": 10.0})
+    return published_gpu.Row(case, "ok", {"allocated": 10.0 * ratio}, {}, {})
+
+
+def test_factors_hold_nine_of_ten_and_each_source_is_judged_by_the_others() -> None:
+    import published_gpu
+
+    rows = [row_of("exact", 1 + place / 1000) for place in range(19)] + [row_of("off", 2.0)]
+    low, high = published_gpu.factors(rows, "allocated")
+    assert 0.97 < low < high < 1.01
+    assert published_gpu.held_by_others(rows, "allocated") == 0.0
