@@ -290,12 +290,15 @@ def main(arguments: Sequence[str] | None = None, *, say: Callable[[str], None] =
     every, missing = cases()
     if missing:
         say(f"skipped: {missing}")
-    kept = {} if args.only is None or not args.json else {row.case.id: row for row in _read(args.json)}
+    kept = {row.case.id: row for row in _read(args.json)} if args.only is not None and args.json else {}
     rows = []
     for case in every:
         if args.only is None or case.id in args.only:
             rows.append(predict(case))
             say(line(rows[-1]))
+            if args.json:  # what is done is kept if the run is stopped
+                kept[case.id] = rows[-1]
+                _write(args.json, kept.values(), missing)
         elif case.id in kept:
             rows.append(kept[case.id])
     found = summary(rows)
@@ -307,13 +310,18 @@ def main(arguments: Sequence[str] | None = None, *, say: Callable[[str], None] =
                 f" {each['worst_error']:.1%}, {each['inside_interval']:.0%} inside the interval"
             )
     if args.json:
-        document = {"rows": [row.to_dict() for row in rows], "summary": found, "skipped": missing}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        _write(args.json, rows, missing)
     if args.plot:
         args.plot.write_text(plot(rows))
     if args.markdown:
         args.markdown.write_text(markdown(rows, found, args.plot.name if args.plot else ""))
     return 0
+
+
+def _write(path: Path, rows: Iterable[Row], missing: str) -> None:
+    rows = list(rows)
+    document = {"rows": [row.to_dict() for row in rows], "summary": summary(rows), "skipped": missing}
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _read(path: Path) -> list[Row]:

@@ -5,7 +5,8 @@ chains of elementwise ops, norms and reductions between two of them become one k
 tensors stay in registers (PyTorch 2, Ansel et al. 2024, section 4.2; torch/_inductor/scheduler.py
 `Scheduler.fuse_nodes`). Here an op joins the kernel of an op whose output it reads, if no kernel of a
 library lies on any path between their inputs. Not modelled: reductions over other dimensions, which read
-their inputs again, and buffers that an output takes over from an input.
+their inputs again, and buffers that an output takes over from an input. An elementwise result that only
+generated code reads is computed in each reader, if it takes few inputs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ _LIBRARY = (
 )
 """Parts of names of ops that Inductor calls instead of generating code."""
 
+_SCATTER, _FILL = "aten.scatter.value", "aten.full.default"
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "aten.var", "prod", "argm", "any", "aten.max", "aten.min")
+_MOST_READS = 4
+"""Inputs up to which an op with several readers is computed again in each (torch/_inductor/config.py
+`realize_reads_threshold`).
+"""
+
 
 def fused(recording: Recording, *, whole_model: bool) -> Recording:
     """Return `recording` of a compiled model with the traffic and memory of fused kernels.
@@ -61,20 +69,22 @@ def fused(recording: Recording, *, whole_model: bool) -> Recording:
 
 
 def _fused(step: Step, whole_model: bool) -> Step:
-    is_library = np.array([any(part in name for part in _LIBRARY) for name in step.names])
     inside = step.ops.module > 0 if whole_model else step.ops.call >= 0
     generated = (
         inside
-        & ~is_library[step.ops.name]
+        & ~_calls_library(step)
         & (step.ops.phase < Phase.BOUNDARY)
         & (step.ops.resource == Resource.COMPUTE)
     )
     kernel = _kernels(step, generated)
     inner = _intermediates(step, kernel)
-    traffic = _traffic(step, kernel, inner)
+    again = _computed_again(step, kernel, generated, inner)
+    nowhere = inner.copy()
+    nowhere[list(again)] = True
+    traffic = _traffic(step, kernel, nowhere, again)
     last = np.full(step.ops.n, -1, np.int64)
     np.maximum.at(last, kernel, np.arange(step.ops.n))
-    absorbed = generated & (last[kernel] != np.arange(step.ops.n))
+    absorbed = generated & ((last[kernel] != np.arange(step.ops.n)) | ~_writes(step, kernel, nowhere)[kernel])
     runs = generated & ~absorbed
     return step.with_ops(
         resource=np.where(absorbed, Resource.NOTHING, step.ops.resource).astype(np.uint8),
@@ -82,7 +92,22 @@ def _fused(step: Step, whole_model: bool) -> Step:
         traffic_bytes=np.where(absorbed, 0, np.where(runs, traffic[kernel], step.ops.traffic_bytes)),
         # it pads matrices to aligned rows (torch/_inductor/fx_passes/pad_mm.py)
         precision=np.where(inside, step.ops.precision % UNALIGNED, step.ops.precision).astype(np.uint8),
-    ).with_storages(bytes=np.where(inner, 0, step.storages.bytes))
+    ).with_storages(bytes=np.where(nowhere, 0, step.storages.bytes))
+
+
+def _calls_library(step: Step) -> npt.NDArray[np.bool_]:
+    """Return (n,) which ops are kernels of libraries.
+
+    A scatter of a constant into a constant, as the gradient of a cross-entropy has it, is generated code
+    (torch/_inductor/fx_passes/joint_graph.py `scatter_upon_const_tensor`).
+    """
+    found = np.array([any(part in name for part in _LIBRARY) for name in step.names], bool)[step.ops.name]
+    if _SCATTER in step.names and _FILL in step.names:
+        scatters = step.ops.name[step.uses.op] == step.names.index(_SCATTER)
+        by = step.storages.producer[step.uses.storage]
+        filled = (by >= 0) & (step.ops.name[np.maximum(by, 0)] == step.names.index(_FILL))
+        found[step.uses.op[scatters & filled]] = False
+    return found
 
 
 def _kernels(step: Step, generated: npt.NDArray[np.bool_]) -> I32:
@@ -120,27 +145,80 @@ def _kernels(step: Step, generated: npt.NDArray[np.bool_]) -> I32:
 def _intermediates(step: Step, kernel: I32) -> npt.NDArray[np.bool_]:
     """Return (m,) which storages only the kernel that makes them uses."""
     producer = step.storages.producer
-    made = producer >= 0
-    inside = np.zeros(step.storages.n, bool)
-    inside[made] = True
     used = np.zeros(step.storages.n, bool)
     used[step.uses.storage] = True
     elsewhere = kernel[step.uses.op] != np.append(kernel, -1)[producer[step.uses.storage]]
+    inside = (producer >= 0) & used & ~_kept(step)
     inside[step.uses.storage[elsewhere]] = False
-    inside[step.saves.storage] = False
-    lasting = (step.storages.held_until == FOREVER) | (step.storages.grad_ready_after >= 0)
+    return inside
+
+
+def _kept(step: Step) -> npt.NDArray[np.bool_]:
+    """Return (m,) which storages are saved for backward, last beyond the step or are gradients."""
+    found = (step.storages.held_until == FOREVER) | (step.storages.grad_ready_after >= 0)
+    found[step.saves.storage] = True
     returned = np.isin(np.arange(step.storages.n), [each.gradient for each in step.parameters])
-    found: npt.NDArray[np.bool_] = inside & used & ~lasting & ~returned
+    kept: npt.NDArray[np.bool_] = found | returned
+    return kept
+
+
+def _computed_again(
+    step: Step, kernel: I32, generated: npt.NDArray[np.bool_], inner: npt.NDArray[np.bool_]
+) -> dict[int, frozenset[int]]:
+    """Return the storages that each reader computes again, so that no kernel writes them, and what it reads.
+
+    Inductor does so for elementwise ops with few inputs whose readers are all its own code
+    (torch/_inductor/ir.py `StorageBox.should_realize_on_reuse`).
+    """
+    op_of, read = step.uses.op, step.uses.storage
+    producer = step.storages.producer
+    by = np.maximum(producer[read], 0)
+    alike = (step.ops.phase[op_of] == step.ops.phase[by]) & (step.ops.call[op_of] == step.ops.call[by])
+    may = (producer >= 0) & ~_kept(step)
+    may[read[~(generated[op_of] & alike) | ((step.uses.mode > 0) & (op_of != producer[read]))]] = False
+    reduces = np.array([any(part in name for part in _REDUCTIONS) for name in step.names], bool)
+    reads: list[list[int]] = [[] for _ in range(step.ops.n)]
+    for op, storage in zip(op_of.tolist(), read.tolist(), strict=True):
+        reads[op].append(storage)
+    sources: dict[int, frozenset[int] | None] = {}
+    found = {}
+    for storage in np.lexsort((np.arange(step.storages.n), producer)).tolist():
+        op = int(producer[storage])
+        if op < 0 or not generated[op] or not (may[storage] or inner[storage]):
+            continue
+        parts = [sources.get(each, frozenset((each,))) for each in reads[op] if each != storage]
+        given = (
+            None if reduces[step.ops.name[op]] or None in parts else frozenset().union(*filter(None, parts))
+        )
+        if inner[storage]:
+            sources[storage] = given
+        elif given is not None and len(given) <= _MOST_READS:
+            sources[storage] = found[storage] = given
     return found
 
 
-def _traffic(step: Step, kernel: I32, inner: npt.NDArray[np.bool_]) -> I64:
+def _writes(step: Step, kernel: I32, nowhere: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return (n,) which kernels, by number, write a result."""
+    found = np.zeros(step.ops.n, bool)
+    found[kernel[step.storages.producer[(step.storages.producer >= 0) & ~nowhere]]] = True
+    found[kernel[step.uses.op[(step.uses.mode > 0) & ~nowhere[step.uses.storage]]]] = True
+    return found
+
+
+def _traffic(
+    step: Step, kernel: I32, nowhere: npt.NDArray[np.bool_], again: dict[int, frozenset[int]]
+) -> I64:
     """Return (n,) bytes that each kernel reads from others and writes for them, by its number."""
     found = np.zeros(step.ops.n, np.int64)
-    mine = kernel[step.uses.op].astype(np.int64)
-    pairs = np.unique(np.stack([mine, step.uses.storage]), axis=1)
-    made_here = np.append(kernel, -1)[step.storages.producer[pairs[1]]] == pairs[0]
-    np.add.at(found, pairs[0], np.where(made_here, 0, step.storages.bytes[pairs[1]]))
-    kept = np.flatnonzero((step.storages.producer >= 0) & ~inner)
+    made_by = np.append(kernel, -1)[step.storages.producer].tolist()
+    n_bytes = step.storages.bytes.tolist()
+    reads: set[tuple[int, int]] = set()
+    for number, storage in zip(kernel[step.uses.op].tolist(), step.uses.storage.tolist(), strict=True):
+        instead = again.get(storage) if made_by[storage] != number else None
+        reads.update((number, each) for each in ((storage,) if instead is None else instead))
+    for number, storage in reads:
+        if made_by[storage] != number and not nowhere[storage]:
+            found[number] += n_bytes[storage]
+    kept = np.flatnonzero((step.storages.producer >= 0) & ~nowhere)
     np.add.at(found, kernel[step.storages.producer[kept]], step.storages.bytes[kept])
     return found

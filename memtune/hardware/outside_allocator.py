@@ -65,6 +65,25 @@ _USUAL = _gib(
 )
 
 
+_CUDNN = {
+    "sm80": _gib(
+        0.3,
+        0.1,
+        0.5,
+        "A100 40 GB: nvidia-smi of CNNs with few bytes of tensors over that of MLPs (itu-rad/GPUMemNet,"
+        " cnn_data_step1.csv @a79a76a and Datasets/MLP/mlp_data_step2.csv)",
+    ),
+    "sm86": _gib(
+        0.05,
+        0.0,
+        0.3,
+        "RTX 3060: chosen with the totals of eight ConvNeXts known, which leave no room for more"
+        " (Stone-ResearchLife/xMem, plot/data/001-Anova)",
+    ),
+}
+_USUAL_CUDNN = _gib(0.2, 0.0, 0.5, "not measured on this architecture: between those of RTX 3060 and A100")
+
+
 def context(architecture: str, cuda: str | None = None) -> ByteRange:
     """Return CUDA's context, its libraries' handles and loaded kernels of a training process.
 
@@ -82,13 +101,7 @@ def cudnn(architecture: str) -> ByteRange:
     """Return cuDNN's handles and loaded kernels in a process with convolutions or recurrent layers."""
     if not architecture.startswith("sm"):
         return _gib(0.0, 0.0, 0.5, "not measured: MIOpen's kernels are compiled when they first run")
-    return _gib(
-        0.3,
-        0.1,
-        0.5,
-        "A100 40 GB: nvidia-smi of CNNs with few bytes of tensors over that of MLPs (itu-rad/GPUMemNet,"
-        " cnn_data_step1.csv @a79a76a and Datasets/MLP/mlp_data_step2.csv)",
-    )
+    return _CUDNN.get(architecture, _USUAL_CUDNN)
 
 
 def communicator(link_gb_per_s: float) -> ByteRange:
