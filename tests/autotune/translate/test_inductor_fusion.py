@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.synthetic_steps import make_step
+
 from memtune.autotune.record.compiled import CompiledRecordings
+from memtune.autotune.translate import inductor_fusion
 from memtune.autotune.translate.translation import translate
 from memtune.compile import Compiling
 from memtune.hardware.spec import find
-from memtune.program.step import Phase, Recording, Resource
+from memtune.program.step import Phase, Recording, Resource, Step
 from memtune.workload.workload import Workload
 
 MODEL = """
@@ -40,3 +43,54 @@ def test_ops_between_two_products_run_as_one_kernel_without_intermediates(tmp_pa
     assert step.peak_bytes() < eager.at(4).peak_bytes()
     small = found.at(2)
     assert small.ops.traffic_bytes[runs].sum() < step.ops.traffic_bytes[runs].sum()
+
+
+NAMES = (
+    "aten.mm.default",
+    "aten.exp.default",
+    "aten.mul.Tensor",
+    "aten.full.default",
+    "aten.scatter.value",
+    "aten.amax.default",
+)
+OPS = (0, 1, 0, 2, 2, 0, 0, 3, 4, 2, 0)
+READS = {1: [0], 2: [0], 3: [1], 4: [1, 2], 5: [3], 6: [4], 8: [7], 9: [8, 0], 10: [9]}
+"""Op → what it reads; op n makes storage n. Ops 3 and 4 read the exponential of a product, the latter in a
+kernel of its own, because it waits for another product; op 8 scatters a constant into a constant.
+"""
+
+
+def fused_step(names: tuple[str, ...] = NAMES) -> Step:
+    uses = [(op, storage) for op, storages in READS.items() for storage in storages]
+    step = make_step(
+        len(OPS),
+        len(OPS),
+        names=names,
+        modules=("", "model"),
+        ops_name=OPS,
+        ops_module=[1] * len(OPS),
+        ops_call=[0] * len(OPS),
+        storages_bytes=[100, 200, 100, 50, 50, 10, 10, 400, 400, 50, 10],
+        storages_producer=range(len(OPS)),
+        uses_op=[op for op, _ in uses],
+        uses_storage=[storage for _, storage in uses],
+    )
+    return inductor_fusion._fused(step, whole_model=True)
+
+
+def test_elementwise_results_are_computed_again_instead_of_written() -> None:
+    step = fused_step()
+    assert step.storages.bytes[1] == 0
+    assert step.ops.traffic_bytes[[3, 4]].tolist() == [100 + 50, 100 + 100 + 50]
+    reduced = fused_step(tuple(name.replace("exp", "amax") for name in NAMES))
+    assert reduced.storages.bytes[1] == 200
+    assert reduced.ops.traffic_bytes[4] == 200 + 100 + 50
+
+
+def test_constants_scattered_into_constants_are_generated_code() -> None:
+    step = fused_step()
+    assert step.storages.bytes[[7, 8]].tolist() == [0, 0]
+    assert (step.ops.resource[[7, 8]] == Resource.NOTHING).all()
+    assert step.ops.traffic_bytes[9] == 100 + 50
+    other = fused_step(tuple(name.replace("full", "rand") for name in NAMES))
+    assert other.storages.bytes[[7, 8]].tolist() == [400, 400]
