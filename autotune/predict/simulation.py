@@ -63,9 +63,9 @@ KINDS = {
 ACTIVATIONS = "activations"
 """Temporaries that autograd saves for backward."""
 
-# Half-widths without any trial behind them. Peaks: what the recorder cannot see (kernel workspaces), and on
-# CUDA what differs from the CPU recording. Times: a roofline with table rates is seldom off by more than
-# these factors.
+# Ranges of true over predicted values without any trial behind them. Peaks: what differs from the CPU
+# recording on CUDA; nine of ten published measurements of allocated bytes lie within (`make bench-published`,
+# column "measured/predicted, nine of ten"). Times: a roofline is seldom off by more than these factors.
 UNCALIBRATED_PEAK = (0.9, 1.1)
 UNCALIBRATED_RESERVED = (0.9, 1.1)
 UNCALIBRATED_STEP = (0.4, 2.5)

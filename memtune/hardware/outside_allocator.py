@@ -98,9 +98,7 @@ def context(architecture: str, cuda: str | None = None) -> ByteRange:
 
 
 def cudnn(architecture: str) -> ByteRange:
-    """Return cuDNN's handles and loaded kernels in a process with convolutions or recurrent layers."""
-    if not architecture.startswith("sm"):
-        return _gib(0.0, 0.0, 0.5, "not measured: MIOpen's kernels are compiled when they first run")
+    """Return handles and loaded kernels of cuDNN, on AMD of MIOpen, in a process that runs any of them."""
     return _CUDNN.get(architecture, _USUAL_CUDNN)
 
 

@@ -71,3 +71,12 @@ def test_factors_hold_nine_of_ten_and_each_source_is_judged_by_the_others() -> N
     low, high = published_gpu.factors(rows, "allocated")
     assert 0.97 < low < high < 1.01
     assert published_gpu.held_by_others(rows, "allocated") == 0.0
+
+
+def test_ranges_without_trials_hold_what_the_committed_results_show() -> None:
+    from memtune.autotune.predict.simulation import UNCALIBRATED_PEAK, UNCALIBRATED_RESERVED
+
+    found = json.loads((BENCHMARKS / "results/published-gpu.json").read_text())["summary"]
+    for column, (low, high) in (("allocated", UNCALIBRATED_PEAK), ("reserved", UNCALIBRATED_RESERVED)):
+        if found[column].get("factors"):
+            assert low <= found[column]["factors"][0] <= found[column]["factors"][1] <= high

@@ -26,5 +26,7 @@ def test_every_value_is_inside_its_range(name: str) -> None:
     for value, (low, high) in (
         (found.context_bytes, found.context_range),
         (found.communicator_bytes, found.communicator_range),
+        (found.cudnn_bytes, found.cudnn_range),
     ):
-        assert 0 < low <= value <= high
+        assert 0 <= low <= value <= high
+        assert value > 0
