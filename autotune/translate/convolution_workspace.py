@@ -38,7 +38,8 @@ def estimated_workspaces(step: Step, hints: Hints, architecture: str) -> tuple[I
         if op >= len(hints.signatures) or not hints.signatures[op]:
             continue
         is_tf32 = int(step.ops.precision[op]) == Precision.TF32
-        n_bytes = _workspace_bytes(*json.loads(hints.signatures[op])[:2], capability, is_tf32=is_tf32)
+        name, arguments = json.loads(hints.signatures[op])[:2]
+        n_bytes = _workspace_bytes(str(name), arguments, capability, is_tf32=is_tf32)
         if n_bytes:
             ops.append(op)
             sizes.append(n_bytes)
@@ -64,7 +65,7 @@ def _workspace_bytes(name: str, arguments: Sequence[Any], capability: int, *, is
         filters = weight[1][0]
     itemsize = _ITEMSIZE[dtype]
     wide = _LOAD_BYTES // itemsize
-    values = shape[0] * (
+    values: int = shape[0] * (
         _up(channels, wide) * math.prod(shape[2:]) + _up(filters, wide) * math.prod(out)
     ) + math.prod(weight[1])
     return itemsize * values
