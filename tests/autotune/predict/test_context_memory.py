@@ -13,7 +13,6 @@ from memtune.errors import EnvironmentFault
 from memtune.hardware.calibration_cache import Calibration
 from memtune.hardware.spec import find, with_measured
 
-
 ON = torch.device("meta")
 
 
