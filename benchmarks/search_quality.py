@@ -5,7 +5,8 @@
 No GPU is used: each draw is a cluster whose true step times differ from the prediction by hidden factors,
 log-uniform from 0.5 to 2, on
 
-- `mechanism`: the seconds that each technique adds to the step of the same setting without it;
+- `mechanism`: the seconds that each technique adds to the step of the same setting without it, if it adds
+  any;
 - `simulated`: the ops of each mechanism (recomputation, optimizer, copies, links, host, SSDs), and the step
   is simulated again, so that what was hidden may become exposed (`RESIMULATED` draws);
 - `resource`: the seconds that each resource takes on the critical path;
@@ -34,6 +35,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ import optuna
 from search_cases import CASES, Pool, added_s, pool, simulated_s
 
 from memtune.autotune.predict import Calibration
-from memtune.autotune.search.trial_verdict import Measured, contenders, judge, undecided
+from memtune.autotune.search.trial_verdict import Measured, contenders, judge, racing
 from memtune.autotune.space import Observed, Proposer, Pruner, Scored, StepTimeModel, kinds
 from memtune.executors import TrialResult
 
@@ -242,18 +244,31 @@ def shipped(cases: Pool, cluster: Cluster, ran: Trials) -> Scored:
         for each in contenders([each for each in measured.values() if each.baseline], "throughput", 1)
         if each not in finalists
     ]
-    rounds: dict[Any, list[TrialResult]] = {each.choice: [] for each in finalists}
-    while len(finalists) > 1:
-        for choice in rounds:
-            rounds[choice].append(_result(scored[choice], cluster.measure(scored[choice])))
-        done = len(rounds[finalists[0].choice])
+    rounds: dict[Any, list[TrialResult | None]] = {each.choice: [] for each in finalists}
+    racers = [each.choice for each in finalists]
+    for done in range(1, _ROUNDS + _MORE_ROUNDS + 1):
+        for choice, results in rounds.items():
+            ran_now = choice in racers and len(racers) > 1
+            results.append(_result(scored[choice], cluster.measure(scored[choice])) if ran_now else None)
         finalists = [
-            Measured(
-                each.choice, (*each.results, *rounds[each.choice]), each.baseline, tuple(rounds[each.choice])
+            replace(
+                measured[each.choice],
+                results=(
+                    *measured[each.choice].results,
+                    *(result for result in rounds[each.choice] if result is not None),
+                ),
+                rounds=tuple(rounds[each.choice]),
             )
             for each in finalists
         ]
-        if done >= _ROUNDS and (done >= _ROUNDS + _MORE_ROUNDS or not undecided(finalists, "throughput")):
+        if done >= _ROUNDS:
+            left = racing(
+                [each for each in finalists if each.choice in racers],
+                "throughput",
+                _ROUNDS + _MORE_ROUNDS - done,
+            )
+            racers = [each.choice for each in left]
+        if len(racers) < 2:
             break
     verdict = judge(finalists, "throughput")
     assert verdict is not None

@@ -4,14 +4,17 @@
     python benchmarks/search_quality_cpu.py measure CASE [--rounds 3] [--folder DIR]
     python benchmarks/search_quality_cpu.py replay [--draws 20] [--json FILE] [--markdown FILE]
 
-`make` writes `DIR/CASE.json`: the settings with the best predictions, the best one of every technique, and
-the baselines, all within the budget. A baseline runs first, with the clocks of a search's first trial, and
-what it measured corrects the predictions. `measure` runs every setting of the pool in a process of its own,
-in alternating rounds, and adds the times; the machine should be idle.
+A case is a workload on one or two ranks. `make` writes `DIR/CASE.json`: for each budget the settings
+with the best predictions, the best one of every technique, and the baselines, all within the budget; a
+setting that several budgets share stands there once. The first baseline runs with the clocks of a search's
+first trial, and the result corrects the predictions.
 
-`replay` searches the stored pools: a trial draws one of the rounds of its setting, and regret is the median
-of the shipped setting's rounds over that of the best one's, minus 1. Searchers and shipping rules are those
-of `search_quality.py`.
+`measure` runs every setting in a process of its own; later rounds repeat, in alternating order, those that
+are within `CONTENDER` of the fastest one of a budget. The machine should be idle.
+
+`replay` searches the stored pool of each budget: a trial draws one of the rounds of its setting, and regret
+is the median of the shipped setting's rounds over that of the best one's, minus 1. Searchers and shipping
+rules are those of `search_quality.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from memtune.autotune.predict.simulation import Interval
 from memtune.autotune.predict.time_breakdown import OpTime
 from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.driver import trial_config
-from memtune.autotune.search.preparation import prepare
+from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.search.trials import make_executor
 from memtune.autotune.space import Choice, Scored, SearchOptions, kinds, predict_again
 from memtune.executors import Executor, Trial, TrialResult
@@ -51,28 +54,27 @@ _SEARCHERS = ("memtune", "predictions in order", "random", "TPE", "full + fsdp b
 
 
 class Case(NamedTuple):
-    """A workload on this machine; the budget is a fraction of the peak of the plain step, None without."""
+    """A workload on this machine."""
 
     model: str
     ranks: int
-    budget: float | None
     environment: dict[str, str]
+    budgets: tuple[float | None, ...] = (0.5, 0.8, None)
+    """Fractions of the peak of the plain step; None is no limit."""
 
 
 def _gpt(**values: int) -> dict[str, str]:
     return {f"MEMTUNE_GPT_{name}": str(value) for name, value in values.items()}
 
 
-_DEEP = _gpt(LAYERS=12, DIM=192, SEQ=64, BATCH=8)
-_WIDE = _gpt(LAYERS=3, DIM=512, SEQ=32, BATCH=4)
-_LONG = _gpt(LAYERS=4, DIM=128, SEQ=512, BATCH=4)
 _MODELS = "benchmarks/predict_models"
+CONTENDER = 0.15
 CASES = {
-    f"{name}-{ranks}r-{budget or 1:.0%}".replace("%", ""): Case(model, ranks, budget, environment)
+    f"{name}-{ranks}r": Case(model, ranks, environment)
     for name, model, environment in (
-        ("gpt-deep", "examples/gpt.py", _DEEP),
-        ("gpt-wide", "examples/gpt.py", _WIDE),
-        ("gpt-long", "examples/gpt.py", _LONG),
+        ("gpt-deep", "examples/gpt.py", _gpt(LAYERS=12, DIM=192, SEQ=64, BATCH=8)),
+        ("gpt-wide", "examples/gpt.py", _gpt(LAYERS=3, DIM=512, SEQ=32, BATCH=4)),
+        ("gpt-long", "examples/gpt.py", _gpt(LAYERS=4, DIM=128, SEQ=512, BATCH=4)),
         ("vit", f"{_MODELS}/vit.py", {}),
         ("lora", f"{_MODELS}/lora.py", {}),
         ("moe", f"{_MODELS}/moe.py", {}),
@@ -80,20 +82,70 @@ CASES = {
         ("convnext", f"{_MODELS}/convnext.py", {}),
     )
     for ranks in (1, 2)
-    for budget in (0.5, 0.8, None)
-}
+} | {"demo": Case("examples/gpt.py", 2, {}, (0.928,))}
 
 
 def make(name: str) -> dict[str, Any]:
-    """Return the pool of a case, with predictions before and after the first trial."""
+    """Return the pools of a case, with predictions before and after the first trial."""
     case = CASES[name]
     os.environ.update(case.environment)
     options = SearchOptions(workload=str(ROOT / case.model), device="cpu", ranks=case.ranks)
     setup = prepare(options)
     plain = baselines(setup.scorer, setup.global_batch)[0][0].scored
-    budget = case.budget and round(case.budget * setup.scorer.refined(plain).prediction.peak_allocated_bytes)
-    if budget is not None:
-        setup = prepare(replace(options, budget_bytes=budget))
+    plain_bytes = setup.scorer.refined(plain).prediction.peak_allocated_bytes
+    rows: dict[str, dict[str, Any]] = {}
+    pools, refined = [], []
+    for fraction in case.budgets:
+        budget = fraction and round(fraction * plain_bytes)
+        if budget is not None:
+            setup = prepare(replace(options, budget_bytes=budget))
+        pool, known = _pool(setup, budget)
+        ids = {}
+        for key, each in pool.items():
+            config = trial_config(setup, each.choice).document()
+            # A plan may depend on the budget: the whole document tells settings apart.
+            same = rows.setdefault(
+                json.dumps(config["settings"], sort_keys=True)
+                + json.dumps(config.get("plan"), sort_keys=True),
+                {
+                    "id": len(rows),
+                    "key": key,
+                    "config": config,
+                    "summary": each.choice.summary,
+                    "status": "ok",
+                    "step_s": [],
+                    "other_load": [],
+                    "predicted_before_s": each.prediction.step_s,
+                },
+            )
+            ids[key] = same["id"]
+        pools.append(
+            {
+                "budget": fraction,
+                "budget_bytes": budget,
+                "ids": sorted(ids.values()),
+                "baselines": {ids[key]: name for key, name in known.items()},
+            }
+        )
+        refined.append((setup, pool, ids))
+    settings = list(rows.values())
+    found: dict[str, Any] = {"case": name, "hardware": setup.hardware.title, "settings": settings}
+    first = min((settings[i] for i in pools[-1]["baselines"]), key=lambda each: each["predicted_before_s"])
+    executor = make_executor("local", device="cpu", ranks=case.ranks)
+    try:
+        taught = _run(executor, case, first, clock_ops=True)
+    finally:
+        executor.close()
+    for setup, pool, ids in refined:
+        setup.scorer.learn(taught.op_times, taught.rates)
+        predict_again(pool, setup.scorer)
+        for key, i in ids.items():
+            settings[i]["prediction"] = _plain(pool[key].prediction)
+    return found | {"pools": pools, "rates": taught.rates, "other_load": taught.other_load}
+
+
+def _pool(setup: Setup, budget: int | None) -> tuple[dict[str, Scored], dict[str, str]]:
+    """Return the settings of one budget by key, and the names of the baselines among them."""
     scores = setup.score(0)
     fits = [each for each in scores.by_key.values() if _fits(each, budget)]
     fits.sort(key=lambda each: each.rank("throughput"))
@@ -102,51 +154,22 @@ def make(name: str) -> dict[str, Any]:
     wanted = [*(each.scored for each in known), *fits[:_POOL], *best_of_kind.values()]
     pool = {each.key: setup.scorer.refined(each) for each in {one.key: one for one in wanted}.values()}
     pool = {key: each for key, each in pool.items() if _fits(each, budget)}
-    before = {key: each.prediction.step_s for key, each in pool.items()}
-    found: dict[str, Any] = {
-        "case": name,
-        "budget_bytes": budget,
-        "hardware": setup.hardware.title,
-        "baselines": {each.scored.key: each.name for each in known},
-        "settings": [
-            {
-                "key": key,
-                "config": trial_config(setup, each.choice).document(),
-                "summary": each.choice.summary,
-                "status": "ok",
-                "step_s": [],
-                "other_load": [],
-                "predicted_before_s": before[key],
-                "prediction": _plain(each.prediction),
-            }
-            for key, each in pool.items()
-        ],
-    }
-    first = min((each.scored.key for each in known), key=lambda key: before[key])
-    row = next(each for each in found["settings"] if each["key"] == first)
-    executor = make_executor("local", device="cpu", ranks=case.ranks)
-    try:
-        taught = _run(executor, found, row, clock_ops=True)
-    finally:
-        executor.close()
-    setup.scorer.learn(taught.op_times, taught.rates)
-    predict_again(pool, setup.scorer)
-    for each in found["settings"]:
-        each["prediction"] = _plain(pool[each["key"]].prediction)
-    return found | {"first": first, "rates": taught.rates, "other_load": taught.other_load}
+    return pool, {each.scored.key: each.name for each in known if each.scored.key in pool}
 
 
 def measure(found: dict[str, Any], keep: Callable[[], None]) -> None:
-    """Run every setting of a pool once more that has not failed; `keep` writes the pool after each."""
+    """Run one more round; `keep` writes the pool after each trial."""
     case = CASES[found["case"]]
     os.environ.update(case.environment)
     executor = make_executor("local", device="cpu", ranks=case.ranks)
-    least = min(len(each["step_s"]) for each in found["settings"] if each["status"] == "ok")
+    wanted = {i for pool in found["pools"] for i in _contenders(found, pool["ids"])}
+    rows = [each for each in found["settings"] if each["id"] in wanted]
+    least = min(len(each["step_s"]) for each in rows)
     try:
-        for row in found["settings"]:
-            if row["status"] != "ok" or len(row["step_s"]) > least:
+        for row in rows if least % 2 == 0 else reversed(rows):
+            if len(row["step_s"]) > least:
                 continue
-            result = _run(executor, found, row)
+            result = _run(executor, case, row)
             row["status"] = result.status
             if result.step_s is None:
                 row["reason"] = result.reason
@@ -159,22 +182,33 @@ def measure(found: dict[str, Any], keep: Callable[[], None]) -> None:
         executor.close()
 
 
+def _contenders(found: dict[str, Any], ids: list[int]) -> list[int]:
+    """Return what has not run yet, and what is within `CONTENDER` of the fastest of these settings."""
+    rows = [each for each in found["settings"] if each["id"] in ids and each["status"] == "ok"]
+    if any(not each["step_s"] for each in rows):
+        return [each["id"] for each in rows if not each["step_s"]]
+    per_sample = {each["id"]: statistics.median(each["step_s"]) / _samples(each) for each in rows}
+    limit = min(per_sample.values(), default=0.0) * (1 + CONTENDER)
+    return [i for i, value in per_sample.items() if value <= limit]
+
+
+def _samples(row: dict[str, Any]) -> float:
+    """Return the samples of one step."""
+    return float(row["prediction"]["samples_per_s"] * row["prediction"]["step_s"])
+
+
 def _fits(scored: Scored, budget: int | None) -> bool:
     return budget is None or scored.prediction.peak_allocated_bytes <= budget
 
 
-def _run(
-    executor: Executor, found: dict[str, Any], row: dict[str, Any], *, clock_ops: bool = False
-) -> TrialResult:
-    case, settings = CASES[found["case"]], row["config"]["settings"]
-    expected = row["prediction"]["step_s"]
+def _run(executor: Executor, case: Case, row: dict[str, Any], *, clock_ops: bool = False) -> TrialResult:
+    settings, expected = row["config"]["settings"], row["predicted_before_s"]
     trial = Trial(
         number=0,
         workload=str(ROOT / case.model),
         config=row["config"],
         device="cpu",
         ranks=case.ranks,
-        budget_bytes=found["budget_bytes"],
         steps=min(max(round(_MEASURE_S / expected), _STEPS[0]), _STEPS[1]),
         clock_ops=clock_ops,
         fingerprint=False,
@@ -214,25 +248,27 @@ class _Exact:
         return scored
 
 
-def replay(stored: dict[str, Any], draws: int) -> dict[str, Any]:
-    """Search a stored pool with each searcher; return regrets and the errors of the predictions."""
+def replay(stored: dict[str, Any], pool: dict[str, Any], draws: int) -> dict[str, Any]:
+    """Search the stored pool of a budget with each searcher; return regrets and errors of the predictions."""
+    budget = pool["budget_bytes"]
     rows = {
-        each["key"]: each for each in stored["settings"] if each["status"] == "ok" and len(each["step_s"]) > 1
+        each["key"]: each
+        for each in (stored["settings"][i] for i in pool["ids"])
+        if each["step_s"] and (budget is None or each["peak_bytes"] <= budget)
     }
     scored = {key: _scored(each) for key, each in rows.items()}
-    per_sample = {
-        key: 1 / (each.prediction.samples_per_s * each.prediction.step_s) for key, each in scored.items()
-    }
+    per_sample = {key: 1 / _samples(each) for key, each in rows.items()}
     rounds = {key: [each * per_sample[key] for each in row["step_s"]] for key, row in rows.items()}
     truth = {key: statistics.median(values) for key, values in rounds.items()}
-    first = [scored[key] for key in stored["baselines"] if key in scored]
+    known = {stored["settings"][int(i)]["key"] for i in pool["baselines"]}
+    first = [scored[key] for key in scored if key in known]
     first.sort(key=lambda each: each.rank_among_levels("throughput"))
     hand = [
         each for each in first if {kind for _, kind in kinds(each.choice)} in ({"full"}, {"full", "fsdp"})
     ]
     cases: Any = SimpleNamespace(
         scores=SimpleNamespace(by_key=scored),
-        setup=SimpleNamespace(budget_bytes=stored["budget_bytes"], scorer=_Exact()),
+        setup=SimpleNamespace(budget_bytes=budget, scorer=_Exact()),
         first=first,
         settings=[scored[key] for key in sorted(scored)],
         by_hand=hand[-1] if hand else None,
@@ -249,15 +285,19 @@ def replay(stored: dict[str, Any], draws: int) -> dict[str, Any]:
                     regret = truth[shipped(cases, machine, ran).key] / truth[best] - 1
                     found.setdefault(name, {}).setdefault(trials, []).append(regret)
     errors = {key: scored[key].prediction.step_s * per_sample[key] / truth[key] for key in scored}
+    before = {key: row["predicted_before_s"] * per_sample[key] / truth[key] for key, row in rows.items()}
     ordered = sorted(truth, key=lambda key: truth[key])
+    repeated = [each for each in rounds.values() if len(each) > 1]
     return {
         "case": stored["case"],
+        "budget": pool["budget"],
         "settings": len(scored),
         "best": rows[best]["summary"],
         "best_step_s": statistics.median(rows[best]["step_s"]),
-        "noise": statistics.median(
-            (max(each) - min(each)) / 2 / statistics.median(each) for each in rounds.values()
-        ),
+        "noise": statistics.median((max(each) - min(each)) / 2 / statistics.median(each) for each in repeated)
+        if repeated
+        else math.nan,
+        "median_error_before": statistics.median(abs(each - 1) for each in before.values()),
         "median_error": statistics.median(abs(each - 1) for each in errors.values()),
         "rank_correlation": _rank_correlation(
             [truth[key] for key in ordered], [errors[key] * truth[key] for key in ordered]
@@ -297,23 +337,36 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "# Regret of the shipped setting, measured on a CPU",
         "",
         "`python benchmarks/search_quality_cpu.py` (its docstring has the rules). Median / worst over the",
-        "draws of rounds; ranks and percent of the plain peak are in the case's name. Error and rank",
-        "correlation are those of the predictions after the first trial.",
+        "draws of rounds. Errors of the predictions before and after the first trial; the rank correlation",
+        "is of those after it.",
         "",
-        "| case | settings | best | step | noise | error | rank corr. | searcher | "
+        "| case | budget | settings | best | step | noise | error | rank corr. | searcher | "
         + " | ".join(f"{trials} trials" for trials in TRIALS)
         + " |",
-        "|---" * (8 + len(TRIALS)) + "|",
+        "|---" * (9 + len(TRIALS)) + "|",
     ]
     for row in rows:
         for name, by_trials in row["regret"].items():
             cells = [f"{each['median']:.1%} / {each['worst']:.1%}" for each in by_trials.values()]
             lines.append(
-                f"| {row['case']} | {row['settings']} | {row['best']} |"
-                f" {format_seconds(row['best_step_s'])} | {row['noise']:.1%} |"
-                f" {row['median_error']:.0%} | {row['rank_correlation']:.2f} | {name} |"
-                f" {' | '.join(cells)} |"
+                f"| {row['case']} | {'none' if row['budget'] is None else format(row['budget'], '.0%')} |"
+                f" {row['settings']} | {row['best']} | {format_seconds(row['best_step_s'])} |"
+                f" {row['noise']:.1%} | {row['median_error_before']:.0%}, {row['median_error']:.0%} |"
+                f" {row['rank_correlation']:.2f} | {name} | {' | '.join(cells)} |"
             )
+    lines += [
+        "",
+        "| searcher | " + " | ".join(f"{trials} trials" for trials in TRIALS) + " |",
+        "|---" * 4 + "|",
+    ]
+    for name in _SEARCHERS:
+        of = [row["regret"][name] for row in rows if name in row["regret"]]
+        cells = [
+            f"{statistics.median(each[trials]['median'] for each in of):.1%} /"
+            f" {max(each[trials]['worst'] for each in of):.1%}"
+            for trials in TRIALS
+        ]
+        lines.append(f"| {name}, all {len(of)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -349,11 +402,8 @@ def main() -> None:
                 measure(found, partial(_write, file, found))
         return
     files = sorted(asked.folder.glob("*.json"))
-    rows = [
-        replay(json.loads(file.read_text()), asked.draws)
-        for file in files
-        if not asked.cases or file.stem in asked.cases
-    ]
+    stored = [json.loads(file.read_text()) for file in files if not asked.cases or file.stem in asked.cases]
+    rows = [replay(each, pool, asked.draws) for each in stored for pool in each["pools"]]
     text = markdown(rows)
     print(text)
     if asked.json:

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.autotune.record.batch_equivalence import batch_is_lossless
+    from memtune.autotune.record.batch_equivalence import (
+        batch_is_lossless,
+        coupled_samples,
+        parameter_bytes,
+        takes_too_long,
+    )
     from memtune.autotune.record.compiled import CompiledRecordings
     from memtune.autotune.record.mixed_precision import PrecisionRecordings
     from memtune.autotune.record.recorder import (
@@ -29,8 +34,11 @@ __all__ = [
     "Session",
     "Trace",
     "batch_is_lossless",
+    "coupled_samples",
     "error_line",
+    "parameter_bytes",
     "record",
     "start_session",
     "step_of",
+    "takes_too_long",
 ]

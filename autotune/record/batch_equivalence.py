@@ -6,20 +6,28 @@ other numbers for a half; everything else is in training mode, so that BatchNorm
 in float64 if the model allows it. The tolerance is half of the digits of its dtype: a sum of n terms in
 another order differs by about √n roundings, which reaches half of the digits only at n = 1/u terms (u: one
 rounding).
+
+A large model is compared with two blocks of each class: the other blocks run the same code. Its parameters
+are drawn here, so that the time and the memory of the whole model are not needed. Where even that takes too
+long, only ops that are known to couple samples are looked for; trials compare losses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from memtune.errors import MemtuneError
 from memtune.hardware import cpu_threads
 from memtune.offload.optimizer import available_bytes
+from memtune.program import Kind, Recording
 from memtune.runtime import no_dropout
 from memtune.technique import Reason
 from memtune.units import format_bytes
@@ -27,12 +35,23 @@ from memtune.workload import Workload, map_tensors, split_batch
 
 SAMPLES = 4
 _COPIES = 6  # parameters and three gradients, in a dtype up to twice as wide, at the least
+_LARGE_BYTES = 1 << 28
+"""Parameters above which blocks that repeat are left out."""
+_OF_A_CLASS = 2
+_MOST_FLOPS = 4e12
+"""FLOPs of a comparison, about a minute on two cores in float64."""
+_SPREAD = 0.02
+"""Standard deviation of drawn parameters, as of GPT-2's."""
 
 Gradients = list[Tensor | None]
 
 
 def batch_is_lossless(
-    workload: Workload, *, parameter_bytes: int = 0, threads: int | None = None
+    workload: Workload,
+    *,
+    parameter_bytes: int = 0,
+    blocks: Sequence[str] = (),
+    threads: int | None = None,
 ) -> Reason | None:
     """Compare real gradients on the CPU; return None, or why the micro-batch must not change.
 
@@ -40,21 +59,128 @@ def batch_is_lossless(
         workload: The user's model, batch and loss.
         parameter_bytes: Of the model, to check first whether the comparison fits into host memory; 0 skips
             that.
+        blocks: Qualified names of the blocks that repeat; a large model is compared with two of each class.
         threads: CPU threads to use; None for torch's number. On a busy machine, many threads wait for each
             other.
     """
-    needed, free = _COPIES * parameter_bytes, available_bytes()
-    if free is not None and needed > free:
-        room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
-        return _not_compared(room)
     with torch.random.fork_rng(devices=[]), cpu_threads(threads):
+        if blocks and parameter_bytes > _LARGE_BYTES:
+            try:
+                return _check(workload, _short_model(workload, blocks))
+            except (MemtuneError, RuntimeError, TypeError, NotImplementedError, LookupError):
+                pass  # its code needs every block, or parameters with the values that it gave them
+        if (room := _no_room(parameter_bytes)) is not None:
+            return room
         torch.manual_seed(0)
-        model = workload.build_model().train()
-        batch = workload.make_batch(SAMPLES)
-        halves = split_batch(batch, 2, SAMPLES)
-        if isinstance(halves, str):
-            return _not_compared(halves)
-        return _compare(model, workload.loss, batch, halves)
+        return _check(workload, workload.build_model())
+
+
+def takes_too_long(recording: Recording) -> bool:
+    """Return whether a comparison of gradients has too many FLOPs for a search or plan to wait for it."""
+    step = recording.step
+    seen: Counter[str] = Counter()
+    kept = np.ones(len(step.blocks) + 1, bool)  # the last entry is for ops outside of the blocks
+    for i, name in enumerate(step.blocks):
+        parent = name.rpartition(".")[0]
+        seen[parent] += 1
+        kept[i] = seen[parent] <= _OF_A_CLASS or parameter_bytes(recording) <= _LARGE_BYTES
+    per_sample = float(step.ops.flops[kept[step.ops.block]].sum()) / recording.small
+    return 2 * SAMPLES * per_sample > _MOST_FLOPS
+
+
+def coupled_samples(recording: Recording) -> Reason | None:
+    """Return why the micro-batch must not change, by the names of the recorded ops alone."""
+    found = next((name for name in recording.step.names if "batch_norm" in name), None)
+    return None if found is None else Reason(f"{found} normalizes over the samples of a micro-batch")
+
+
+def parameter_bytes(recording: Recording) -> int:
+    """Return bytes of all parameters on the device, each storage once."""
+    storages = recording.step.storages
+    return int(storages.bytes[(storages.kind == Kind.PARAMETER) & (storages.producer < 0)].sum())
+
+
+def _no_room(parameter_bytes: int) -> Reason | None:
+    needed, free = _COPIES * parameter_bytes, available_bytes()
+    if free is None or needed <= free:
+        return None
+    room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
+    return _not_compared(room)
+
+
+def _check(workload: Workload, model: nn.Module) -> Reason | None:
+    model.train()
+    if (room := _no_room(sum(each.nbytes for each in model.parameters()))) is not None:
+        return room
+    torch.manual_seed(0)
+    batch = workload.make_batch(SAMPLES)
+    halves = split_batch(batch, 2, SAMPLES)
+    if isinstance(halves, str):
+        return _not_compared(halves)
+    return _compare(model, workload.loss, batch, halves)
+
+
+def _short_model(workload: Workload, blocks: Sequence[str]) -> nn.Module:
+    """Return the user's model with two of its blocks of each class and with parameters drawn here."""
+    with _parameters_on_meta():
+        model = workload.build_model()
+    children = defaultdict(set)
+    for name in blocks:
+        parent, _, child = name.rpartition(".")
+        children[parent].add(child)
+    for parent, names in children.items():
+        container = model.get_submodule(parent)
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            _shorten(container, names)
+    torch.manual_seed(0)
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                module._parameters[name] = memo.setdefault(id(parameter), _drawn(parameter))
+    return model
+
+
+def _shorten(container: nn.ModuleList | nn.Sequential, blocks: set[str]) -> None:
+    """Remove all but the first two blocks of each class."""
+    seen: Counter[type] = Counter()
+    extra = []
+    for place, (name, module) in enumerate(container.named_children()):
+        seen[type(module)] += name in blocks
+        if name in blocks and seen[type(module)] > _OF_A_CLASS:
+            extra.append(place)
+    for place in reversed(extra):
+        del container[place]
+
+
+def _drawn(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a real parameter like `parameter`: scales of norms near 1, all else near 0."""
+    center = 1.0 if parameter.ndim == 1 else 0.0
+    values = torch.normal(center, _SPREAD, parameter.shape).to(parameter.dtype)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it, so that its initial values cost
+    nothing; buffers and all else are real.
+    """
+    register = nn.Module.register_parameter
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the original, whose id stays taken then
+
+    def without_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            if id(parameter) not in moved:
+                empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                moved[id(parameter)] = (parameter, empty)
+            parameter = moved[id(parameter)][1]
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_values  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _not_compared(why: str) -> Reason:

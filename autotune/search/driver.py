@@ -96,6 +96,7 @@ class Driver:
         broken: Reason of the crashes that stopped the search.
         finalists: Keys of the choices that run again in alternating rounds; after one full round, only rounds
             decide.
+        raced_out: Those of them that have left the rounds, because the best one beats them.
         unit: One rounding of the dtype that the model computes in.
         reference: The trial whose losses others are compared with: the first baseline that fits, else the
             first trial.
@@ -118,6 +119,7 @@ class Driver:
         self.tried: set[str] = set()
         self._struck: set[frozenset[Kind]] = set()
         self.finalists: set[str] = set()
+        self.raced_out: set[str] = set()
         self.stopped = self.broken = ""
         self._sampler, self._executor, self._log = sampler, executor, log
         self.reference: FinishedTrial | None = None
@@ -162,10 +164,12 @@ class Driver:
             key: [each.result for each in group if each.job.role == "repeat"] for key, group in groups.items()
         }
         # Only whole rounds: in a round each finalist met the same state of the machine.
-        complete = min((len(repeats.get(key, ())) for key in self.finalists - rejected), default=0)
-        finalists = [repeats[key] for key in self.finalists - rejected] if complete else []
+        racing = self.finalists - rejected - self.raced_out
+        complete = min((len(repeats.get(key, ())) for key in racing), default=0)
         quiet = [
-            turn for turn in range(complete) if not any(self.is_disturbed(each[turn]) for each in finalists)
+            turn
+            for turn in range(complete)
+            if not any(self.is_disturbed(repeats[key][turn]) for key in racing)
         ]
         counted = quiet if len(quiet) >= _QUIET_ROUNDS else range(complete)
         return [
@@ -173,7 +177,9 @@ class Driver:
                 group[0].job.scored.choice,
                 tuple(each.result for each in group),
                 baseline=next((each.job.name for each in group if each.job.role == "baseline"), ""),
-                rounds=tuple(repeats[key][turn] for turn in counted) if key in self.finalists else (),
+                rounds=tuple(repeats[key][turn] if turn < len(repeats[key]) else None for turn in counted)
+                if key in self.finalists
+                else (),
             )
             for key, group in groups.items()
         ]

@@ -19,8 +19,11 @@ from memtune.autotune.record import (
     CompiledRecordings,
     PrecisionRecordings,
     batch_is_lossless,
+    coupled_samples,
+    parameter_bytes,
     record,
     start_session,
+    takes_too_long,
 )
 from memtune.autotune.record_parallel import CutRecordings
 from memtune.autotune.space import (
@@ -47,7 +50,7 @@ from memtune.executors import Probing, probe
 from memtune.hardware import Device, Hardware, LoadMeter, threads_per_rank, usable_cores
 from memtune.memory import WorkspaceTable, cpu_allocator, op_of
 from memtune.offload.optimizer import available_bytes
-from memtune.program import Kind, Recording
+from memtune.program import Recording
 from memtune.search_spaces import null
 from memtune.ssd import offload_dir
 from memtune.technique import Reason, Target
@@ -58,6 +61,10 @@ _DEFAULT_SAMPLES = 8
 """Samples per rank and step if neither the workload nor the user specifies them."""
 _MOST_SAMPLES = 2**20
 _SCORED_PER_TRIAL = 50
+_NOT_COMPARED = (
+    "gradients of micro-batches were not compared on this machine, the model is too large: that they add up"
+    " to the batch's is assumed, and trials compare losses"
+)
 """Random candidates per trial that are scored, in addition to all pairs of kinds and the neighbours of the
 best: a search of few trials shall not score for longer than they take.
 """
@@ -105,14 +112,6 @@ class Setup:
         """Score the space with the simulator: of a large one more, the more `trials` will choose from it."""
         most = None if trials is None else _SCORED_PER_TRIAL * trials
         return score_all(self.space, self.scorer, self.goal, seed=seed, most_sampled=most)
-
-
-def parameter_bytes(recording: Recording) -> int:
-    """Return bytes of all parameters on the device, each storage once."""
-    step = recording.step
-    return int(
-        step.storages.bytes[(step.storages.kind == Kind.PARAMETER) & (step.storages.producer < 0)].sum()
-    )
 
 
 def prepare(
@@ -168,10 +167,17 @@ def prepare(
     recording = to_device(recorded)
     frozen: Reason | None = None
     checked = options.goal != "batch" and only is None
-    if checked:
+    if checked and takes_too_long(recorded):
+        frozen, checked = coupled_samples(recorded), False
+        if frozen is None:
+            recording = replace(recording, notes=(*recording.notes, _NOT_COMPARED))
+    elif checked:
         say("checking that micro-batches add up to the batch")
         frozen = batch_is_lossless(
-            workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks)
+            workload,
+            parameter_bytes=parameter_bytes(recording),
+            blocks=recording.step.blocks,
+            threads=_threads(options.ranks),
         )
     compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
     searches = load_searches(device) if options.gpu_type is None else []

@@ -25,7 +25,7 @@ from memtune.autotune.search.outcome import (
 )
 from memtune.autotune.search.predictions import predicted, timelines
 from memtune.autotune.search.study_store import RESULT, TIMELINES, StudyFolder
-from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, undecided
+from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, racing
 from memtune.autotune.space import (
     Choice,
     Proposer,
@@ -370,13 +370,16 @@ class Stages:
         by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
         jobs = [Job("repeat", by_choice[each.choice], each.baseline) for each in best]
         driver.finalists = {job.scored.key for job in jobs}
-        rounds = driver.options.repeats
+        rounds = least = driver.options.repeats
         self._run_rounds(jobs, rounds)
-        while (
-            1 < rounds < driver.options.repeats + _MORE_ROUNDS
-            and undecided([each for each in driver.measured() if each.rounds], goal)
-            and not self._out_of_time()
-        ):
+        while least > 1 and not self._out_of_time() and not driver.stopped:
+            racers = {job.scored.choice for job in jobs}
+            in_rounds = [each for each in driver.measured() if each.rounds and each.choice in racers]
+            wanted = {each.choice for each in racing(in_rounds, goal, least + _MORE_ROUNDS - rounds)}
+            if not wanted:
+                break
+            driver.raced_out |= {job.scored.key for job in jobs if job.scored.choice not in wanted}
+            jobs = [job for job in jobs if job.scored.choice in wanted]
             rounds += 1
             self._run_rounds(jobs, rounds)
         self._note_drift()

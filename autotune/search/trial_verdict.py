@@ -7,10 +7,10 @@ Rules:
 2. Once the finalists have run again in alternating rounds, only those rounds count: each round measures every
   finalist, so a machine that slowed down meanwhile has slowed all of them. The time of a finalist in a round
   is the lower quartile of its steps; rounds in which others used the machine do not count if enough are left.
-  The logarithms of the times are modelled as finalist + round + noise, and a finalist beats another if the
-  interval of the difference excludes 0. All comparisons of a search together are wrong with a probability of
-  at most `ERROR_RATE` (two-way analysis of variance without replication; Student's t, Bonferroni over the
-  comparisons).
+  The logarithms of the times are modelled as finalist + round + noise (least squares), and a finalist beats
+  another if the interval of the difference excludes 0. The comparisons with the best finalist together are
+  wrong with a probability of at most `ERROR_RATE` (Student's t, Bonferroni over the comparisons). A finalist
+  that the best one beats leaves the rounds, so that later rounds cost less.
 3. Without rounds a difference below the spread of the steps, plus the change of the machine that a reference
   op shows between the trials, is a tie.
 4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then fewer changed knobs.
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import stdtrit
 
 from memtune.autotune.space import Choice, Goal
@@ -53,9 +54,9 @@ class Measured:
     choice: Choice
     results: tuple[TrialResult, ...]
     baseline: str = ""
-    rounds: tuple[TrialResult, ...] = ()
-    """Those of `results` that ran in alternation with the other finalists; times come from them if there are
-    any.
+    rounds: tuple[TrialResult | None, ...] = ()
+    """Those of `results` that ran in alternation with the other finalists, by round: None where it had left.
+    Times come from them if there are any.
     """
 
     @property
@@ -70,7 +71,7 @@ class Measured:
         Without rounds the median over trials of each one's median.
         """
         if len(self.rounds) >= 2:
-            return statistics.geometric_mean(_undisturbed_s(each) for each in self.rounds)
+            return statistics.geometric_mean(_undisturbed_s(each) for each in self._timed())
         return statistics.median(_middle(each) for each in self._timed())
 
     @property
@@ -102,13 +103,17 @@ class Measured:
         return self.spread_s / self.samples_per_step if goal == "throughput" else 0.0
 
     def per_round(self, goal: Goal) -> list[float]:
-        """Return the value in each round; empty without rounds, or if rounds make no difference."""
+        """Return the value in each round, NaN where it had left; empty without rounds, or if rounds make no
+        difference.
+        """
         if goal != "throughput":
             return []
-        return [_undisturbed_s(each) / self.samples_per_step for each in self.rounds]
+        return [
+            math.nan if each is None else _undisturbed_s(each) / self.samples_per_step for each in self.rounds
+        ]
 
     def _timed(self) -> tuple[TrialResult, ...]:
-        return self.rounds or self.results
+        return tuple(each for each in self.rounds if each is not None) or self.results
 
 
 def _steps(result: TrialResult) -> list[float]:
@@ -166,7 +171,7 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
         return None
     # Finalists alone: times from outside of the rounds belong to another state of the machine.
     measured = [each for each in measured if each.rounds] or measured
-    winner, best = _simplest_of_the_best(measured, goal), min(measured, key=lambda each: each.value(goal))
+    winner, best = _simplest_of_the_best(measured, goal), _best(measured, goal)
     baselines = [each for each in measured if each.baseline]
     equal = "" if winner is best else f"; {_equal(winner, best, goal, measured)}"
     if winner.baseline:
@@ -197,13 +202,10 @@ def gain(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] =
         goal: The value to compare.
         among: All finalists, whose rounds tell the noise; the two alone by default.
     """
-    mine, others = one.per_round(goal), other.per_round(goal)
-    finalists = [each.per_round(goal) for each in among or (one, other)]
-    finalists = [each for each in finalists if len(each) == len(mine)]
-    if len(mine) >= 2 and len(mine) == len(others) and len(finalists) >= 2:
-        log = statistics.fmean(math.log(b / a) for a, b in zip(mine, others, strict=True))
-        half = _half_width(np.log(np.array(finalists)))
-        return Gain(log, log - half, log + half)
+    finalists = list(among or (one, other))
+    fit = _fit([each.per_round(goal) for each in finalists])
+    if fit is not None and one in finalists and other in finalists:
+        return fit.gain(finalists.index(one), finalists.index(other))
     a, b = one.value(goal), other.value(goal)
     log = math.log(b / a) if a > 0 and b > 0 else float(b - a)
     # A negated micro-batch has no logarithm: its difference decides.
@@ -223,15 +225,59 @@ def _change(one: Measured, other: Measured) -> float:
     return abs(math.log(statistics.median(mine) / statistics.median(others)))
 
 
-def _half_width(log_s: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> float:
-    """Return the half-width of the interval of a difference between two of the (finalists, rounds) rows."""
-    n, rounds = log_s.shape
+class _Fit(NamedTuple):
+    """Least squares of log time = finalist + round + noise, over the rounds that each finalist ran in."""
+
+    log_s: npt.NDArray[np.float64]
+    """(finalists,) estimates."""
+    covariance: npt.NDArray[np.float64]
+    """(finalists, finalists), in units of the variance of one measurement."""
+    noise: float
+    """Standard deviation of one measurement."""
+    freedom: int
+
+    def gain(self, one: int, other: int) -> Gain:
+        """Return the difference of two finalists."""
+        log = float(self.log_s[other] - self.log_s[one])
+        share = self.covariance[one, one] + self.covariance[other, other] - 2 * self.covariance[one, other]
+        half = self.quantile(self.freedom) * self.noise * math.sqrt(max(float(share), 0.0))
+        return Gain(log, log - half, log + half)
+
+    def quantile(self, freedom: int) -> float:
+        """Return the half-width of an interval in standard errors."""
+        return float(stdtrit(freedom, 1 - ERROR_RATE / (2 * (len(self.log_s) - 1))))
+
+
+def _fit(values: Sequence[Sequence[float]]) -> _Fit | None:
+    """Return the fit of (finalists, rounds) values, NaN where a finalist did not run; None if too few ran."""
+    n = len(values)
+    if n < 2 or len({len(each) for each in values}) != 1:
+        return None
+    table = np.log(np.array(values, np.float64))
+    row, turn = np.nonzero(np.isfinite(table))
+    turns = np.unique(turn)
+    freedom = len(row) - n - len(turns) + 1
+    if freedom < 1 or len(np.unique(row)) < n:
+        return None
+    design = np.zeros((len(row), n + len(turns)))
+    cells = np.arange(len(row))
+    design[cells, row] = 1.0
+    design[cells, n + np.searchsorted(turns, turn)] = 1.0
+    # A constant may move from all finalists to all rounds: the pseudo-inverse leaves differences unaffected.
+    inverse = np.linalg.pinv(design.T @ design).astype(np.float64)
+    found = inverse @ design.T @ table[row, turn]
     # The part that neither the finalist nor the round explains: two-way layout, no interaction.
-    residual = log_s - log_s.mean(axis=1, keepdims=True) - log_s.mean(axis=0) + log_s.mean()
-    freedom = (n - 1) * (rounds - 1)
-    noise = max(math.sqrt(float((residual**2).sum()) / freedom), _LEAST_NOISE)
-    # Two-sided, over the n - 1 comparisons with the best (Bonferroni).
-    return float(stdtrit(freedom, 1 - ERROR_RATE / (2 * (n - 1)))) * noise * math.sqrt(2 / rounds)
+    residual = table[row, turn] - design @ found
+    noise = max(math.sqrt(float(residual @ residual) / freedom), _LEAST_NOISE)
+    return _Fit(found[:n], inverse[:n, :n], noise, freedom)
+
+
+def _best(measured: Sequence[Measured], goal: Goal) -> Measured:
+    """Return the best of `measured`: of finalists by their rounds together."""
+    fit = _fit([each.per_round(goal) for each in measured])
+    if fit is None:
+        return min(measured, key=lambda each: each.value(goal))
+    return measured[int(np.argmin(fit.log_s))]
 
 
 def beats(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] = ()) -> bool:
@@ -239,15 +285,36 @@ def beats(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] 
     return gain(one, other, goal, among).low > 0
 
 
-def undecided(finalists: Sequence[Measured], goal: Goal) -> bool:
-    """Return whether another round is worthwhile: a finalist may still be better than the best, or equal it,
-    and the interval is wide.
+def racing(finalists: Sequence[Measured], goal: Goal, rounds_left: int) -> list[Measured]:
+    """Return the finalists that run in another round; none if it is not worthwhile.
+
+    A finalist that the best one beats leaves. Another round is worthwhile while the interval of one of the
+    others is wide, unless the noise is so large that no number of the remaining rounds would tell it from the
+    best.
+
+    Args:
+        finalists: Choices that ran in every round so far.
+        goal: The value to compare.
+        rounds_left: Rounds that may still run.
     """
-    if goal != "throughput" or len(finalists) < 2:
-        return False
-    best = min(finalists, key=lambda each: each.value(goal))
-    gains = [gain(best, each, goal, finalists) for each in finalists if each is not best]
-    return any(each.low <= 0 and each.half_width > _CLOSE_ENOUGH for each in gains)
+    fit = _fit([each.per_round(goal) for each in finalists])
+    if fit is None or rounds_left < 1:
+        return []
+    best = int(np.argmin(fit.log_s))
+    gains = {i: fit.gain(best, i) for i in range(len(finalists)) if i != best}
+    undecided = [i for i, each in gains.items() if each.low <= 0]
+    rounds = len(finalists[0].rounds)
+    # The interval narrows with the rounds. Two rounds alone tell too little of the noise.
+    later = fit.freedom + rounds_left * len(undecided)
+    shrinks = fit.quantile(later) / fit.quantile(fit.freedom) * math.sqrt(rounds / (rounds + rounds_left))
+    shrinks = shrinks if rounds > 2 else 0.0
+    if not any(
+        each.half_width > _CLOSE_ENOUGH
+        and (each.log > shrinks * each.half_width or shrinks * each.half_width <= _CLOSE_ENOUGH)
+        for each in (gains[i] for i in undecided)
+    ):
+        return []
+    return [finalists[best], *(finalists[i] for i in undecided)]
 
 
 def contenders(
@@ -281,7 +348,7 @@ def contenders(
 
 
 def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
-    best = min(measured, key=lambda each: each.value(goal))
+    best = _best(measured, goal)
     # A setting may tie with the best only because the best one's times spread widely; another may beat it.
     ties = [
         each

@@ -25,6 +25,7 @@ from memtune.device import Capability
 from memtune.hardware import Hardware
 from memtune.memory import WorkspaceTable
 from memtune.program import (
+    F64,
     FOREVER,
     I32,
     I64,
@@ -67,15 +68,26 @@ def translate(
     hints = recording.hints.get(recording.small, Hints())
     small = translate_step(recording.step, hints, known)
     sizes = [size for size in recording.hints if size != recording.small and size not in recording.exact]
-    bytes_slope, flops_slope = np.zeros(small.storages.n, np.int64), np.zeros(small.ops.n)
-    traffic_slope = np.zeros(small.ops.n, np.int64)
+    slopes: tuple[I64, F64, I64] = (
+        np.zeros(small.storages.n, np.int64),
+        np.zeros(small.ops.n),
+        np.zeros(small.ops.n, np.int64),
+    )
     if sizes:  # else sizes are known at this micro-batch only
         other, more = sizes[0], sizes[0] - recording.small
         # Twice, since kernels pad and round: sizes are affine only between two translated steps.
-        large = translate_step(recording.at(other), _resized(hints, recording.hints[other]), known.again())
-        bytes_slope = (large.storages.bytes - small.storages.bytes) // more
-        flops_slope = (large.ops.flops - small.ops.flops) / more
-        traffic_slope = (large.ops.traffic_bytes - small.ops.traffic_bytes) // more
+        its_hints = _resized(hints, recording.hints[other])
+        large = translate_step(recording.at(other), its_hints, known.again())
+        if large.storages.n != small.storages.n:
+            # A kernel has scratch at one size only: flash attention splits the keys of small batches.
+            known = _Context(hardware.architecture, workspace, empty_scratch=True)
+            small = translate_step(recording.step, hints, known)
+            large = translate_step(recording.at(other), its_hints, known.again())
+        slopes = (
+            (large.storages.bytes - small.storages.bytes) // more,
+            (large.ops.flops - small.ops.flops) / more,
+            (large.ops.traffic_bytes - small.ops.traffic_bytes) // more,
+        )
     exact = {
         size: translate_step(each, recording.hints.get(size, Hints()), known.again())
         for size, each in recording.exact.items()
@@ -87,9 +99,9 @@ def translate(
     return replace(
         recording,
         step=small,
-        bytes_slope=bytes_slope,
-        flops_slope=flops_slope,
-        traffic_slope=traffic_slope,
+        bytes_slope=slopes[0],
+        flops_slope=slopes[1],
+        traffic_slope=slopes[2],
         exact=exact,
         notes=notes,
         device=hardware.device,
@@ -110,16 +122,22 @@ def _resized(hints: Hints, other: Hints) -> Hints:
 
 
 class _Context:
-    """The target, and the kernels chosen for it."""
+    """The target, and the kernels chosen for it.
 
-    def __init__(self, architecture: str, workspace: WorkspaceTable | None) -> None:
-        self.architecture, self.workspace = architecture, workspace
+    With `empty_scratch` kernels have their scratch also where it has no bytes, so that steps of different
+    sizes have the same storages.
+    """
+
+    def __init__(
+        self, architecture: str, workspace: WorkspaceTable | None, *, empty_scratch: bool = False
+    ) -> None:
+        self.architecture, self.workspace, self.empty_scratch = architecture, workspace, empty_scratch
         self.kernels: dict[str, int] = {}
         self.estimated: set[str] = set()
 
     def again(self) -> _Context:
         """Return the same target with empty counts."""
-        return _Context(self.architecture, self.workspace)
+        return _Context(self.architecture, self.workspace, empty_scratch=self.empty_scratch)
 
     def count(self, kernel: str, calls: int = 1, *, estimated: bool = False) -> None:
         self.kernels[kernel] = self.kernels.get(kernel, 0) + calls
@@ -173,7 +191,7 @@ def unknown_ops(step: Step) -> list[str]:
 
 def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
     """Return one step with CUDA's kernels; lifetimes follow from the reads and saves of the new ops."""
-    fusion = _Fusion(step)
+    fusion = _Fusion(step, empty_scratch=context.empty_scratch)
     for call in hints.calls:
         kernel = _kernel(call, step, context)
         if kernel is not None:
@@ -313,8 +331,8 @@ def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
 class _Fusion:
     """Collects the calls to fuse, then edits the step once."""
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
+    def __init__(self, step: Step, *, empty_scratch: bool) -> None:
+        self.step, self._empty_scratch = step, empty_scratch
         self.names = list(step.names)
         self.op_name, self.flops = step.ops.name.copy(), step.ops.flops.copy()
         self.traffic, self.rng = step.ops.traffic_bytes.copy(), step.ops.rng.copy()
@@ -443,7 +461,7 @@ class _Fusion:
         )
 
     def _scratch(self, op: int, n_bytes: int) -> None:
-        if n_bytes:
+        if n_bytes or self._empty_scratch:
             self.later.append(
                 lambda edit: _add(edit, np.asarray([n_bytes]), np.asarray([op], np.int32), Kind.WORKSPACE)
             )
@@ -577,7 +595,8 @@ def _add_workspaces(edit: Edit, step: Step, hints: Hints, context: _Context) -> 
         scratch = np.asarray(
             [context.workspace.workspace_bytes(key) if key else 0 for key in hints.signatures], np.int64
         )
-        ops = np.flatnonzero(scratch).astype(np.int32)
+        wanted = [bool(key) for key in hints.signatures] if context.empty_scratch else scratch > 0
+        ops = np.flatnonzero(wanted).astype(np.int32)
         edit.add_storages(scratch[ops], producer=ops, kind=Kind.WORKSPACE)
     else:
         ops, sizes = estimated_workspaces(step, hints, context.architecture)

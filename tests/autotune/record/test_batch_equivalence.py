@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import zoo_paths
 
+from memtune.autotune.record import batch_equivalence
 from memtune.autotune.record.batch_equivalence import batch_is_lossless
+from memtune.program import Kind
 from memtune.workload.workload import Workload
 
 HEAD = """
@@ -126,3 +131,72 @@ def test_model_larger_than_host_memory_is_not_tried(tmp_path: Path):
     path = tmp_path / "model.py"
     path.write_text(HEAD + "def model(): raise RuntimeError('built')\n" + MEAN)
     assert "host memory" in str(batch_is_lossless(Workload.load(path), parameter_bytes=2**50))
+
+
+BLOCKS = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), {norm}
+        self.register_buffer("shift", torch.arange(8.0))
+    def forward(self, x): return x + self.norm(torch.tanh(self.up(x) + self.shift))
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.again = nn.Linear(8, 5)
+        self.again.weight = self.head.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+    def forward(self, x):
+        x = self.embed(x)
+        for block in {order}: x = block(x)
+        return self.head(x) + self.again(x)
+def model(): return M()
+"""
+NAMES = [f"blocks.{i}" for i in range(5)]
+
+
+def large(tmp_path: Path, norm: str, order: str = "self.blocks") -> Workload:
+    path = tmp_path / "model.py"
+    path.write_text(HEAD + BLOCKS.format(norm=norm, order=order) + MEAN)
+    return Workload.load(path)
+
+
+def test_large_model_is_compared_with_two_blocks_of_a_class(tmp_path: Path):
+    short = batch_equivalence._short_model(large(tmp_path, "nn.LayerNorm(8)"), NAMES)
+    assert len(short.blocks) == 2
+    assert short.again.weight is short.head.weight
+    assert not any(each.is_meta for each in short.parameters())
+    assert torch.equal(short.blocks[0].shift, torch.arange(8.0))
+
+
+@pytest.mark.parametrize("order", ["self.blocks", "[self.blocks[i] for i in range(5)]"])
+@pytest.mark.parametrize(("norm", "adds_up"), [("nn.LayerNorm(8)", True), ("nn.BatchNorm1d(8)", False)])
+def test_large_model_gets_the_verdict_of_all_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: str, adds_up: bool, order: str
+):
+    monkeypatch.setattr(batch_equivalence, "_LARGE_BYTES", 0)
+    found = batch_is_lossless(large(tmp_path, norm, order), parameter_bytes=1, blocks=NAMES)
+    assert (found is None) is adds_up
+
+
+def test_large_model_needs_no_memory_for_all_its_blocks(tmp_path: Path):
+    workload = large(tmp_path, "nn.LayerNorm(8)")
+    assert batch_is_lossless(workload, parameter_bytes=2**50, blocks=NAMES) is None
+
+
+@pytest.mark.parametrize(("dim", "layers", "is_long"), [(8, 4, False), (4096, 2, True), (1024, 400, False)])
+def test_comparison_is_long_by_the_flops_of_two_blocks(dim: int, layers: int, is_long: bool):
+    """By 2048 tokens a sample: two blocks of 4096 are long, 400 of 1024 are not."""
+    flops = 6.0 * 12 * dim**2 * 2048
+    step = SimpleNamespace(
+        blocks=tuple(f"blocks.{i}" for i in range(layers)),
+        ops=SimpleNamespace(block=np.arange(-1, layers), flops=np.full(layers + 1, flops)),
+        storages=SimpleNamespace(
+            bytes=np.array([12 * 4 * layers * dim**2]),
+            kind=np.array([Kind.PARAMETER]),
+            producer=np.array([-1]),
+        ),
+    )
+    recording: Any = SimpleNamespace(step=step, small=1)
+    assert batch_equivalence.takes_too_long(recording) is is_long

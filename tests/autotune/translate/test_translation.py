@@ -82,13 +82,14 @@ def recorded(
     dtype: str = "bfloat16",
     drop: float = 0.0,
     kv: int = 4,
+    seq: int = 24,
     optimizer: str = "AdamW",
     extra: str = "",
 ) -> Recording:
     """The model recorded once a session; `cuda` writes it with CUDA's ops, `tmp_path` is where its file is
     put.
     """
-    text = MODEL.format(
+    text = MODEL.replace("24, 64", f"{seq}, 64").format(
         cuda=cuda,
         kernel=kernel,
         dtype=dtype,
@@ -360,6 +361,24 @@ def test_flash_attention_splits_keys_for_few_queries(changes: dict[str, Any], sp
     assert table.flash_splits(call) == splits
     scratch = table.ATTENTION["flash"].forward_scratch(call)
     assert scratch == (0 if splits == 1 else splits * call.B * call.H * call.Q * 4 * (128 + 1))
+
+
+def test_scratch_of_small_micro_batches_vanishes_at_larger_ones(tmp_path: Path) -> None:
+    """Flash attention splits the keys only of a batch that leaves multiprocessors idle."""
+    recording = recorded(tmp_path, cuda=False, seq=640)
+    small, other = sorted(recording.hints)[:2]
+    ours = translate(recording, find("a100"))
+    call = table.Attention(small, 4, 640, 16, 4, 640, 16, "bfloat16", multiprocessors=108)
+    assert table.flash_splits(replace(call, B=small)) > 1
+    assert table.flash_splits(replace(call, B=other)) == 1
+    step = ours.at(small)
+    scratch = np.flatnonzero((step.storages.kind == Kind.WORKSPACE) & (step.storages.producer >= 0))
+    in_forward = step.ops.phase[step.storages.producer[scratch]] == Phase.FORWARD
+    forward = scratch[in_forward & (step.storages.bytes[scratch] > 0)]
+    want = table.ATTENTION["flash"].forward_scratch(call)
+    assert step.storages.bytes[forward].tolist() == [want] * 2
+    for size in (other, other + 3):
+        assert ours.at(size).storages.bytes[forward].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
