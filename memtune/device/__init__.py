@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from memtune.device.platforms import (
         DEFAULT_ACCELERATOR,
+        DISPATCH_KEYS,
         PLATFORMS,
         Capability,
         Platform,
@@ -33,6 +34,7 @@ else:
 
 __all__ = [
     "DEFAULT_ACCELERATOR",
+    "DISPATCH_KEYS",
     "PLATFORMS",
     "Capability",
     "Platform",

@@ -166,6 +166,10 @@ PLATFORMS: Mapping[str, Platform] = MappingProxyType({each.name: each for each i
 """All platforms that memtune knows by name. Others are described by their own module (`accelerator`)."""
 
 
+DISPATCH_KEYS = ("CPU", "CUDA", "XPU", "PrivateUse1")
+"""Keys of torch's dispatcher under which memtune's operators are registered: ROCm's is `CUDA`, that of Ascend
+and other out-of-tree devices `PrivateUse1`. Fake tensors have kernels of their own.
+"""
 DEFAULT_ACCELERATOR = "cuda"
 """Device type that predictions are for if the user names none."""
 

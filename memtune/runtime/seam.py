@@ -51,6 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from memtune.device import DISPATCH_KEYS
 from memtune.program import Resource
 from memtune.program import Tier as TierId
 from memtune.runtime import transfer
@@ -92,14 +93,14 @@ def register(
     Args:
         schema: As in `torch.library.Library.define`.
         op: Its resource, and the tier of its output.
-        kernel: Its implementation on CPU and CUDA.
+        kernel: Its implementation on every device.
         fake: Its output on fake tensors; the default is for operators that write their arguments and return
             nothing.
     """
     # One table for both: a schema that is registered without its resource cannot be simulated.
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    for key in ("CPU", "CUDA"):
+    for key in DISPATCH_KEYS:
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"memtune::{name}", fake, lib=_LIBRARY)
     SEAM[f"memtune.{name}.default"] = op

@@ -31,7 +31,9 @@ def strays(source: str) -> Iterator[str]:
                 yield f"{node.lineno}: from torch.cuda"
             case ast.ImportFrom(module="torch", names=names) if any(each.name == "cuda" for each in names):
                 yield f"{node.lineno}: from torch import cuda"
-            case ast.Constant(value="cuda" | "hip" | "xpu" | "npu" | "nccl"):
+            case ast.Constant(
+                value="cuda" | "CUDA" | "AutogradCUDA" | "hip" | "xpu" | "XPU" | "npu" | "nccl"
+            ):
                 yield f"{node.lineno}: {node.value!r}"
 
 
@@ -53,6 +55,7 @@ def test_only_the_device_room_names_devices() -> None:
         "if device.type == 'cuda': pass",
         "sizes = {'cpu': 1, 'cuda': 2}",
         "backend = 'nccl'",
+        "library.impl(name, kernel, 'CUDA')",
     ],
 )
 def test_each_way_to_name_a_device_is_found(source: str) -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from memtune import refusals
+from memtune.device import DISPATCH_KEYS
 from memtune.errors import ApplyError
 from memtune.runtime import WatchingMode
 
@@ -100,7 +101,7 @@ def _look_above(
     A Python kernel registered for `Autograd`, which covers all devices, would hide a present Python kernel
     under a dispatch mode: ours would then call itself.
     """
-    for key in ("AutogradCPU", "AutogradCUDA"):
+    for key in (f"Autograd{device}" for device in DISPATCH_KEYS):
         library.impl(op, partial(_looked_at_above, found, get_kernel(found, key)), key, with_keyset=True)
 
 
