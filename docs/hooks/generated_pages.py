@@ -135,6 +135,10 @@ def devices() -> Iterator[str]:
     for name, cells in rows.items():
         yield f"| {name} | {' | '.join(cells)} |"
     yield (
+        "\nStreams, events, copies, generators and memory statistics are also tested on a simulated accelerator,"
+        " another device type of torch with asynchronous copies, on any machine: `make test-device`."
+    )
+    yield (
         "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to"
         " memtune: it asks their module by torch's usual names, and the module may describe itself"
         " (`memtune/device/README.md`). Without a table of their kernels, predictions count those of a CPU."

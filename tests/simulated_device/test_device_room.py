@@ -1,0 +1,127 @@
+"""`memtune.device` and the copies of `runtime.transfer` on an accelerator that is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memtune import apply
+from memtune.device import (
+    Capability,
+    accelerator,
+    generators,
+    is_out_of_memory,
+    memory_statistics,
+    platform_of,
+    streams,
+)
+from memtune.errors import ApplyError, UsageError
+from memtune.hardware import detect
+from memtune.memory import Ledger
+from memtune.runtime import HOST, transfer
+from simulated_device import CAPACITY_BYTES
+
+pytestmark = pytest.mark.device
+# The device type is called `sim` once the devices are started, which is after tests are collected.
+HERE, THERE = (torch.device(torch._C._get_privateuse1_backend_name(), index) for index in (0, 1))
+
+
+@pytest.fixture(autouse=True)
+def own_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(transfer, "_pending", {})
+    monkeypatch.setattr(transfer, "_prefetched", {})
+    yield
+    streams.synchronize(HERE)
+
+
+def test_accelerator_is_found_and_describes_itself() -> None:
+    assert (accelerator.device_type(), accelerator.count(), accelerator.is_started()) == ("sim", 2, True)
+    assert accelerator.types() == ("cpu", "sim")
+    assert platform_of(HERE) is platform_of("sim")
+    assert {Capability.STREAMS, Capability.PINNED, Capability.LIMIT} <= platform_of("sim").capabilities
+    assert Capability.INDUCTOR in platform_of("sim").lacks
+    found = detect("sim")
+    assert (found.device, found.memory_bytes, found.gpus_per_node) == ("sim", CAPACITY_BYTES, 2)
+    with pytest.raises(UsageError, match="has no device type simx"):
+        platform_of("simx")
+
+
+@pytest.mark.parametrize("device", [HERE, THERE], ids=str)
+def test_on_is_nested_and_restores_stream_and_device(device: torch.device) -> None:
+    side, before = streams.made(device), streams.current()
+    assert side is not None
+    with streams.on(side):
+        assert streams.current() == side
+        with streams.on(side):
+            assert streams.current().device_index == device.index
+        assert streams.current() == side
+    assert streams.current() == before
+
+
+def test_copies_between_tiers_arrive_in_order() -> None:
+    """With `deferred` copies a wait that is missing, or on the wrong stream, reads old bytes."""
+    values = torch.randn(1 << 14)
+    x = values.to(HERE)
+    host = transfer.to_host(x)
+    assert host.is_pinned()
+    transfer.finish(host)
+    assert torch.equal(host, values)
+    with transfer.prefetching_separately(HERE):
+        separate = transfer.to_device(host, HERE)
+    transfer.wait_tensor(separate)
+    with transfer.prefetching(HERE):
+        together = transfer.to_device(host, HERE)
+    transfer.wait_prefetched(HERE)
+    tail = torch.ones(3, device=HERE)
+    joined = transfer.to_device_with_tail(host, tail, HERE)
+    assert torch.equal((separate + together).cpu(), values + values)
+    assert torch.equal(joined.cpu(), torch.cat([values, torch.ones(3)]))
+    done = transfer.issued(HERE)
+    assert done is not None
+    done.synchronize()
+
+
+def test_generators_repeat_and_are_restored() -> None:
+    state = generators.get_state(HERE)
+    first = torch.rand(4, device=HERE).cpu()
+    generators.set_state(HERE, state)
+    with generators.forked(HERE):
+        assert torch.equal(torch.rand(4, device=HERE).cpu(), first)
+    assert torch.equal(torch.rand(4, device=HERE).cpu(), first)
+    assert generators.in_use() == [HERE, THERE]
+
+
+def test_ledger_counts_device_and_pinned_bytes_and_has_a_budget() -> None:
+    with Ledger.open("sim", budget_bytes=8 << 20) as ledger:
+        before = ledger.live_bytes()
+        held = torch.empty(1 << 20, dtype=torch.uint8, device="sim")
+        assert ledger.live_bytes() - before == held.nbytes
+        assert ledger.peak_allocated_bytes() >= ledger.live_bytes()
+        assert ledger.peak_reserved_bytes() >= ledger.peak_allocated_bytes()
+        assert ledger.live_bytes(HOST) >= 0
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(16 << 20, dtype=torch.uint8, device="sim")
+        assert is_out_of_memory(caught.value)
+    torch.empty(16 << 20, dtype=torch.uint8, device="sim")
+    assert memory_statistics.total_bytes(HERE) == CAPACITY_BYTES
+
+
+def test_bad_placement_is_one_message() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).to("sim"), nn.Linear(4, 4))
+    with pytest.raises(ApplyError, match="on 2 devices: sim:0 and cpu") as caught:
+        apply(model, torch.optim.SGD(model.parameters(), 0.1), {"settings": {}})
+    assert caught.value.code == "MT134"
+    model = model.to("sim")
+    constant = torch.ones(4)
+
+    def loss(m: nn.Module, x: Any) -> torch.Tensor:
+        return (m(x) * constant).sum()  # type: ignore[no-any-return]
+
+    tuned = apply(model, torch.optim.SGD(model.parameters(), 0.1), {"settings": {}}, loss=loss)
+    with pytest.raises(ApplyError, match="on another device than the model's, sim:0") as caught:
+        tuned.step([torch.ones(2, 4)])
+    assert caught.value.code == "MT135"
