@@ -135,8 +135,8 @@ def devices() -> Iterator[str]:
     for name, cells in rows.items():
         yield f"| {name} | {' | '.join(cells)} |"
     yield (
-        "\nStreams, events, copies, generators and memory statistics are also tested on a simulated accelerator,"
-        " another device type of torch with asynchronous copies, on any machine: `make test-device`."
+        "\nStreams, events, copies, generators and memory statistics are also tested on any machine"
+        " (`make test-device`), on a simulated accelerator: another device type, with asynchronous copies."
     )
     yield (
         "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to"
